@@ -1,9 +1,9 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie.
+"""The header of a GGUF file: metadata, and positions of tensors.
 
-Such files come from anywhere. Every count, length, offset and product in one is held against the
-size of the file before anything is taken for it, so a false one costs an error and nothing else.
+Files may be untrusted. Every count, length, offset and product is checked against the size of the
+file before memory is allocated for it.
 
-Source: the format's description, docs/gguf.md of ggml-org/ggml (version 3; 2 is read too).
+Source: the format's description, docs/gguf.md of ggml-org/ggml (version 3; 2 is supported too).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["BLOCKS", "GgufHeader", "GgufTensor", "is_gguf", "read_gguf_header"]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
-# No vocabulary comes near it; a file that is longer has the rest in its tensors.
+# Larger than any vocabulary's; in a longer file the rest is tensors.
 _MAX_HEADER_BYTES = 1 << 30
 _MAX_ALIGNMENT = 1 << 16
 _DEFAULT_ALIGNMENT = 32
-# The least bytes of a metadata entry (an empty name, a type, a byte) and of a tensor's entry (an
+# Minimum bytes of a metadata entry (an empty name, a type, a byte) and of a tensor's entry (an
 # empty name, no dims, a type, an offset).
 _LEAST_ENTRY_BYTES, _LEAST_TENSOR_BYTES = 13, 24
 _STRING, _ARRAY = 8, 9
-# type of a metadata value -> how struct and numpy read it
+# type of a metadata value -> format of struct and numpy
 _NUMBERS = {
     **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f"},
     **{7: "<?", 10: "<Q", 11: "<q", 12: "<d"},
 }
-# kind -> (its number, values per block, bytes per block) of what is read
+# supported kind -> (its number, values per block, bytes per block)
 _KINDS = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -53,7 +53,7 @@ _KINDS = {
 }
 BLOCKS: dict[str, tuple[int, int]] = {kind: place[1:] for kind, place in _KINDS.items()}
 _BY_NUMBER = {number: kind for kind, (number, _, _) in _KINDS.items()}
-# What messages call kinds that are not read.
+# Names of unsupported kinds, for error messages.
 _OTHERS = {
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS"},
     **{19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16"},
@@ -62,13 +62,13 @@ _OTHERS = {
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor lies.
+    """Position of a tensor.
 
     Args:
-        kind: how its values are stored; a key of `BLOCKS`.
-        shape: as torch orders dims: the last one's values are neighbours.
-        start: its first byte in the file.
-        size: its bytes.
+        kind: storage format of its values; a key of `BLOCKS`.
+        shape: shape in torch's order: values of the last dimension are contiguous.
+        start: offset of its first byte in the file.
+        size: size in bytes.
     """
 
     kind: str
@@ -78,12 +78,12 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What a file says before its tensors.
+    """Header of a GGUF file.
 
     Args:
-        path: of the file.
-        metadata: key -> number, text, flag, list of texts, or numpy array of numbers.
-        tensors: name -> place.
+        path: path of the file.
+        metadata: dictionary from key to number, string, bool, list of strings, or numpy array.
+        tensors: dictionary from name to tensor.
     """
 
     path: Path
@@ -92,17 +92,17 @@ class GgufHeader(NamedTuple):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Tell whether this is a file that its name calls GGUF."""
+    """Return whether a path is a file with the suffix .gguf."""
     return Path(path).suffix == ".gguf" and Path(path).is_file()
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
     """Read the header of a GGUF file.
 
-    Raises:
-        CheckpointError: no such file, not GGUF, cut short, or it contradicts itself or its size.
+    Memory use is a few times the header's size; headers above 1 GiB are an error.
 
-    Memory: a few times the header's bytes; a header above 1 GiB is refused.
+    Raises:
+        CheckpointError: no such file, not GGUF, truncated, or inconsistent.
     """
     path = Path(path)
     try:
@@ -121,8 +121,8 @@ def _read(file: BinaryIO, size: int, path: Path) -> GgufHeader:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
         found = "in big-endian order" if swapped else f"of version {version}"
         raise CheckpointError(
-            f"{str(path)!r} is GGUF {found}; read are versions {_VERSIONS}, little-endian. Convert "
-            "the model anew with a current llama.cpp."
+            f"{str(path)!r} is GGUF {found}; supported are versions {_VERSIONS}, little-endian. "
+            "Convert the model again with a current llama.cpp."
         )
     tensor_count = cursor.count(_LEAST_TENSOR_BYTES, "tensors")
     entry_count = cursor.count(_LEAST_ENTRY_BYTES, "metadata entries")
@@ -130,17 +130,17 @@ def _read(file: BinaryIO, size: int, path: Path) -> GgufHeader:
     for _ in range(entry_count):
         key = cursor.text()
         if key in metadata:
-            raise cursor.damaged(f"metadata key {key!r} is there twice")
+            raise cursor.damaged(f"duplicate metadata key {key!r}")
         metadata[key] = cursor.value(key, cursor.number("<I"))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment not in _alignments():
-        raise cursor.damaged(f"general.alignment is {alignment!r}, no power of two up to 65536")
+        raise cursor.damaged(f"general.alignment is {alignment!r}, not a power of two up to 65536")
     places = [_read_tensor(cursor, alignment) for _ in range(tensor_count)]
     first = -(-cursor.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, tensor in places:
         if name in tensors:
-            raise cursor.damaged(f"tensor {name!r} is there twice")
+            raise cursor.damaged(f"duplicate tensor {name!r}")
         tensors[name] = tensor._replace(start=first + tensor.start)
     _check_places(cursor, tensors, size)
     return GgufHeader(path, metadata, tensors)
@@ -151,7 +151,7 @@ def _alignments() -> Iterator[int]:
 
 
 def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
-    """Return a tensor's name and place, `start` counted from the first tensor."""
+    """Return a tensor's name and position, with `start` relative to the first tensor."""
     name = cursor.text()
     dims = cursor.number("<I")
     if not 1 <= dims <= _MAX_DIMS:
@@ -162,35 +162,35 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
     if kind is None:
         known = _OTHERS.get(number, f"number {number}")
         raise CheckpointError(
-            f"{name!r} in {str(cursor.path)!r} is stored as {known}; read are "
-            f"{', '.join(_KINDS)}. Take a file of the model in one of them, such as Q4_K_M or Q8_0."
+            f"{name!r} in {str(cursor.path)!r} is stored as {known}; supported are "
+            f"{', '.join(_KINDS)}. Use a file of the model in one of them, such as Q4_K_M or Q8_0."
         )
     values, block_bytes = BLOCKS[kind]
     if 0 in shape or shape[-1] % values:
         raise cursor.damaged(f"tensor {name!r} of shape {shape} has no whole blocks of {values}")
     if start % alignment:
-        raise cursor.damaged(f"tensor {name!r} begins at {start}, no multiple of {alignment}")
+        raise cursor.damaged(f"tensor {name!r} begins at {start}, not a multiple of {alignment}")
     return name, GgufTensor(kind, shape, start, math.prod(shape) // values * block_bytes)
 
 
 def _check_places(cursor: _Cursor, tensors: dict[str, GgufTensor], size: int) -> None:
-    """Raise where tensors reach beyond the file, or into each other."""
+    """Raise for tensors that exceed the file, or overlap."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:
-            raise cursor.damaged(f"tensors {before!r} and {name!r} lie in the same place")
+            raise cursor.damaged(f"tensors {before!r} and {name!r} overlap")
         end, before = tensor.start + tensor.size, name
         if end > size:
             raise cursor.damaged(f"tensor {name!r} ends at byte {end} of {size}")
 
 
 class _Cursor:
-    """Reads a header from its beginning on, never more than the file can hold.
+    """Sequential reader of a header, with bounds checks.
 
     Args:
-        file: at its beginning.
-        size: bytes in it.
-        path: for messages.
+        file: the file, at its beginning.
+        size: size of the file in bytes.
+        path: path for error messages.
     """
 
     def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
@@ -200,15 +200,15 @@ class _Cursor:
 
     def damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{str(self.path)!r} is damaged or not a GGUF file: {reason}. Download it anew."
+            f"{str(self.path)!r} is damaged or not a GGUF file: {reason}. Download it again."
         )
 
     def take(self, count: int) -> bytes:
         if count > self.end - self.at:
-            raise self.damaged(f"it ends in its header, where {count} bytes more are promised")
+            raise self.damaged(f"it ends in its header, {count} bytes too early")
         data = self.file.read(count)
         if len(data) != count:
-            raise self.damaged("it became shorter while it was read")
+            raise self.damaged("it was truncated while it was read")
         self.at += count
         return data
 
@@ -216,10 +216,10 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, least_bytes: int, what: str) -> int:
-        """Return a count of things of at least so many bytes each."""
+        """Return a count of items of at least `least_bytes` each."""
         count = self.number("<Q")
         if count > (self.end - self.at) // least_bytes:
-            raise self.damaged(f"it promises {count} {what}, more than it has room for")
+            raise self.damaged(f"it declares {count} {what}, more than fit")
         return count
 
     def text(self) -> str:
@@ -241,7 +241,7 @@ class _Cursor:
             return [self.text() for _ in range(self.count(8, f"texts in {key!r}"))]
         if of not in _NUMBERS:
             what = "an array of arrays" if of == _ARRAY else f"an array of the unknown type {of}"
-            raise self.damaged(f"metadata {key!r} is {what}, which is not read")
+            raise self.damaged(f"metadata {key!r} is {what}, which is not supported")
         size = struct.calcsize(_NUMBERS[of])
         data = self.take(self.count(size, f"numbers in {key!r}") * size)
         return np.frombuffer(data, np.dtype(_NUMBERS[of]))

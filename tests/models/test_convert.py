@@ -354,7 +354,7 @@ def test_config_that_cannot_be_computed(tmp_path: Path) -> None:
 
 def test_family_that_cannot_be_told(tmp_path: Path) -> None:
     old.save_model_center(tmp_path / "old", {}, {"w": torch.zeros(2)}, torch.float32)
-    with pytest.raises(ConfigError, match=r"belong to no family.*GPT2"):
+    with pytest.raises(ConfigError, match=r"do not identify a family.*GPT2"):
         convert_checkpoint(tmp_path / "old", tmp_path / "new")
     with pytest.raises(ConfigError, match="CPM9"):
         convert_checkpoint(tmp_path / "old", tmp_path / "new", family="CPM9")
@@ -371,7 +371,7 @@ def test_damaged_pickle(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"pytorch_model\.pt"):
         convert_checkpoint(directory, tmp_path / "new")
     torch.save({"w": 3}, file)
-    with pytest.raises(CheckpointError, match="tensors by name"):
+    with pytest.raises(CheckpointError, match="dictionary of tensors"):
         convert_checkpoint(directory, tmp_path / "new")
 
 

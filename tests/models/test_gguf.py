@@ -356,7 +356,10 @@ ALIGNED_BY_3 = text("general.alignment") + struct.pack("<II", 4, 3)
         (lying(text("a") + struct.pack("<IIQ", 9, 8, 2**40), 0, 1, bytes(60)), "texts in 'a'"),
         (lying(ARRAY_OF_ARRAYS, 0, 1), "array of arrays"),
         (lying(ALIGNED_BY_3, 0, 1), "general.alignment is 3"),
-        (lying((text("a") + struct.pack("<IB", 0, 1)) * 2, 0, 2, bytes(60)), "'a' is there twice"),
+        (
+            lying((text("a") + struct.pack("<IB", 0, 1)) * 2, 0, 2, bytes(60)),
+            "duplicate metadata key 'a'",
+        ),
         (lying(text("a")[:8] + b"\xff" + bytes(60), 0, 1), "not UTF-8"),
         (lying(one_tensor(), 1, 0), "ends at byte"),
         (lying(one_tensor(dims=(2**63, 2**63, 2**63)), 1, 0, bytes(99)), "ends at byte"),
@@ -367,7 +370,7 @@ ALIGNED_BY_3 = text("general.alignment") + struct.pack("<II", 4, 3)
         (lying(one_tensor(start=7), 1, 0, bytes(999)), "begins at 7"),
         (lying(one_tensor(start=2**63), 1, 0, bytes(999)), "ends at byte"),
         (lying(one_tensor(dims=(1,) * 5), 1, 0, bytes(999)), "has 5 dims"),
-        (lying(one_tensor() * 2, 2, 0, bytes(999)), "'x' is there twice"),
+        (lying(one_tensor() * 2, 2, 0, bytes(999)), "duplicate tensor 'x'"),
     ],
 )
 def test_lies_are_named(tmp_path, data, said):

@@ -317,7 +317,7 @@ def test_a_missing_shard(tmp_path: Path) -> None:
         load_megatron(tmp_path)
     torch.save({"module": shards[1]}, inner / "mp_rank_01_model_states.pt")
     (inner / "mp_rank_03_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="one of 4 shards, but 3 are here"):
+    with pytest.raises(CheckpointError, match="one of 4 shards, but 3 are present"):
         load_megatron(tmp_path)
     for file in inner.glob("*.pt"):
         file.unlink()
@@ -333,7 +333,7 @@ def test_shards_of_different_degrees(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"mp_rank_01.*does not belong to mp_rank_00"):
         load_megatron(tmp_path / "said")
     inner = write(tmp_path / "half", four[:2], mp_world_size=4)
-    with pytest.raises(CheckpointError, match="one of 4 shards, but 2 are here"):
+    with pytest.raises(CheckpointError, match="one of 4 shards, but 2 are present"):
         load_megatron(tmp_path / "half")
     for rank in range(2):  # nothing in the files tells, but the model's sizes do
         file = inner / f"mp_rank_{rank:02d}_model_states.pt"
@@ -396,7 +396,7 @@ def test_families_without_shards(tmp_path: Path) -> None:
     small = {"vocab_size": 8, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
     experts = CPM2.from_config(CPM2Config(**WIDE, num_experts=2))
     for model in (GPT2.from_config(GPT2Config(**small)), experts):
-        with pytest.raises(ConfigError, match="has no form in Megatron's shards"):
+        with pytest.raises(ConfigError, match="cannot be saved as Megatron's shards"):
             save_megatron(model, tmp_path, 2)
 
 
@@ -406,7 +406,7 @@ def test_changed_models_have_no_shards(tmp_path: Path) -> None:
         Change("low_rank", "layers.0.attn.q_proj", {"rank": 2}),
     ):
         model = build("cpm1").change_(change)
-        with pytest.raises(ConfigError, match=f"CPM1 was changed .{change.kind}.*our form"):
+        with pytest.raises(ConfigError, match=f"CPM1 was changed .{change.kind}.*save_pretrained"):
             save_megatron(model, tmp_path / "new", 2)
         assert not (tmp_path / "new").exists()
 

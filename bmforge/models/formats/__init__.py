@@ -1,1 +1,1 @@
-"""Checkpoints as others write them: Hugging Face, GGUF, Megatron, ModelCenter; see `convert.py`."""
+"""Checkpoint formats of other software: Hugging Face, GGUF, Megatron, ModelCenter."""

@@ -1,6 +1,6 @@
-"""Turning checkpoints into our form, which is Hugging Face's: safetensors and a config.json.
+"""Conversion of checkpoints to Hugging Face's format: safetensors and a config.json.
 
-Or into Megatron's shards, for the models that were published so.
+Models that were published as Megatron's shards can also be written as such.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["convert_checkpoint", "find_companions", "find_dtype", "write_directory"]
 
-# What belongs to a model besides its weights and config.
+# Files of a model besides its weights and config.
 _COMPANIONS = (
     "tokenizer*",
     "vocab*",
@@ -58,34 +58,34 @@ def convert_checkpoint(
     preset: str | None = None,
     megatron_degree: int | None = None,
 ) -> Path:
-    """Read a checkpoint of any kind and write it in our form, with its tokenizer's files.
+    """Read a checkpoint in any format and write it in Hugging Face's, with its tokenizer files.
 
-    Written is beside `target` first and moved there when it is whole.
+    It is written to a temporary directory and moved to `target` when complete.
 
     Args:
-        source: a directory, hub id or short name: Hugging Face's form, safetensors or pickled, or
-            ModelCenter's (`pytorch_model.pt`), or Megatron's shards of CPM-1, CPM-2 or EVA; or a
-            GGUF file, whose quantised values become fp32 where no dtype is named.
-        target: directory to make.
-        dtype: of the weights; None keeps the file's.
-        max_file_bytes: size above which the weights are divided over several files.
-        family: of a ModelCenter checkpoint, such as "GPT2", where its tensors do not tell.
-        allow_unknown: config fields to accept unread.
-        preset: which model Megatron's shards are, where neither their sizes nor a config.json tell.
-        megatron_degree: write so many of Megatron's shards instead of our form.
+        source: a directory, hub id or preset name: Hugging Face's format, safetensors or pickled,
+            ModelCenter's (`pytorch_model.pt`), Megatron's shards of CPM-1, CPM-2 or EVA; or a GGUF
+            file, whose quantized values are converted to fp32 by default.
+        target: directory to create.
+        dtype: dtype of the weights (default: the file's).
+        max_file_bytes: maximum size of one file of weights.
+        family: family of a ModelCenter checkpoint, such as "GPT2", if its tensors are ambiguous.
+        allow_unknown: unknown config fields to ignore.
+        preset: model of Megatron's shards, if their sizes and config.json are ambiguous.
+        megatron_degree: write this number of Megatron's shards instead.
 
     Returns:
         the target.
 
     Raises:
-        CheckpointError: the target holds something already, or the source is damaged.
-        ConfigError: no such source, or its config is not understood.
+        CheckpointError: the target is not empty, or the source is damaged.
+        ConfigError: no such source, or an unsupported config.
     """
 
     def write(directory: Path, partial: Path) -> str:
         if megatron_degree is not None and preset is dtype is None and is_megatron(directory):
             reshard_megatron(directory, partial, megatron_degree)
-            return f"{megatron_degree} shards, as they were divided before"
+            return f"{megatron_degree} shards"
         model = _open(directory, family, dtype, allow_unknown, preset)
         if megatron_degree is not None:
             save_megatron(model, partial, megatron_degree)
@@ -102,28 +102,31 @@ def convert_checkpoint(
 def write_directory(
     source: str | Path, target: str | Path, write: Callable[[Path, Path], str]
 ) -> Path:
-    """Make a model's directory of another's: beside its place, moved there when it is whole.
+    """Create a model directory from another; it is moved to its place when complete.
+
+    Other files of the model, such as the tokenizer, are copied, with its provenance.
 
     Args:
-        source: a directory, hub id or short name.
-        target: directory to make.
-        write: given the source's directory and one to make; returns what is said of it. What
-            belongs to a model besides its weights and config is copied, with what is known of its
-            licence and parts.
+        source: a directory, hub id or preset name.
+        target: directory to create.
+        write: function of the source's directory and a directory to create; returns a summary
+            for the log.
 
     Raises:
-        CheckpointError: the target holds something already.
+        CheckpointError: the target is not empty.
     """
     out = Path(target)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "holds a model" if out.is_dir() and has_weights(out) else "is not an empty directory"
-        raise CheckpointError(f"{str(out)!r} {what}; name a directory that does not exist yet.")
+        reason = (
+            "holds a model" if out.is_dir() and has_weights(out) else "is not an empty directory"
+        )
+        raise CheckpointError(f"{str(out)!r} {reason}; give a directory that does not exist yet.")
     check_place(out, "target")
     directory = find_model(source)
     partial = out.with_name(partial_name(out.name))
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        said = write(directory, partial)
+        summary = write(directory, partial)
         if is_gguf(directory):
             _save_tokenizer(directory, partial)
         for name in find_companions(directory):
@@ -133,7 +136,7 @@ def write_directory(
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    get_logger().info("%s: %s", out, said)
+    get_logger().info("%s: %s", out, summary)
     warn_of_licences(out, known)
     return out
 
@@ -151,30 +154,30 @@ def _open(
         return load_megatron(directory, preset=preset, dtype=dtype, allow_unknown=allow_unknown)
     if preset is not None:
         raise ConfigError(
-            f"preset={preset!r} names the model in Megatron's shards, but {str(directory)!r} holds "
-            "a model with a config.json. Leave it out."
+            f"preset={preset!r} selects the model of Megatron's shards, but {str(directory)!r} "
+            "holds a model with a config.json. Omit it."
         )
     dtype = dtype or find_dtype(WeightFiles(directory))
     return AutoModel.from_pretrained(directory, dtype=dtype, allow_unknown=allow_unknown)
 
 
 def find_dtype(files: WeightFiles) -> torch.dtype:
-    """Return the dtype that most of the stored values have; packed ones are of none."""
+    """Return the most common floating-point dtype of the stored values."""
     sizes: Counter[torch.dtype] = Counter()
     for name, shape in files.shapes.items():
-        if files.dtype(name).is_floating_point:  # packed ones stay what they are
+        if files.dtype(name).is_floating_point:  # integers are packed weights, kept as they are
             sizes[files.dtype(name)] += torch.Size(shape).numel()
     return sizes.most_common(1)[0][0]
 
 
 def _save_tokenizer(source: Path, target: Path) -> None:
-    """Write the tokenizer of a GGUF file, where it has one."""
+    """Write the tokenizer of a GGUF file, if it has one."""
     if read_gguf_header(source).metadata.get("tokenizer.ggml.model", "none") == "none":
-        get_logger().warning("%s holds no tokenizer, so none is written", source)
+        get_logger().warning("%s has no tokenizer, so none is written", source)
         return
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
 
 def find_companions(directory: Path) -> list[str]:
-    """Return the names of the files that belong to a model besides its weights and config."""
+    """Return the names of a model's files besides its weights and config."""
     return sorted({p.name for glob in _COMPANIONS for p in directory.glob(glob) if p.is_file()})

@@ -1,7 +1,7 @@
-"""Reading and writing Hugging Face weight files, one tensor (or one slice of it) at a time.
+"""Reading and writing of Hugging Face weight files, one tensor (or slice) at a time.
 
-Only safetensors is written. `pytorch_model.bin` is read with `weights_only=True`, so nothing in a
-file can run code.
+Only safetensors is written. `pytorch_model.bin` is read with `weights_only=True`, so that files
+cannot run code.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _BROKEN = (RuntimeError, EOFError, ValueError, AttributeError)
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-_MODEL_CENTER = "pytorch_model.pt"  # other names in it; see `model_center.py`
-# Kinds of files with integers that our layout may hold as they are.
+_MODEL_CENTER = "pytorch_model.pt"  # with other tensor names; see `model_center.py`
+# File classes whose integers can be stored without dequantizing them.
 _HOLDS_INTEGERS = (GgufFile, PackedLinears, CompressedLinears)
 
 
 def has_weights(directory: Path) -> bool:
-    """Tell whether a directory already holds model weights."""
+    """Return whether a directory holds model weights."""
     return any((directory / name).exists() for name in (_INDEX, _SINGLE, *_PICKLED))
 
 
 def has_all_weights(directory: Path) -> bool:
-    """Tell whether a directory holds a model's weights, and all files that an index names."""
+    """Return whether a directory holds a model's weights, with all files of the index."""
     try:
         return bool(_find_files(directory))
     except CheckpointError:
@@ -67,27 +67,27 @@ def has_all_weights(directory: Path) -> bool:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a flat pickle, mapped from the file where it is a zip archive.
+    """Return the tensors of a flat pickle, mapped from the file if it is a zip archive.
 
     Raises:
-        CheckpointError: the file is damaged, or holds something else than tensors by name.
+        CheckpointError: the file is damaged, or is not a dictionary of tensors.
     """
     try:
-        # Files older than torch 1.6 are not zip archives and cannot be mapped.
+        # Files written before torch 1.6 are not zip archives and cannot be mapped.
         mmap = zipfile.is_zipfile(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (UnpicklingError, *_BROKEN) as error:
         raise CheckpointError(
-            f"{str(path)!r} is damaged or not a weight file: {error}. Download it anew."
+            f"{str(path)!r} is damaged or not a weight file: {error}. Download it again."
         ) from error
     is_flat = isinstance(loaded, dict) and all(isinstance(t, Tensor) for t in loaded.values())
     if not is_flat or not loaded:
-        raise CheckpointError(f"{str(path)!r} does not hold tensors by name.")
+        raise CheckpointError(f"{str(path)!r} is not a dictionary of tensors.")
     return loaded
 
 
 class _PickledFile:
-    """The tensors of one `pytorch_model.bin`; see `TensorFile`."""
+    """Tensors of one `pytorch_model.bin`; see `TensorFile`."""
 
     def __init__(self, path: Path) -> None:
         self._tensors = read_pickle(path)
@@ -97,14 +97,14 @@ class _PickledFile:
         return self._tensors[name].dtype
 
     def map_tensor(self, name: str) -> Tensor | None:
-        """None: tensors in a pickle may share memory."""
+        """Return None: tensors in a pickle may share memory."""
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         target.copy_(self._tensors[name][slices])
 
 
 def _read_index(index: Path) -> list[str]:
-    """Return the names of the files that an index lists."""
+    """Return the names of the files listed in an index."""
     try:
         files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -113,12 +113,12 @@ def _read_index(index: Path) -> list[str]:
         return sorted(files)
     raise CheckpointError(
         f"{str(index)!r} is damaged: it must be JSON with a 'weight_map' from tensors to files. "
-        "Download it anew."
+        "Download it again."
     )
 
 
 def _find_files(directory: Path) -> list[Path]:
-    """Return the files that hold the weights; see `WeightFiles`."""
+    """Return the files with the weights; see `WeightFiles`."""
     for name in (_INDEX, _PICKLED[0]):
         index = directory / name
         if index.exists():
@@ -126,8 +126,8 @@ def _find_files(directory: Path) -> list[Path]:
             missing = [p.name for p in paths if not p.exists()]
             if missing:
                 raise CheckpointError(
-                    f"{str(directory)!r} lacks {missing}, which {name} names. "
-                    "Copy the missing files there, or download the model anew."
+                    f"{str(directory)!r} lacks {missing}, listed in {name}. "
+                    "Copy the missing files there, or download the model again."
                 )
             return paths
         single = directory / (_SINGLE if name == _INDEX else _PICKLED[1])
@@ -138,21 +138,21 @@ def _find_files(directory: Path) -> list[Path]:
         return live
     raise CheckpointError(
         f"{str(directory)!r} holds no weights: "
-        f"needed {_SINGLE}, {_INDEX}, {_PICKLED[1]}, or a single .pt file as CPM-Live has."
+        f"expected {_SINGLE}, {_INDEX}, {_PICKLED[1]}, or a single .pt file of CPM-Live."
     )
 
 
 class WeightFiles:
-    """The tensors of a checkpoint by name, read lazily.
+    """Tensors of a checkpoint by name, read lazily.
 
     Args:
-        directory: a GGUF file, or holds `model.safetensors`, a sharded one with its index,
-            `pytorch_model.bin`, a single `.pt` file under any name (CPM-Live), or Megatron's
+        directory: a GGUF file, or a directory with `model.safetensors`, a sharded one with its
+            index, `pytorch_model.bin`, a single `.pt` file with any name (CPM-Live), or Megatron's
             shards.
-        reads: how safetensors files are read; None takes the usual way.
+        reads: reader of safetensors files; None is the default.
 
     Raises:
-        CheckpointError: no weights, a file named in the index is missing, or a file is damaged.
+        CheckpointError: no weights, a file of the index is missing, or a file is damaged.
     """
 
     def __init__(self, directory: str | Path, reads: FileReads | None = None) -> None:
@@ -179,7 +179,7 @@ class WeightFiles:
         ]
 
     def _packed_linears(self) -> PackedLinears | CompressedLinears | None:
-        """Return what reads integers of linear layers as weights, where there are such."""
+        """Return the reader of packed linear layers, or None."""
         files = dict(self._files)
         if packing := find_packing(self.directory):
             return PackedLinears(files, packing)
@@ -187,11 +187,11 @@ class WeightFiles:
         return None if how is None else CompressedLinears(files, how)
 
     def rules_for(self, model: Any, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules by which a model is read from what has these names."""
+        """Return the naming rules for reading a model from a checkpoint with these names."""
         return self._gguf.rules_for(model) if self._gguf else model.rules_for(names)
 
     def head_names(self, model: Any) -> set[str]:
-        """Return the names of tensors that may belong to another head than the model's."""
+        """Return the names of tensors that may belong to other heads."""
         if self._gguf:
             return self._gguf.head_names()
         config = model.config
@@ -199,30 +199,30 @@ class WeightFiles:
         return others - set(config.heads[config.head].names.values())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype a tensor is stored with."""
+        """Return the dtype of a stored tensor."""
         return self._files[name].dtype(name)
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the scheme by which a tensor is stored as integers, where our layout has it."""
+        """Return the scheme of a tensor stored as integers, if it is supported."""
         file = self._files[name]
         return file.stored_spec(name) if isinstance(file, _HOLDS_INTEGERS) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
-        """Return the integers of whole rows of a tensor that has a `stored_spec`."""
+        """Return the integers of whole rows of a tensor with a `stored_spec`."""
         file = self._files[name]
         assert isinstance(file, _HOLDS_INTEGERS)
         return file.read_groups(name, slices)
 
     def map_tensor(self, name: str) -> Tensor | None:
-        """Return a tensor whose memory is the file's; see `SafeFile.map_tensor`."""
+        """Return a tensor that is mapped from the file; see `SafeFile.map_tensor`."""
         return self._files[name].map_tensor(name)
 
     def plan_read(self, name: str, slices: tuple[slice, ...], target: Tensor) -> Read:
-        """Return the work of filling `target` with a slice of a tensor, for `run_reads`."""
+        """Return a `Read` of a slice of a tensor into `target`, for `run_reads`."""
         return Read(self._files[name], name, slices, target)
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Return a tensor, or a slice of its first dims, in memory of its own."""
+        """Return a copy of a tensor, or of a slice of its first dimensions."""
         rest = (slice(0, n) for n in self.shapes[name][len(slices) :])
         whole = (*slices, *rest)
         out = torch.empty([s.stop - s.start for s in whole], dtype=self.dtype(name))
@@ -233,23 +233,23 @@ class WeightFiles:
 def plan_files(
     sizes: dict[str, int], max_file_bytes: int, homes: dict[str, int] | None = None
 ) -> dict[str, list[str]]:
-    """Divide tensors over files.
+    """Assign tensors to files.
 
     Args:
-        sizes: tensor name -> bytes, in the order of writing.
-        max_file_bytes: a file holds at most this much, or one tensor.
+        sizes: dictionary from tensor name to bytes, in the order of writing.
+        max_file_bytes: maximum size of a file, except for a single larger tensor.
         homes: tensors with different numbers are in different files.
 
     Returns:
-        file name -> tensor names, in transformers' naming.
+        dictionary from file name to tensor names, in transformers' naming.
     """
     homes = homes or {}
     groups: list[list[str]] = [[]]
     used = 0
     for name in sorted(sizes, key=lambda name: homes.get(name, 0)):
         size = sizes[name]
-        moves = bool(groups[-1]) and homes.get(name, 0) != homes.get(groups[-1][-1], 0)
-        if moves or (groups[-1] and used + size > max_file_bytes):
+        starts_file = bool(groups[-1]) and homes.get(name, 0) != homes.get(groups[-1][-1], 0)
+        if starts_file or (groups[-1] and used + size > max_file_bytes):
             groups.append([])
             used = 0
         groups[-1].append(name)
@@ -261,9 +261,9 @@ def plan_files(
 
 
 def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) -> None:
-    """Write the index of several files; a single one needs none.
+    """Write the index of several files; a single file has none.
 
-    What an earlier save left beside them is removed: a reader might take it for the model.
+    Files of an earlier save are removed, since a reader might use them.
     """
     for stale in set(directory.glob("model*.safetensors")) - {directory / name for name in files}:
         stale.unlink()

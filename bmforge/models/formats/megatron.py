@@ -1,8 +1,8 @@
-"""Megatron's model-parallel shards: reading any number of them as one checkpoint, and writing them.
+"""Reading and writing of Megatron's model-parallel shards, with any number of shards.
 
-A shard has a part of every large matrix: rows where its output is divided, columns where its input
-is, and of fused q, k and v its part of each. Small tensors are in all of them. CPM-1, CPM-2 and EVA
-were published so, as ``ITERATION/mp_rank_00_model_states.pt`` and so on.
+A shard has a part of every large matrix: rows if the output is split, columns if the input is, and
+a part of each of fused q, k and v. Small tensors are in all shards. CPM-1, CPM-2 and EVA were
+published in this format, as ``ITERATION/mp_rank_00_model_states.pt`` and so on.
 
 Source: `change_mp.py` of TsinghuaAI/CPM-1-Generate and of thu-coai/EVA.
 """
@@ -30,8 +30,8 @@ __all__ = ["MegatronShards", "find_shards", "holds_shards", "split_tensor", "wri
 _TRACKER = "latest_checkpointed_iteration.txt"
 _FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _EXPERT_FILE = re.compile(r"mp_rank_(\d+)_(\d+)_model_states\.pt")
-# Part of a name -> how many fused matrices its rows are; these are divided by rows, all others of
-# two dims by columns.
+# Part of a name -> number of fused matrices in its rows; these are split by rows, all other 2-D
+# tensors by columns.
 _ROWS = {
     "query_key_value.": 3,
     ".project.": 3,
@@ -44,7 +44,7 @@ _ROWS = {
     ".wi_1.": 1,
 }
 _WHOLE = ("position_embeddings.", "role_embeds.")
-# What DeepSpeed looks for in a file besides the weights.
+# Entries besides the weights that DeepSpeed expects in a file.
 _BOOKKEEPING: dict[str, Any] = {
     "optimizer": None,
     "lr_scheduler": None,
@@ -57,7 +57,7 @@ _BOOKKEEPING: dict[str, Any] = {
 
 
 def _find_cut(name: str, num_dims: int) -> tuple[int, int] | None:
-    """Return by which dim a tensor is divided and into how many fused ones; None: it is not."""
+    """Return the dimension that is split and the number of fused matrices, or None."""
     if any(part in name for part in _WHOLE):
         return None
     for part, fused in _ROWS.items():
@@ -67,10 +67,10 @@ def _find_cut(name: str, num_dims: int) -> tuple[int, int] | None:
 
 
 def find_shards(directory: Path) -> list[Path]:
-    """Return the shards in a directory, or in the one that its tracker file names, in their order.
+    """Return the shards in a directory, or in that of its tracker file, in order.
 
     Raises:
-        CheckpointError: shards are missing, or they are CPM-2's experts.
+        CheckpointError: shards are missing, or they contain CPM-2's experts.
     """
     tracker = directory / _TRACKER
     if tracker.is_file():
@@ -82,35 +82,35 @@ def find_shards(directory: Path) -> list[Path]:
     if experts:
         raise CheckpointError(
             f"{str(directory)!r} holds {experts[0]} and others, one per expert and rank: CPM-2's "
-            "experts have a norm each, which the model here has not. Only dense shards "
+            "experts have norms, which are not supported. Only dense shards "
             "(mp_rank_00_model_states.pt) can be read."
         )
-    found = {int(m[1]): directory / n for n in names if (m := _FILE.fullmatch(n))}
-    missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
+    shards = {int(m[1]): directory / n for n in names if (m := _FILE.fullmatch(n))}
+    missing = sorted(set(range(max(shards, default=-1) + 1)) - set(shards))
     if missing:
         raise CheckpointError(
-            f"{str(directory)!r} has shards {sorted(found)} but lacks {missing}: copy "
+            f"{str(directory)!r} has shards {sorted(shards)} but lacks {missing}: copy "
             f"{', '.join(f'mp_rank_{n:02d}_model_states.pt' for n in missing)} there too."
         )
-    return [found[rank] for rank in sorted(found)]
+    return [shards[rank] for rank in sorted(shards)]
 
 
 def holds_shards(directory: Path) -> bool:
-    """Tell whether a directory has Megatron shards, itself or where its tracker file points."""
+    """Return whether a directory, or that of its tracker file, has Megatron shards."""
     return (directory / _TRACKER).is_file() or any(directory.glob("mp_rank_*_model_states.pt"))
 
 
 class MegatronShards:
-    """All shards of a checkpoint as one file of whole tensors; see `safe_file.TensorFile`.
+    """All shards of a checkpoint as one file of unsplit tensors; see `safe_file.TensorFile`.
 
-    Nothing is joined: what is asked for is copied from where it lies. Shards are mapped, but for
-    those that torch wrote before 1.6.
+    Slices are copied directly from the shards, without joining them. Shards are memory-mapped,
+    except those written before torch 1.6.
 
     Args:
-        directory: holds the shards, or a tracker file beside the directory that does.
+        directory: directory with the shards, or with a tracker file.
 
     Raises:
-        CheckpointError: shards are missing, damaged, or were divided in another number of parts.
+        CheckpointError: shards are missing, damaged, or from different degrees.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -123,18 +123,18 @@ class MegatronShards:
 
     @property
     def degree(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return len(self.paths)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype a tensor is stored with."""
+        """Return the dtype of a stored tensor."""
         return self._shards[0][name].dtype
 
     def map_tensor(self, name: str) -> Tensor | None:
-        """None: a whole tensor lies in several files."""
+        """Return None: a tensor is split over several files."""
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Copy a slice of the whole tensor into `target`, from every shard that has some of it."""
+        """Copy a slice of the unsplit tensor into `target`, from all shards that overlap it."""
         for shard, source, place in self._pieces(name):
             parts = [_overlap(want, have) for want, have in zip(slices, place, strict=True)]
             if any(stop <= start for start, stop in parts):
@@ -145,7 +145,7 @@ class MegatronShards:
             target[into].copy_(self._shards[shard][name][out_of])
 
     def _pieces(self, name: str) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...]]]:
-        """Yield (shard, where a piece begins in its tensor, where it lies in the whole)."""
+        """Yield (shard, offset of a piece in its tensor, slices of it in the unsplit tensor)."""
         shape = tuple(self._shards[0][name].shape)
         cut = _find_cut(name, len(shape))
         if cut is None or self.degree == 1:
@@ -166,7 +166,7 @@ class MegatronShards:
         return tuple(size * n for size, n in zip(shape, times, strict=True))
 
     def _check_alike(self) -> None:
-        """Refuse shards that cannot be parts of one model."""
+        """Raise `CheckpointError` if the shards are not of one model."""
         first = self._shards[0]
         for path, shard in zip(self.paths, self._shards, strict=True):
             wrong = sorted(set(first) ^ set(shard))
@@ -188,7 +188,7 @@ def _overlap(want: slice, have: slice) -> tuple[int, int]:
 
 
 def _harmless() -> list[Any]:
-    """What training states beside the weights are made of: arrays and plain namespaces."""
+    """Return harmless types in training states: arrays and namespaces."""
     array, scalar = (value.__reduce__()[0] for value in (np.zeros(1), np.float64(0)))
     return [
         *((array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
@@ -201,35 +201,35 @@ def _harmless() -> list[Any]:
 
 
 def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
-    """Return the tensors of one shard; nothing in the file can run code."""
+    """Return the tensors of one shard; files cannot run code."""
     try:
         mmap = zipfile.is_zipfile(path)
         with torch.serialization.safe_globals(_harmless()):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{str(path)!r} is damaged or not a shard: {error}. Download it anew."
+            f"{str(path)!r} is damaged or not a shard: {error}. Download it again."
         ) from error
     tensors = loaded.get("module") if isinstance(loaded, dict) else None
     if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
-        raise CheckpointError(f"{str(path)!r} has no tensors by name under the key 'module'.")
-    said = loaded.get("mp_world_size")
-    if said not in (None, degree):
+        raise CheckpointError(f"{str(path)!r} has no dictionary of tensors under the key 'module'.")
+    expected = loaded.get("mp_world_size")
+    if expected not in (None, degree):
         raise CheckpointError(
-            f"{str(path)!r} says that it is one of {said} shards, but {degree} are here. Copy all "
-            f"{said} of them, and none of another degree, into one directory."
+            f"{str(path)!r} is one of {expected} shards, but {degree} are present. Copy all "
+            f"{expected} of them, and none of another degree, to one directory."
         )
     wrong = [n for n, t in tensors.items() if t.dim() > 2]
     if wrong:
-        raise CheckpointError(f"{str(path)!r} has tensors of more than two dims: {wrong[:5]}.")
+        raise CheckpointError(f"{str(path)!r} has tensors with more than two dims: {wrong[:5]}.")
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 
 def split_tensor(name: str, tensor: Tensor, rank: int, degree: int) -> Tensor:
-    """Return shard `rank`'s part of a whole tensor, in memory of its own.
+    """Return a copy of shard `rank`'s part of a tensor.
 
     Raises:
-        CheckpointError: `degree` does not divide it.
+        CheckpointError: the tensor is not divisible by `degree`.
     """
     cut = _find_cut(name, tensor.dim())
     if cut is None or degree == 1:
@@ -237,8 +237,8 @@ def split_tensor(name: str, tensor: Tensor, rank: int, degree: int) -> Tensor:
     dim, fused = cut
     if tensor.shape[dim] % (fused * degree):
         raise CheckpointError(
-            f"{name} of shape {tuple(tensor.shape)} cannot be divided into {degree} shards along "
-            f"dim {dim}. Choose a degree that divides {tensor.shape[dim] // fused}."
+            f"{name} of shape {tuple(tensor.shape)} cannot be split into {degree} shards along "
+            f"dim {dim}. Use a degree that divides {tensor.shape[dim] // fused}."
         )
     parts = tensor.chunk(fused * degree, dim)[rank::degree]
     return torch.cat(parts, dim)
@@ -251,24 +251,24 @@ def write_shards(
     degree: int,
     copies: Mapping[str, str],
 ) -> None:
-    """Write whole tensors as shards, under ``directory/1``, with the tracker file beside it.
+    """Write tensors as shards in ``directory/1``, and the tracker file in `directory`.
+
+    Peak memory is that of one shard and one tensor.
 
     Args:
-        shapes: of the tensors, by their names in shards.
-        read: returns a whole tensor by its name.
-        directory: made when it does not exist.
+        shapes: shapes of the tensors, by their names in shards.
+        read: function that returns a tensor by its name.
+        directory: output directory, created if needed.
         degree: number of shards.
-        copies: names under which shards hold a tensor once more -> the tensor's.
+        copies: dictionary from additional name in the shards to the tensor's name.
 
     Raises:
-        CheckpointError: shards are there already, or `degree` does not divide the tensors.
-
-    Memory: one shard, and one whole tensor.
+        CheckpointError: shards exist already, or the tensors are not divisible by `degree`.
     """
     if degree < 1:
         raise CheckpointError(f"degree={degree} must be at least 1.")
     if holds_shards(directory):
-        raise CheckpointError(f"{str(directory)!r} already holds shards. Name another directory.")
+        raise CheckpointError(f"{str(directory)!r} already holds shards. Use another directory.")
     for name, shape in shapes.items():
         split_tensor(name, torch.empty(shape, device="meta"), 0, degree)
     inner = directory / "1"

@@ -1,7 +1,7 @@
-"""Models out of Megatron's shards and into them; the shards themselves are `megatron.py`'s.
+"""Conversion of models to and from Megatron's shards; `megatron.py` reads and writes the files.
 
-Shards come without a config.json: the sizes tell which preset they are. A `config.json` beside them
-(the original program's, with its own fields) is used instead, and models of other sizes need one.
+Shards have no config.json: the preset is identified by the sizes. A `config.json` next to them (the
+original program's, with its field names) is used instead, and models of other sizes need one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Family = type[CPM1] | type[CPM2] | type[EVA]
 
 
 def is_megatron(directory: Path) -> bool:
-    """Tell whether a directory's weights are Megatron's shards."""
+    """Return whether a directory's weights are Megatron's shards."""
     return holds_shards(directory) and not has_weights(directory)
 
 
@@ -44,14 +44,14 @@ def load_megatron(
     """Open shards of any degree as a model.
 
     Args:
-        directory: holds the shards, or the tracker file beside the directory that does.
-        preset: which model it is, where neither a config.json nor the sizes tell.
-        dtype: of the parameters; None takes the shards'.
-        allow_unknown: fields of config.json to accept unread.
+        directory: directory with the shards, or with a tracker file.
+        preset: preset of the model, if config.json and the sizes are ambiguous.
+        dtype: dtype of the parameters (default: the shards').
+        allow_unknown: unknown fields of config.json to ignore.
 
     Raises:
-        CheckpointError: shards missing, damaged, of different degrees, or not of this model.
-        ConfigError: it is not known which model this is.
+        CheckpointError: shards are missing, damaged, of different degrees, or of another model.
+        ConfigError: the model cannot be identified.
     """
     files = WeightFiles(directory)
     family = _tell_family(files)
@@ -68,14 +68,14 @@ def _tell_family(files: WeightFiles) -> _Family:
         return EVA if "role_embeds.weight" in files.shapes else CPM2
     raise CheckpointError(
         f"the shards in {str(files.directory)!r} have neither word_embeddings.weight (CPM-1) nor "
-        "word_embeds.weight (CPM-2, EVA); others cannot be read."
+        "word_embeds.weight (CPM-2, EVA); other models are not supported."
     )
 
 
 def _find_config(
     family: _Family, files: WeightFiles, preset: str | None, allow_unknown: tuple[str, ...]
 ) -> ModelConfig:
-    """Return the config by the preset's name, from config.json, or of the preset that fits."""
+    """Return the config of the preset, of config.json, or of the only preset with these sizes."""
     config_class = family.config_class
     if preset is not None:
         return family.settle_config(config_class.preset(preset), files.shapes)
@@ -88,10 +88,10 @@ def _find_config(
     fitting = [n for n in config_class.presets if _fits(family, n, files.shapes)]
     if len(fitting) == 1:
         return family.settle_config(config_class.preset(fitting[0]), files.shapes)
-    found = f"fit the presets {', '.join(fitting)}" if fitting else "fit no preset"
+    match = f"fit the presets {', '.join(fitting)}" if fitting else "fit no preset"
     raise ConfigError(
-        f"the shards in {str(files.directory)!r} are a {family.__name__}, but their sizes {found}: "
-        "say which with preset=..., or put the model's config.json there."
+        f"the shards in {str(files.directory)!r} are a {family.__name__}, but their sizes {match}: "
+        "select it with preset=..., or add the model's config.json."
     )
 
 
@@ -105,35 +105,35 @@ def _fits(family: _Family, preset: str, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def _shard_shapes(model: CPM1 | CPM2 | EVA) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's whole tensors under their names in shards."""
+    """Return the shapes of a model's unsplit tensors by their names in shards."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     rules = expand_rules(model.megatron_rules(), shapes)
     return {rule.theirs: rule.source_shape(shapes[rule.ours]) for rule in rules}
 
 
 def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
-    """Write a plain model as shards, for the original programs, with its config.json.
+    """Write an unchanged model as shards for the original programs, with its config.json.
 
     Args:
         model: a CPM1, CPM2 (without experts) or EVA.
-        directory: made when it does not exist.
+        directory: output directory, created if needed.
         degree: number of shards.
 
     Raises:
-        ConfigError: a model that was never published in shards, or a changed one.
-        CheckpointError: the directory has shards already, or `degree` does not divide the model.
+        ConfigError: a model that was never published as shards, or a changed one.
+        CheckpointError: shards exist already, or the model is not divisible by `degree`.
     """
     has_experts = isinstance(model, CPM2) and model.config.num_experts > 0
     if not isinstance(model, CPM1 | CPM2 | EVA) or has_experts:
         raise ConfigError(
-            f"{type(model).__name__} has no form in Megatron's shards; CPM1, EVA and CPM2 without "
-            "experts have."
+            f"{type(model).__name__} cannot be saved as Megatron's shards; CPM1, EVA and CPM2 "
+            "without experts can."
         )
     if model.config.changes:
         kinds = ", ".join(dict.fromkeys(change.kind for change in model.config.changes))
         raise ConfigError(
-            f"this {type(model).__name__} was changed ({kinds}), which Megatron's shards cannot "
-            "say. Save it in our form (save_pretrained)."
+            f"this {type(model).__name__} was changed ({kinds}), which Megatron's shards do not "
+            "support. Save it with save_pretrained."
         )
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     rules = expand_rules(
@@ -152,15 +152,15 @@ def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
 
 
 def reshard_megatron(source: str | Path, target: str | Path, degree: int) -> None:
-    """Divide shards anew, tensor by tensor: any degree into any other, bit for bit.
+    """Convert shards to another degree, tensor by tensor and exactly.
 
     Args:
-        source: as in `load_megatron`.
-        target: directory to make.
+        source: directory as in `load_megatron`.
+        target: directory to create.
         degree: number of shards to write.
 
     Raises:
-        CheckpointError: as `load_megatron` and `save_megatron`.
+        CheckpointError: as in `load_megatron` and `save_megatron`.
     """
     files = WeightFiles(source)
     copies = {

@@ -1,7 +1,8 @@
-"""Reading checkpoints of ModelCenter: `config.json` with its field names, and `pytorch_model.pt`.
+"""Reading of ModelCenter's checkpoints: `config.json` with its field names, `pytorch_model.pt`.
 
-The file is one flat pickle of tensors, usually fp16; it is read with `weights_only=True`, mapped.
-Source: ModelCenter's layers, and its converters from Hugging Face, which this inverts.
+The weights are one flat pickle of tensors, usually fp16; it is memory-mapped with
+`weights_only=True`. Source: ModelCenter's layers, and its converters from Hugging Face, which are
+inverted here.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ __all__ = [
 
 _WEIGHTS = "pytorch_model.pt"
 _T5_FACTOR = 100.0
-# The root mean square of T5's embeddings, published and divided, lies on either side of this.
+# The root mean square of T5's embeddings is above this as published, and below when divided.
 _SMALL_EMBEDDING = 0.3
 _ROWS = 4096
 _LISTED = 20
 
-# Our names -> theirs, applied one after the other; {up} is w_1 beside a gate, else w.
+# bmforge's names -> ModelCenter's, applied in this order; {up} is w_1 with a gate, else w.
 NAME_RULES = (
     (r"\.attn\.([qkv])_global_proj\.", r".self_att.self_attention.project_\1_global."),
     (r"\.attn\.([qkv])_proj\.", r".self_att.self_attention.project_\1."),
@@ -76,7 +77,7 @@ NAME_RULES = (
     (r"^pooler\.", r"pooler.dense."),
     (r"^classifier\.", r"cls_projection."),
 )
-# Names that changed over ModelCenter's versions, and those of its ViT -> the form used here.
+# Names of older ModelCenter versions, and of its ViT -> the current names.
 _OLD_NAMES = (
     (r"^(model|bert|roberta|longformer)\.", ""),
     (r"^output_projection\.w\.", "output_projection."),
@@ -86,7 +87,7 @@ _OLD_NAMES = (
 
 
 def is_model_center(directory: Path) -> bool:
-    """Tell whether a directory holds a ModelCenter checkpoint."""
+    """Return whether a directory holds a ModelCenter checkpoint."""
     return (directory / _WEIGHTS).is_file()
 
 
@@ -97,26 +98,26 @@ def load_model_center(
     dtype: torch.dtype | None = None,
     allow_unknown: tuple[str, ...] = (),
 ) -> Model:
-    """Open a ModelCenter checkpoint as a model of ours, on the CPU.
+    """Open a ModelCenter checkpoint as a bmforge model, on the CPU.
 
     Args:
-        directory: holds `config.json` and `pytorch_model.pt`.
-        family: a name in `FAMILIES`; None tells it from the tensors' names.
-        dtype: of the parameters; None takes the file's, and fp32 for a T5 whose weights were
-            divided to fit fp16.
-        allow_unknown: config fields to accept unread.
+        directory: directory with `config.json` and `pytorch_model.pt`.
+        family: a name in `FAMILIES`; None identifies it by the tensor names.
+        dtype: dtype of the parameters; None is the file's, and fp32 for a T5 whose weights were
+            scaled down for fp16.
+        allow_unknown: unknown config fields to ignore.
 
     Raises:
-        ConfigError: a family or fields that are not understood.
-        CheckpointError: tensors missing, unexpected or wrongly shaped; all listed.
+        ConfigError: unsupported family or fields.
+        CheckpointError: missing, unexpected or wrongly shaped tensors; all are listed.
     """
     raw = read_config_file(directory)
     tensors = _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES)
     family = family or tell_family(tensors, raw)
     if family not in OLD_FAMILIES or family not in FAMILIES:
         known = sorted(OLD_FAMILIES.keys() & FAMILIES.keys())
-        raise ConfigError(f"family={family!r} cannot be read; these can: {', '.join(known)}.")
-    if family not in ("T5", "CPM2"):  # one stack, named "decoder" first and "encoder" later
+        raise ConfigError(f"family={family!r} is not supported; supported: {', '.join(known)}.")
+    if family not in ("T5", "CPM2"):  # one stack, called "decoder" in old versions
         tensors = _rename(tensors, ((r"^decoder\.", "encoder."),))
     values = read_old_config(family, raw, tensors, allow_unknown)
     factor = 1.0
@@ -134,12 +135,12 @@ def load_model_center(
 
 
 def fill_model_center(model: Model, directory: Path) -> Model:
-    """Read a ModelCenter checkpoint into a model on the meta device, by its tensors' names.
+    """Load a ModelCenter checkpoint into a model on the meta device, by tensor names.
 
-    For models that are not in the zoo; `load_model_center` opens those that are.
+    For models outside bmforge; `load_model_center` opens the others.
 
     Raises:
-        CheckpointError: tensors missing, unexpected or wrongly shaped; all listed.
+        CheckpointError: missing, unexpected or wrongly shaped tensors; all are listed.
     """
     return _fill(model, "", _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES), directory)
 
@@ -147,7 +148,7 @@ def fill_model_center(model: Model, directory: Path) -> Model:
 def _fill(
     model: Model, family: str, tensors: Mapping[str, Tensor], directory: Path, factor: float = 1.0
 ) -> Model:
-    """Copy tensors into a model on the meta device; `factor` is what T5's were divided by."""
+    """Copy tensors into a model on the meta device; `factor` is the divisor of T5's weights."""
     sources = {name: their_name(model, family, name) for name, _ in model.named_parameters()}
     _check_fit(model, sources, tensors, directory)
     materialize_(model)
@@ -168,7 +169,7 @@ def _rename(tensors: Mapping[str, Tensor], pairs: tuple[tuple[str, str], ...]) -
 
 
 def _drop_padding(family: str, tensors: dict[str, Tensor]) -> None:
-    """Take the row off GPT-2's vocabulary that made it even and never had a probability."""
+    """Remove the unused last row of GPT-2's vocabulary, which was added for an even size."""
     if family == "GPT2" and is_padded(tensors["input_embedding.weight"]):
         for name in ("input_embedding.weight", "output_projection.weight"):
             if name in tensors:
@@ -176,16 +177,16 @@ def _drop_padding(family: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
-    """Return our config of the values that it has fields for."""
+    """Return the config with the values of its fields."""
     config_class = FAMILIES[family].config_class
     if values.get("head", "") not in ("", *config_class.heads):
-        raise ConfigError(f"cls_head: {family} has no head that classifies every token.")
+        raise ConfigError(f"cls_head: {family} has no token classification head.")
     known = {f.name for f in fields(config_class) if f.init}
     return config_class(**{name: value for name, value in values.items() if name in known})
 
 
 def their_name(model: Model, family: str, name: str) -> str:
-    """Return ModelCenter's name of a parameter of ours."""
+    """Return ModelCenter's name of a parameter."""
     if family in OLD_FAMILIES and OLD_FAMILIES[family].needed.get("post_layer_norm"):
         name = _place_post_norm(name, model.config.num_layers)
     for ours, theirs in NAME_RULES:
@@ -194,15 +195,15 @@ def their_name(model: Model, family: str, name: str) -> str:
 
 
 def _place_post_norm(name: str, num_layers: int) -> str:
-    """Return the pre-norm name of a post-norm model's norm, as ModelCenter kept them.
+    """Return the pre-norm name of a post-norm model's norm, as used by ModelCenter.
 
-    There every norm belongs to the part after it: the embedding's to the first attention, that
-    after attention to the MLP, and that after the MLP to the next layer, or to the end.
+    There every norm belongs to the layer after it: the embedding's to the first attention, that
+    after attention to the MLP, and that after the MLP to the next block, or to the end.
     """
-    found = re.fullmatch(r"(?:layers\.(\d+)\.(attn|mlp)|embed)_norm\.(\w+)", name)
-    if found is None:
+    match = re.fullmatch(r"(?:layers\.(\d+)\.(attn|mlp)|embed)_norm\.(\w+)", name)
+    if match is None:
         return name
-    layer, part, kind = found.groups()
+    layer, part, kind = match.groups()
     if part == "attn":
         return f"layers.{layer}.mlp_norm.{kind}"
     following = 0 if layer is None else int(layer) + 1
@@ -212,7 +213,7 @@ def _place_post_norm(name: str, num_layers: int) -> str:
 def _check_fit(
     model: Model, sources: Mapping[str, str], tensors: Mapping[str, Tensor], directory: Path
 ) -> None:
-    """Raise with all that is missing, unexpected or wrongly shaped; tell what is left out."""
+    """Raise for missing, unexpected or wrongly shaped tensors; log those that are ignored."""
     shapes = {sources[name]: tuple(p.shape) for name, p in model.named_parameters()}
     missing = [name for name in shapes if name not in tensors]
     wrong = [
@@ -228,8 +229,8 @@ def _check_fit(
         for name in tensors
         if name not in shapes and name not in unused and not _is_copy(name, tensors)
     ]
-    no_words = model.config.head in ("none", "token_classification")
-    others = ("pooler.", "lm_head.", "output_projection.") if no_words else ("pooler.",)
+    lacks_lm_head = model.config.head in ("none", "token_classification")
+    others = ("pooler.", "lm_head.", "output_projection.") if lacks_lm_head else ("pooler.",)
     extra = [name for name in rest if not name.startswith(others)]
     if missing or wrong or extra:
         parts = (("missing", missing), ("unexpected", extra), ("wrong shape", wrong))
@@ -238,11 +239,11 @@ def _check_fit(
             f"{str(directory / _WEIGHTS)!r} does not fit {type(model).__name__}: {text}."
         )
     if rest:
-        get_logger().info("head %r leaves out: %s", model.config.head, ", ".join(rest))
+        get_logger().info("head %r ignores: %s", model.config.head, ", ".join(rest))
 
 
 def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """True for a tensor that equals the one it copies: a tied head, GPT-J's one norm of a layer."""
+    """Return whether a tensor equals its original: a tied head, or GPT-J's only norm of a block."""
     if name in ("output_projection.weight", "lm_head.decoder.weight"):
         original = "input_embedding.weight"
     else:
@@ -253,10 +254,10 @@ def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
-    """Return what the residual stream was divided by, so that fp16 held its sums.
+    """Return the divisor of the residual stream, which was scaled down for fp16.
 
-    Norms make up for it, so no field need tell. The embedding does: published ones have values of
-    1 and more. (FLAN-T5 was kept in fp32 and not divided.)
+    Norms undo the scale, so the config does not mention it. It is detected from the embedding:
+    published ones have values of 1 and more. (FLAN-T5 was kept in fp32 without scaling.)
     """
     embed = tensors["input_embedding.weight"][:_ROWS].float()
     is_small = embed.square().mean().sqrt().item() < _SMALL_EMBEDDING
@@ -264,10 +265,11 @@ def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
 
 
 def _undo_factor(name: str, factor: float) -> float:
-    """Return what a parameter of a rescaled T5 is multiplied by.
+    """Return the factor that restores a parameter of a scaled T5.
 
-    Divided by 100 was what writes to the residual stream: the embedding and attention's output
-    outright, the MLP's two matrices by 10 each, which a ReLU and the ungated half let through.
+    Divided by 100 were the weights that write to the residual stream: the embedding and
+    attention's output directly, the MLP's two matrices by 10 each, which commutes with ReLU and
+    with the ungated half.
     """
     if name == "embed.weight" or name.endswith("attn.o_proj.weight"):
         return factor
@@ -277,16 +279,16 @@ def _undo_factor(name: str, factor: float) -> float:
 def _settle_t5(
     values: Mapping[str, Any], raw: Mapping[str, Any], tensors: dict[str, Tensor], factor: float
 ) -> dict[str, Any]:
-    """Bring relative positions and head of a T5 into the published form; return fields of both.
+    """Convert relative positions and head of a T5 to the published form; return their fields.
 
-    T5 1.0, which has no gate, has the logits D^-0.5 h E'. ModelCenter kept either the divided E
-    alone and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5s do not scale,
-    and have a head of their own.
+    T5 1.0, which has no gate, has the logits D^-0.5 h E'. ModelCenter saved either only the
+    divided E and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5s do not
+    scale, and have a separate head.
     """
     heads, buckets = values["num_heads"], values.get("num_buckets", 32)
     for name in ("position_bias_enc", "position_bias_dec"):
         bias = tensors.get(f"{name}.relative_attention_bias")
-        # Early versions kept it the other way round; a square one is taken for a later version's.
+        # Early versions saved it transposed; a square one is assumed to be of a later version.
         if bias is not None and bias.shape == (heads, buckets) and heads != buckets:
             tensors[f"{name}.relative_attention_bias"] = bias.t()
     embed, own = tensors["input_embedding.weight"], tensors.get("output_projection.weight")
@@ -307,7 +309,7 @@ def _settle_t5(
 
 
 def _are_near(own: Tensor, embed: Tensor, factor: float) -> bool:
-    """True where `own` is `factor` times `embed` but for fp16's rounding of both."""
+    """Return whether `own` equals `factor` times `embed`, up to fp16 rounding."""
     if own.shape != embed.shape:
         return False
     pieces = zip(own.split(_ROWS), embed.split(_ROWS), strict=True)

@@ -1,7 +1,7 @@
-"""ModelCenter's `config.json`: which family it is of, and its fields as ours.
+"""Conversion of ModelCenter's `config.json`: detection of the family, and its fields.
 
-It names no family and leaves out what was a default. The family is told from the tensors' names;
-the defaults are the tables here, from ModelCenter's config classes.
+The file does not name the family and omits defaults. The family is detected from the tensor names;
+the defaults are in the tables here, from ModelCenter's config classes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = [
     "tell_family",
 ]
 
-# GPT-2's 50257 tokens and one that stands for none, because an even number was wanted.
+# GPT-2's 50257 tokens and one unused id, added for an even size.
 PADDED_GPT2 = 50258
-# Old field names -> ours.
+# ModelCenter's field names -> bmforge's.
 OLD_FIELDS: Mapping[str, str] = {
     "dim_model": "hidden_size",
     "num_heads": "num_heads",
@@ -55,14 +55,14 @@ OLD_FIELDS: Mapping[str, str] = {
     "mlp_size": "intermediate_size",
     "drop": "dropout",
 }
-# What checkpoints have besides.
+# Additional fields of checkpoints.
 _FIELDS = {
     **OLD_FIELDS,
     "eop_tok_id": "eop_token_id",
     "patch_size": "patch_size",
     "hidden_size": "hidden_size",
 }
-# Initialisation, precision, what masks are filled with; and what is read elsewhere.
+# Initialization, precision, mask values; and fields that are handled elsewhere.
 _IGNORED_FIELDS = """
     emb_init_mean emb_init_std pos_init_mean pos_init_std norm_init_var att_init_mean att_init_std
     ffn_init_mean ffn_init_std proj_init_mean proj_init_std proj_bias att_mask_value half dtype
@@ -73,12 +73,13 @@ _IGNORED = frozenset(_IGNORED_FIELDS.split())
 
 @dataclass(frozen=True)
 class OldFamily:
-    """What ModelCenter took for granted about a family.
+    """ModelCenter's defaults of a family.
 
     Args:
-        defaults: what absent fields mean, as far as we read them.
-        needed: fields that must have this value, which is also what an absent one means.
-        activations: ffn_activate_fn -> our activation of the same formula; "" is an absent field.
+        defaults: values of absent fields.
+        needed: fields that must have this value, which is also their default.
+        activations: dictionary from ffn_activate_fn to the activation with the same formula; ""
+            is an absent field.
     """
 
     defaults: Mapping[str, Any]
@@ -155,7 +156,7 @@ OLD_FAMILIES: dict[str, OldFamily] = {
         _GELU,
     ),
     "ViT": OldFamily(
-        # Its norms kept this epsilon and its scores their scale, whatever the config said.
+        # Its norms always had this epsilon, and its scores were scaled, whatever the config said.
         {"num_classes": 1000, "norm_eps": 1e-5, "attn_scale": None},
         {"attn_bias": True, "norm_bias": True, "ffn_bias": True, "representation_size": None},
         {"": "gelu"},
@@ -165,9 +166,9 @@ OLD_FAMILIES: dict[str, OldFamily] = {
 
 _WAYS = {
     "CPM1": "Open it with bmforge.compat.model_center.model.CPM1.from_pretrained(directory).",
-    "CPM3": "CPM-Ant is its published form: take that checkpoint.",
+    "CPM3": "Its published form is CPM-Ant: use that checkpoint.",
 }
-# Sizes of the published vocabularies, padded and not: T5 in all versions, mengzi, mT5; CPM-2.
+# Sizes of the published vocabularies, padded or not: all T5 versions, mengzi, mT5; CPM-2.
 _VOCABULARIES = {
     **dict.fromkeys((32000, 32100, 32128, 250100, 250112), "T5"),
     **dict.fromkeys((26240, 51968), "CPM2"),
@@ -175,10 +176,10 @@ _VOCABULARIES = {
 
 
 def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
-    """Return the family that has tensors of these names.
+    """Return the family with tensors of these names.
 
     Raises:
-        ConfigError: none has.
+        ConfigError: there is none.
     """
 
     def has(ending: str) -> bool:
@@ -194,8 +195,8 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
         is_prompted = "prompt_embedding.weight" in tensors
         name = "CPM3" if is_prompted else "CPM1"
         raise ConfigError(
-            f"this is ModelCenter's {name}, with relative positions, which Hugging Face's form and "
-            f"the models here do not have. " + _WAYS[name]
+            f"this is ModelCenter's {name}, with relative positions, which the Hugging Face format "
+            f"and bmforge's families do not support. " + _WAYS[name]
         )
     signs = {
         "block_position_embedding.weight": "GLM",
@@ -207,21 +208,21 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
     found = next((family for ending, family in signs.items() if has(ending)), None)
     if found is None:
         raise ConfigError(
-            f"the tensors' names ({', '.join(list(tensors)[:3])}, ...) belong to no family that "
-            f"can be told from them. Name it: one of {', '.join(sorted(OLD_FAMILIES))}."
+            f"the tensor names ({', '.join(list(tensors)[:3])}, ...) do not identify a family. "
+            f"Give its name: one of {', '.join(sorted(OLD_FAMILIES))}."
         )
     return found
 
 
 def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
-    """Return which of the two encoder-decoders, whose tensors have the same names, this is.
+    """Return the family of an encoder-decoder: T5's and CPM-2's tensors have the same names.
 
     Raises:
-        ConfigError: it could be both: a gated GELU, a head of its own, and a vocabulary of its own.
+        ConfigError: it could be both: a gated GELU, a separate head, and an unknown vocabulary.
     """
     is_gated = any(name.endswith("w_in.w_0.weight") for name in tensors)
     own_head = "output_projection.weight" in tensors
-    kinds = ("", "gated_gelu")  # which CPM-2 has; T5 has others as well
+    kinds = ("", "gated_gelu")  # CPM-2's; T5 also has others
     if not is_gated or not own_head or raw.get("scale") or raw.get("tied"):
         return "T5"
     if raw.get("ffn_activate_fn", "") not in kinds:
@@ -230,8 +231,8 @@ def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
     if vocab_size in _VOCABULARIES:
         return _VOCABULARIES[vocab_size]
     raise ConfigError(
-        f"the tensors fit a T5 1.1 and a CPM-2, whose names are the same, and a vocabulary of "
-        f"{vocab_size} is neither's. Name the family: T5 or CPM2 (--family of bmforge convert)."
+        f"the tensors fit both T5 1.1 and CPM-2, whose names are the same, and a vocabulary of "
+        f"{vocab_size} is unknown. Give the family: T5 or CPM2 (--family of bmforge convert)."
     )
 
 
@@ -241,16 +242,16 @@ def read_old_config(
     tensors: Mapping[str, Tensor],
     allow_unknown: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the fields of our config, some of which the family may not have.
+    """Return the fields of the config, some of which the family may not have.
 
     Args:
         family: a name in `OLD_FAMILIES`.
         raw: contents of config.json.
-        tensors: of the checkpoint; heads, ties and padding are read from them.
-        allow_unknown: fields to accept unread.
+        tensors: tensors of the checkpoint, which show its head, ties and padding.
+        allow_unknown: unknown fields to ignore.
 
     Raises:
-        ConfigError: fields not understood, or values that cannot be computed; all listed.
+        ConfigError: unknown fields, or unsupported values; all are listed.
     """
     old = OLD_FAMILIES[family]
     given = {**old.needed, **old.defaults, **raw}
@@ -274,8 +275,8 @@ def read_old_config(
         problems.append("num_encoder_layers and num_decoder_layers (only equal ones)")
     if problems:
         raise ConfigError(
-            f"these fields of ModelCenter's config could change numbers: {', '.join(problems)}. If "
-            "you know that they do not, name them in allow_unknown."
+            f"these fields of ModelCenter's config could change results: {', '.join(problems)}. If "
+            "you know that they do not, add them to allow_unknown."
         )
     values = {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS}
     values["activation"] = values["feed_forward"] = old.activations[activation]
@@ -287,7 +288,7 @@ def read_old_config(
 
 
 def _read_sizes(family: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return longest contexts: some tables of positions have rows for none."""
+    """Return the maximum sequence length: some position tables have unused rows."""
     if family in ("Roberta", "Longformer"):
         return {"max_seq_len": given["position_size"] - given["pad_token_id"] - 1}
     return {"max_seq_len": given["position_size"] - 1} if family == "GLM" else {}
@@ -296,7 +297,7 @@ def _read_sizes(family: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _read_head(
     family: str, given: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return head and tie as the tensors show them."""
+    """Return head and tied weights as shown by the tensors."""
     out: dict[str, Any] = {}
     embed = tensors.get("input_embedding.weight")
     if given.get("cls_head"):
@@ -318,5 +319,5 @@ def _read_head(
 
 
 def is_padded(embed: Tensor) -> bool:
-    """True where the last row is no token."""
+    """Return whether the last row is padding."""
     return embed.shape[0] == PADDED_GPT2 or not bool(embed[-1].any())

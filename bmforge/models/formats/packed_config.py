@@ -1,4 +1,4 @@
-"""What a config.json says of how its weights are packed, whichever format it is."""
+"""Reading of the quantization section of config.json, for all formats."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["leave_out_packing", "read_raw_config"]
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:
-    """Return a config.json's contents; nothing where there is none, or no object.
+    """Return the contents of config.json, or nothing if it is missing or invalid.
 
-    Who opens the model says what is wrong with its config.
+    Opening the model reports errors of the config.
     """
     file = directory / "config.json"
     try:
@@ -26,7 +26,7 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
 def leave_out_packing(
     raw: dict[str, Any], find: Callable[[Mapping[str, Any]], object | None]
 ) -> dict[str, Any]:
-    """Return a config's contents as those of the plain model, where `find` knows its packing."""
+    """Return a config without its quantization section, if `find` supports its packing."""
     if find(raw) is None:
         return raw
     return {name: value for name, value in raw.items() if name != "quantization_config"}

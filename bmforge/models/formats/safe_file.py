@@ -1,7 +1,7 @@
-"""safetensors files: reading straight into memory that is there, mapping, and aligned writing.
+"""safetensors files: reading into existing memory, mapping, and aligned writing.
 
-A tensor is read by its place in the file: into the parameter itself where both hold the same bytes,
-else through a small buffer, so a sharded rank never holds more than its shard and that.
+A tensor is read at its offset in the file: directly into the parameter if both have the same dtype
+and layout, else through a small buffer, so a sharded rank never holds more than its shard and that.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = [
     "write_file",
 ]
 
-# What one thread reads at a time. Its buffers stay in the allocator, several per thread.
+# Bytes that one thread reads at a time. Its buffers stay in the allocator, several per thread.
 _CHUNK_BYTES = 1 << 20
 _MAX_THREADS = 8
-# The widest loads of a CPU want addresses that are multiples of this.
+# Alignment for the widest loads of a CPU.
 _ALIGN_BYTES = 64
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -61,7 +61,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Entry(NamedTuple):
-    """Where a tensor lies: its first byte in the file, and how many there are."""
+    """Position of a tensor: its first byte in the file, and its size."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,21 +70,21 @@ class _Entry(NamedTuple):
 
 
 class FileReads(Protocol):
-    """How bytes of files are read, from several threads at a time."""
+    """Reader of files, used from several threads at a time."""
 
     def open(self, path: Path) -> int:
-        """Return a descriptor of a file."""
+        """Return a file descriptor."""
 
     def read_into(self, descriptor: int, target: memoryview, offset: int) -> None:
-        """Fill `target` from `offset` on; `OSError` where the file ends before."""
+        """Fill `target` from `offset` on; raises `OSError` if the file is too short."""
 
 
 class MappedFile:
-    """A file of which tensors are read, and some mapped: the same from its opening to its end.
+    """File with tensors that are read or mapped; changes after opening are an error.
 
     Args:
-        path: of the file.
-        identity: what `identify` said of it when it was opened.
+        path: path of the file.
+        identity: result of `identify` when the file was opened.
     """
 
     def __init__(self, path: Path, identity: tuple[int, int, int]) -> None:
@@ -96,49 +96,49 @@ class MappedFile:
     def map_place(
         self, name: str, start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Tensor | None:
-        """Return a tensor whose memory is the file's: pages come in when they are first used.
+        """Return a tensor that is mapped from the file: pages are loaded on first use.
 
-        Writing to it changes this tensor's memory and never the file (copy on write). None where
-        the file does not place it at a multiple of its element size.
+        Writing to it changes only this tensor's memory, not the file (copy on write). None if the
+        tensor is not aligned to its element size in the file.
         """
         if start % dtype.itemsize or not size:
             return None
-        if self._storage is None or name in self._mapped:  # nobody else gets the same memory
+        if self._storage is None or name in self._mapped:  # tensors must not share memory
             with self.path.open("rb") as file:
                 self.check_same(file.fileno())
                 length = os.fstat(file.fileno()).st_size
             self._storage = torch.UntypedStorage.from_file(str(self.path), False, length)
             self._mapped.clear()
         self._mapped.add(name)
-        # A storage of its own, so that copying or pickling the tensor takes no neighbours along.
+        # A separate storage, so that copying or pickling the tensor does not include others.
         part: Any = self._storage[start : start + size]
         return torch.empty(0, dtype=dtype).set_(part).view(shape)
 
     def check_same(self, descriptor: int) -> None:
-        """Raise `CheckpointError` where an opened file is not the one from before."""
+        """Raise `CheckpointError` if an opened file is not the original one."""
         if identify(descriptor) != self._identity:
             raise CheckpointError(f"{str(self.path)!r} was changed while it was being read.")
 
     def damaged(self, reason: str) -> CheckpointError:
-        """Return the error for a file that cannot be read on."""
+        """Return the error for a file that cannot be read."""
         return _damaged(self.path, reason)
 
 
 class SafeFile(MappedFile):
-    """One safetensors file, by the places of its tensors; nothing is read until asked for.
+    """One safetensors file; tensors are read lazily.
 
     Args:
-        path: of the file.
-        reads: how; None takes the usual way, through the system's cache.
+        path: path of the file.
+        reads: reader; None is the default, through the page cache.
 
     Raises:
-        CheckpointError: the file is cut short, or its header contradicts itself.
+        CheckpointError: the file is truncated, or its header is inconsistent.
     """
 
     def __init__(self, path: Path, reads: FileReads | None = None) -> None:
         try:
-            # Opening checks sizes, places and dtypes. Not as "pt", whose map of the file counts as
-            # memory of the process.
+            # Opening checks sizes, offsets and dtypes. Not with "pt", whose mapping of the file
+            # counts as memory of the process.
             with safe_open(path, framework="numpy"):
                 pass
             with path.open("rb") as file:
@@ -158,14 +158,14 @@ class SafeFile(MappedFile):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape by its name."""
+        """Shapes of all tensors by name."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype a tensor is stored with.
+        """Return the dtype of a stored tensor.
 
         Raises:
-            CheckpointError: one that torch does not have.
+            CheckpointError: a dtype that torch does not have.
         """
         kind = self._entries[name].dtype
         if kind not in _DTYPES:
@@ -175,12 +175,12 @@ class SafeFile(MappedFile):
         return _DTYPES[kind]
 
     def map_tensor(self, name: str) -> Tensor | None:
-        """Return a tensor whose memory is the file's; see `MappedFile.map_place`."""
+        """Return a tensor that is mapped from the file; see `MappedFile.map_place`."""
         entry = self._entries[name]
         return self.map_place(name, entry.start, entry.size, self.dtype(name), entry.shape)
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Read a slice into `target` (its shape, plain, on the CPU, contiguous, same dtype)."""
+        """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
         entry, size = self._entries[name], self.dtype(name).itemsize
         runs = [(entry.start + n * size, m * size) for n, m in _runs(entry.shape, slices)]
         try:
@@ -190,8 +190,8 @@ class SafeFile(MappedFile):
                 self._read_by(self._reads, _view_bytes(target), runs)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{str(self.path)!r} is not there any more; it was when the model was opened. Put "
-                "it back, or open the model from where it is now."
+                f"{str(self.path)!r} no longer exists; it did when the model was opened. Restore "
+                "it, or open the model at its current location."
             ) from error
         except OSError as error:
             raise self.damaged(str(error)) from error
@@ -222,31 +222,31 @@ class SafeFile(MappedFile):
 
 
 class TensorFile(Protocol):
-    """What loading needs of a file of tensors."""
+    """Interface of files with tensors."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape by its name."""
+        """Shapes of all tensors by name."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype a tensor is stored with."""
+        """Return the dtype of a stored tensor."""
 
     def map_tensor(self, name: str) -> Tensor | None:
-        """Return a tensor whose memory is the file's and nobody else's, where that can be."""
+        """Return an unshared tensor that is mapped from the file, or None."""
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Read a slice into `target` (its shape, plain, on the CPU, contiguous, same dtype)."""
+        """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """One piece of work: fill `target` with a slice of a tensor.
+    """Task that fills `target` with a slice of a tensor.
 
     Args:
-        file: holds it.
-        name: of the tensor.
-        slices: one per dim of the tensor.
-        target: of the slice's shape, in any dtype, order of dims and place.
+        file: file with the tensor.
+        name: name of the tensor.
+        slices: one slice per dimension of the tensor.
+        target: tensor of the slice's shape, with any dtype, strides and device.
     """
 
     file: TensorFile
@@ -255,7 +255,7 @@ class Read:
     target: Tensor
 
     def split(self) -> Iterator[Read]:
-        """Yield parts of at most `_CHUNK_BYTES` along the first dim, or of one entry of it."""
+        """Yield parts of at most `_CHUNK_BYTES` along the first dimension, or of one row."""
         rows = self.target.shape[0] if self.target.dim() else 0
         if not rows:
             yield self
@@ -269,11 +269,11 @@ class Read:
             yield replace(self, slices=slices, target=self.target[first:last])
 
     def run(self) -> None:
-        """Read, through a buffer where the target is not the file's bytes."""
+        """Read, through a buffer if the target differs from the file in dtype or layout."""
         target, dtype = self.target.detach(), self.file.dtype(self.name)
         if reads_are_free(target) and target.dtype == dtype and target.is_contiguous():
             self.file.fill(self.name, self.slices, target)
-            increment_version([target])  # torch did not write it
+            increment_version([target])  # the write bypassed torch
         elif target.numel():
             buffer = torch.empty(target.shape, dtype=dtype)
             self.file.fill(self.name, self.slices, buffer)
@@ -281,12 +281,12 @@ class Read:
 
 
 def run_reads(reads: list[Read], title: str | None = None, threads: int | None = None) -> None:
-    """Do all the work with several threads, one chunk each at a time.
+    """Run all reads with several threads, in chunks.
 
     Args:
-        reads: none may have a target in common.
-        title: of a progress bar over the chunks.
-        threads: None takes as many as torch has, at most 8.
+        reads: reads with distinct targets.
+        title: title of a progress bar.
+        threads: number of threads (default: torch's, at most 8).
     """
     chunks = [chunk for read in reads for chunk in read.split()]
     threads = min(threads or min(_MAX_THREADS, torch.get_num_threads()), len(chunks))
@@ -301,31 +301,31 @@ def run_reads(reads: list[Read], title: str | None = None, threads: int | None =
 
 
 def _run_without_gradient(read: Read) -> None:
-    with torch.no_grad():  # a thread does not inherit it
+    with torch.no_grad():  # threads do not inherit it
         read.run()
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    """Return a contiguous tensor's memory."""
-    # Not a reshape: dims of size 1 may have any stride.
+    """Return the memory of a contiguous tensor."""
+    # Not a reshape: dimensions of size 1 may have any stride.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{str(path)!r} is damaged or not a weight file: {reason}. Download it anew."
+        f"{str(path)!r} is damaged or not a weight file: {reason}. Download it again."
     )
 
 
 def identify(descriptor: int) -> tuple[int, int, int]:
-    """Return what tells an opened file from what it may become: inode, bytes, time of change."""
+    """Return the identity of an opened file: inode, size, modification time."""
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _runs(shape: tuple[int, ...], slices: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (first element, count) of the unbroken stretches of a slice, in its order."""
+    """Yield (first element, count) of the contiguous runs of a slice, in order."""
     depth, inner = len(shape), 1
     while depth and (slices[depth - 1].start, slices[depth - 1].stop) == (0, shape[depth - 1]):
         depth -= 1
@@ -348,18 +348,18 @@ def _alignment(tensor: Tensor) -> tuple[int, bool]:
 def write_file(
     path: Path, tensors: dict[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> None:
-    """Write a safetensors file beside its place and move it there when it is whole.
+    """Write a safetensors file to a temporary path and rename it when complete.
 
-    The header is padded so that tensors begin at multiples of 64 bytes, where their sizes are such:
+    The header is padded so that tensors start at multiples of 64 bytes, if their sizes allow it:
     a model that maps the file then computes on aligned memory. One tensor is copied at a time.
 
     Args:
-        path: where it goes.
-        tensors: on the CPU; on meta with `read`.
-        read: gives each tensor when it is written, in the order of the file.
+        path: path of the file.
+        tensors: tensors on the CPU; on meta with `read`.
+        read: function that returns each tensor when it is written, in file order.
     """
-    # The largest elements first keeps every tensor at a multiple of its element size; those that
-    # end where the next one may begin come before the others.
+    # Sorting by element size, largest first, aligns every tensor to its element size; those whose
+    # size is a multiple of the alignment come before the others.
     order = sorted(tensors, key=lambda name: (*_alignment(tensors[name]), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
