@@ -111,7 +111,7 @@ def _read_records(file: Path) -> Iterator[tuple[str, Any]]:
             raw = stream.read()
     except OSError as error:
         raise DataError(f"cannot read {str(file)!r} ({error}).") from error
-    text = decode(raw, f"file {str(file)!r}")
+    text = decode(raw, f"file {str(file)!r}", errors="strict").text
     if text.lstrip().startswith("["):
         for number, record in enumerate(_parse(text, repr(str(file))), 1):
             yield f"{str(file)!r}, entry {number}", record
