@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from bmforge.cli.opening import opened_model
+from bmforge.cli.opening import opened_model, with_own_adapter
 from bmforge.cli.options import ChatCommand
 from bmforge.infer.engine import EngineConfig
 from bmforge.infer.talk import OWN_FORMS, Talk, TalkConfig, converse, open_talk
-from bmforge.models.hub import find_model
+from bmforge.recipes.adapter_dirs import find_source
 from bmforge.settings import MemoryOptions
 from bmforge.tokenizers import AutoTokenizer
 
@@ -22,7 +22,7 @@ __all__ = ["OWN_FORMS", "TalkConfig", "answer_once", "run_chat", "talk"]
 
 def run_chat(command: ChatCommand) -> None:
     """Talk to a model in the terminal."""
-    talk(command.model, command.config, command.memory, command.delta)
+    talk(command.model, command.config, command.memory, command.adapter)
 
 
 def talk(
@@ -42,13 +42,14 @@ def talk(
     Raises:
         ConfigError: the model writes no text, or an option that it has not.
     """
-    directory, memory = find_model(model), memory or MemoryOptions()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    with opened_model(directory, memory, config.num_beams or 3, deltas) as opened:
+    source, memory = find_source(model), memory or MemoryOptions()
+    tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
+    adapters = with_own_adapter(source, deltas)
+    with opened_model(source.model, memory, config.num_beams or 3, adapters) as opened:
         limit = None
         if memory.device_budget is not None:
             limit = EngineConfig(max_tokens=memory.max_tokens).tokens_of(opened)
-        chat = open_talk(opened, tokenizer, config, directory=directory, limit=limit)
+        chat = open_talk(opened, tokenizer, config, directory=source.tokenizer, limit=limit)
         if config.seed is None:
             torch.seed()
         _answer(chat)

@@ -65,6 +65,9 @@ COMMANDS: Mapping[str, Command] = {
         "quantize:run_quantize",
         options.QuantizeCommand,
     ),
+    "merge": Command(
+        "merge an adapter into its base model", "merge:run_merge", options.MergeCommand
+    ),
     "compress": Command(
         "make a model small by a recipe: distil, prune, quantise, experts",
         "compress:run_compress_command",

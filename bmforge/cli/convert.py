@@ -7,6 +7,7 @@ from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.models.formats.convert import convert_checkpoint
 from bmforge.models.formats.gguf_export import export_gguf
+from bmforge.recipes.adapter_dirs import merged_model
 
 __all__ = ["run_convert"]
 
@@ -23,16 +24,17 @@ def run_convert(command: ConvertCommand) -> None:
         )
     if command.max_file_gb <= 0:
         raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
-    convert_checkpoint(
-        command.source,
-        command.target,
-        dtype=None if command.dtype is None else parse_dtype(command.dtype),
-        max_file_bytes=int(command.max_file_gb * 1e9),
-        family=command.family,
-        allow_unknown=command.allow_unknown,
-        preset=command.preset,
-        megatron_degree=command.megatron_degree,
-    )
+    with merged_model(command.source, command.target) as source:
+        convert_checkpoint(
+            source,
+            command.target,
+            dtype=None if command.dtype is None else parse_dtype(command.dtype),
+            max_file_bytes=int(command.max_file_gb * 1e9),
+            family=command.family,
+            allow_unknown=command.allow_unknown,
+            preset=command.preset,
+            megatron_degree=command.megatron_degree,
+        )
 
 
 def _export(command: ConvertCommand) -> None:
@@ -43,4 +45,5 @@ def _export(command: ConvertCommand) -> None:
     if given:
         raise ConfigError(f"{', '.join(given)} has no effect on a GGUF file; leave it out.")
     kind = command.type or "q8_0"
-    export_gguf(command.source, command.target, kind, allow_unknown=command.allow_unknown)
+    with merged_model(command.source, command.target) as source:
+        export_gguf(source, command.target, kind, allow_unknown=command.allow_unknown)

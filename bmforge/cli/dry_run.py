@@ -7,7 +7,7 @@ from typing import Any
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.planner.dry_run import DryRun, dry_run
-from bmforge.recipes.deltas import attach_delta
+from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.start import family_of, with_changes
 
@@ -43,7 +43,7 @@ def show_dry_run(config: Any, world_size: int) -> str:
 
     def build() -> Any:
         model = family.from_config(with_changes(config), device="meta")
-        attach_delta(model, config)
+        attach_adapter(model, config)
         return model
 
     found = dry_run(

@@ -8,11 +8,11 @@ import torch
 
 from bmforge.cli.chat import OWN_FORMS, answer_once
 from bmforge.cli.documents import print_filled
-from bmforge.cli.opening import opened_model
+from bmforge.cli.opening import opened_model, with_own_adapter
 from bmforge.cli.options import GenerateCommand
 from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.texts import write_text
-from bmforge.models.hub import find_model
+from bmforge.recipes.adapter_dirs import find_source
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["run_generate"]
@@ -28,12 +28,13 @@ def run_generate(command: GenerateCommand) -> None:
         torch.manual_seed(command.seed)
         print_filled(command.model, command.document, command.memory, rows, **command.options())
         return
-    directory = find_model(command.model)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    with opened_model(directory, command.memory, rows, command.delta) as model:
+    source = find_source(command.model)
+    tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
+    adapters = with_own_adapter(source, command.adapter)
+    with opened_model(source.model, command.memory, rows, adapters) as model:
         prompt = command.prompt if command.prompt is not None else sys.stdin.read()
         torch.manual_seed(command.seed)
         if command.chat and model.traits.objective not in OWN_FORMS:
-            print(answer_once(model, tokenizer, directory, prompt, **command.options()))
+            print(answer_once(model, tokenizer, source.tokenizer, prompt, **command.options()))
         else:
             print(write_text(model, tokenizer, prompt, **command.options()))

@@ -12,6 +12,7 @@ from bmforge.config import config_to_dict
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import Backend, find_config
 from bmforge.provenance import describe_provenance, read_provenance
+from bmforge.recipes.adapter_dirs import find_export
 from bmforge.surgery import persistent_tensors
 from bmforge.tune.delta.files import is_delta_dir
 
@@ -20,10 +21,11 @@ __all__ = ["describe_delta", "describe_model", "run_info"]
 
 def run_info(command: InfoCommand) -> None:
     """Parameters, FLOPs and cache size of a model, or the card of a delta."""
-    if is_delta_dir(command.name):
-        print(describe_delta(Path(command.name)))
+    name = str(find_export(command.name))
+    if is_delta_dir(name):
+        print(describe_delta(Path(name)))
         return
-    print(describe_model(command.name, command.seq_len, command.backend))
+    print(describe_model(name, command.seq_len, command.backend))
 
 
 def describe_delta(directory: Path) -> str:

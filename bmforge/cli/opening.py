@@ -17,6 +17,7 @@ from safetensors import safe_open
 from bmforge.errors import ConfigError
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
+from bmforge.recipes.adapter_dirs import ModelSource
 from bmforge.settings import MemoryOptions
 from bmforge.tune.delta import load_delta, use_deltas
 from bmforge.tune.delta.files import is_delta_dir
@@ -29,7 +30,28 @@ __all__ = [
     "opened_model",
     "put_deltas_",
     "put_named_deltas_",
+    "with_own_adapter",
 ]
+
+
+def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str, ...]:
+    """Return the adapters of a command: that of an adapter directory, and those of `--adapter`.
+
+    Args:
+        source: what the command's argument names.
+        adapters: values of `--adapter`.
+
+    Raises:
+        ConfigError: the argument is an adapter, and `--adapter` names adapters by request.
+    """
+    if source.adapter is None:
+        return tuple(adapters)
+    if find_names(adapters):
+        raise ConfigError(
+            f"{str(source.adapter)!r} is an adapter, and --adapter names others for requests to "
+            "choose. Give the base model, and this one as --adapter NAME=DIR as well."
+        )
+    return (str(source.adapter), *adapters)
 
 
 def put_deltas_(
@@ -60,7 +82,7 @@ def put_deltas_(
             try:
                 delta.weigh_(float(weight))
             except ValueError:
-                raise ConfigError(f"--delta {given!r}: {weight!r} is no number.") from None
+                raise ConfigError(f"--adapter {given!r}: {weight!r} is no number.") from None
 
 
 def find_names(deltas: Sequence[str]) -> dict[str, str]:
@@ -73,13 +95,13 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
     for given, (_, is_told, where) in zip(deltas, parts, strict=True):
         if is_told and not (is_delta_dir(where) or is_delta_dir(given) or _is_number(where)):
             raise ConfigError(
-                f"--delta {given!r}: {where!r} is neither a weight nor a directory with a delta. "
+                f"--adapter {given!r}: {where!r} is neither a weight nor a directory with a delta. "
                 "Give DIR, DIR=WEIGHT, or NAME=DIR."
             )
     named = [(name, where) for name, _, where in parts if where and is_delta_dir(where)]
     if named and (len(named) < len(deltas) or len(dict(named)) < len(named)):
         raise ConfigError(
-            f"--delta {' '.join(deltas)}: give each a name of its own (NAME=DIR), by which it is "
+            f"--adapter {' '.join(deltas)}: give each a name of its own (NAME=DIR), by which it is "
             "asked for, or none a name, so that all requests have them all."
         )
     return dict(named)
@@ -132,6 +154,7 @@ def open_beside(
     deltas: Sequence[str],
     put_: Callable[[Any], None],
     config: EngineConfig,
+    tokenizer: Any = None,
 ) -> Engine:
     """Open a model in a budget with deltas beside it, which stay while its blocks come and go.
 
@@ -142,6 +165,7 @@ def open_beside(
         deltas: directories as a person gives them, () for none.
         put_: puts them beside the model.
         config: of the engine.
+        tokenizer: the model's tokenizer (default: the one in its directory).
 
     Raises:
         ConfigError: the budget is too small for both, or a delta does not fit.
@@ -152,6 +176,7 @@ def open_beside(
         device_budget_bytes=budget,
         quantize=memory.quantize,
         devices=memory.device_names,
+        tokenizer=tokenizer,
         config=config,
         backend=memory.backend,
     )

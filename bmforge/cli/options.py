@@ -25,6 +25,7 @@ __all__ = [
     "EvaluateCommand",
     "GenerateCommand",
     "InfoCommand",
+    "MergeCommand",
     "MigrateCommand",
     "PlanCommand",
     "ReportCommand",
@@ -53,7 +54,7 @@ class GenerateCommand:
         top_p: draw among the likeliest that make up this probability; none is 1, of CPM-Ant 0.9.
         repetition_penalty: above 1, what was written becomes less likely.
         seed: of the drawing.
-        delta: directories of deltas that are put beside the model; DIR=0.5 gives one a weight.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales one.
         memory: how much the model may take.
     """
 
@@ -69,7 +70,7 @@ class GenerateCommand:
     top_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int = 0
-    delta: tuple[str, ...] = ()
+    adapter: tuple[str, ...] = ()
     memory: Memory = field(default_factory=MemoryOptions)
 
     def options(self) -> dict[str, Any]:
@@ -86,13 +87,13 @@ class ChatCommand:
     Args:
         model: directory, hub id or short name of a model that writes text, with its tokenizer.
         config: how it answers.
-        delta: directories of deltas that are put beside the model; DIR=0.5 gives one a weight.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales one.
         memory: how much the model may take.
     """
 
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
-    delta: tuple[str, ...] = ()
+    adapter: tuple[str, ...] = ()
     memory: Memory = field(default_factory=MemoryOptions)
 
 
@@ -103,7 +104,7 @@ class ServeCommand:
     Args:
         model: directory, hub id or short name of a model, with its tokenizer.
         config: where to listen, and the limits.
-        delta: directories of deltas that are put beside the model; DIR=0.5 gives one a weight.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales one.
             NAME=DIR lets requests choose one by that name, as they name a model; others have none.
         context: longest row in tokens, prompt and answer; none takes 1,024, or what the model has
             positions for.
@@ -118,7 +119,7 @@ class ServeCommand:
 
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[ServeConfig, tyro.conf.arg(name="")] = field(default_factory=ServeConfig)
-    delta: tuple[str, ...] = ()
+    adapter: tuple[str, ...] = ()
     context: int | None = None
     max_running: int = 16
     speculate: bool = False
@@ -199,6 +200,24 @@ class QuantizeCommand:
     max_file_gb: float = 4.0
     allow_unknown: tuple[str, ...] = ()
     report: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class MergeCommand:
+    """Merge an adapter into its base model and write a plain model directory.
+
+    Args:
+        adapter: adapter directory, or the directory of a run that trained one.
+        out: directory to make.
+        base: base model: directory, hub id or short name (default: the one that the adapter names).
+            Give the 16-bit model if the adapter was trained on a quantized one.
+        dtype: dtype of the written weights (default: the base's).
+    """
+
+    adapter: Annotated[str, tyro.conf.Positional]
+    out: Path
+    base: str | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
 
 
 @dataclass(kw_only=True)

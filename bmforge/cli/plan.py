@@ -21,7 +21,7 @@ from bmforge.parallel.planner.estimate import Request, Row
 from bmforge.parallel.planner.hardware import FULL_SOURCE, Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.kept import default_directory
 from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
-from bmforge.recipes.deltas import with_delta
+from bmforge.recipes.adapters import with_adapter
 from bmforge.recipes.start import family_of, read_changes, with_changes
 
 __all__ = [
@@ -259,9 +259,9 @@ def auto_layout(
         ConfigError: nothing fits.
     """
     trained = None
-    if config.freeze_base or config.delta.kind is not None:
+    if config.freeze_base or config.adapter.kind is not None:
         trained = config.model.heads[config.model.head].names if config.new_head else ()
-    sizes = with_delta(family_of(config.model), with_changes(config), config)
+    sizes = with_adapter(family_of(config.model), with_changes(config), config)
     request = Request(
         workload_of(type(config.model).__name__, sizes, config.data.seq_len, trained),
         cluster,

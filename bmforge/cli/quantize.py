@@ -11,6 +11,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.keep import KEEP
 from bmforge.models.quantize import quantize_directory
 from bmforge.nn.packing import QuantSpec, find_preset
+from bmforge.recipes.adapter_dirs import merged_model
 from bmforge.recipes.evaluate import EvaluateConfig, evaluate_model
 from bmforge.recipes.quantized_layers import measure_layers
 
@@ -26,17 +27,18 @@ def run_quantize(command: QuantizeCommand) -> None:
     spec = _find_scheme(command)
     if command.report:
         EvaluateConfig(text=command.report).check()
-    target = quantize_directory(
-        command.source,
-        command.target,
-        spec,
-        dtype=None if command.dtype is None else parse_dtype(command.dtype),
-        max_file_bytes=int(command.max_file_gb * 1e9),
-        allow_unknown=command.allow_unknown,
-    )
-    if command.report:
-        print("\n".join(_compare(command.source, str(target), command.report)))
-        print("\n".join(_name_layers(command.source, str(target), command.report)))
+    with merged_model(command.source, command.target) as source:
+        target = quantize_directory(
+            source,
+            command.target,
+            spec,
+            dtype=None if command.dtype is None else parse_dtype(command.dtype),
+            max_file_bytes=int(command.max_file_gb * 1e9),
+            allow_unknown=command.allow_unknown,
+        )
+        if command.report:
+            print("\n".join(_compare(str(source), str(target), command.report)))
+            print("\n".join(_name_layers(str(source), str(target), command.report)))
 
 
 def _find_scheme(command: QuantizeCommand) -> str | QuantSpec:

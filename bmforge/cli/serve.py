@@ -6,8 +6,8 @@ import importlib.util
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,12 +18,14 @@ from bmforge.cli.opening import (
     open_beside,
     put_deltas_,
     put_named_deltas_,
+    with_own_adapter,
 )
 from bmforge.cli.options import ServeCommand
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
+from bmforge.recipes.adapter_dirs import ModelSource, find_source
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["run_serve"]
@@ -47,9 +49,10 @@ def run_serve(command: ServeCommand) -> None:
     from bmforge.serve.sleeping import SleepingEngine
 
     _check(command)
-    find_names(command.delta)
+    find_names(command.adapter)
     load_keys(command.config, os.environ)
-    directory, memory = find_model(command.model), command.memory
+    source, memory = find_source(command.model), command.memory
+    command = replace(command, adapter=with_own_adapter(source, command.adapter))
     budget = memory.budget_bytes
     with ExitStack() as stack:
         listener = stack.enter_context(bind_address(command.config))
@@ -60,17 +63,18 @@ def run_serve(command: ServeCommand) -> None:
             budget = None if budget is None else budget - embedder.plan.used_bytes
         engine: Engine | SleepingEngine
         if command.unload_after_s is None:
-            engine = _open_engine(command, directory, budget)
+            engine = _open_engine(command, source, budget)
         else:
             engine = SleepingEngine(
-                lambda: _open_engine(command, directory, budget), directory, command.unload_after_s
+                lambda: _open_engine(command, source, budget), source.model, command.unload_after_s
             )
         stack.enter_context(engine)
         console = Console(file=sys.stderr)
         console.print(engine.plan.table())
-        console.print("\n".join(describe_provenance(read_provenance(directory))), markup=False)
-        names = delta_names(find_names(command.delta))
-        serve(engine, command.config, directory, embedder, listener, names)
+        known = read_provenance(source.adapter or source.model)
+        console.print("\n".join(describe_provenance(known)), markup=False)
+        names = delta_names(find_names(command.adapter))
+        serve(engine, command.config, source.tokenizer, embedder, listener, names)
 
 
 def _check(command: ServeCommand) -> None:
@@ -82,8 +86,9 @@ def _check(command: ServeCommand) -> None:
         raise ConfigError(f"unload_after_s={command.unload_after_s} must be above 0.")
 
 
-def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> Engine:
-    """Return the engine that serves."""
+def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None) -> Engine:
+    """Open the engine of the served model."""
+    directory, tokenizer = source.model, AutoTokenizer.from_pretrained(source.tokenizer)
     quantize = command.memory.quantize
     is_planned = budget is not None or command.memory.devices is not None
     config = EngineConfig(
@@ -95,18 +100,23 @@ def _open_engine(command: ServeCommand, directory: Path, budget: int | None) -> 
     )
     put_ = partial(_put_deltas_, command)
     if is_planned:
-        return open_beside(directory, command.memory, budget, command.delta, put_, config)
-    if not command.delta:
-        return Engine(directory, quantize=quantize, config=config, backend=command.memory.backend)
-    model = AutoModel.from_pretrained(directory, quantize=quantize, backend=command.memory.backend)
+        return open_beside(
+            directory, command.memory, budget, command.adapter, put_, config, tokenizer
+        )
+    backend = command.memory.backend
+    if not command.adapter:
+        return Engine(
+            directory, quantize=quantize, tokenizer=tokenizer, config=config, backend=backend
+        )
+    model = AutoModel.from_pretrained(directory, quantize=quantize, backend=backend)
     put_(model)
-    return Engine(model.eval(), tokenizer=AutoTokenizer.from_pretrained(directory), config=config)
+    return Engine(model.eval(), tokenizer=tokenizer, config=config)
 
 
 def _put_deltas_(command: ServeCommand, model: Any) -> None:
-    """Put beside a model what `--delta` names: for requests that choose, or for all of them."""
-    named, other = find_names(command.delta), command.memory.quantize is not None
+    """Put beside a model what `--adapter` names: for requests that choose, or for all of them."""
+    named, other = find_names(command.adapter), command.memory.quantize is not None
     if named:
         put_named_deltas_(model, named, allow_other_base=other)
     else:
-        put_deltas_(model, command.delta, allow_other_base=other)
+        put_deltas_(model, command.adapter, allow_other_base=other)

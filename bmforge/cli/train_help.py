@@ -7,6 +7,7 @@ from bmforge.task_names import ALSO, OLD_NAMES, TASK_NAMES
 __all__ = ["SHORT_NAMES", "SWITCHES", "describe_fields", "describe_task", "list_tasks"]
 
 SHORT_NAMES = {
+    "--adapter": "--adapter.kind",
     "--data": "--data.paths",
     "--steps": "--train.steps",
     "--lr": "--train.optim.lr",
@@ -18,6 +19,9 @@ SHORT_NAMES = {
 _COMMON = {
     "--data PATH ...": "what is read",
     "--run-dir DIR": "where the run lives; run again with it to go on",
+    "--adapter KIND": "train an adapter instead of the model: lora, ... (--adapter.rank N)",
+    "--base-dtype int4": "store the frozen weights of an adapter's base so (QLoRA), or int8, bf16",
+    "--epochs N": "passes over the data; sets --steps",
     "--steps N": "optimizer steps in all",
     "--lr X": "the highest learning rate",
     "--batch-size N": "rows of a step, over all processes",

@@ -5,15 +5,16 @@ from __future__ import annotations
 __all__ = ["FIELDS"]
 
 _NAMES = """
-behind calibrate changes choice compile cut data.answers data.dev-split data.eos-id data.fields
-data.global-batch-size data.grad-accum-steps data.ignore data.labels data.mean
-data.micro-batch-size data.mirror data.paths data.prefetch-steps data.reset-at-documents
-data.seed data.seeds data.seq-len data.shots data.skip-bad data.smallest-crop data.split
-data.std data.task data.tokenizer data.train-split data.validation data.validation-batches
-data.validation-fraction data.weights data.where delta.activation delta.alpha delta.division
-delta.dropout delta.exclude delta.inner delta.kind delta.length delta.lr-ratio delta.magnitude
-delta.merge delta.rank delta.reduction delta.root-scale delta.scale delta.std delta.targets
-delta.train-also delta.width export family freeze-base init-from join layout.cp layout.cp-method
+adapter.activation adapter.alpha adapter.division adapter.dropout adapter.exclude-modules
+adapter.inner adapter.kind adapter.length adapter.lr-ratio adapter.merge adapter.modules-to-save
+adapter.rank adapter.reduction adapter.scale adapter.std adapter.target-modules adapter.use-dora
+adapter.use-rslora adapter.width base-dtype behind calibrate changes choice compile cut
+data.answers data.dev-split data.eos-id data.fields data.global-batch-size data.grad-accum-steps
+data.ignore data.labels data.mean data.micro-batch-size data.mirror data.paths
+data.prefetch-steps data.reset-at-documents data.seed data.seeds data.seq-len data.shots
+data.skip-bad data.smallest-crop data.split data.std data.task data.tokenizer data.train-split
+data.validation data.validation-batches data.validation-fraction data.weights data.where epochs
+export export-dtype family freeze-base init-from join layout.cp layout.cp-method
 layout.dp-replicate layout.ep layout.pp layout.pp-balance layout.pp-cut layout.pp-schedule
 layout.pp-stages-per-rank layout.sequence-parallel layout.tp layout.zero licence long-ratio
 loss-scale.fixed loss-scale.growth-interval-steps loss-scale.hysteresis loss-scale.init-scale

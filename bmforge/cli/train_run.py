@@ -15,7 +15,8 @@ from bmforge.config import dump_toml
 from bmforge.errors import ConfigError
 from bmforge.parallel.distributed import restarts_failed
 from bmforge.recipes import TASKS, find_recipe
-from bmforge.recipes.registry import Recipe, read_config
+from bmforge.recipes.adapters import default_rate
+from bmforge.recipes.registry import Recipe, read_config, read_config_values
 from bmforge.recipes.start import read_changes, record_given, settle_model
 
 __all__ = ["run_task"]
@@ -42,6 +43,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     default = read_config(recipe, file)
     # What follows from other fields (heads from widths) is left to follow from the changed ones.
     default.model = default.model.with_implied()
+    _set_adapter_rate(default, rest, file)
     config = _parse_run(recipe, rest, command, default)
     config = record_given(config, file, parse.spell_switches(recipe.config, rest))
     if changes is not None:
@@ -75,6 +77,21 @@ def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: 
     config.changes, config.model.changes = run, model
     config.train = _with_groups(config.train, groups)
     return config
+
+
+def _set_adapter_rate(default: Any, arguments: Sequence[str], file: str | None) -> None:
+    """Set the default learning rate of a run that trains an adapter, unless a file has one.
+
+    Adapters need a larger rate than the whole model; an option --lr replaces this default.
+    """
+    kind = _see_option(arguments, "--adapter.kind") or default.adapter.kind
+    values = read_config_values(file)
+    if kind is None or "lr" in values.get("train", {}).get("optim", {}):
+        return
+    rank = _see_option(arguments, "--adapter.rank") or default.adapter.rank
+    rate = default_rate(kind, int(rank) if str(rank).isdecimal() else None)
+    optim = dataclasses.replace(default.train.optim, lr=rate)
+    default.train = dataclasses.replace(default.train, optim=optim)
 
 
 def _with_groups(train: Any, groups: tuple[Any, ...]) -> Any:

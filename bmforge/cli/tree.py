@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from bmforge.cli.opening import put_deltas_
+from bmforge.cli.opening import put_deltas_, with_own_adapter
 from bmforge.cli.tree_options import TreeCommand
 from bmforge.errors import ConfigError
 from bmforge.models.hub import find_config
+from bmforge.recipes.adapter_dirs import find_export, find_source, is_adapter
 from bmforge.tune.delta.tree import draw_tree, fold_tree
 from bmforge.tune.delta.tree_page import write_tree_page
 
@@ -16,9 +17,13 @@ __all__ = ["run_tree"]
 
 def run_tree(command: TreeCommand) -> None:
     """Show a model's tree, and write its page where one is asked for."""
-    family, config = find_config(command.model)
+    name, adapters = str(find_export(command.model)), command.adapter
+    if is_adapter(name):
+        source = find_source(name)
+        name, adapters = str(source.model), with_own_adapter(source, adapters)
+    family, config = find_config(name)
     model = family.from_config(config, device="meta")
-    put_deltas_(model, command.delta, trainable=True)
+    put_deltas_(model, adapters, trainable=True)
     row = fold_tree(model, family.__name__, command.keep_empty)
     if command.html is None:
         Console().print(draw_tree(row))

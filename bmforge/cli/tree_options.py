@@ -17,12 +17,12 @@ class TreeCommand:
 
     Args:
         model: a preset's name or a model's directory.
-        delta: directories of deltas that are put beside it, one after the other.
+        adapter: adapter directories to attach to it, in this order.
         html: write a page instead; a click on its rows writes the line that puts a delta there.
         keep_empty: show modules without parameters, too.
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    delta: tuple[str, ...] = ()
+    adapter: tuple[str, ...] = ()
     html: Path | None = None
     keep_empty: bool = False

@@ -7,7 +7,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -378,7 +378,12 @@ class Model(ModelHooks, nn.Module):
         return self.active_rules()
 
     def save_pretrained(
-        self, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
+        self,
+        directory: str | Path,
+        *,
+        overwrite: bool = False,
+        max_file_bytes: int = 4 << 30,
+        dtype: torch.dtype | Callable[[str], torch.dtype] | None = None,
     ) -> None:
         """Write ``config.json`` and ``model.safetensors`` with Hugging Face names.
 
@@ -390,8 +395,10 @@ class Model(ModelHooks, nn.Module):
             directory: created if it does not exist.
             overwrite: replace existing weights.
             max_file_bytes: size above which the weights are split over several files.
+            dtype: dtype of the written floats, or a function of their published names; None keeps
+                the model's.
 
         Raises:
             CheckpointError: the directory already contains weights and `overwrite` is off.
         """
-        write_model(self, Path(directory), overwrite, max_file_bytes)
+        write_model(self, Path(directory), overwrite, max_file_bytes, dtype=dtype)

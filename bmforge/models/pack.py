@@ -166,6 +166,7 @@ class PackedReader:
         files: a checkpoint of it.
         scheme: see `quantize_`; "keep" loads the checkpoint's integers.
         new_head: initialize the head's weights if the checkpoint has none of its shape.
+        where: name globs of the modules to quantize; see `quantize_`.
 
     Attributes:
         model: the quantized model on the meta device.
@@ -177,11 +178,14 @@ class PackedReader:
         files: WeightFiles,
         scheme: str | QuantSpec,
         new_head: bool = False,
+        where: Sequence[str] | None = None,
     ) -> None:
         self._read = weight_reader(plain, files, new_head=new_head)
         self._plain = {name: (t.shape, t.dtype) for name, t in persistent_tensors(plain).items()}
         self._keeps = scheme == KEEP
-        self.model = keep_(plain, self._read) if self._keeps else quantize_(plain, scheme)
+        self.model = (
+            keep_(plain, self._read) if self._keeps else quantize_(plain, scheme, where=where)
+        )
         self._last: tuple[str, dict[str, Tensor]] | None = None  # the last quantized weight
 
     def __call__(self, name: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def write_model(
     overwrite: bool = False,
     max_file_bytes: int = 4 << 30,
     alone: bool = False,
+    dtype: torch.dtype | Callable[[str], torch.dtype] | None = None,
 ) -> None:
     """Write a model; see `Model.save_pretrained`.
 
@@ -36,6 +38,8 @@ def write_model(
         overwrite: replace existing weights.
         max_file_bytes: size above which the weights are split over several files.
         alone: this rank has the whole model and writes it without the others.
+        dtype: dtype of the written floats, or a function of their published names; None keeps the
+            model's.
     """
     if has_weights(out) and not overwrite:
         raise CheckpointError(
@@ -50,7 +54,12 @@ def write_model(
     gather, meta_tensors = _Whole(tensors), persistent_tensors(whole)
     groups = group_by_source(whole.active_rules())
     sizes = {
-        name: sum(_source_bytes(rule, meta_tensors[rule.ours]) for rule in rules)
+        name: sum(
+            _source_bytes(
+                rule, meta_tensors[rule.ours], _dtype_of(meta_tensors[rule.ours], name, dtype)
+            )
+            for rule in rules
+        )
         for name, rules in groups.items()
     }
     stages = {name: model._stage_rank(rules[0].ours) for name, rules in groups.items()}
@@ -64,11 +73,16 @@ def write_model(
         for name in names:
             tensor = assemble_source(groups[name], gather)
             if writes:
-                tensors_to_write[name] = tensor.cpu()
+                tensors_to_write[name] = tensor.to("cpu", _dtype_of(tensor, name, dtype))
         if writes:
             write_file(out / file, tensors_to_write)
     if rank == 0:
-        write_config(model, out, tensors)
+        floats = (n for n in groups if meta_tensors[groups[n][0].ours].is_floating_point())
+        first = next(floats, None)
+        main = (
+            None if first is None else _dtype_of(meta_tensors[groups[first][0].ours], first, dtype)
+        )
+        write_config(model, out, tensors, main)
         _warn_of_changes(model, out)
         write_provenance(out, model.provenance)
         write_index(out, files, sum(sizes.values()))
@@ -76,11 +90,20 @@ def write_model(
         dist.barrier()
 
 
-def write_config(model: Any, out: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a model's config.json, with the dtype of its tensors."""
+def write_config(
+    model: Any, out: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None
+) -> None:
+    """Write a model's config.json.
+
+    Args:
+        model: the model.
+        out: directory of the export.
+        tensors: the model's tensors by name.
+        dtype: dtype of the written floats; None takes that of the first float tensor.
+    """
     dtypes = (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    dtype = str(next(dtypes, torch.float32)).removeprefix("torch.")
-    config = {**model.config.to_hf(), "dtype": dtype}
+    written = str(dtype or next(dtypes, torch.float32)).removeprefix("torch.")
+    config = {**model.config.to_hf(), "dtype": written}
     config.pop("torch_dtype", None)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -102,8 +125,17 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def _source_bytes(rule: WeightRule, parameter: Tensor) -> int:
-    return rule.stored_numel(tuple(parameter.shape)) * parameter.element_size()
+def _source_bytes(rule: WeightRule, parameter: Tensor, dtype: torch.dtype) -> int:
+    return rule.stored_numel(tuple(parameter.shape)) * dtype.itemsize
+
+
+def _dtype_of(
+    tensor: Tensor, name: str, dtype: torch.dtype | Callable[[str], torch.dtype] | None
+) -> torch.dtype:
+    """Return the dtype in which a tensor is written under a published name."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor.dtype
+    return dtype if isinstance(dtype, torch.dtype) else dtype(name)
 
 
 class _Whole:

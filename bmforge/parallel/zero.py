@@ -65,7 +65,7 @@ def apply_zero_(
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     used = _sharding_mesh(mesh, zero)
     _average_scalar_gradients_(model, used)
-    ignored = set(scalars_of(model))
+    ignored = {*scalars_of(model), *_usable_as_stored(model, used, dtype)}
     if expert_mesh is not None:
         ignored |= _shard_experts_(experts, expert_mesh, policy)
     settings = {"mesh": used, "mp_policy": policy, "ignored_params": ignored}
@@ -80,6 +80,25 @@ def apply_zero_(
     if callable(getattr(model, "encode", None)):  # runs the model without its forward
         register_fsdp_forward_method(model, "encode")
     _set_prefetch_(units, experts, prefetch)
+
+
+def _usable_as_stored(
+    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None
+) -> list[nn.Parameter]:
+    """List the frozen parameters that blocks can use without a gathered copy.
+
+    FSDP2 copies the parameters of a unit into a buffer even where a shard is the whole, which
+    doubles the memory of a frozen base model.
+    """
+    if mesh.shape[-1] > 1:
+        return []
+    return [
+        parameter
+        for parameter in model.parameters()
+        if not parameter.requires_grad
+        and not isinstance(parameter, DTensor)
+        and (not parameter.is_floating_point() or dtype in (None, parameter.dtype))
+    ]
 
 
 def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,20 +1,20 @@
-"""Tuning a run's model by a delta: `--delta.kind lora --delta.rank 8`, with every recipe."""
+"""Tunes a run's model by an adapter: `--adapter lora --adapter.rank 8`, in every task."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.logging import get_logger
 from bmforge.models import Model
-from bmforge.parallel import run_on_first
-from bmforge.provenance import write_provenance
+from bmforge.nn.low_rank import linear_sizes
 from bmforge.recipes.compressing import has_phase
+from bmforge.surgery import find_repeated_blocks
 from bmforge.train import OptimGroup, TrainConfig
 from bmforge.train.checkpoint import Base
 from bmforge.tune.delta import (
@@ -33,14 +33,17 @@ from bmforge.tune.delta import (
 from bmforge.tune.delta.held import delta_tensors
 
 __all__ = [
+    "ADAPTER_NAME",
+    "ALL_LINEAR",
     "KINDS",
-    "DeltaConfig",
-    "attach_delta",
-    "delta_stays",
-    "export_delta",
+    "AdapterConfig",
+    "adapter_stays",
+    "attach_adapter",
+    "default_rate",
     "find_base",
+    "log_trained",
     "set_rates",
-    "with_delta",
+    "with_adapter",
 ]
 
 KINDS: dict[str, type[Delta]] = {
@@ -54,45 +57,55 @@ KINDS: dict[str, type[Delta]] = {
     "prefix": Prefix,
     "soft-prompt": SoftPrompt,
 }
-_NAME = "default"
+ADAPTER_NAME = "default"
+ALL_LINEAR = "all-linear"
+# PEFT's names of options -> the names that the adapter classes have.
+_CLASS_OPTIONS = {"use_rslora": "root_scale", "use_dora": "magnitude"}
+_RUN_FIELDS = ("kind", "target_modules", "exclude_modules", "modules_to_save", "lr_ratio", "merge")
+# Learning rates at which published recipes train these: Hu et al. (2021) and Dettmers et al. (2023)
+# for LoRA, PEFT's examples for the others.
+_RATES = {"ia3": 3e-3, "bitfit": 1e-3, "prefix": 1e-2, "soft-prompt": 3e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaConfig:
-    """A delta that is trained in the place of the model; what is None is as its type has it.
+class AdapterConfig:
+    """An adapter that is trained instead of the model; None takes the default of its kind.
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
             soft-prompt; None trains the model itself.
-        targets: what it stands beside: common words (attn.q), endings, globs; () is as usual.
-        exclude: beginnings of names, or targets, that are left out.
-        train_also: modules that are trained whole and saved with it; a new head is.
-        rank: of low-rank matrices.
-        alpha: a Lora's numerator of its scale.
-        dropout: of what goes into a Lora.
-        root_scale: scale by the root of the rank (rsLoRA).
-        magnitude: train lengths of rows (DoRA).
-        width: of adapters.
-        reduction: how many times narrower an adapter is than the model.
-        division: number of a Compacter's Kronecker products.
-        activation: of adapters.
-        scale: of what an adapter adds.
-        length: of a prefix or a prompt.
-        inner: width of the layers that make a prefix.
-        std: of a drawn prefix or prompt.
-        lr_ratio: of a Lora, the rate of B over that of A (LoRA+).
-        merge: export the model with the delta in its weights; else the delta alone.
+        target_modules: layers that get an adapter: all-linear, common names (attn.q), suffixes or
+            globs; () takes all-linear for lora, else the default of the kind.
+        exclude_modules: prefixes of names, or targets, that get none.
+        modules_to_save: modules that are trained whole and saved with the adapter; a new head is
+            added by itself.
+        rank: rank of low-rank matrices.
+        alpha: numerator of LoRA's scale, alpha / rank.
+        dropout: dropout probability of LoRA's input.
+        use_rslora: scale LoRA by alpha / sqrt(rank).
+        use_dora: train the magnitudes of rows as well (DoRA).
+        width: bottleneck width of adapters.
+        reduction: model width divided by the bottleneck width of adapters.
+        division: number of Kronecker products of a Compacter.
+        activation: activation function of adapters.
+        scale: factor of an adapter's output.
+        length: number of virtual tokens of a prefix or soft prompt.
+        inner: width of the layers that compute a prefix.
+        std: standard deviation of the initial prefix or prompt.
+        lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+).
+        merge: export the model with the adapter merged into its weights (default: the adapter
+            alone).
     """
 
     kind: str | None = None
-    targets: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    train_also: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ()
+    exclude_modules: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
     rank: int | None = None
     alpha: float | None = None
     dropout: float | None = None
-    root_scale: bool = False
-    magnitude: bool = False
+    use_rslora: bool = False
+    use_dora: bool = False
     width: int | None = None
     reduction: int | None = None
     division: int | None = None
@@ -105,120 +118,164 @@ class DeltaConfig:
     merge: bool = False
 
     def __post_init__(self) -> None:
-        """Check that there is such a kind, and that nothing is said without one."""
+        """Raise `ConfigError` for an unknown kind, or for options without a kind."""
         if self.kind is None:
-            said = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-            if said:
-                raise ConfigError(f"delta.{said[0]} has no effect without delta.kind.")
+            names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+            if names:
+                raise ConfigError(
+                    f"adapter.{names[0]} has no effect without adapter.kind. Add --adapter lora."
+                )
         elif self.lr_ratio is not None and (self.kind != "lora" or not self.lr_ratio > 0):
             raise ConfigError(
-                f"delta.lr_ratio={self.lr_ratio} must be above 0, and is for delta.kind='lora' "
+                f"adapter.lr_ratio={self.lr_ratio} must be above 0, and is for adapter.kind='lora' "
                 f"alone, not {self.kind!r}."
             )
         elif self.kind not in KINDS:
             raise ConfigError(
-                f"delta.kind={self.kind!r} is unknown.{suggest(self.kind, KINDS)} Kinds: "
+                f"adapter.kind={self.kind!r} is unknown.{suggest(self.kind, KINDS)} Kinds: "
                 f"{', '.join(KINDS)}."
             )
 
     def options(self) -> dict[str, Any]:
-        """Return what the type is told, of what was said."""
-        beside = {"kind", "targets", "exclude", "train_also", "lr_ratio", "merge"}
-        fields = (f for f in dataclasses.fields(self) if f.name not in beside)
-        return {f.name: v for f in fields if (v := getattr(self, f.name)) not in (None, False)}
+        """Return the keyword arguments of the adapter's class."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in _RUN_FIELDS]
+        values = {_CLASS_OPTIONS.get(name, name): getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value not in (None, False)}
 
 
-def attach_delta(model: nn.Module, config: Any) -> Delta | None:
-    """Put a run's delta into its model, on meta or not; None where it has none.
+def default_rate(kind: str, rank: int | None) -> float:
+    """Return the default learning rate of fine-tuning with an adapter: 1e-4 to 2e-4 for LoRA.
 
     Args:
-        model: not laid out yet.
-        config: of the run.
+        kind: a name in `KINDS`.
+        rank: rank of LoRA; above 16 the rate falls with its square root, to 1e-4.
+    """
+    if kind != "lora":
+        return _RATES.get(kind, 1e-4)
+    return float(max(1e-4, 2e-4 * min(1.0, (16 / (rank or 8)) ** 0.5)))
+
+
+def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
+    """Attach a run's adapter to its model, on meta or not; return None without an adapter.
+
+    Args:
+        model: the base model, not parallelized yet.
+        config: the run's config.
 
     Raises:
-        ConfigError: it does not fit the model, or the run trains something else as well.
+        ConfigError: the adapter does not fit the model, or the run trains something else as well.
     """
-    told: DeltaConfig = config.delta
-    if told.kind is None:
+    chosen: AdapterConfig = config.adapter
+    if chosen.kind is None:
         return None
     if config.freeze_base:
-        raise ConfigError("freeze_base=True has no effect beside a delta: leave it out.")
-    kind, options = KINDS[told.kind], told.options()
-    also = list(told.train_also)
+        raise ConfigError("freeze_base=True has no effect with an adapter: leave it out.")
+    kind, options = KINDS[chosen.kind], chosen.options()
+    whole = list(chosen.modules_to_save)
     if config.new_head:
         owners = (n.rpartition(".")[0] for n in config.model.heads[config.model.head].names)
-        also += [name for name in dict.fromkeys(owners) if name not in also]
-    if told.targets:
+        whole += [name for name in dict.fromkeys(owners) if name not in whole]
+    targets = chosen.target_modules or ((ALL_LINEAR,) if kind is Lora else ())
+    if targets:
         if kind in (ParallelAdapter, SoftPrompt):
-            raise ConfigError(f"delta.targets has no effect with delta.kind={told.kind!r}.")
-        options["targets"] = told.targets
+            raise ConfigError(
+                f"adapter.target_modules has no effect with adapter.kind={chosen.kind!r}."
+            )
+        options["targets"] = _resolve_targets(model, targets, whole)
     return kind(
-        model, name=_NAME, exclude=told.exclude, train_also=also, seed=config.seed, **options
+        model,
+        name=ADAPTER_NAME,
+        exclude=chosen.exclude_modules,
+        train_also=whole,
+        seed=config.seed,
+        **options,
+    )
+
+
+def _resolve_targets(
+    model: nn.Module, targets: tuple[str, ...], excluded: list[str]
+) -> tuple[str, ...]:
+    """Replace all-linear by the linear layers of the repeated blocks, as PEFT does.
+
+    Args:
+        model: the base model.
+        targets: names, suffixes, globs or all-linear.
+        excluded: modules that are trained whole.
+    """
+    if ALL_LINEAR not in targets:
+        return targets
+    blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
+    linear = dict.fromkeys(
+        ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        for name, module in model.named_modules()
+        if name.startswith(blocks) and linear_sizes(module) is not None and name not in excluded
+    )
+    return (*(target for target in targets if target != ALL_LINEAR), *linear)
+
+
+def log_trained(model: nn.Module, config: Any) -> None:
+    """Log what an adapter trains and how many parameters that are."""
+    if config.adapter.kind is None:
+        return
+    delta = list_deltas(model)[ADAPTER_NAME]
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    layers = dict.fromkeys(place.rpartition(".")[2] for place in delta.places())
+    get_logger().info(
+        "training %s%s on %s: %d parameters, %.3f%% of the %d of the model; learning rate %g",
+        type(delta).__name__,
+        f" of rank {delta.options['rank']}" if "rank" in delta.options else "",
+        ", ".join(layers),
+        trained,
+        100 * trained / max(1, frozen),
+        frozen,
+        config.train.optim.lr,
     )
 
 
 def find_base(model: nn.Module, config: Any) -> Base | None:
-    """Return what a delta's run reads anew when it goes on, so that checkpoints leave it out.
+    """Return the frozen weights that checkpoints leave out, since a resumed run reads them again.
 
-    None where they keep it: weights that were drawn are in no file, and what makes a model small
-    meanwhile changes weights that nothing trains.
+    None if checkpoints hold them: randomly initialized weights are in no file, and compression
+    changes weights that are not trained.
 
     Args:
-        model: whole, with the run's delta.
-        config: of the run.
+        model: whole model with the run's adapter.
+        config: the run's config.
     """
-    if config.delta.kind is None or config.init_from is None or has_phase(config):
+    if config.adapter.kind is None or config.init_from is None or has_phase(config):
         return None
     own = {name for delta in list_deltas(model).values() for name in delta.names()}
     frozen = (n for n, p in model.named_parameters() if not p.requires_grad and n not in own)
     return Base(config.init_from, tuple(frozen))
 
 
-def delta_stays(model: nn.Module) -> Callable[[str, Tensor], bool]:
-    """Return what tells of a tensor, by its name, that it is a delta's and stays on the device."""
+def adapter_stays(model: nn.Module) -> Callable[[str, Tensor], bool]:
+    """Return a predicate: True for the tensors of adapters, which are not streamed."""
     names = delta_tensors(model)
     return lambda name, tensor: name in names
 
 
-def set_rates(train: TrainConfig, told: DeltaConfig, model: nn.Module) -> TrainConfig:
-    """Return a loop's settings with the rate that a Lora's B has of its own (LoRA+).
+def set_rates(train: TrainConfig, adapter: AdapterConfig, model: nn.Module) -> TrainConfig:
+    """Return the training config with a parameter group for LoRA's B matrices (LoRA+).
 
     Source: Hayou et al., "LoRA+: Efficient low rank adaptation of large models" (2024).
     """
-    if told.lr_ratio is None:
+    if adapter.lr_ratio is None:
         return train
-    lr = told.lr_ratio * train.optim.lr
-    names = list_deltas(model)[_NAME].names()
+    lr = adapter.lr_ratio * train.optim.lr
+    names = list_deltas(model)[ADAPTER_NAME].names()
     ends = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    own = [OptimGroup(f"**.{_NAME}.{end}", lr) for end in ends if end.endswith("up")]
+    own = [OptimGroup(f"**.{ADAPTER_NAME}.{end}", lr) for end in ends if end.endswith("up")]
     optim = dataclasses.replace(train.optim, groups=(*train.optim.groups, *own))
     return dataclasses.replace(train, optim=optim)
 
 
-def with_delta(model_class: type[Model], sizes: Any, config: Any) -> Any:
-    """Return a model's config with what the run's delta puts into it, for plans."""
-    if config.delta.kind is None:
+def with_adapter(model_class: type[Model], sizes: Any, config: Any) -> Any:
+    """Return a model's config with the run's adapter among its changes, for the planner."""
+    if config.adapter.kind is None:
         return sizes
     model = model_class.from_config(sizes, device="meta")
-    attach_delta(model, config)
+    attach_adapter(model, config)
     return model.config
-
-
-def export_delta(model: Any, config: Any, directory: Path) -> bool:
-    """Export a run's delta; tell whether that is all, and no model is to be exported.
-
-    Comm: every process must call it.
-    """
-    if config.delta.kind is None:
-        return False
-    delta = list_deltas(model)[_NAME]
-    if config.delta.merge:
-        delta.merge()
-        return False
-    known = model.provenance
-    data = dict.fromkeys(f"{p.name} ({p.licence})" for p in known.parts if p.kind == "data")
-    card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}
-    card |= {"data": ", ".join(data), "license": known.licence}
-    delta.save(directory, **{key: value for key, value in card.items() if value})
-    run_on_first(lambda: write_provenance(directory, known))
-    return True

@@ -15,8 +15,14 @@ from bmforge.models.changes import freeze_base_
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import find_model
 from bmforge.parallel import World, parallelize
+from bmforge.recipes.adapters import adapter_stays, attach_adapter, find_base
+from bmforge.recipes.base_weights import (
+    check_base_dtype,
+    fill_packed_,
+    open_packed,
+    store_frozen_,
+)
 from bmforge.recipes.compressing import attach_phase, has_phase
-from bmforge.recipes.deltas import attach_delta, delta_stays, find_base
 from bmforge.recipes.start import family_of, with_changes
 from bmforge.train.checkpoint import Base
 
@@ -34,6 +40,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
     Raises:
         BmforgeError: the parts of the config do not fit each other or what the run starts from.
     """
+    check_base_dtype(config)
     sizes, start = with_changes(config), None
     if config.init_from is not None:
         start = find_model(config.init_from)
@@ -42,9 +49,13 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
     is_loaded = start is not None and (bool(config.changes) or has_phase(config))
     if is_loaded:
         _load_and_change_(model, start, config)
+    packed = open_packed(model, start, config)
+    if packed is not None:
+        model = packed.model
     job = attach_phase(model, config, mesh)
-    delta = attach_delta(model, config)
+    adapter = attach_adapter(model, config)
     base = find_base(model, config)
+    store_frozen_(model, config)
     if config.freeze_base:
         head = sizes.heads[sizes.head].names if config.new_head else ()
         _freeze_(model, head)
@@ -64,10 +75,12 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
     )
     if start is None:
         init_weights_(model, config.seed, device=world.device)
+    elif packed is not None:
+        fill_packed_(model, packed, world.device)
     elif not is_loaded:
         load_weights_(model, start, device=world.device, new_head=config.new_head)
-    if delta is not None:
-        delta.init_(config.seed)
+    if adapter is not None:
+        adapter.init_(config.seed)
     return model, job, base
 
 
@@ -105,4 +118,4 @@ def _stream_(model: Model, config: Any, world: World, start: Path | None) -> Non
         )
     drawn = weight_drawer(model, config.seed)
     read = drawn if start is None else weight_reader(model, start, new_head=config.new_head)
-    stream_blocks_(model, read, device=world.device, stays=delta_stays(model))
+    stream_blocks_(model, read, device=world.device, stays=adapter_stays(model))

@@ -140,9 +140,9 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
     told: PhaseConfig | None = getattr(config, "compress", None)
     if told is None:
         return None
-    if config.delta.kind is not None or config.freeze_base:
+    if config.adapter.kind is not None or config.freeze_base:
         raise ConfigError(
-            "a phase of compression trains the model itself: leave delta and freeze_base out."
+            "a phase of compression trains the model itself: leave adapter and freeze_base out."
         )
     if axis_size(mesh, *STAGE_AXES) > 1:
         raise ConfigError(

@@ -20,7 +20,7 @@ from bmforge.errors import ConfigError
 from bmforge.files import read_json, replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
-from bmforge.recipes.deltas import KINDS, DeltaConfig, attach_delta
+from bmforge.recipes.adapters import KINDS, AdapterConfig, attach_adapter
 from bmforge.recipes.finetune import TaskTuneConfig, tune_task, with_classes
 from bmforge.recipes.run import RunResult
 from bmforge.recipes.search_page import write_search_page
@@ -106,8 +106,8 @@ def search_deltas(config: Any) -> RunResult:
         ConfigError: nothing to try, no held-out data, or another search in the directory.
         BmforgeError: see `run_recipe`.
     """
-    if config.delta.kind is not None:
-        raise ConfigError("delta.kind has no effect here: search.kinds says what is tried.")
+    if config.adapter.kind is not None:
+        raise ConfigError("adapter.kind has no effect here: search.kinds says what is tried.")
     if config.data.dev_split is None and not config.data.validation:
         raise ConfigError("a search compares held-out losses: set data.dev_split or validation.")
     candidates = find_candidates(config)
@@ -142,7 +142,7 @@ class Candidate:
         trained: how many parameters it trains, new heads not counted.
     """
 
-    delta: DeltaConfig
+    delta: AdapterConfig
     trained: int
 
 
@@ -158,9 +158,9 @@ def find_candidates(config: Any) -> dict[str, Candidate]:
     refused = []
     for name, delta in _spell(search):
         model = family_of(sizes).from_config(sizes, device="meta")
-        told = dataclasses.replace(config, model=sizes, delta=delta)
+        told = dataclasses.replace(config, model=sizes, adapter=delta)
         try:
-            made = attach_delta(model, told)
+            made = attach_adapter(model, told)
         except ConfigError as error:
             refused.append(f"{name}: {error}")
             continue
@@ -177,18 +177,18 @@ def find_candidates(config: Any) -> dict[str, Candidate]:
     return found
 
 
-def _spell(search: SearchConfig) -> list[tuple[str, DeltaConfig]]:
+def _spell(search: SearchConfig) -> list[tuple[str, AdapterConfig]]:
     """Return name and delta of every combination, each once."""
-    found: dict[str, DeltaConfig] = {}
+    found: dict[str, AdapterConfig] = {}
     for kind in search.kinds:
         for places in search.places if kind not in _PLACED else ("usual",):
             for size in search.sizes if kind in _SIZED else (None,):
                 options: dict[str, Any] = {} if size is None else {_SIZED[kind]: size}
                 if places != "usual":
-                    options["targets"] = tuple(places.split(","))
+                    options["target_modules"] = tuple(places.split(","))
                 name = "-".join([kind, *(places.split(",") if places != "usual" else ())])
                 name = name if size is None else f"{name}-{size}"
-                found[name] = DeltaConfig(kind=kind, **options)
+                found[name] = AdapterConfig(kind=kind, **options)
     return list(found.items())
 
 
@@ -207,7 +207,7 @@ def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]
     return [(n, max(steps // keep_ratio ** (last - i), 1)) for i, n in enumerate(counts)]
 
 
-def _config_of(config: Any, name: str, delta: DeltaConfig, steps: int) -> Any:
+def _config_of(config: Any, name: str, delta: AdapterConfig, steps: int) -> Any:
     """Return the config of a candidate's run up to a step; its schedule is the whole search's."""
     train = config.train
     if train.schedule.kind not in ("constant", "noam") and train.schedule.total_steps is None:
@@ -215,7 +215,7 @@ def _config_of(config: Any, name: str, delta: DeltaConfig, steps: int) -> Any:
         train = dataclasses.replace(train, schedule=schedule)
     run_dir = config.run_dir / "candidates" / name
     train = dataclasses.replace(train, steps=steps)
-    return dataclasses.replace(config, run_dir=run_dir, delta=delta, train=train)
+    return dataclasses.replace(config, run_dir=run_dir, adapter=delta, train=train)
 
 
 def _open_state(

@@ -39,6 +39,7 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
+from bmforge.recipes.adapter_dirs import find_export, find_source, is_adapter
 from bmforge.recipes.asking import AskedClasses, AskedOptions, AskedTask, AskedTexts, count_classes
 from bmforge.recipes.inputs.corpus import open_held_out
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out
@@ -49,6 +50,7 @@ from bmforge.recipes.start import find_start, traits_of
 from bmforge.settings import EvaluateConfig
 from bmforge.tokenizers import AutoTokenizer, Tokenizer
 from bmforge.train import evaluate, write_report
+from bmforge.tune.delta import load_delta
 
 __all__ = ["EvaluateConfig", "evaluate_model"]
 
@@ -112,11 +114,9 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
 
 def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: World) -> _Subject:
     """Lay a model out and load its weights, every process its part."""
-    if (Path(name) / "run.toml").is_file():
-        name = str(Path(name) / "export")
-        if not Path(name).is_dir():
-            raise ConfigError(f"{name!r} does not exist: the run has not ended, or export=False.")
-    start = find_start(name)
+    export = str(find_export(name))
+    place = find_source(export) if is_adapter(export) else None
+    start = find_start(export if place is None else str(place.model))
     source = start.init_from or config.weights
     if source is None:
         raise ConfigError(
@@ -130,9 +130,16 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
     if start.init_from is not None:
         sizes = sizes.replace(raw=read_config_file(directory))
     model = start.family.from_config(sizes, device="meta")
+    adapter = None if place is None else place.adapter
+    if adapter is not None:  # every process reads the whole base model
+        model = start.family.from_pretrained(directory)
+        load_delta(model, adapter, trainable=False)
     mesh = build_mesh(layout, world.device)
     parallelize(model, layout, mesh=mesh, precision=config.precision, master_weights=False)
-    load_weights_(model, directory, device=world.device)
+    if adapter is None:
+        load_weights_(model, directory, device=world.device)
+    else:
+        directory = adapter
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     longest = _length_in_run(directory) or min(sizes.max_seq_len, _LONGEST)
     limit = model.traits.row_limit(sizes)

@@ -216,16 +216,16 @@ def _with_rows(config: Any) -> Any:
 
 def _train_rows(config: Any) -> Any:
     """Let a run's delta train and save the soft rows too."""
-    told = config.delta
-    if told.kind is None or _ROWS in told.train_also:
+    told = config.adapter
+    if told.kind is None or _ROWS in told.modules_to_save:
         return config
     if told.kind == "soft-prompt":
         raise ConfigError(
-            "the template has soft rows, and delta.kind='soft-prompt' would put others in their "
+            "the template has soft rows, and adapter.kind='soft-prompt' would put others in their "
             "place: take soft_front for rows in front, or another delta."
         )
-    delta = dataclasses.replace(told, train_also=(*told.train_also, _ROWS))
-    return dataclasses.replace(config, delta=delta)
+    delta = dataclasses.replace(told, modules_to_save=(*told.modules_to_save, _ROWS))
+    return dataclasses.replace(config, adapter=delta)
 
 
 def _look(config: Any) -> tuple[Task, TaskExample]:
@@ -370,7 +370,7 @@ def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
         f"    {text}\n\nRead it with `bmforge.tune.prompt.read_template` and `read_verbalizer`, "
         f"or give the files to `bmforge train prompt-classify`.\n{''.join(kinds)}"
     )
-    if _ROWS in config.delta.train_also and not config.delta.merge:
+    if _ROWS in config.adapter.modules_to_save and not config.adapter.merge:
         card += (
             "\nThe delta in `export` holds the template's soft rows: open the base, make the "
             "template on it, then `load_delta(model, 'export')`.\n"

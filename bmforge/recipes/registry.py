@@ -56,7 +56,16 @@ from bmforge.recipes.spans import CPM2SpansConfig, SpanConfig, T5SpansConfig, tr
 from bmforge.recipes.start import Start, find_start
 from bmforge.task_names import ALSO, OLD_NAMES, TASK_NAMES, check_task
 
-__all__ = ["RECIPES", "TASKS", "Form", "Recipe", "Task", "find_recipe", "read_config"]
+__all__ = [
+    "RECIPES",
+    "TASKS",
+    "Form",
+    "Recipe",
+    "Task",
+    "find_recipe",
+    "read_config",
+    "read_config_values",
+]
 
 
 @dataclass(frozen=True)
@@ -251,7 +260,7 @@ def find_recipe(
     if recipe is not None and model is None:
         return recipe
     meant = _find_tasks(name if recipe is None else recipe.task)
-    said = _read_file(file)
+    said = read_config_values(file)
     model = model or init_from or said.get("init_from") or said.get("family")
     if model is None:
         raise ConfigError(
@@ -290,7 +299,7 @@ def read_config(recipe: Recipe, file: str | None) -> Any:
     """
     if file is None:
         return recipe.config()
-    values = _read_file(file)
+    values = read_config_values(file)
     if recipe in RECIPES.values() or not isinstance(values.get("model"), dict):
         return load_toml(recipe.config, file)
     usual = config_to_dict(recipe.config().model.with_implied())
@@ -320,8 +329,8 @@ def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
     ]
 
 
-def _read_file(file: str | None) -> dict[str, Any]:
-    """Return a config file's contents; what is wrong with it is said by who reads all of it."""
+def read_config_values(file: str | None) -> dict[str, Any]:
+    """Return the values of a TOML file, {} without one or if `read_config` will refuse it."""
     try:
         return {} if file is None else tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,6 +35,8 @@ from bmforge.parallel import (
     run_on_first,
 )
 from bmforge.provenance import warn_of_licences
+from bmforge.recipes.adapters import AdapterConfig, log_trained, set_rates
+from bmforge.recipes.base_weights import BaseDtype
 from bmforge.recipes.build import build_model
 from bmforge.recipes.compressing import (
     asks_teacher,
@@ -42,7 +44,8 @@ from bmforge.recipes.compressing import (
     keep_answers,
     settle_train,
 )
-from bmforge.recipes.deltas import DeltaConfig, export_delta, set_rates
+from bmforge.recipes.epochs import settle_epochs
+from bmforge.recipes.export import export_run
 from bmforge.recipes.made_of import find_provenance
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.run_dir import (
@@ -85,7 +88,7 @@ _FREE_FIELDS = """
     train.log_every_steps train.profile_steps
     train.num_epochs data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
-    delta.merge search licence timeout_s
+    adapter.merge export_dtype search licence timeout_s
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -104,7 +107,10 @@ class RunConfig:
         family: of `model`; the command line fills it in, so that `run.toml` says it.
         changes: what is changed in the model before it is laid out; see `models.changes`. What they
             add is drawn with `seed`. The command line takes them as JSON, or as a file with it.
-        delta: train few parameters beside the model in its place; see `deltas.DeltaConfig`.
+        adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
+        base_dtype: storage of the weights that an adapter's run freezes: fp32, bf16, fp16, or int8
+            and int4 (QLoRA); None takes the precision of the computation.
+        epochs: passes over the training data; sets train.steps.
         freeze_base: train nothing but what changes have put beside layers, and with `new_head` the
             head.
         seed: of the drawn weights.
@@ -116,6 +122,8 @@ class RunConfig:
         compile: compile the blocks.
         prefetch: sharded units gathered ahead.
         export: write a Hugging Face directory ``run_dir/export`` at the end.
+        export_dtype: dtype of the exported weights; None takes that of `init_from`'s weights, or
+            fp32 without it.
         licence: under which the export is handed on, an id of SPDX; empty says nothing.
         wandb_project: also log to this Weights & Biases project.
         timeout_s: seconds that a process may wait for another one that does not answer; then all
@@ -130,7 +138,9 @@ class RunConfig:
     new_head: bool = False
     family: str | None = None
     changes: tuple[Change, ...] = ()
-    delta: DeltaConfig = field(default_factory=DeltaConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    base_dtype: BaseDtype | None = None
+    epochs: float | None = None
     freeze_base: bool = False
     seed: int = 0
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -141,6 +151,7 @@ class RunConfig:
     compile: bool = False
     prefetch: int = 1
     export: bool = True
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     licence: str = ""
     wandb_project: str | None = None
     timeout_s: float = 600.0
@@ -154,6 +165,7 @@ class TrainingData:
     Args:
         loader: micro-batches for every step.
         row_tokens: tokens of a row, for the FLOPs of attention.
+        epoch_rows: rows of one pass over the training data; None if a pass is not defined.
         held_out: name -> this process's batches of one pass over it; equally many on every process.
         objective: what is minimised.
         save_tokenizer: writes the tokenizer into the export.
@@ -165,6 +177,7 @@ class TrainingData:
 
     loader: Loader
     row_tokens: int
+    epoch_rows: int | None = None
     held_out: Mapping[str, Callable[[], Iterable[Batch]]] = field(default_factory=dict)
     objective: Objective = causal_lm
     save_tokenizer: Callable[[Path], None] | None = None
@@ -230,13 +243,15 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     data = open_data(config, rows)
     if asks_teacher(config):
         return RunResult(keep_answers(config, data, world), 0, None, world)
+    config = settle_epochs(config, data.epoch_rows)
     model, job, base = build_model(config, world, mesh)
+    log_trained(model, config)
     model.provenance = known
     data.begin(model)
     trainer = Trainer(
         model,
         data.loader,
-        settle_train(set_rates(config.train, config.delta, model), job),
+        settle_train(set_rates(config.train, config.adapter, model), job),
         mesh=mesh,
         run_dir=config.run_dir,
         objective=data.objective if job is None else job.objective(data.objective),
@@ -326,19 +341,5 @@ def _finish(
         if world.rank == 0:
             add_results(config.run_dir, {"validation loss": losses, **more})
     if config.export:
-        _export(model, config, data, world)
+        export_run(model, config, data.save_tokenizer, dict(data.special_ids), world)
     return evaluation
-
-
-def _export(model: Model, config: Any, data: TrainingData, world: World) -> None:
-    directory = config.run_dir / "export"
-    if export_delta(model, config, directory):
-        get_logger().info("exported the delta to %s", directory)
-        return
-    if data.special_ids:
-        raw = {**model.config.raw, **data.special_ids}
-        model.config = model.config.replace(raw=raw)
-    model.save_pretrained(directory, overwrite=True)
-    if data.save_tokenizer is not None and world.rank == 0:
-        data.save_tokenizer(directory)
-    get_logger().info("exported to %s", directory)

@@ -144,7 +144,7 @@ def test_a_delta_beside_blocks_that_come_and_go(
     delta.save(tmp_path)
     words = ["generate", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
     _, plain, _ = run(capsys, monkeypatch, *words)
-    words += ["--delta", str(tmp_path)]
+    words += ["--adapter", str(tmp_path)]
     _, want, _ = run(capsys, monkeypatch, *words)
     assert want != plain
     budget = int(least) + delta_bytes([str(tmp_path)])

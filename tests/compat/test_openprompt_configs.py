@@ -158,7 +158,7 @@ def test_a_config_that_writes_texts(tmp_path):
     found = read(tmp_path, GENERATION, beside=tmp_path / "out")
     assert found.task == "prompt-generate"
     config = config_from_dict(PromptGenerateConfig, found.values)
-    assert (config.delta.kind, config.delta.length, config.delta.inner) == ("prefix", 6, 32)
+    assert (config.adapter.kind, config.adapter.length, config.adapter.inner) == ("prefix", 6, 32)
     assert (config.train.optim.lr, config.train.optim.weight_decay) == (5e-5, 0.0)
     assert (config.train.steps, config.train.grad_clip, config.max_new_tokens) == (50, None, 64)
     assert config.data.task == "WebNLG"

@@ -32,7 +32,7 @@ STEPS = 24
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
 CONFIG = """
 init_from = "{base}"
-[delta]
+[adapter]
 kind = "lora"
 targets = ["attn.q", "attn.v", "mlp.down"]
 rank = 4
@@ -114,5 +114,5 @@ def test_a_delta_from_start_to_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     delta.unmerge().detach()
     assert_equal_trees(persistent_tensors(base), kept)
     capsys.readouterr()
-    assert main(["tree", str(tmp_path / "base"), "--delta", str(killed / "export")]) == 0
+    assert main(["tree", str(tmp_path / "base"), "--adapter", str(killed / "export")]) == 0
     assert "LowRank" in capsys.readouterr().out

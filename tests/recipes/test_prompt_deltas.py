@@ -44,7 +44,7 @@ def place(tmp_path_factory):
     return root
 
 
-LORA = ("--delta.kind", "lora", "--delta.rank", "4")
+LORA = ("--adapter.kind", "lora", "--adapter.rank", "4")
 
 
 def train(place, run, *words, steps, task="prompt-classify", kind="bert", delta=LORA):
@@ -98,7 +98,7 @@ def test_rows_and_a_delta_learn_together_and_go_on(place, tmp_path):
 def test_merged_it_is_a_model_with_rows(place, tmp_path):
     alone, merged = tmp_path / "alone", tmp_path / "merged"
     assert train(place, alone, steps=8) == 0
-    assert train(place, merged, "--delta.merge", steps=8) == 0
+    assert train(place, merged, "--adapter.merge", steps=8) == 0
     want, _, _ = open_trained(place, alone)
     model = Bert.from_pretrained(merged / "export")
     assert model.embed.prompt.weight.shape == (NUM_ROWS, 32)
@@ -113,7 +113,7 @@ def test_merged_it_is_a_model_with_rows(place, tmp_path):
 @pytest.mark.parametrize("kind", ["adapter", "prefix", "bitfit"])
 def test_other_deltas_beside_rows(place, tmp_path, kind):
     run = tmp_path / "run"
-    assert train(place, run, steps=3, delta=("--delta.kind", kind)) == 0
+    assert train(place, run, steps=3, delta=("--adapter.kind", kind)) == 0
     classifier, _, begun = open_trained(place, run)
     assert bool((classifier.model.embed.prompt.weight != begun).any(1).all())
 
@@ -131,5 +131,5 @@ def test_texts_are_learned_by_rows_and_a_delta(place, tmp_path):
 
 
 def test_a_second_set_of_rows_is_refused(place, tmp_path, capsys):
-    assert train(place, tmp_path / "run", steps=1, delta=("--delta.kind", "soft-prompt")) == 2
+    assert train(place, tmp_path / "run", steps=1, delta=("--adapter.kind", "soft-prompt")) == 2
     assert "would put others in their place" in " ".join(capsys.readouterr().err.split())

@@ -127,7 +127,7 @@ def test_few_of_many_several_times_zero_shot_calibrated_and_with_a_delta(place, 
     before, after = (Bert.from_pretrained(p) for p in (place / "bert", run / "export"))
     assert all(map(torch.equal, before.parameters(), after.parameters()))
     run = tmp_path / "lora"
-    assert train(place, run, *told, "--delta.kind", "lora", "--delta.rank", "4", steps=100) == 0
+    assert train(place, run, *told, "--adapter.kind", "lora", "--adapter.rank", "4", steps=100) == 0
     assert results(run)["accuracy"]["model"] == 1.0
     run = tmp_path / "joint"
     assert train(place, run, *told, "--join", "joint", kind="gpt2") == 0

@@ -23,7 +23,7 @@ from bmforge.cli import main
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, AutoModel, GPT2Config, init_weights_
 from bmforge.parallel import Layout
-from bmforge.recipes.deltas import DeltaConfig, set_rates
+from bmforge.recipes.adapters import AdapterConfig, set_rates
 from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.testing import assert_close, run_distributed
@@ -43,7 +43,8 @@ def command(start: Path, run_dir: Path, *more: str) -> list[str]:
     return [
         *("train", "pretrain", "--run-dir", str(run_dir), "--data.paths", str(start / "tokens")),
         *("--data.seq-len", "16", "--data.global-batch-size", "2", "--train.optim.lr", "0.01"),
-        *("--model", str(start / "model"), "--delta.kind", "lora", "--delta.rank", "2"),
+        *("--model", str(start / "model"), "--adapter.kind", "lora", "--adapter.rank", "2"),
+        *("--adapter.target-modules", "attn.q", "attn.v"),
         *more,
     ]
 
@@ -61,7 +62,7 @@ def test_a_delta_is_trained_and_exported(
     assert not torch.equal(model(IDS).logits, before)
     assert all(part.up.abs().sum() > 0 for _, _, part in delta.held)
     told = tomllib.loads((run / "run.toml").read_text())
-    assert told["delta"]["kind"] == "lora"
+    assert told["adapter"]["kind"] == "lora"
     step = max((run / "checkpoints").glob("step-*"))
     kept = sum(f.stat().st_size for f in step.iterdir() if f.suffix == ".safetensors")
     trained = delta.count_parameters()
@@ -70,12 +71,12 @@ def test_a_delta_is_trained_and_exported(
     assert main(["info", str(run / "export")]) == 0
     assert "# Lora for" in capsys.readouterr().out
     assert main(command(start, run, "--train.steps", "3")) == 0  # goes on
-    other = command(start, run, "--train.steps", "4", "--delta.alpha", "3")
+    other = command(start, run, "--train.steps", "4", "--adapter.alpha", "3")
     assert main(other) != 0
 
 
 def test_merged_exports_are_models(start: Path, tmp_path: Path) -> None:
-    for run, more in (("alone", ()), ("merged", ("--delta.merge",))):
+    for run, more in (("alone", ()), ("merged", ("--adapter.merge",))):
         assert main(command(start, tmp_path / run, "--train.steps", "2", *more)) == 0
     base = GPT2.from_pretrained(start / "model")
     load_delta(base, tmp_path / "alone" / "export")
@@ -90,7 +91,9 @@ def run_on(start: Path, run_dir: Path, layout: Layout, merge: bool) -> int:
         init_from=str(start / "model"),
         model_changes=(),
         model=GPT2Config(**SIZES),
-        delta=DeltaConfig(kind="lora", rank=2, targets=("attn.q", "mlp.down"), merge=merge),
+        adapter=AdapterConfig(
+            kind="lora", rank=2, target_modules=("attn.q", "mlp.down"), merge=merge
+        ),
         layout=layout,
         data=CorpusConfig(
             paths=(str(start / "tokens"),), seq_len=16, global_batch_size=4, micro_batch_size=1
@@ -117,13 +120,13 @@ def test_layouts_export_what_one_process_does(
 
 
 def test_what_has_no_effect_is_said(start: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"delta\.rank has no effect without"):
-        DeltaConfig(rank=3)
+    with pytest.raises(ConfigError, match=r"adapter\.rank has no effect without"):
+        AdapterConfig(rank=3)
     with pytest.raises(ConfigError, match="Did you mean 'lora'"):
-        DeltaConfig(kind="lroa")
+        AdapterConfig(kind="lroa")
     config = json.dumps({"kind": "int8", "where": ["layers.*.mlp.up_proj"]})
     given = command(start, tmp_path / "x", "--train.steps", "1", "--changes", config)
-    assert main([*given, "--delta.merge"]) == 0  # beside a packed layer, not on it
+    assert main([*given, "--adapter.merge"]) == 0  # beside a packed layer, not on it
 
 
 def test_b_has_a_rate_of_its_own() -> None:
@@ -140,7 +143,7 @@ def test_b_has_a_rate_of_its_own() -> None:
     }
     model = GPT2.from_config(GPT2Config(**SIZES))
     Lora(model, ["attn.q", "attn.v"], rank=2, train_also=["embed_positions"])
-    train = set_rates(settings(1), DeltaConfig(kind="lora", lr_ratio=4.0), model)
+    train = set_rates(settings(1), AdapterConfig(kind="lora", lr_ratio=4.0), model)
     (optimizer,) = build_optimizers(model, train.optim)
     found = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}
     assert {n: lr for n, lr in found.items() if "default" not in n} == {
@@ -149,9 +152,9 @@ def test_b_has_a_rate_of_its_own() -> None:
     for name, rate in found.items():
         if "default" in name:
             assert rate == rates["lora_B" if name.endswith(".up") else "lora_A"]
-    assert set_rates(settings(1), DeltaConfig(kind="lora"), model) == settings(1)
+    assert set_rates(settings(1), AdapterConfig(kind="lora"), model) == settings(1)
     with pytest.raises(ConfigError, match="lora"):
-        DeltaConfig(kind="adapter", lr_ratio=2.0)
+        AdapterConfig(kind="adapter", lr_ratio=2.0)
 
 
 def test_weights_that_stream_leave_the_delta_where_it_is(start: Path, tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_a_drawn_base_is_kept(start: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_killed_goes_on_bit_for_bit(start: Path, tmp_path: Path) -> None:
     for name in ("whole", "killed"):
         given = [*command(start, tmp_path / name), "--train.save-every-steps", "1"]
-        given += ["--delta.dropout", "0.1", "--train.steps", "60"]
+        given += ["--adapter.dropout", "0.1", "--train.steps", "60"]
         if name == "killed":
             process = subprocess.Popen([sys.executable, "-m", "bmforge", *given])
             while not (tmp_path / name / "checkpoints" / "step-00000003").exists():
@@ -227,7 +230,7 @@ def go_on(start: Path, run_dir: Path, layout: Layout, steps: int) -> int:
         init_from=str(start / "model"),
         model_changes=(),
         model=GPT2Config(**SIZES),
-        delta=DeltaConfig(kind="lora", rank=2),
+        adapter=AdapterConfig(kind="lora", rank=2),
         layout=layout,
         data=CorpusConfig(
             paths=(str(start / "tokens"),), seq_len=16, global_batch_size=4, micro_batch_size=1

@@ -100,7 +100,7 @@ def test_who_goes_on_from_it_has_it_as_a_base(place: Path) -> None:
 
 def test_a_delta_takes_it_along_and_a_merge_joins_it(place: Path, tmp_path: Path) -> None:
     base = place / "first" / "export"
-    more = ("--model", str(base), "--delta.kind", "lora", "--delta.rank", "2")
+    more = ("--model", str(base), "--adapter.kind", "lora", "--adapter.rank", "2")
     assert main(command(place, "delta", *more)) == 0
     delta_dir = place / "delta" / "export"
     known = read_provenance(delta_dir)

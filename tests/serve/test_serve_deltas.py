@@ -26,7 +26,7 @@ SAID: list[Any] = [{"role": "user", "content": "天气"}]
 
 @pytest.fixture(scope="module")
 def given(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What `--delta` is told."""
+    """What `--adapter` is told."""
     folder = tmp_path_factory.mktemp("deltas")
     for number, kind in enumerate((Lora, Adapter)):
         model = AutoModel.from_pretrained(model_directory)

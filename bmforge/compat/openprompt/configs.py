@@ -170,9 +170,9 @@ class _Reader:
         if kind == "soft":
             self.put("soft_front", int(self.take(f"{block}.num_tokens", 20)))
         if kind == "prefix_tuning":
-            self.put("delta.kind", "prefix")
-            self.put("delta.length", int(self.take(f"{block}.num_token", 5)))
-            self.put("delta.inner", int(self.take(f"{block}.mid_dim", 512)))
+            self.put("adapter.kind", "prefix")
+            self.put("adapter.length", int(self.take(f"{block}.num_token", 5)))
+            self.put("adapter.inner", int(self.take(f"{block}.mid_dim", 512)))
             if float(self.take(f"{block}.prefix_dropout", 0)):
                 self.miss(f"{block}.prefix_dropout", "a prefix has no dropout")
         if kind == "ptuning":

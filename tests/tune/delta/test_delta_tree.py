@@ -115,7 +115,7 @@ def test_the_command_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     model.save_pretrained(tmp_path / "model")
     delta = Lora(model, rank=2)
     delta.save(tmp_path / "delta")
-    given = ["tree", str(tmp_path / "model"), "--delta", str(tmp_path / "delta")]
+    given = ["tree", str(tmp_path / "model"), "--adapter", str(tmp_path / "delta")]
     assert main(given) == 0
     said = capsys.readouterr().out
     assert "layers.0-1" in said

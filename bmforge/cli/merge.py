@@ -1,0 +1,15 @@
+"""`bmforge merge ADAPTER --out DIR`: merge an adapter into its base model."""
+
+from __future__ import annotations
+
+from bmforge.cli.options import MergeCommand
+from bmforge.device import parse_dtype
+from bmforge.recipes.adapter_dirs import merge_adapter
+
+__all__ = ["run_merge"]
+
+
+def run_merge(command: MergeCommand) -> None:
+    """Write a plain model directory of an adapter and its base model."""
+    dtype = None if command.dtype is None else parse_dtype(command.dtype)
+    merge_adapter(command.adapter, command.out, base=command.base, dtype=dtype)

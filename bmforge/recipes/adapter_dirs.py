@@ -1,0 +1,193 @@
+"""Model names of commands: model directories, run directories and adapter directories.
+
+`find_source` says which base model and which adapters a name stands for; `merge_adapter` and
+`merged_model` make a plain model of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.files import check_place
+from bmforge.gguf_header import is_gguf
+from bmforge.logging import get_logger
+from bmforge.models import AutoModel
+from bmforge.models.formats.convert import find_companions, find_dtype
+from bmforge.models.formats.hf_format import WeightFiles, has_weights
+from bmforge.models.hub import find_model
+from bmforge.recipes.export import copy_side_files, read_dtypes, swapped_directory
+from bmforge.tune.delta import load_delta
+from bmforge.tune.delta.files import CONFIG_NAME, is_delta_dir
+
+__all__ = [
+    "ModelSource",
+    "find_export",
+    "find_source",
+    "is_adapter",
+    "merge_adapter",
+    "merged_model",
+]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model of a command comes from.
+
+    Args:
+        model: directory of the model, or of the base model of an adapter; or a GGUF file.
+        tokenizer: directory of the tokenizer and chat template; the adapter's if it has one.
+        adapter: adapter directory that the name stands for; None for a plain model.
+    """
+
+    model: Path
+    tokenizer: Path
+    adapter: Path | None = None
+
+
+def find_source(name: str | Path) -> ModelSource:
+    """Find the model, and the adapter, that a command's argument names.
+
+    Args:
+        name: directory or hub id of a model, a run's directory (its export is taken), or an adapter
+            directory, whose config names the base model.
+
+    Raises:
+        ConfigError: no such model, or an adapter without a usable base model.
+    """
+    directory = find_export(name)
+    if not is_adapter(directory):
+        model = find_model(directory)
+        return ModelSource(model, model)
+    adapter = Path(directory)
+    has_tokenizer = any((adapter / file).is_file() for file in _TOKENIZER_FILES)
+    base = _find_base(adapter)
+    return ModelSource(base, adapter if has_tokenizer else base, adapter)
+
+
+def find_export(name: str | Path) -> str | Path:
+    """Return the export of a run's directory; any other name is returned unchanged.
+
+    Raises:
+        ConfigError: the run has no export.
+    """
+    if not (Path(name) / "run.toml").is_file():
+        return name
+    export = Path(name) / "export"
+    if not export.is_dir():
+        raise ConfigError(
+            f"{str(export)!r} does not exist: the run is not finished, or has export=False. Run "
+            "the same `bmforge train` command again to finish it."
+        )
+    return export
+
+
+def is_adapter(name: str | Path) -> bool:
+    """Return True for a directory that holds an adapter and no model."""
+    return is_delta_dir(name) and not has_weights(Path(name))
+
+
+def _find_base(adapter: Path) -> Path:
+    config = json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8"))
+    base = config.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(
+            f"the adapter in {str(adapter)!r} does not name its base model. Give the base model "
+            f"and --adapter {adapter}, or write base_model_name_or_path into {CONFIG_NAME}."
+        )
+    try:
+        return find_model(base)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found ({error}) "
+            f"Give the base model and --adapter {adapter}."
+        ) from error
+
+
+def merge_adapter(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Merge an adapter into its base model's weights and write the result as a model directory.
+
+    The result has everything that the base has, and the adapter's tokenizer and chat template. It
+    is written next to `out` and renamed when it is complete.
+
+    Args:
+        adapter: adapter directory, or the directory of a run that trained one.
+        out: directory to make.
+        base: base model (default: the one that the adapter names). An adapter that was trained on a
+            quantized base can be merged into the 16-bit model.
+        dtype: dtype of the written weights (default: the base's).
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: `out` holds files, or the adapter does not fit the base.
+        ConfigError: the name is not an adapter, or its base is not found or quantized.
+    """
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"out={str(out)!r} is not an empty directory. Name a new one.")
+    check_place(target, "out")
+    directory = Path(find_export(adapter))
+    if not is_adapter(directory):
+        raise ConfigError(
+            f"{str(adapter)!r} is not an adapter directory ({CONFIG_NAME} and weights)."
+        )
+    source = find_model(base) if base is not None else _find_base(directory)
+    with swapped_directory(target) as partial:
+        model = _open_base(source)
+        load_delta(model, directory, allow_other_base=base is not None).merge()
+        model.save_pretrained(partial, dtype=dtype or read_dtypes(source))
+        _copy_companions(source, directory, partial)
+    get_logger().info("merged %s into %s: %s", directory, source, target)
+    return target
+
+
+def _open_base(source: Path) -> Any:
+    """Open a base model in the dtype of its weights; each merged weight is computed in fp32."""
+    dtype = torch.float32 if is_gguf(source) else find_dtype(WeightFiles(source))
+    return AutoModel.from_pretrained(source, dtype=dtype)
+
+
+def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
+    """Copy the tokenizer, template and generation config: the adapter's, else the base's."""
+    for directory in (adapter, base):
+        for name in find_companions(directory) if directory.is_dir() else ():
+            if not (target / name).exists():
+                shutil.copyfile(directory / name, target / name)
+    if base.is_dir():
+        copy_side_files(base, target)
+
+
+@contextmanager
+def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
+    """Yield the name of a plain model: an adapter is merged into a temporary directory first.
+
+    Args:
+        name: what a command's argument names; see `find_source`.
+        near: target of the command; the temporary directory is next to it.
+    """
+    directory = find_export(name)
+    if not is_adapter(directory):
+        yield directory
+        return
+    near.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".bmforge-merged-", dir=near.parent) as folder:
+        yield merge_adapter(directory, Path(folder) / Path(near).stem)

@@ -1,0 +1,141 @@
+"""Storage of the frozen weights of a run that trains an adapter: 16 bits, or int8 and int4 (QLoRA).
+
+Source: Dettmers et al., "QLoRA: Efficient finetuning of quantized LLMs" (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bmforge.device import parse_dtype
+from bmforge.errors import ConfigError
+from bmforge.logging import track
+from bmforge.models.formats.hf_format import WeightFiles
+from bmforge.models.init import materialize_
+from bmforge.models.pack import PackedReader
+from bmforge.nn.packing import find_preset
+from bmforge.shards import local_box, local_tensor
+from bmforge.surgery import match_glob, persistent_tensors
+from bmforge.tune.delta import list_deltas
+
+__all__ = [
+    "BaseDtype",
+    "check_base_dtype",
+    "fill_packed_",
+    "open_packed",
+    "packs_base",
+    "store_frozen_",
+]
+
+BaseDtype = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+_PACKED = ("int8", "int4")
+
+
+def packs_base(config: Any) -> bool:
+    """Return True if a run quantizes its base model while it reads it."""
+    return config.base_dtype in _PACKED
+
+
+def check_base_dtype(config: Any) -> None:
+    """Raise `ConfigError` where ``base_dtype`` does not fit the rest of a run's config."""
+    dtype, precision = config.base_dtype, config.train.precision
+    if dtype is None:
+        return
+    if config.adapter.kind is None:
+        raise ConfigError(
+            f"base_dtype={dtype!r} is for runs that train an adapter, whose base is frozen. Add "
+            "--adapter lora, or leave base_dtype out."
+        )
+    if dtype in _PACKED:
+        _check_packed(config)
+    elif dtype not in ("fp32", precision):
+        raise ConfigError(
+            f"base_dtype={dtype!r} needs train.precision={dtype!r}, not {precision!r}: a layer "
+            f"cannot multiply fp32 activations with {dtype} weights. Add --precision {dtype}."
+        )
+
+
+def _check_packed(config: Any) -> None:
+    dtype = config.base_dtype
+    if config.init_from is None:
+        raise ConfigError(
+            f"base_dtype={dtype!r} quantizes the weights of a published model. Name its directory "
+            "or hub id with --model."
+        )
+    if config.changes or config.offload.weights or config.layout.tp > 1:
+        raise ConfigError(
+            f"base_dtype={dtype!r} does not work with changes, offload.weights or layout.tp. "
+            "Quantize the model first (bmforge quantize) and start from the result."
+        )
+    if config.adapter.merge:
+        raise ConfigError(
+            f"adapter.merge has no effect on a base in {dtype!r}. Leave it out; `bmforge merge "
+            "RUN --out DIR` merges the adapter into the 16-bit base."
+        )
+
+
+def store_frozen_(model: nn.Module, config: Any) -> None:
+    """Store frozen floating-point parameters in ``base_dtype``, or the precision, in place.
+
+    The blocks compute in the precision anyway, so the numbers are those of a run that keeps the
+    frozen weights in fp32 and casts them for every step, with half or less of the memory.
+
+    Args:
+        model: on meta, with its adapter; nothing happens without one.
+        config: the run's config.
+    """
+    precision = config.train.precision
+    if config.adapter.kind is None or config.offload.weights or config.base_dtype == "fp32":
+        return
+    dtype = parse_dtype(precision)
+    for parameter in model.parameters():
+        is_float = parameter.dtype == torch.float32
+        if not parameter.requires_grad and is_float and parameter.is_meta:
+            parameter.data = parameter.data.to(dtype)
+
+
+def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | None:
+    """Return a reader that quantizes a base model's weights; None if the run does not.
+
+    Linear layers and experts of the blocks are quantized. Embeddings and the head stay in 16 bits,
+    as in QLoRA: they have the largest error and modules_to_save may train them.
+
+    Args:
+        model: the base model on meta; it becomes the quantized one.
+        start: directory of the base model.
+        config: the run's config.
+    """
+    if not packs_base(config):
+        return None
+    assert start is not None
+    # Activations stay floats: gradients pass through the quantized layers.
+    spec = replace(find_preset(config.base_dtype), activations="float")
+    names = [name for name, _ in model.named_modules()]
+    globs = [
+        glob
+        for glob in model.layout_rules().quantize_targets
+        if "layers" in glob and any(match_glob(name, glob) for name in names)
+    ]
+    return PackedReader(model, WeightFiles(start), spec, config.new_head, globs)
+
+
+def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> None:
+    """Quantize the base's weights into a model, this process's slices of them.
+
+    Args:
+        model: parallelized, on meta, with its adapter, which is left to `Delta.init_`.
+        read: reader of the base.
+        device: device of the model.
+    """
+    materialize_(model, device)
+    skipped = {name for delta in list_deltas(model).values() for name in delta.names()}
+    tensors = persistent_tensors(model)
+    wanted = [(name, tensor) for name, tensor in tensors.items() if name not in skipped]
+    for name, tensor in track(wanted, "quantize"):
+        values = read(name)
+        local_tensor(tensor.detach()).copy_(values[local_box(tensor).slices])

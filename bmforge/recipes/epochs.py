@@ -1,0 +1,39 @@
+"""Length of a run in epochs instead of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+
+__all__ = ["settle_epochs"]
+
+
+def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
+    """Return a run's config with ``train.steps`` as ``epochs`` says; unchanged without it.
+
+    Args:
+        config: the run's config.
+        epoch_rows: rows of one pass over the training data; None if a pass is not defined.
+
+    Raises:
+        ConfigError: `epochs` is not positive, or the task's data has no passes.
+    """
+    if config.epochs is None:
+        return config
+    if not config.epochs > 0:
+        raise ConfigError(f"epochs={config.epochs} must be above 0.")
+    if epoch_rows is None:
+        raise ConfigError(
+            f"epochs={config.epochs} has no effect on this task's data, which is read without end. "
+            "Give train.steps (--steps) instead."
+        )
+    batch = config.data.global_batch_size
+    steps = max(1, math.ceil(config.epochs * epoch_rows / batch))
+    get_logger().info(
+        "%g epochs of %d rows, %d rows a step: %d steps", config.epochs, epoch_rows, batch, steps
+    )
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))

@@ -1,0 +1,170 @@
+"""Exports the model or the adapter of a finished run.
+
+An export is written next to its directory and swapped in when it is complete, so that it never
+keeps files of an earlier export and a killed run leaves the earlier one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmforge.device import parse_dtype
+from bmforge.files import replace_file
+from bmforge.gguf_header import is_gguf
+from bmforge.logging import get_logger
+from bmforge.models import Model
+from bmforge.models.formats.convert import find_dtype
+from bmforge.models.formats.hf_format import WeightFiles
+from bmforge.models.hub import find_model
+from bmforge.parallel import World, run_on_first
+from bmforge.provenance import write_provenance
+from bmforge.recipes.adapters import ADAPTER_NAME
+from bmforge.tune.delta import Delta, list_deltas
+
+__all__ = ["copy_side_files", "describe_base", "export_run", "swapped_directory"]
+
+# Files of a base model that belong to every model made of it.
+_SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+_TASK_TYPES = {"left": "CAUSAL_LM", "apart": "SEQ_2_SEQ_LM"}
+
+
+def export_run(
+    model: Any,
+    config: Any,
+    save_tokenizer: Callable[[Path], None] | None,
+    special_ids: dict[str, Any],
+    world: World,
+) -> None:
+    """Write ``run_dir/export``: the trained model, or the adapter if the run trains one.
+
+    Both are complete: with the tokenizer, the chat template and the base's generation config.
+
+    Args:
+        model: trained model, parallelized or not.
+        config: the run's config.
+        save_tokenizer: writes tokenizer and template into a directory.
+        special_ids: fields of the exported config.json, such as ``eos_token_id``.
+        world: the processes; every one must call this.
+    """
+    directory = config.run_dir / "export"
+    adapter = None
+    if config.adapter.kind is not None:
+        adapter = list_deltas(model)[ADAPTER_NAME]
+        if config.adapter.merge:
+            adapter.merge()
+            adapter = None
+    with swapped_directory(directory) as target:
+        if adapter is not None:
+            _save_adapter(adapter, model, config, target)
+        else:
+            if special_ids:
+                model.config = model.config.replace(raw={**model.config.raw, **special_ids})
+            _save_model(model, config, target)
+        if world.rank == 0:
+            if config.init_from is not None:
+                copy_side_files(find_model(config.init_from), target)
+            if save_tokenizer is not None:
+                save_tokenizer(target)
+    what = "model" if adapter is None else "adapter"
+    get_logger().info("exported the %s to %s", what, directory)
+
+
+def _save_model(model: Model, config: Any, target: Path) -> None:
+    """Save a model in the dtype of the model that the run started from."""
+    dtype = None
+    if config.export_dtype is not None:
+        dtype = parse_dtype(config.export_dtype)
+    elif config.init_from is not None:
+        dtype = read_dtypes(find_model(config.init_from))
+    model.save_pretrained(target, dtype=dtype)
+
+
+def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
+    """Return the dtype in which an export stores the tensor of a published name.
+
+    It is that of the base's tensor of this name, else the one that most of the base's tensors have;
+    None for a base without plain weights (GGUF).
+    """
+    if is_gguf(directory):
+        return None
+    files = WeightFiles(directory)
+    dtypes = {name: files.dtype(name) for name in files.shapes}
+    floats = {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+    if not floats:
+        return None
+    usual = find_dtype(files)
+    return lambda name: floats.get(name, usual)
+
+
+def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None:
+    """Save an adapter with its card, provenance and the name of its base model."""
+    known = model.provenance
+    data = dict.fromkeys(f"{p.name} ({p.licence})" for p in known.parts if p.kind == "data")
+    card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}
+    card |= {"data": ", ".join(data), "license": known.licence}
+    adapter.save(target, **{key: value for key, value in card.items() if value})
+
+    def complete() -> None:
+        describe_base(target, config.init_from, model.traits.reads)
+        write_provenance(target, known)
+
+    run_on_first(complete)
+
+
+def describe_base(adapter: Path, base: str | None, reads: str) -> None:
+    """Write the base model into an adapter's config, as PEFT's AutoPeftModel reads it.
+
+    Args:
+        adapter: adapter directory.
+        base: directory or hub id of the base model; a directory is written as absolute path.
+        reads: ``traits.reads`` of the base model, from which the task type follows.
+    """
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if base is not None:
+        place = Path(base)
+        config["base_model_name_or_path"] = str(place.resolve()) if place.is_dir() else base
+    if not str(config.get("peft_type", "")).startswith("BMFORGE"):
+        config["task_type"] = config.get("task_type") or _TASK_TYPES.get(reads)
+    replace_file(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy the base's files that are neither weights, config nor tokenizer, if it has them."""
+    for name in _SIDE_FILES:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
+
+
+@contextmanager
+def swapped_directory(directory: Path) -> Iterator[Path]:
+    """Yield a new directory that replaces `directory` when the block ends without an exception.
+
+    Every process must enter it; the first one swaps. A kill between the two renames leaves the
+    earlier export under its temporary name, from which the next call restores it.
+    """
+    new, old = (directory.with_name(f".{directory.name}.{word}") for word in ("new", "old"))
+
+    def prepare() -> None:
+        if old.exists() and not directory.exists():
+            old.rename(directory)
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        new.mkdir(parents=True)
+
+    def swap() -> None:
+        if directory.exists():
+            directory.rename(old)
+        new.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
+
+    run_on_first(prepare)
+    yield new
+    run_on_first(swap)
