@@ -208,7 +208,9 @@ def _resolve_targets(
     linear = dict.fromkeys(
         ".".join("*" if part.isdecimal() else part for part in name.split("."))
         for name, module in model.named_modules()
-        if name.startswith(blocks) and linear_sizes(module) is not None and name not in excluded
+        if (name.startswith(blocks) or ".layers." in f".{name}")  # one block does not repeat
+        and linear_sizes(module) is not None
+        and name not in excluded
     )
     return (*(target for target in targets if target != ALL_LINEAR), *linear)
 

@@ -165,7 +165,6 @@ class TrainingData:
     Args:
         loader: micro-batches for every step.
         row_tokens: tokens of a row, for the FLOPs of attention.
-        epoch_rows: rows of one pass over the training data; None if a pass is not defined.
         held_out: name -> this process's batches of one pass over it; equally many on every process.
         objective: what is minimised.
         save_tokenizer: writes the tokenizer into the export.
@@ -173,11 +172,11 @@ class TrainingData:
             ``eos_token_id`` and ``id2label``.
         figures: further results from the trained model and its evaluation; all processes call it.
         close, begin: called when the run ends; with the model, laid out, before it trains.
+        epoch_rows: rows of one pass over the training data; None if a pass is not defined.
     """
 
     loader: Loader
     row_tokens: int
-    epoch_rows: int | None = None
     held_out: Mapping[str, Callable[[], Iterable[Batch]]] = field(default_factory=dict)
     objective: Objective = causal_lm
     save_tokenizer: Callable[[Path], None] | None = None
@@ -185,6 +184,7 @@ class TrainingData:
     figures: Callable[[Model, EvalResult], Results] | None = None
     close: Callable[[], None] | None = None
     begin: Callable[[Model], object] = id
+    epoch_rows: int | None = None
 
 
 OpenData = Callable[[Any, World], TrainingData]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to stop after the step under way; a second one stops it at once."""
+"""Stops a run after its current step on Ctrl-C, SIGTERM or SIGHUP; a second one at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 
 __all__ = ["StopRequest"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP comes when the terminal is closed; Windows has none.
+_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class StopRequest:
-    """Context manager whose `asked` tells whether a stop signal has come."""
+    """Context manager whose `asked` is the name of the stop signal that came, or None."""
 
     def __init__(self) -> None:
         self.asked: str | None = None
@@ -22,7 +25,10 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         # Handlers can only be set by the main thread; elsewhere the program keeps its own.
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._note) for s in _SIGNALS}
+            # A signal that is ignored stays ignored, so that nohup keeps a run going.
+            ignored = [s for s in _SIGNALS if signal.getsignal(s) is signal.SIG_IGN]
+            caught = [s for s in _SIGNALS if s not in ignored]
+            self._before = {s: signal.signal(s, self._note) for s in caught}
         return self
 
     def __exit__(

@@ -61,7 +61,7 @@ def test_candidates_fit_the_budget(tmp_path: Path) -> None:
     search = SearchConfig(kinds=("lora", "ia3", "compacter"), places=places, sizes=(2, 64))
     found = find_candidates(search_config(tmp_path, "x", search))
     assert {name: one.trained for name, one in found.items()} == {
-        "lora-2": 2 * 2 * 2 * 64,  # 64 is too large a rank
+        "lora-2": 2 * 2 * (4 * 64 + 2 * 160),  # all linear layers; 64 is too large a rank
         "lora-attn.q-attn.k-attn.v-attn.o-2": 4 * 2 * 2 * 64,
         "ia3": 2 * (32 + 32 + 128),
         "ia3-attn.q-attn.k-attn.v-attn.o": 2 * 4 * 32,

@@ -16,6 +16,7 @@ from bmforge.cli.serve import _open_engine
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
 from bmforge.models import AutoModel
+from bmforge.recipes.adapter_dirs import find_source
 from bmforge.serve.app import create_app
 from bmforge.settings import MemoryOptions
 from bmforge.tokenizers import AutoTokenizer
@@ -96,9 +97,9 @@ def test_what_is_served_in_a_budget(deep: tuple[Path, Path], form: str) -> None:
     choices = [None, "delta0", ()] if form.startswith("ann") else [None, ()]
 
     def answer(budget: int | None) -> list[Any]:
-        told = {"delta": (form.format(lora),), "context": 64, "max_running": 2}
+        told = {"adapter": (form.format(lora),), "context": 64, "max_running": 2}
         command = ServeCommand(model=str(place), **told)
-        with _open_engine(command, place, budget) as engine:
+        with _open_engine(command, find_source(place), budget) as engine:
             assert bool(engine.plan.on_disk) == (budget is not None)
             asked = [engine.submit(Request("ab", options, delta=one)) for one in choices]
             return [handle.wait(60)[0].ids for handle in asked]
@@ -116,10 +117,14 @@ def test_what_is_served_in_a_budget(deep: tuple[Path, Path], form: str) -> None:
 def test_devices_are_planned_for_all_who_ask(deep: tuple[Path, Path]) -> None:
     """Free memory that is divided has room for everyone's keys and values."""
     options = {"context": 64, "max_running": 3, "memory": MemoryOptions(devices="cpu,cpu")}
-    with _open_engine(ServeCommand(model=str(deep[0]), **options), deep[0], None) as engine:
+    with _open_engine(
+        ServeCommand(model=str(deep[0]), **options), find_source(deep[0]), None
+    ) as engine:
         plan = engine.plan.cache_bytes
     options |= {"max_running": 1}
-    with _open_engine(ServeCommand(model=str(deep[0]), **options), deep[0], None) as engine:
+    with _open_engine(
+        ServeCommand(model=str(deep[0]), **options), find_source(deep[0]), None
+    ) as engine:
         assert plan == 3 * engine.plan.cache_bytes
 
 

@@ -209,7 +209,7 @@ def open_examples(
     if held_out is not None and len(held_out):
         parts["validation"] = lambda: iter_held_out(held_out, config, rows.rank, rows.size)
     loader = ExampleLoader(source, config, rows.rank, rows.size)
-    return TrainingData(loader, config.seq_len, len(source), parts, **fields)
+    return TrainingData(loader, config.seq_len, parts, epoch_rows=len(source), **fields)
 
 
 def digest_stores(stores: Sequence[TokenStore]) -> int:
