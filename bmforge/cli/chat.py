@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,82 +13,218 @@ import torch
 
 from bmforge.cli.opening import opened_model, with_own_adapter
 from bmforge.cli.options import ChatCommand
+from bmforge.errors import BmforgeError, ConfigError
+from bmforge.files import replace_file
+from bmforge.infer.chat import Conversation
 from bmforge.infer.engine import EngineConfig
 from bmforge.infer.talk import OWN_FORMS, Talk, TalkConfig, converse, open_talk
 from bmforge.recipes.adapter_dirs import find_source
 from bmforge.settings import MemoryOptions
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["OWN_FORMS", "TalkConfig", "answer_once", "run_chat", "talk"]
+__all__ = ["OWN_FORMS", "TalkConfig", "ThoughtFilter", "answer_once", "run_chat", "talk"]
+
+_HELP = """\
+/clear          forget the conversation
+/system TEXT    set the system message (without TEXT: remove it) and forget the conversation
+/save FILE      write the conversation to a .json file
+/load FILE      continue a conversation of such a file
+/thoughts       show or hide the model's thoughts (<think>...</think>)
+/exit           end (Ctrl-D too)"""
+_OPEN, _CLOSE = "<think>", "</think>"
 
 
 def run_chat(command: ChatCommand) -> None:
     """Talk to a model in the terminal."""
-    talk(command.model, command.config, command.memory, command.adapter)
+    talk(
+        command.model, command.config, command.memory, command.adapter, not command.hide_thoughts
+    )
 
 
 def talk(
     model: str,
     config: TalkConfig,
     memory: MemoryOptions | None = None,
-    deltas: Sequence[str] = (),
+    adapters: Sequence[str] = (),
+    shows_thoughts: bool = True,
 ) -> None:
     """Answer what is typed until the input ends.
 
     Args:
-        model: directory, hub id or short name of a model that writes text, with its tokenizer.
+        model: directory, hub id or short name of a model that generates text, a run's directory, or
+            an adapter directory.
         config: how to answer.
-        memory: how much the model may take; None takes what it needs.
-        deltas: directories of deltas that are put beside it, with ``=WEIGHT`` behind or not.
+        memory: memory limits of the model (default: none).
+        adapters: adapter directories to attach, optionally with ``=WEIGHT``.
+        shows_thoughts: print the text between ``<think>`` and ``</think>``.
 
     Raises:
-        ConfigError: the model writes no text, or an option that it has not.
+        ConfigError: the model generates no text, or an option that it does not have.
     """
     source, memory = find_source(model), memory or MemoryOptions()
     tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
-    adapters = with_own_adapter(source, deltas)
-    with opened_model(source.model, memory, config.num_beams or 3, adapters) as opened:
+    own = with_own_adapter(source, adapters)
+    with opened_model(source.model, memory, config.num_beams or 3, own) as opened:
         limit = None
         if memory.device_budget is not None:
             limit = EngineConfig(max_tokens=memory.max_tokens).tokens_of(opened)
         chat = open_talk(opened, tokenizer, config, directory=source.tokenizer, limit=limit)
         if config.seed is None:
             torch.seed()
-        _answer(chat)
+        _Session(chat, shows_thoughts).run()
 
 
-def _answer(chat: Talk) -> None:
-    for line in _read_lines():
-        if line == "/exit":
-            return
-        if line == "/clear":
+class ThoughtFilter:
+    """Removes ``<think>...</think>`` from text that arrives in pieces.
+
+    Args:
+        is_inside: the text begins inside a thought, which the prompt opened.
+    """
+
+    def __init__(self, is_inside: bool = False) -> None:
+        self._is_inside, self._held = is_inside, ""
+
+    def add(self, piece: str) -> str:
+        """Take a piece; return the text that can be shown now."""
+        self._held += piece
+        shown = ""
+        while True:
+            mark = _CLOSE if self._is_inside else _OPEN
+            before, found, behind = self._held.partition(mark)
+            if not found:
+                break
+            shown += "" if self._is_inside else before
+            self._held = behind.lstrip("\n") if self._is_inside else behind
+            self._is_inside = not self._is_inside
+        # The end may be the beginning of the mark that is looked for.
+        held = next((n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0)
+        cut = len(self._held) - held
+        shown += "" if self._is_inside else self._held[:cut]
+        self._held = self._held[cut:]
+        return shown
+
+    def finish(self) -> str:
+        """Return the rest of the text."""
+        rest, self._held = ("" if self._is_inside else self._held), ""
+        return rest
+
+
+class _Session:
+    """Reads lines, runs commands and prints answers.
+
+    Args:
+        chat: answers.
+        shows_thoughts: print thoughts as well.
+    """
+
+    def __init__(self, chat: Talk, shows_thoughts: bool) -> None:
+        self._chat, self._shows_thoughts = chat, shows_thoughts
+
+    def run(self) -> None:
+        """Answer until the input ends or /exit is typed."""
+        for line in _read_lines():
+            if line == "/exit":
+                return
+            try:
+                if line.startswith("/"):
+                    self._command(*line.partition(" ")[::2])
+                elif line:
+                    self._answer(line)
+            except BmforgeError as error:
+                # A mistake in one line does not end a conversation that a person is having.
+                if not sys.stdin.isatty():
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+
+    def _answer(self, line: str) -> None:
+        """Print an answer; a decoder's while it is generated."""
+        chat = self._chat
+        opens = isinstance(chat, Conversation) and chat.prompt_opens(_OPEN)
+        hidden = ThoughtFilter(is_inside=opens)
+
+        def show(piece: str) -> None:
+            print(piece if self._shows_thoughts else hidden.add(piece), end="", flush=True)
+
+        if isinstance(chat, Conversation) and chat.streams and sys.stdout.isatty():
+            chat.reply(line, show)
+        else:
+            show(chat.reply(line))
+        print(hidden.finish(), flush=True)
+
+    def _command(self, name: str, value: str) -> None:
+        value = value.strip()
+        if name == "/clear":
+            self._chat.clear()
+        elif name == "/thoughts":
+            self._shows_thoughts = not self._shows_thoughts
+            print(f"thoughts are {'shown' if self._shows_thoughts else 'hidden'}")
+        elif name == "/help":
+            print(_HELP)
+        elif name in ("/system", "/save", "/load"):
+            self._change(name, value)
+        else:
+            raise ConfigError(f"unknown command {name!r}.\n{_HELP}")
+
+    def _change(self, name: str, value: str) -> None:
+        """Run a command that only conversations by a chat template have."""
+        chat = self._chat
+        if not isinstance(chat, Conversation):
+            raise ConfigError(f"{name} has no effect on a model with a form of its own.")
+        if name == "/system":
+            chat.set_system(value or None)
             chat.clear()
-        elif line:
-            print(chat.reply(line), flush=True)
+        elif not value:
+            raise ConfigError(f"{name} needs a file name.")
+        elif name == "/save":
+            text = json.dumps({"messages": chat.messages}, ensure_ascii=False, indent=1)
+            replace_file(Path(value), text + "\n")
+            print(f"saved {len(chat.messages)} messages to {value}")
+        else:
+            _load(chat, Path(value))
+            print(f"loaded {len(chat.messages)} messages")
+
+
+def _load(chat: Conversation, file: Path) -> None:
+    """Continue the conversation of a file that /save wrote."""
+    try:
+        messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
+        known = all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot load {str(file)!r} ({error}).") from error
+    if not known:
+        raise ConfigError(f"cannot load {str(file)!r} (messages need the texts role and content).")
+    system = [m["content"] for m in messages[:1] if m["role"] == "system"]
+    chat.set_system(system[0] if system else None)
+    chat.history = messages[len(system) :]
 
 
 def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **options: Any) -> str:
-    """Return what a model answers to one thing that is said, in the form of its chat template.
+    """Return the answer to one message, by the model's chat template.
 
-    An EVA and a CPM-Bee answer in `generate` as it is.
+    EVA and CPM-Bee answer in `generate` itself.
 
     Args:
-        model: any that writes text.
-        tokenizer: its own.
-        directory: of both, where the template is.
-        text: what is said.
+        model: any model that generates text.
+        tokenizer: the model's tokenizer.
+        directory: directory of the chat template.
+        text: the user's message.
         options: fields of `GenerationConfig`.
     """
     return converse(model, tokenizer, directory, options).reply(text)
 
 
 def _read_lines() -> Iterator[str]:
-    """Yield what is typed, with a mark to type at where a person does."""
-    asks = sys.stdin.isatty()
+    """Yield the lines that are typed; in a terminal with a prompt, line editing and history."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.strip()
+        return
+    with contextlib.suppress(ImportError):  # Windows has no readline
+        import readline  # noqa: F401 - gives input() line editing and history
     while True:
-        if asks:
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline()
-        if not line:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
             return
         yield line.strip()

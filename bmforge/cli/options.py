@@ -82,18 +82,21 @@ class GenerateCommand:
 
 @dataclass(kw_only=True)
 class ChatCommand:
-    """Talk to a model: a line in, an answer out; `/clear` forgets what was said, `/exit` ends.
+    """Talk to a model in the terminal; /help lists the commands.
 
     Args:
-        model: directory, hub id or short name of a model that writes text, with its tokenizer.
+        model: directory, hub id or short name of a model that generates text, a run's directory, or
+            an adapter directory.
         config: how it answers.
         adapter: adapter directories to attach to the model; DIR=0.5 scales one.
-        memory: how much the model may take.
+        hide_thoughts: leave out the text between <think> and </think>.
+        memory: memory limits of the model.
     """
 
     model: Annotated[str, tyro.conf.Positional]
     config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
     adapter: tuple[str, ...] = ()
+    hide_thoughts: bool = False
     memory: Memory = field(default_factory=MemoryOptions)
 
 

@@ -7,13 +7,14 @@ and CPM-Bee have forms of their own, in `openbmb/`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from bmforge.data.tasks.rows import decode_answer, fill_prompt
 from bmforge.errors import ConfigError
+from bmforge.infer.engine.text_stream import TextStream
 from bmforge.infer.generate import generate
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.base import Model
@@ -72,8 +73,13 @@ class Conversation:
             self._system = [{"role": "system", "content": system}]
         self.history: list[Message] = []
 
-    def reply(self, text: str) -> str:
+    def reply(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
         """Say something and return the answer; both become history.
+
+        Args:
+            text: the user's message.
+            on_text: called with each piece of the answer while it is generated; not with a beam
+                search or an encoder-decoder, whose answers are whole at the end only.
 
         Raises:
             ConfigError: nothing was said, or more than the model reads.
@@ -81,13 +87,32 @@ class Conversation:
         if not text.strip():
             raise ConfigError("there is nothing to answer; say something.")
         said: list[Message] = [*self.history, {"role": "user", "content": text}]
-        answer = self._write(self._read(said))
+        answer = self._write(self._read(said), on_text)
         self.history = [*said, {"role": "assistant", "content": answer}]
         return answer
 
     def clear(self) -> None:
         """Forget what was said."""
         self.history = []
+
+    def set_system(self, text: str | None) -> None:
+        """Replace the system message; None removes it."""
+        self._system = [] if text is None else [{"role": "system", "content": text}]
+
+    @property
+    def streams(self) -> bool:
+        """True if answers are generated token by token from left to right."""
+        return self.model.traits.reads != "apart" and self.options.num_beams == 1
+
+    def prompt_opens(self, mark: str) -> bool:
+        """Return True if the prompts that the template writes end with a mark such as <think>."""
+        example = [{"role": "user", "content": "hi"}]
+        return self.template.render(example, add_generation_prompt=True).rstrip().endswith(mark)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far, its system message included."""
+        return [*self._system, *self.history]
 
     def _read(self, said: Sequence[Message]) -> list[int]:
         """Return the ids of what was said; the oldest turns are left out until an answer fits."""
@@ -105,8 +130,8 @@ class Conversation:
             f"model reads {limit}, answer included. Say less."
         )
 
-    def _write(self, ids: list[int]) -> str:
-        """Return what the model answers to such ids."""
+    def _write(self, ids: list[int], on_text: Callable[[str], None] | None = None) -> str:
+        """Generate the answer to a prompt; pieces of its text go to `on_text`."""
         model, tokenizer = self.model, self.tokenizer
         traits, ends = model.traits, find_ends(model, tokenizer, self._mark)
         device = next(model.parameters()).device
@@ -118,7 +143,18 @@ class Conversation:
                 "min_new_tokens": min(self.options.min_new_tokens, most),
             }
         prompt = torch.tensor([ids], device=device)
-        out = generate(model, prompt, torch.ones_like(prompt), self.options, **found)[0].tolist()  # type: ignore[arg-type]
+        streams = on_text is not None and self.streams
+        text_stream = TextStream(tokenizer, [self._mark] if self._mark else [], ends)
+
+        def show(tokens: torch.Tensor) -> None:
+            if on_text is not None and (piece := text_stream.add(tokens.tolist())):
+                on_text(piece)
+
+        found["on_token"] = show if streams else None
+        mask = torch.ones_like(prompt)
+        out = generate(model, prompt, mask, self.options, **found)[0].tolist()  # type: ignore[arg-type]
+        if streams and on_text is not None:
+            on_text(text_stream.finish())
         if traits.reads == "apart":
             return decode_answer(out[1:], tokenizer, traits.answer_sentinel)
         new = out[len(ids) :]

@@ -115,13 +115,13 @@ def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | N
     assert start is not None
     # Activations stay floats: gradients pass through the quantized layers.
     spec = replace(find_preset(config.base_dtype), activations="float")
-    names = [name for name, _ in model.named_modules()]
-    globs = [
-        glob
-        for glob in model.layout_rules().quantize_targets
-        if "layers" in glob and any(match_glob(name, glob) for name in names)
+    targets = model.layout_rules().quantize_targets
+    names = [
+        name
+        for name, _ in model.named_modules()
+        if ".layers." in f".{name}" and any(match_glob(name, target) for target in targets)
     ]
-    return PackedReader(model, WeightFiles(start), spec, config.new_head, globs)
+    return PackedReader(model, WeightFiles(start), spec, config.new_head, names)
 
 
 def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
     if is_loaded:
         _load_and_change_(model, start, config)
     packed = open_packed(model, start, config)
-    if packed is not None:
-        model = packed.model
+    if packed is not None:  # the reader needs its own, which stays on meta
+        model = copy.deepcopy(packed.model)
     job = attach_phase(model, config, mesh)
     adapter = attach_adapter(model, config)
     base = find_base(model, config)

@@ -26,6 +26,7 @@ STARTS = {
     "google-bert/bert-base-uncased": "bert-base-uncased",
     "google/t5-v1_1-small": "t5-v1_1-small",
     "meta-llama/Llama-3.2-1B": "llama-3.2-1b",
+    "Qwen/Qwen3-0.6B": "qwen3-0.6b",
     "google/vit-base-patch16-224-in21k": "vit-base-patch16-224-in21k",
     "openbmb/cpm-bee-1b": "cpm-bee-1b",
     "models/cpm-ant": "cpm-ant-10b",
