@@ -273,6 +273,9 @@ class PlanCommand:
         set: fields of its config to change, field=value each.
         changes: what is put beside its layers or in their place: JSON or a file, as `train` takes.
         freeze_base: whether nothing but these changes is trained.
+        adapter: train an adapter of this kind, such as lora, on all linear layers.
+        adapter_rank: rank of the adapter (default: 8).
+        base_dtype: quantize the frozen base of the adapter (QLoRA); none keeps the precision.
         gpus: how many.
         gpu: which; an unknown one needs gpu_memory and gpu_tflops.
         gpu_memory: GiB of one, over the table's.
@@ -296,6 +299,9 @@ class PlanCommand:
     set: tuple[str, ...] = ()
     changes: str | None = None
     freeze_base: bool = False
+    adapter: str | None = None
+    adapter_rank: int | None = None
+    base_dtype: Literal["int8", "int4"] | None = None
     gpus: int = 1
     gpu: str = "a100-80gb"
     gpu_memory: float | None = None

@@ -13,15 +13,19 @@ from rich.table import Table
 from bmforge.cli.options import PlanCommand
 from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_workload import read_model, workload_of
+from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.files import check_place, replace_file
 from bmforge.logging import ProgressBar, get_logger
+from bmforge.models import Model
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Request, Row
 from bmforge.parallel.planner.hardware import FULL_SOURCE, Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.kept import default_directory
 from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
-from bmforge.recipes.adapters import with_adapter
+from bmforge.recipes.adapters import AdapterConfig, with_adapter
+from bmforge.recipes.base_weights import quantize_base_
+from bmforge.recipes.run import RunConfig
 from bmforge.recipes.start import family_of, read_changes, with_changes
 
 __all__ = [
@@ -57,20 +61,45 @@ def make_request(command: PlanCommand) -> Request:
         parse_interconnect(command.interconnect),
         command.host_memory,
     )
-    _, config = read_model(command.model, command.set)
+    family, config = read_model(command.model, command.set)
     if command.changes is not None:
         changes = (*config.changes, *read_changes(command.changes))
         config = config.replace(changes=changes)
+    config = _with_adapter(command, family, config)
     row_tokens = command.seq or min(config.max_seq_len, 4096)
     precision = command.precision or ("bf16" if device.has_bf16 else "fp16")
     return Request(
-        workload_of(command.model, config, row_tokens, () if command.freeze_base else None),
+        workload_of(
+            command.model,
+            config,
+            row_tokens,
+            () if command.freeze_base or command.adapter else None,
+            parse_dtype(precision),
+        ),
         cluster,
         -(-8 // command.gpus) * command.gpus if command.batch is None else command.batch,
         precision,
         command.offload,
         command.compile,
     )
+
+
+def _with_adapter(command: PlanCommand, family: type[Model], config: Any) -> Any:
+    """Return a model's config with the adapter and the quantized base that the command names."""
+    if command.adapter is None:
+        if command.base_dtype is not None:
+            raise ConfigError(
+                f"--base-dtype {command.base_dtype} is for a frozen base. Add --adapter lora."
+            )
+        return config
+    if command.freeze_base:
+        raise ConfigError("--freeze-base has no effect with --adapter: leave it out.")
+    if command.base_dtype is not None:
+        model = family.from_config(config, device="meta")
+        quantize_base_(model, command.base_dtype)
+        config = model.config
+    adapter = AdapterConfig(kind=command.adapter, rank=command.adapter_rank)
+    return with_adapter(family, config, RunConfig(adapter=adapter))
 
 
 def run_plan_command(command: PlanCommand) -> None:
@@ -221,6 +250,10 @@ def _model_options(command: PlanCommand) -> list[str]:
         options.append(f"--model.{key.replace('_', '-')} {shlex.quote(value)}")
     if command.changes is not None:
         options.append(f"--changes {shlex.quote(command.changes)}")
+    if command.adapter is not None:
+        options.append(f"--adapter {command.adapter}")
+        options += [f"--adapter.rank {command.adapter_rank}"] if command.adapter_rank else []
+        options += [f"--base-dtype {command.base_dtype}"] if command.base_dtype else []
     return options + (["--freeze-base"] if command.freeze_base else [])
 
 
@@ -263,7 +296,13 @@ def auto_layout(
         trained = config.model.heads[config.model.head].names if config.new_head else ()
     sizes = with_adapter(family_of(config.model), with_changes(config), config)
     request = Request(
-        workload_of(type(config.model).__name__, sizes, config.data.seq_len, trained),
+        workload_of(
+            type(config.model).__name__,
+            sizes,
+            config.data.seq_len,
+            trained,
+            parse_dtype(config.train.precision),
+        ),
         cluster,
         config.data.global_batch_size,
         config.train.precision,

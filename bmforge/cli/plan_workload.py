@@ -25,6 +25,7 @@ from bmforge.nn import biased, losses, remake
 from bmforge.parallel import expert
 from bmforge.parallel.planner.follow import Follower
 from bmforge.parallel.planner.workload import Workload
+from bmforge.recipes.base_weights import cast_frozen_
 from bmforge.recipes.run import family_of
 from bmforge.surgery import persistent_tensors
 
@@ -65,7 +66,11 @@ def _parse_value(text: str) -> Any:
 
 
 def workload_of(
-    name: str, config: ModelConfig, row_tokens: int, trained: Collection[str] | None = None
+    name: str,
+    config: ModelConfig,
+    row_tokens: int,
+    trained: Collection[str] | None = None,
+    frozen_dtype: torch.dtype = torch.float32,
 ) -> Workload:
     """Describe training a model on rows of so many tokens.
 
@@ -75,6 +80,8 @@ def workload_of(
         row_tokens: tokens of a row.
         trained: with the base frozen, names of what is trained beside what changes have put in;
             None trains everything.
+
+        frozen_dtype: dtype in which frozen floating-point weights are stored.
 
     Raises:
         ConfigError: rows longer than the model's positions, or below one token.
@@ -89,7 +96,7 @@ def workload_of(
             "needs equally many. Use --set num_decoder_layers and num_layers to make them so."
         )
     # Rotary positions go on; what is too long for learned ones is said before anything is traced.
-    make = partial(_make, family, config, trained)
+    make = partial(_make, family, config, trained, frozen_dtype)
     model = make()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -108,6 +115,7 @@ def workload_of(
             order[number] = kind
     frozen = None if trained is None else sorted(trained)
     told = (family.__name__, config_to_dict(config.replace(raw={})), row_tokens, frozen)
+    told = (*told, str(frozen_dtype))
     return Workload(
         name,
         _Short(make, first[0]),
@@ -126,11 +134,17 @@ def workload_of(
     )
 
 
-def _make(family: type[Model], config: ModelConfig, trained: Collection[str] | None) -> Model:
-    """Return the whole model on meta, with what is trained of it."""
+def _make(
+    family: type[Model],
+    config: ModelConfig,
+    trained: Collection[str] | None,
+    frozen_dtype: torch.dtype,
+) -> Model:
+    """Return the whole model on meta, its base frozen unless everything is trained."""
     model = family.from_config(config, device="meta")
     if trained is not None:
         freeze_base_(model, trained)
+        cast_frozen_(model, frozen_dtype)
     return model
 
 

@@ -17,18 +17,20 @@ from bmforge.errors import ConfigError
 from bmforge.logging import track
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.init import materialize_
-from bmforge.models.pack import PackedReader
-from bmforge.nn.packing import find_preset
+from bmforge.models.pack import PackedReader, quantize_
+from bmforge.nn.packing import QuantSpec, find_preset
 from bmforge.shards import local_box, local_tensor
 from bmforge.surgery import match_glob, persistent_tensors
 from bmforge.tune.delta import list_deltas
 
 __all__ = [
     "BaseDtype",
+    "cast_frozen_",
     "check_base_dtype",
     "fill_packed_",
     "open_packed",
     "packs_base",
+    "quantize_base_",
     "store_frozen_",
 ]
 
@@ -92,7 +94,11 @@ def store_frozen_(model: nn.Module, config: Any) -> None:
     precision = config.train.precision
     if config.adapter.kind is None or config.offload.weights or config.base_dtype == "fp32":
         return
-    dtype = parse_dtype(precision)
+    cast_frozen_(model, parse_dtype(precision))
+
+
+def cast_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the frozen fp32 parameters of a model on meta, in place."""
     for parameter in model.parameters():
         is_float = parameter.dtype == torch.float32
         if not parameter.requires_grad and is_float and parameter.is_meta:
@@ -113,15 +119,27 @@ def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | N
     if not packs_base(config):
         return None
     assert start is not None
+    spec, names = _find_layers(model, config.base_dtype)
+    return PackedReader(model, WeightFiles(start), spec, config.new_head, names)
+
+
+def quantize_base_(model: Any, scheme: str) -> None:
+    """Quantize a model on meta as `open_packed` does, for plans."""
+    spec, names = _find_layers(model, scheme)
+    quantize_(model, spec, where=names)
+
+
+def _find_layers(model: Any, scheme: str) -> tuple[QuantSpec, list[str]]:
+    """Return the quantization of a base model, and the names of the layers that get it."""
     # Activations stay floats: gradients pass through the quantized layers.
-    spec = replace(find_preset(config.base_dtype), activations="float")
+    spec = replace(find_preset(scheme), activations="float")
     targets = model.layout_rules().quantize_targets
     names = [
         name
         for name, _ in model.named_modules()
         if ".layers." in f".{name}" and any(match_glob(name, target) for target in targets)
     ]
-    return PackedReader(model, WeightFiles(start), spec, config.new_head, names)
+    return spec, names
 
 
 def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> None:

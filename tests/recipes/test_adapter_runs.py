@@ -156,8 +156,8 @@ def test_quantized_bases_learn_and_merge_onto_the_16_bit_one(
 ) -> None:
     run = train(base, tmp_path, "--base-dtype", scheme, "--lr", "0.02", steps=12)
     plain = train(base, tmp_path, "--lr", "0.02", name="plain", steps=12)
-    assert losses(run)[-1] < 0.9 * losses(run)[0]
-    assert losses(run) == pytest.approx(losses(plain), rel=0.05)
+    assert losses(run)[-1] < losses(run)[0] - 0.2
+    assert losses(run) == pytest.approx(losses(plain), rel=0.02)
     merged = merge_adapter(run / "export", tmp_path / "merged")
     ours = AutoModel.from_pretrained(base)
     load_delta(ours, run / "export")
@@ -173,7 +173,6 @@ def write_text(folder: Path) -> Path:
 
 
 def test_a_quantized_run_goes_on_bit_for_bit(base: Path, tmp_path: Path) -> None:
-    more = ("--base-dtype", "int4", "--schedule.kind", "constant")
     more = ("--base-dtype", "int4", "--train.schedule.kind", "constant")
     whole = train(base, tmp_path, *more, name="whole", steps=4)
     train(base, tmp_path, *more, name="parts", steps=2)

@@ -301,10 +301,11 @@ class Estimator:
         shards, _ = self.shards(layout)
         here, trained = (count / layout.pp / layout.tp for count in self._counts)
         width = 4 if self.request.precision == "fp32" else 2
-        least = here * 4 + trained * 8 * (1 - choice.offloaded)
+        # Frozen weights may be stored as they are used, or packed in as little as 4 bits.
+        least = (here - trained) * 0.5 + trained * 12 - trained * 8 * choice.offloaded
         least = (least - trained * (4 - width) * choice.offloaded) / shards
         if layout.zero != 3 and (shards > 1 or width == 2):
-            least += here * width  # gathered from forward to backward
+            least += trained * width  # gathered from forward to backward
         if layout.pp > 1 and (shards > 1 or width == 2):
             least += trained * 4  # whole gradients until the step's end
         return least

@@ -87,7 +87,7 @@ def save_delta(delta: Delta, directory: Path, told: Mapping[str, Any]) -> None:
     """Write a delta; see `Delta.save`. On a layout every process must call this."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mark: dict[str, Any] = {"version": _VERSION}
-    base = None if delta.origin is not None else fingerprint_of(delta.model, delta.wholes())
+    base = None if delta.origin is not None else _fingerprint_base(delta)
     with _gathered(delta) as wholes:
         if delta.origin is not None:
             config, mark = dict(delta.origin), {}
@@ -112,6 +112,17 @@ def save_delta(delta: Delta, directory: Path, told: Mapping[str, Any]) -> None:
     text = json.dumps(config, indent=2, sort_keys=True)
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
     (directory / CARD_NAME).write_text(card, encoding="utf-8")
+
+
+def _fingerprint_base(delta: Delta) -> str | None:
+    """Return the fingerprint of an adapter's base model; None for a quantized base.
+
+    The adapter also fits the 16-bit weights that the quantized ones were made of, which have
+    another fingerprint.
+    """
+    if any(isinstance(module, PackedStore) for module in delta.model.modules()):
+        return None
+    return fingerprint_of(delta.model, delta.wholes())
 
 
 @contextmanager
