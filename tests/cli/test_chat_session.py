@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+
+from test_adapter_runs import write_qwen3
 
 from bmforge.cli import main
 from bmforge.cli.chat import ThoughtFilter
@@ -47,12 +52,12 @@ def test_thoughts_are_removed_however_the_text_is_cut(pieces: list[str], is_insi
 
 
 def test_commands_of_a_conversation(
-    model_directory: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What is saved is the conversation; loading it and asking on is the same conversation."""
+    model_directory = write_qwen3(tmp_path / "model")
     saved, again = tmp_path / "talk.json", tmp_path / "again.json"
     options = ["--max-new-tokens", "4", "--num-beams", "2"]
 

@@ -45,10 +45,11 @@ def ask(directory: Path) -> dict[str, str]:
     with _open_engine(ServeCommand(model=str(directory), context=256), source, None) as engine:
         app = create_app(engine, ServeConfig(log_requests=False), directory=source.tokenizer)
         with testclient.TestClient(app, base_url="http://127.0.0.1") as client:
+            (name,) = [card["id"] for card in client.get("/v1/models").json()["data"]]
             found = {}
             for question in ANSWERS:
                 body = {
-                    "model": directory.resolve().name,
+                    "model": name,
                     "messages": [{"role": "user", "content": question}],
                     "temperature": 0,
                     "max_tokens": 24,
