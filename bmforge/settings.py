@@ -18,6 +18,7 @@ __all__ = [
     "CollectConfig",
     "EvaluateConfig",
     "MemoryOptions",
+    "BpeConfig",
     "PrepareConfig",
     "QualityConfig",
     "QuickstartConfig",
@@ -54,7 +55,6 @@ class MemoryOptions:
     """Memory limits of a model.
 
     Args:
-<<<<<<< HEAD
         device_budget: device memory for weights, KV cache and the largest step, as a size such as
             2GiB; weights that do not fit are read from disk when needed (default: no limit).
         max_tokens: with device_budget, longest sequence to plan for, new tokens included (default:
@@ -63,19 +63,8 @@ class MemoryOptions:
             the integers of a GGUF, GPTQ or AWQ file.
         devices: accelerators over which the blocks are divided, by index or name, such as 0,1; the
             budget applies to each (default: one).
-=======
-        device_budget: of the device's memory, for weights, keys and values, and the largest step:
-            a size such as 2GiB. What does not fit is read from disk whenever it is needed. None
-            takes as much as the model needs.
-        max_tokens: with a budget: longest row that is planned for, new tokens included; None takes
-            1,024, or what the model has positions for.
-        quantize: pack the weights as they are read, by int8, int8-dynamic, int4 or int4-128; keep
-            takes the integers of a GGUF file, of GPTQ or of AWQ.
-        devices: accelerators over which blocks are divided, by number or name, such as 0,1; the
-            budget holds for each. None takes one.
         backend: implementation of the architecture: native for the families of bmforge,
             transformers for that library, auto for a native family where there is one.
->>>>>>> beff4fd (infer: continue padded rows of transformers models exactly)
     """
 
     device_budget: str | None = None
@@ -107,6 +96,26 @@ class MemoryOptions:
         return [name for name in map(str.strip, self.devices.split(",")) if name]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BpeConfig:
+    """Options of the BPE tokenizer that a preparation trains.
+
+    Args:
+        digits: how digits are divided before merges are learned: joined leaves numbers whole,
+            single makes each digit a token, triples makes groups of at most three.
+        han: single makes each Chinese character a unit that is not merged with others.
+        special_tokens: extra special tokens, such as <|im_start|>; they get the ids from 1 on.
+        min_frequency: a pair of tokens that occurs less often is not merged.
+        max_token_length: longest token in bytes; None sets no bound.
+    """
+
+    digits: Literal["joined", "single", "triples"] = "joined"
+    han: Literal["joined", "single"] = "joined"
+    special_tokens: tuple[str, ...] = ()
+    min_frequency: int = 2
+    max_token_length: int | None = None
+
+
 @dataclass(frozen=True)
 class PrepareConfig:
     """How to prepare a corpus.
@@ -124,6 +133,7 @@ class PrepareConfig:
         tokenizer: directory of the tokenizer to use, of any kind that
             `bmforge.tokenizers.AutoTokenizer` opens: a model's, or another corpus's, so that
             several share one. Empty trains a new one.
+        bpe: options of the tokenizer that is trained.
         html_reader: what finds the main text of web pages; trafilatura is slower, and finds more.
         tidy: what is put right in texts: repair (what was read in a wrong encoding), invisible
             (marks without width), width (letters and digits of half width), simplified or
@@ -152,6 +162,8 @@ class PrepareConfig:
             anything be sold (commercial); those that ask for no more than names and notices.
         near_duplicates: drop all but one of documents whose sets of word 5-grams have this Jaccard
             similarity or a higher one, 0.3 to 1; None drops exact copies alone.
+        repeated_paragraphs: cut paragraphs of so many characters or more, 50 for example, that
+            another document has too, or that a document repeats; the first one stays.
         repeated_spans: cut stretches of so many words or Chinese characters, 50 or more, that occur
             before, in the same document or in another one.
         earlier: corpora that were prepared with keep_index; what they hold is dropped, also what is
@@ -177,6 +189,7 @@ class PrepareConfig:
     skip_unread: bool = False
     text_field: str = "text"
     tokenizer: str = ""
+    bpe: BpeConfig = field(default_factory=BpeConfig)
     html_reader: Literal["resiliparse", "trafilatura"] = "resiliparse"
     tidy: tuple[
         Literal[
@@ -197,6 +210,7 @@ class PrepareConfig:
     licence: tuple[str, ...] = ()
     licence_policy: Literal["any", "known", "commercial", "permissive"] = "any"
     near_duplicates: float | None = None
+    repeated_paragraphs: int | None = None
     repeated_spans: int | None = None
     earlier: tuple[str, ...] = ()
     keep_index: bool = False

@@ -12,7 +12,7 @@ from bmforge.data.dedup.minhash import DedupConfig
 from bmforge.data.dedup.tokens import digest_string
 from bmforge.data.sources.document import Document
 
-__all__ = ["cut_paragraphs", "find_copies", "find_repeated_paragraphs"]
+__all__ = ["cut_paragraphs", "find_copies", "find_repeated_paragraphs", "locate_paragraphs"]
 
 _BREAK = re.compile("(\n{2,})")
 
@@ -85,6 +85,15 @@ def find_repeated_paragraphs(
     return {
         document.id: sorted(repeats[at]) for at, document in enumerate(documents()) if at in repeats
     }
+
+
+def locate_paragraphs(text: str, numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the begin and end of some paragraphs, as `find_repeated_paragraphs` numbers them."""
+    places, at = [], 0
+    for part in _BREAK.split(text):
+        places.append((at, at + len(part)))
+        at += len(part)
+    return [places[2 * number] for number in numbers]
 
 
 def cut_paragraphs(text: str, numbers: Iterable[int]) -> str:

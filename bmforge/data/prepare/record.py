@@ -17,7 +17,7 @@ from bmforge.data.prepare.summary import Summary
 from bmforge.data.prepare.tokenise import EncodeCount
 from bmforge.data.sources.record import show_name
 from bmforge.errors import DataError
-from bmforge.settings import PrepareConfig
+from bmforge.settings import BpeConfig, PrepareConfig
 
 __all__ = [
     "RECORD_NAME",
@@ -103,7 +103,7 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
         "format": _FORMAT,
         "steps": list(report.steps),
         "counts": counts,
-        "settings": {k: v for k, v in asdict(report.config).items() if v is not None},
+        "settings": _without_none(asdict(report.config)),
         "train": asdict(report.train),
         "validation": asdict(report.validation),
         "funnel": report.funnel.to_record(),
@@ -112,6 +112,15 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
         "inputs": [asdict(entry) for entry in inputs],
     }
     path.write_bytes(tomli_w.dumps(_printable(record)).encode())
+
+
+def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return nested settings without those that are None, which TOML has not."""
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if value is not None
+    }
 
 
 def _printable(value: Any) -> Any:
@@ -136,7 +145,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
             raise ValueError(f"format {record['format']}, known are {_FORMATS}")
         report = PrepareReport(
             out_dir=out_dir,
-            config=PrepareConfig(**_with_tuples(record["settings"])),
+            config=_read_settings(record["settings"]),
             train=EncodeCount(**record["train"]),
             validation=EncodeCount(**record["validation"]),
             funnel=Funnel.from_record(record["funnel"]) if "funnel" in record else None,
@@ -152,6 +161,12 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
             f"{str(path)!r} cannot be read as the record of a preparation ({error}): prepare again "
             "with overwrite=True (--overwrite), or into another directory"
         ) from error
+
+
+def _read_settings(settings: dict[str, Any]) -> PrepareConfig:
+    """Return the settings of a record; earlier versions wrote no options of the tokenizer."""
+    bpe = BpeConfig(**_with_tuples(settings.pop("bpe", {})))
+    return PrepareConfig(bpe=bpe, **_with_tuples(settings))
 
 
 def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:

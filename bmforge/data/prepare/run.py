@@ -37,13 +37,14 @@ from bmforge.data.prepare.split import check_fraction
 from bmforge.data.prepare.stages import StageState, make_keys, run_stages, stage_states
 from bmforge.data.prepare.steps import choose_steps
 from bmforge.data.prepare.summary import Summary
-from bmforge.data.prepare.tokenise import end_of_text_id, load_tokenizer
+from bmforge.data.prepare.tokenise import check_bpe, end_of_text_id, load_tokenizer
 from bmforge.data.sources.files import list_files
 from bmforge.data.sources.standard_input import keep_standard_input
 from bmforge.data.sources.unread import check_unread
 from bmforge.data.store.sharded import open_store
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import check_place
+from bmforge.settings import BpeConfig
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["Paths", "plan_work", "prepare", "show_preparation", "work_dir"]
@@ -205,6 +206,10 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
     check_fraction(config.validation_fraction)
     open_earlier(config.earlier, dedup_config(config))
     check_spans(config)
+    if config.tokenizer and config.bpe != BpeConfig():
+        raise ConfigError("bpe has no effect with a given tokenizer: leave one of them out.")
+    if not config.tokenizer:
+        check_bpe(config.vocab_size, config.bpe)
 
 
 def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | None:

@@ -1,16 +1,17 @@
-"""Stretches of text that occur before: found among all documents that are kept, then cut."""
+"""Finds spans and paragraphs that occur before in the kept documents, and cuts them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalise import normalise
+from bmforge.data.dedup.exact import find_repeated_paragraphs, locate_paragraphs
 from bmforge.data.dedup.spans import Spans, cut_spans, find_repeated_spans
 from bmforge.data.prepare.barriers import new_mask, open_mask
 from bmforge.data.prepare.documents import read_digests, read_shard
@@ -19,7 +20,7 @@ from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 from bmforge.settings import PrepareConfig
 
-__all__ = ["REPEATED", "SPANS", "Repeats", "check_spans", "choose_spans", "without"]
+__all__ = ["REPEATED", "SPANS", "LeastRepeats", "Repeats", "check_spans", "choose_spans", "without"]
 
 REPEATED = "repeated_spans"  # the rule of documents of which nothing is left
 SPANS = "spans"  # a file
@@ -27,8 +28,19 @@ _LEAST = 50  # tokens: shorter ones repeat by themselves
 _ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
 
 
+class LeastRepeats(NamedTuple):
+    """Least lengths of repeats: spans in tokens, paragraphs in characters; None cuts none."""
+
+    tokens: int | None
+    characters: int | None
+
+
 def check_spans(config: PrepareConfig) -> None:
-    """Raise `ConfigError` for spans that are too short."""
+    """Raise `ConfigError` for spans or paragraphs that are too short."""
+    if config.repeated_paragraphs is not None and config.repeated_paragraphs < 1:
+        raise ConfigError(
+            f"repeated_paragraphs={config.repeated_paragraphs}: needed are 1 or more characters."
+        )
     if config.repeated_spans is not None and config.repeated_spans < _LEAST:
         raise ConfigError(
             f"repeated_spans={config.repeated_spans}: needed are {_LEAST} words or Chinese "
@@ -38,10 +50,10 @@ def check_spans(config: PrepareConfig) -> None:
 
 @dataclass(frozen=True)
 class Repeats:
-    """The list of spans that `choose_spans` wrote, and how many tokens each has at least."""
+    """The list of spans that `choose_spans` wrote, and how long each is at least."""
 
     path: Path
-    min_tokens: int
+    least: LeastRepeats
 
     def read(self, first: int, count: int) -> dict[int, Spans]:
         """Return the spans by position, for `count` documents from the position `first` on."""
@@ -54,7 +66,8 @@ class Repeats:
 
     def describe(self, document: Document) -> Drop:
         """Return why a document is dropped of which nothing else is left."""
-        return Drop(REPEATED, None, self.min_tokens, cut_excerpt(document.text))
+        bound = self.least.tokens or self.least.characters
+        return Drop(REPEATED, None, bound, cut_excerpt(document.text))
 
 
 def without(document: Document, spans: Spans) -> Document:
@@ -63,7 +76,7 @@ def without(document: Document, spans: Spans) -> Document:
 
 
 def choose_spans(
-    documents: Path, counts: Sequence[int], before: Path, folder: Path, min_tokens: int
+    documents: Path, counts: Sequence[int], before: Path, folder: Path, least: LeastRepeats
 ) -> dict[str, Any]:
     """Write the list ``spans``, and the mask ``kept`` without documents of which nothing is left.
 
@@ -71,6 +84,7 @@ def choose_spans(
         documents: folder of the first stage.
         counts: documents per shard.
         before: the mask of what was kept before.
+        least: how long a repeat must be.
 
     Returns:
         ``files``; how many ``documents`` are dropped, of how many ``read_bytes``; what
@@ -87,14 +101,12 @@ def choose_spans(
                 position += 1
 
     folder.mkdir(parents=True, exist_ok=True)
-    found = find_repeated_spans(
-        lambda: (document for _, document in kept()), min_tokens=min_tokens, work_dir=folder
-    )
+    find_spans = _find_repeats(lambda: (document for _, document in kept()), least, folder)
     rows: list[tuple[int, int, int]] = []
     gone: list[int] = []
     changed, text_bytes = [0, 0], 0
     for position, document in kept():
-        spans = found.get(document.id, [])
+        spans = find_spans(document)
         left = without(document, spans) if spans else document
         rows += [(position, start, end) for start, end in spans]
         text_bytes += len(left.text.encode())
@@ -111,6 +123,35 @@ def choose_spans(
     read_bytes = _sum_read(documents, counts, gone)
     result = {"documents": len(gone), "read_bytes": read_bytes, "text_bytes": text_bytes}
     return {"files": files, "changed": changed, **result}
+
+
+def _find_repeats(
+    documents: Callable[[], Iterator[Document]], least: LeastRepeats, folder: Path
+) -> Callable[[Document], Spans]:
+    """Return a function that gives the spans of a document that are cut."""
+    spans: dict[str, Spans] = {}
+    paragraphs: dict[str, list[int]] = {}
+    if least.tokens:
+        spans = find_repeated_spans(documents, min_tokens=least.tokens, work_dir=folder)
+    if least.characters:
+        paragraphs = find_repeated_paragraphs(documents, min_characters=least.characters)
+
+    def find(document: Document) -> Spans:
+        numbers = paragraphs.get(document.id, [])
+        return _merge([*spans.get(document.id, []), *locate_paragraphs(document.text, numbers)])
+
+    return find
+
+
+def _merge(spans: Spans) -> Spans:
+    """Return spans in order, those that overlap as one."""
+    merged: Spans = []
+    for begin, end in sorted(spans):
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+    return merged
 
 
 def _sum_read(documents: Path, counts: Sequence[int], gone: Sequence[int]) -> int:

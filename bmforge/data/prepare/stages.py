@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +34,7 @@ from bmforge.data.prepare.near import (
     sketch_shard,
 )
 from bmforge.data.prepare.shards import TOPICS, Plan
-from bmforge.data.prepare.spans import SPANS, Repeats, choose_spans
+from bmforge.data.prepare.spans import SPANS, LeastRepeats, Repeats, choose_spans
 from bmforge.data.prepare.summary import choose_grouping
 from bmforge.data.prepare.tokenise import end_of_text_id, load_tokenizer, train_bpe
 from bmforge.data.sources.record import ReadOptions
@@ -141,10 +141,12 @@ def make_keys(
     sketches = [make_key(*of_near, shard.number) for shard in plan.shards if near]
     near_duplicates = [make_key("near_duplicates", sketches)] if near else []
     left = near_duplicates[0] if near else duplicates
-    spans = [make_key("spans", left, config.repeated_spans)] if config.repeated_spans else []
+    least = config.repeated_spans, config.repeated_paragraphs
+    spans = [make_key("spans", left, least)] if any(least) else []
     left = spans[0] if spans else left
     split = make_key("split", left, config.validation_fraction, config.seed)
-    used = config.vocab_size if given is None else _tokenizer_digest(given)
+    trained = [config.vocab_size, asdict(config.bpe)]
+    used = trained if given is None else _tokenizer_digest(given)
     tokenizer = make_key("tokenizer", split, used, _SAMPLE_BYTES)
     encode = [make_key("encode", _ENCODE_VERSION, tokenizer, shard.number) for shard in plan.shards]
     return Keys(documents, duplicates, sketches, near_duplicates, spans, split, tokenizer, encode)
@@ -207,7 +209,7 @@ def run_stages(
         made = given
         if made is None:
             texts = training_texts(chosen, text_bytes, _SAMPLE_BYTES)
-            made = train_bpe(texts, config.vocab_size)
+            made = train_bpe(texts, config.vocab_size, config.bpe)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         made.save_pretrained(folder)
@@ -270,7 +272,8 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
         kept = journal.folder("near_duplicates") / "kept"
         drops = NearDrops(kept.parent / DROPS, near.threshold)
     repeats = None
-    if least := config.repeated_spans:
+    if config.repeated_spans or config.repeated_paragraphs:
+        least = LeastRepeats(config.repeated_spans, config.repeated_paragraphs)
         folder, before = journal.folder("spans"), kept
         copies = _once(
             journal, "spans", keys, lambda: choose_spans(documents, counts, before, folder, least)

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer, and turn documents into a token store with any tokenizer."""
+"""Trains a byte-level BPE tokenizer, and encodes documents into a token store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from bmforge.data.sources.document import Document
 from bmforge.data.store.writer import TokenStoreWriter
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import ProgressBar
+from bmforge.settings import BpeConfig
 from bmforge.tokenizers import AutoTokenizer, FastTokenizer, Tokenizer
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
 __all__ = [
     "END_OF_TEXT",
     "EncodeCount",
+    "check_bpe",
     "encode_quietly",
     "encode_to_store",
     "end_of_text_id",
@@ -48,32 +50,32 @@ class EncodeCount:
     tokens: int = 0
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> FastTokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, config: BpeConfig | None = None
+) -> FastTokenizer:
     """Train a byte-level BPE tokenizer; it encodes any text without an unknown token.
 
-    ``<|endoftext|>`` gets id 0. A small corpus may give fewer than `vocab_size` tokens.
+    ``<|endoftext|>`` gets id 0, other special tokens follow. A small corpus may give fewer than
+    `vocab_size` tokens.
 
     Args:
-        vocab_size: token ids to make, at least 257.
-        min_frequency: a pair seen less often is not merged.
+        vocab_size: token ids to make, at least 257 and one for each extra special token.
+        config: how text is divided, and which tokens there are.
 
     Raises:
-        ConfigError: `vocab_size` is below 257.
+        ConfigError: a setting is out of range.
     """
-    if vocab_size < _SMALLEST_VOCABULARY:
-        raise ConfigError(
-            f"vocab_size={vocab_size}: byte-level BPE needs at least {_SMALLEST_VOCABULARY} "
-            "(256 bytes and the end-of-text token)"
-        )
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    config = config or BpeConfig()
+    check_bpe(vocab_size, config)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.pre_tokenizer = _make_pre_tokenizer(config)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=byte_level.alphabet(),
+        min_frequency=config.min_frequency,
+        special_tokens=[END_OF_TEXT, *config.special_tokens],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=config.max_token_length,
         show_progress=False,
     )
     with ProgressBar("train tokenizer") as bar:
@@ -81,6 +83,43 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
     roles = {"bos": END_OF_TEXT, "eos": END_OF_TEXT}
     config = (json.dumps(_CONFIG, indent=2, ensure_ascii=False) + "\n").encode()
     return FastTokenizer(tokenizer.to_str(pretty=True).encode(), roles, {CONFIG_FILE: config})
+
+
+def check_bpe(vocab_size: int, config: BpeConfig) -> None:
+    """Check the options of a tokenizer to be trained.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+    special = config.special_tokens
+    if len({END_OF_TEXT, *special}) != len(special) + 1 or not all(special):
+        raise ConfigError(
+            f"bpe.special_tokens={special}: needed are different names that are not empty, without "
+            f"{END_OF_TEXT}, which is always there."
+        )
+    least = _SMALLEST_VOCABULARY + len(special)
+    if vocab_size < least:
+        raise ConfigError(
+            f"vocab_size={vocab_size}: byte-level BPE needs at least {least} (256 bytes and "
+            f"{1 + len(special)} special tokens)"
+        )
+    if config.min_frequency < 1:
+        raise ConfigError(f"bpe.min_frequency={config.min_frequency}: needed is 1 or more.")
+    if config.max_token_length is not None and config.max_token_length < 1:
+        raise ConfigError(f"bpe.max_token_length={config.max_token_length}: needed is 1 or more.")
+
+
+def _make_pre_tokenizer(config: BpeConfig) -> tokenizers.pre_tokenizers.PreTokenizer:
+    """Return what divides text before merges: digits and Chinese characters first, then words."""
+    split, pattern = tokenizers.pre_tokenizers.Split, tokenizers.Regex
+    parts = []
+    if config.digits != "joined":
+        longest = 1 if config.digits == "single" else 3
+        parts.append(split(pattern(rf"\p{{N}}{{1,{longest}}}"), "isolated"))
+    if config.han == "single":
+        parts.append(split(pattern(r"\p{Han}"), "isolated"))
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizers.pre_tokenizers.Sequence([*parts, byte_level]) if parts else byte_level
 
 
 def _count(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
