@@ -1,9 +1,9 @@
-"""The names of BMTrain 1.0, and the older forms programs still use, over bmforge's engine.
+"""BMTrain 1.0's API over bmforge's engine, including the older forms that programs still use.
 
     import bmforge.compat.bmtrain as bmt
 
-Start at `runtime.py` (what init_distributed means), then `parameter.py`, `module.py`, `block.py`
-(how parameters are shared out) and `optim/`. docs/migrating.md says what changed, and why.
+Start at `runtime.py` (process groups and `config`), then `parameter.py`, `module.py`, `block.py`
+(sharding) and `optim/`. docs/migrating.md lists every difference and its reason.
 """
 
 from bmforge.compat.bmtrain import (

@@ -1,6 +1,6 @@
-"""Blocks: modules whose parameters are gathered together, and lists of them.
+"""Blocks (modules whose parameters are gathered together) and lists of blocks.
 
-The sharding is torch's `fully_shard`, the recomputing torch's `checkpoint`.
+Sharding is torch's `fully_shard`, recomputation torch's `checkpoint`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ __all__ = ["Block", "BlockError", "TransformerBlockList", "as_blocks"]
 
 
 class BlockError(ConfigError, AssertionError):
-    """A block, or a list of blocks, cannot be made of what was given."""
+    """A block or a list of blocks cannot be built from these modules."""
 
 
 class Block(Facade):
-    """Gathers a module's parameters when it runs, and recomputes its inside in backward.
+    """Gathers a module's parameters when it runs, and recomputes its activations in backward.
 
-    It stands for the module: names, attributes and saved keys are those of the module itself.
+    Attributes, parameter names and saved keys are those of the wrapped module.
 
     Args:
-        inner_module: of distributed parameters, or a plain module, which is made one.
-        use_checkpoint: keep only the inputs, and compute again in backward.
-        zero_level: 3 gathers again in backward; 2 keeps what was gathered from forward to backward.
-            None takes that of `init_distributed`, which is 3.
-        initialized: no longer needed; a plain module's values are always kept.
-        mode: "PIPE" for blocks of a `PipelineTransformerBlockList`, which decides where they are.
+        inner_module: module with distributed parameters; a plain module is converted.
+        use_checkpoint: keep only the inputs and recompute the rest in backward.
+        zero_level: 3 gathers again in backward; 2 keeps gathered parameters from forward to
+            backward (default: the level of `init_distributed`, which is 3).
+        initialized: accepted and ignored; the values of a plain module are always kept.
+        mode: "PIPE" for blocks of a `PipelineTransformerBlockList`, which assigns their stage.
 
     Raises:
-        BlockError: some of its parameters are distributed and some are not.
+        BlockError: only some of the parameters are distributed.
 
-    Comm: forward, and at level 3 backward, an all-gather; backward, a reduce-scatter, in fp32.
+    Comm: forward, and at level 3 backward, an all-gather; backward, a reduce-scatter in fp32.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Block(Facade):
             self.shard()
 
     def shard(self) -> None:
-        """Share the parameters out, once they are where they belong."""
+        """Shard the parameters, once they are on the right stage."""
         if not isinstance(self._module, FSDPModule):
             _shard_(self._module, frees=self.zero_level == 3)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; a list or tuple comes back as a tuple."""
+        """Run the module; a list or tuple is returned as a tuple."""
         if isinstance(self._module, FSDPModule) and "_joined" not in self._module.__dict__:
             join_blocks_(self)
         with config.own_random(self.training):
@@ -93,20 +93,20 @@ class Block(Facade):
         return tuple(out) if type(out) is list else out
 
     def give_back(self) -> None:
-        """Free what is gathered, so that the parameters are the shares again."""
+        """Reshard gathered parameters and free the full ones."""
         if isinstance(self._module, FSDPModule):
             if any(group._all_gather_result for group in param_groups_of(self._module)):
                 self._module.unshard()  # it was gathered ahead, and then not run
             self._module.reshard()
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode inside."""
+        """Set the training mode of the wrapped module."""
         self.__dict__["training"] = mode
         self._module.train(mode)
         return self
 
     def apply(self, fn: Any) -> Self:
-        """Apply `fn` inside."""
+        """Apply `fn` to the wrapped module and its children."""
         self._module.apply(fn)
         return self
 
@@ -132,7 +132,7 @@ class Block(Facade):
         return f"Block[{self._module._get_name()}]"
 
     def extra_repr(self) -> str:
-        """Describe the module."""
+        """Return the description of the wrapped module."""
         return self._module.extra_repr()
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -152,7 +152,7 @@ def _without_profiling(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _run(recomputes: bool, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own forward; what gathering hangs on its outputs must outlive `x += y`."""
+    """Run a module's forward without returning views, so that `x += y` on an output is safe."""
     if not recomputes:
         return _no_views(forward(*args, **kwargs))
     # Stopping early would leave a forward that counts its runs at its end one short.
@@ -169,7 +169,7 @@ def _no_views(out: Any) -> Any:
 
 
 def _check(module: nn.Module) -> None:
-    """Make a plain module distributed; raise for one that is so only in part."""
+    """Convert a plain module; raise if only some of its parameters are distributed."""
     named = dict(module.named_parameters())
     plain = [name for name, param in named.items() if origin_of(param) is None]
     is_plain = not any(isinstance(m, DistributedModule) for m in module.modules())
@@ -184,9 +184,9 @@ def _check(module: nn.Module) -> None:
 
 
 def _shard_(module: nn.Module, frees: bool) -> None:
-    """Hand the parameters over to `fully_shard`: those of the largest kind, as it wants one.
+    """Shard the largest group of parameters of one dtype and mesh with `fully_shard`.
 
-    Of another dtype, or shared by other processes, few are left; their modules gather them.
+    `fully_shard` accepts one dtype and mesh; the modules of the few other parameters gather them.
     """
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in module.parameters():
@@ -237,10 +237,10 @@ def _has_backward(out: Any) -> bool:
 
 
 def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:
-    """Return the modules as blocks; the same module may come twice, the same block may not.
+    """Wrap modules in blocks; a module may occur twice, a block may not.
 
     Raises:
-        BlockError: a block comes twice, or has another mode.
+        BlockError: a block occurs twice or has another mode.
     """
     blocks: list[Block] = []
     for index, module in enumerate(modules):
@@ -259,11 +259,12 @@ def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:
 
 
 class TransformerBlockList(nn.Module):
-    """Blocks that run one after the other, and a list of them.
+    """A list of blocks that run one after the other.
 
     Args:
-        modules: blocks, or modules, which become blocks.
-        num_hidden: how many arguments go through the blocks; the others are the same for all.
+        modules: blocks, or modules to wrap in blocks.
+        num_hidden: number of leading arguments that each block maps to the next; the other
+            arguments are the same for all blocks.
     """
 
     mode = "BLOCK"
@@ -289,9 +290,9 @@ class TransformerBlockList(nn.Module):
         """Run the blocks.
 
         Args:
-            args: the first `num_hidden` go through the blocks.
-            return_hidden_states: also return what went into each block, stacked on a new first dim.
-            kwargs: the same for every block.
+            args: `num_hidden` hidden states, then arguments that are the same for all blocks.
+            return_hidden_states: also return the inputs of each block, stacked on a new first dim.
+            kwargs: keyword arguments that are the same for all blocks.
         """
         if "_claims" not in self.__dict__:
             claim_blocks_(self)

@@ -1,4 +1,4 @@
-"""A place for a program to keep values under names while it looks for a fault."""
+"""A dictionary in which a program stores named values for debugging."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["append", "clear", "extend", "get", "set"]
 
 
 def clear(key: str | None = None) -> None:
-    """Forget one name, or all."""
+    """Remove one name, or all names."""
     if key is None:
         config.debugged.clear()
     else:
@@ -21,20 +21,20 @@ def clear(key: str | None = None) -> None:
 
 
 def set(key: str, value: Any) -> None:
-    """Keep a value; a tensor is copied to the host."""
+    """Store a value; a tensor is copied to the host."""
     config.debugged[key] = value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def get(key: str, default: Any = None) -> Any:
-    """Return what is kept under a name."""
+    """Return the value of a name, or the default."""
     return config.debugged.get(key, default)
 
 
 def append(key: str, value: Any) -> None:
-    """Add to the list under a name."""
+    """Append a value to the list of a name."""
     config.debugged.setdefault(key, []).append(value)
 
 
 def extend(key: str, values: Iterable[Any]) -> None:
-    """Add several to the list under a name."""
+    """Append several values to the list of a name."""
     config.debugged.setdefault(key, []).extend(values)

@@ -1,7 +1,7 @@
-"""Collectives that gradients go through.
+"""Differentiable collectives.
 
-What all processes go on with alike (`all_reduce`, `broadcast`) is one thing whose gradient counts
-once; what each process uses in its own way (`all_gather`) has the sum of their gradients.
+Results of `all_reduce` and `broadcast` are one replicated value, whose gradient counts once;
+gradients of `all_gather` are summed over the processes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def all_gather(x: Tensor, comm: Any = None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = None) -> Tensor:
-    """Sum over the processes; each goes on with its part of the rows.
+    """Reduce over the processes and return this process's part of the rows.
 
     Shape:
         x: (R, ...) -> (R / world, ...)
 
     Raises:
-        ConfigError: another `op`, which has no gradient.
-        ShapeError: the processes do not divide the rows.
+        ConfigError: `op` is not differentiable here ("sum" and "avg" are).
+        ShapeError: the number of processes does not divide the rows.
     """
     group = _group(comm)
     if op not in ("sum", "avg"):
@@ -69,10 +69,10 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
 
 
 def all_reduce(x: Tensor, op: Op = "sum", comm: Any = None) -> Tensor:
-    """Reduce over the processes; all go on with the same.
+    """Reduce over the processes; all get the same result.
 
-    The gradient of "max" and "min" goes to where the value came from, that of "prod" is the
-    product of the others.
+    The gradient of "max" and "min" goes to the process whose value was taken; that of "prod" is the
+    product of the other values.
     """
     group = _group(comm)
     if op == "sum":
@@ -106,20 +106,20 @@ class _Broadcast(torch.autograd.Function):
 
 
 def broadcast(x: Tensor, root: int, comm: Any = None) -> Tensor:
-    """Return the tensor of process `root`, which gets the sum of all gradients."""
+    """Return the tensor of rank `root`, which gets the sum of all gradients."""
     return _Broadcast.apply(x, root, _group(comm))
 
 
 def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> None:
-    """Send a tensor of any shape to a process, which takes it with `recv_activations`.
+    """Send a tensor of any shape to a process that calls `recv_activations`, without gradient.
 
     Args:
-        hidden_state: of numbers or truth values; no gradient comes back.
-        next_rank: in the group.
-        comm: the group, `config["pipe_comm"]` say; None: all processes.
+        hidden_state: tensor of numbers or booleans.
+        next_rank: receiving rank in the group.
+        comm: process group, such as `config["pipe_comm"]` (default: all processes).
 
     Raises:
-        ShapeError: it has more than 48 dims, or a dtype that cannot be sent.
+        ShapeError: the tensor has more than 48 dims or an unsupported dtype.
     """
     group = _group(comm)
     if hidden_state.dtype not in _DTYPES or hidden_state.dim() > _MAX_DIMS:
@@ -136,7 +136,7 @@ def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> 
 
 
 def recv_activations(prev_rank: int, comm: Any = None) -> Tensor:
-    """Return what a process sends with `send_activations`."""
+    """Return the tensor that rank `prev_rank` sends with `send_activations`."""
     group = _group(comm)
     header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=config.device)
     dist.recv(header, group=group, group_src=prev_rank)

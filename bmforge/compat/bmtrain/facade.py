@@ -1,4 +1,4 @@
-"""What a block is to the model around it."""
+"""The base class of blocks: a proxy that looks like the module it wraps."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["Facade", "claim_blocks_"]
 
 
 class Facade(nn.Module):
-    """A module that stands for another one, with that one's parameters and names.
+    """A proxy for another module, with that module's parameters and names.
 
-    To `isinstance` it is of both classes: Hugging Face finds by their class the layers whose
-    outputs it returns as hidden states.
+    `isinstance` finds both classes: Hugging Face models look up by class the layers whose
+    outputs they return as hidden states.
     """
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the module it stands for."""
+        """The class of the wrapped module."""
         return type(vars(self).get("_module", self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy as what it is."""
+        """Copy as a proxy, not as the wrapped module."""
         return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
 
 
 def claim_blocks_(model: nn.Module) -> None:
-    """Let the blocks of a model know it: those of the largest model that claims them run together.
+    """Register a model with its blocks, which are prefetched within the largest such model.
 
-    A model claims its blocks when it is called first, or when it is drawn or loaded.
+    A model registers when it is first called, initialised or loaded.
     """
     model.__dict__["_claims"] = True
     if not config.is_ready or config["world_size"] == 1:

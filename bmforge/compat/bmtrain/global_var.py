@@ -1,4 +1,4 @@
-"""Where BMTrain kept `config`; here it is `runtime.py` that does."""
+"""BMTrain's module path of `config`; the code is in `runtime.py`."""
 
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config, rank, world_size

@@ -1,4 +1,4 @@
-"""Tables of parameters and of tensors that a program records, as one process would see them."""
+"""Statistics of parameters and recorded tensors, as one process would see them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _COLUMNS = ("max", "min", "std", "mean", "grad_std", "grad_mean")
 
 @torch.no_grad()
 def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[Row]:
-    """Return statistics of the parameters whose names fit, and of their gradients.
+    """Return statistics of the parameters that match a pattern, and of their gradients.
 
     Args:
-        model: the same on every process, all of which call this.
-        param_name: as in fnmatch: `*` stands for anything, dots too.
-        prefix: stands before every name.
+        model: model, the same on every process; all processes call this.
+        param_name: fnmatch pattern; `*` matches dots too.
+        prefix: prefix of every name.
 
     Returns:
-        ``name shape std mean max min grad_std grad_mean``; a gradient is the sum over the
-        processes, None where there is none.
+        Rows with ``name shape std mean max min grad_std grad_mean``. A gradient is the sum over the
+        processes; its statistics are None if there is none.
 
-    Memory: one whole parameter and its gradient.
+    Memory: one full parameter and its gradient.
     """
     config.need("inspect_model")
     for module in model.modules():
@@ -62,15 +62,15 @@ def _measure(tensor: Tensor) -> dict[str, float]:
 
 
 class InspectTensor:
-    """What was recorded inside `inspect_tensor`."""
+    """Tensors recorded inside an `inspect_tensor` block."""
 
     def __init__(self) -> None:
         self.records: list[Row] = []
 
     def get_summary(self) -> list[Row]:
-        """Return a row for each record, over all processes; call it on all, after backward.
+        """Return a row of statistics per record over all processes; call it on all, after backward.
 
-        A gradient is the sum over the processes' losses, as it reaches each one's rows.
+        A gradient is that of the sum of the processes' losses.
         """
         rows = []
         for index, record in enumerate(self.records):
@@ -96,7 +96,7 @@ class InspectTensor:
     def get_tensor(
         self, name: str, group: str | None = None, index: int | None = None
     ) -> Tensor | None:
-        """Return the record of that name: the first, or that of number `index`; None for none."""
+        """Return the first record of a name, or the one at `index`; None if there is none."""
         found = [
             r for r in self.records if r["name"] == name and (group is None or r["group"] == group)
         ]
@@ -114,7 +114,7 @@ def _rows_of_all(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def inspect_tensor() -> Iterator[InspectTensor]:
-    """Collect what `record_tensor` is given inside."""
+    """Context manager that collects the tensors passed to `record_tensor`."""
     config.need("inspect_tensor")
     inspector = InspectTensor()
     config.inspected.append(inspector)
@@ -125,7 +125,7 @@ def inspect_tensor() -> Iterator[InspectTensor]:
 
 
 def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
-    """Let the `inspect_tensor` around, if there is one, keep `x` and the gradient it will have."""
+    """Record `x` and its gradient in the enclosing `inspect_tensor` block, if any."""
     recomputing = torch._C._current_graph_task_id() != -1  # it was recorded in forward
     if not config.inspected or recomputing:
         return
@@ -136,7 +136,7 @@ def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
 
 
 def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as aligned text, numbers with four decimals, 0.0000 for what there is not."""
+    """Format rows as aligned text with four decimals; missing numbers print as 0.0000."""
     width = max((len(row["name"]) for row in summary), default=4) + 4
     lines = ["name".ljust(width) + "shape".ljust(20) + "".join(c.rjust(10) for c in _COLUMNS)]
     for row in summary:

@@ -1,4 +1,4 @@
-"""Where BMTrain kept its module class; here it is `module.py` that does."""
+"""BMTrain's module path of `DistributedModule`; the code is in `module.py`."""
 
 from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.bmtrain.parameter import DistributedParameter

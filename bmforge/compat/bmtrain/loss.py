@@ -1,4 +1,4 @@
-"""Cross-entropy in fp32 from logits of any dtype, over a whole or a divided vocabulary."""
+"""Cross-entropy in fp32 for logits of any dtype, over a full or a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["FusedCrossEntropy"]
 
 
 class FusedCrossEntropy(nn.Module):
-    """Like torch.nn.CrossEntropyLoss; a batch of nothing but ignored targets has the mean 0.
+    """Like torch.nn.CrossEntropyLoss, but the mean over ignored targets alone is 0.
 
     Args:
-        weight: of each class.
-        ignore_index: target that counts nothing.
-        reduction: "mean" (over the weights of the targets), "sum" or "none".
-        label_smoothing: as in torch, for every dtype.
-        parallel: each tensor-parallel process has the logits of its part of the classes, of the
-            same rows; all get the same loss.
+        weight: weight per class.
+        ignore_index: target value that is ignored.
+        reduction: "mean" (weighted by the targets' class weights), "sum" or "none".
+        label_smoothing: smoothing as in torch, for every dtype.
+        parallel: whether each tensor-parallel process has the logits of its part of the classes
+            for the same rows; all get the same loss.
 
     Shape:
         input: (M, C), with `parallel` (M, C / tp); target: (M,) of any integer dtype
@@ -49,7 +49,7 @@ class FusedCrossEntropy(nn.Module):
         self.label_smoothing, self.parallel = label_smoothing, parallel
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss in fp32, or wider if the logits are."""
+        """Return the loss in fp32, or in the logits' dtype if that is wider."""
         if input.dim() != 2 or target.shape != input.shape[:1]:
             raise ShapeError(
                 f"logits {tuple(input.shape)} and targets {tuple(target.shape)}: (M, C) and (M,) "
@@ -79,9 +79,9 @@ class FusedCrossEntropy(nn.Module):
         return total / count.to(total).masked_fill(count == 0, 1.0)
 
     def _over_parts(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Return the loss of each row; maximum, mass and the target's logit are found together.
+        """Return the loss per row from a sharded vocabulary.
 
-        Comm: three all-reduces of a number per row.
+        Comm: three all-reduces of one number per row (maximum, sum of exponentials, target logit).
         """
         group, width = config["tp_comm"], logits.shape[1]
         first, classes = config["tp_rank"] * width, width * config["tp_size"]

@@ -1,6 +1,6 @@
-"""Learning rates by the old formulas, n being `num_iter`, w `warmup_iter`, e `end_iter`.
+"""BMTrain's learning-rate schedules; n is `num_iter`, w `warmup_iter`, e `end_iter`, s `start_lr`.
 
-All but Noam begin with ``start_lr n / w`` while n < w. Nothing rises again after e.
+All but Noam warm up with ``s n / w`` while n < w. No rate rises again after e.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = [
 
 
 class WarmupLRScheduler:
-    """Sets an optimizer's rate at once and in every `step`.
+    """Sets an optimizer's learning rate at construction and in every `step`.
 
     Args:
-        optimizer: whose groups get the rate.
-        start_lr: the peak.
-        warmup_iter: steps of warm-up.
-        end_iter: where the decay ends.
-        num_iter: where to begin.
+        optimizer: optimizer whose parameter groups are set.
+        start_lr: peak learning rate.
+        warmup_iter: number of warm-up steps.
+        end_iter: step at which the decay ends.
+        num_iter: first step.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class WarmupLRScheduler:
 
     @property
     def current_lr(self) -> float:
-        """The rate now."""
+        """Current learning rate."""
         return self._current_lr
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return the rate of a step below `warmup_iter`."""
+        """Return the rate of a warm-up step."""
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the rate of any other step."""
+        """Return the rate of a step after warm-up."""
         raise TypeError(f"{type(self).__name__} has no get_lr_decay; take one of {__all__[:-1]}.")
 
     def get_lr(self) -> float:
@@ -64,37 +64,37 @@ class WarmupLRScheduler:
         return (self.get_lr_warmup if warms else self.get_lr_decay)(self.num_iter)
 
     def step(self, num_iter: int | None = None) -> None:
-        """Go on to the next step, or to `num_iter`."""
+        """Advance to the next step, or to `num_iter`, and set the rate."""
         self.num_iter = self.num_iter + 1 if num_iter is None else num_iter
         self._current_lr = float(self.get_lr())
         for group in self.optimizer.param_groups:
             group["lr"] = self._current_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers, without the optimizer."""
+        """Return all fields except the optimizer."""
         return {key: value for key, value in vars(self).items() if key != "optimizer"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, and set the rate."""
+        """Restore the fields from `state_dict` and set the rate."""
         vars(self).update(state_dict)
         self.step(self.num_iter)
 
     def _progress(self, num_iter: int) -> float:
-        """Return how far the decay is, between 0 and 1."""
+        """Return the fraction of the decay that is done, from 0 to 1."""
         length = max(1.0, self.end_iter - self.warmup_iter)
         return min(1.0, (num_iter - self.warmup_iter) / length)
 
 
 class NoDecay(WarmupLRScheduler):
-    """Stays at the peak."""
+    """Constant rate after warm-up."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the peak."""
+        """Return the peak rate."""
         return self.start_lr
 
 
 class Linear(WarmupLRScheduler):
-    """Falls to 0 at e, evenly."""
+    """Linear decay to 0 at step e."""
 
     def get_lr_decay(self, num_iter: int) -> float:
         """Return s (e - n) / (e - w)."""
@@ -102,7 +102,7 @@ class Linear(WarmupLRScheduler):
 
 
 class Cosine(WarmupLRScheduler):
-    """Falls to 0 at e, along a cosine."""
+    """Cosine decay to 0 at step e."""
 
     def get_lr_decay(self, num_iter: int) -> float:
         """Return s (1 + cos(pi (n - w) / (e - w))) / 2."""
@@ -110,10 +110,10 @@ class Cosine(WarmupLRScheduler):
 
 
 class Exponential(WarmupLRScheduler):
-    """Falls by a factor in each step.
+    """Exponential decay.
 
     Args:
-        gamma: the factor.
+        gamma: factor per step.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Exponential(WarmupLRScheduler):
 
 
 class Noam(WarmupLRScheduler):
-    """Falls with the root of n, as in "Attention is all you need"; e is not used."""
+    """Decay with 1 / sqrt(n), as in "Attention is all you need"; `end_iter` is not used."""
 
     def get_lr_warmup(self, num_iter: int) -> float:
         """Return s / sqrt(w) n / w."""

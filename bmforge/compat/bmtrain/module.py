@@ -1,4 +1,4 @@
-"""A module whose parameters are shares: it gathers them while it computes, and saves them whole."""
+"""A module with sharded parameters: it gathers them to compute and saves them in full."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["DistributedModule", "make_distributed_"]
 class DistributedModule(nn.Module):
     """Like torch.nn.Module, for `DistributedParameter`s.
 
-    Reading one gives the whole parameter, gathered once per call of the module. Inside a `Block`
-    the block has gathered it. `state_dict` is that of the model on one process.
+    Reading a parameter returns the full tensor, gathered once per call of the module. Inside a
+    `Block` the block has gathered it. `state_dict` is that of the model on one process.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward with what it gathers kept until it ends."""
+        """Run forward and cache the gathered parameters until it returns."""
         if self.__dict__.get("_gathered") is not None:
             return super().__call__(*args, **kwargs)
         if "_claims" not in self.__dict__:
@@ -47,7 +47,7 @@ class DistributedModule(nn.Module):
             self.__dict__["_gathered"] = None
 
     def __getattr__(self, name: str) -> Any:
-        """Gather what is a share."""
+        """All-gather the parameter if it is sharded."""
         value = super().__getattr__(name)
         if not isinstance(value, DTensor):
             return value
@@ -85,9 +85,9 @@ class DistributedModule(nn.Module):
 
 
 def make_distributed_(model: nn.Module) -> None:
-    """Make a plain model's parameters distributed ones, with their values; ties are kept.
+    """Replace a plain model's parameters by distributed ones with the same values and ties.
 
-    Its modules become `DistributedModule`s, of classes with the same names.
+    Its modules become `DistributedModule`s; class names stay the same.
     """
     new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in list(model.modules()):

@@ -1,7 +1,6 @@
-"""BMTrain's `nccl`, over torch.distributed: collectives between storages, on any device.
+"""BMTrain's `nccl` module over torch.distributed: collectives between storages, on any device.
 
-What goes over which wire is the process group's business. A tensor that fills its storage may be
-given in a storage's place.
+A tensor that fills its storage may replace the storage.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _OPERATIONS = {
 
 
 def commCount(comm: dist.ProcessGroup) -> int:  # noqa: N802
-    """Return the number of processes of a group."""
+    """Return the number of processes in a group."""
     return comm.size()
 
 
@@ -55,14 +54,14 @@ def commRank(comm: dist.ProcessGroup) -> int:  # noqa: N802
 
 
 def _flat(storage: Any) -> Tensor:
-    """Return all of a storage as a tensor that shares it."""
+    """Return a storage as a flat tensor that shares its memory."""
     if isinstance(storage, Tensor):
         return storage.detach().view(-1)
     return torch.empty(0, dtype=storage.dtype, device=storage.device).set_(storage)
 
 
 def _pair(src: Any, dst: Any, src_parts: int = 1, dst_parts: int = 1) -> tuple[Tensor, Tensor]:
-    """Return both as tensors, so many parts of the one as large as so many of the other."""
+    """Return source and destination as flat tensors, after checking dtype and size."""
     one, two = _flat(src), _flat(dst)
     if one.dtype != two.dtype or one.numel() * dst_parts != two.numel() * src_parts:
         raise ShapeError(
@@ -80,7 +79,7 @@ def _operation(op: str) -> Any:
 
 @torch.no_grad()
 def allReduce(src: Any, dst: Any, op: str, comm: dist.ProcessGroup) -> None:  # noqa: N802
-    """Reduce `src` over the processes into `dst`, which may be the same."""
+    """Reduce `src` over the processes into `dst`, which may be the same storage."""
     (one, two), operation = _pair(src, dst), _operation(op)
     dist.all_reduce(two.copy_(one), operation, group=comm)
     if op == "avg":
@@ -89,7 +88,7 @@ def allReduce(src: Any, dst: Any, op: str, comm: dist.ProcessGroup) -> None:  # 
 
 @torch.no_grad()
 def reduce(src: Any, dst: Any, op: str, root: int, comm: dist.ProcessGroup) -> None:
-    """Reduce `src` over the processes into `dst` of rank `root`."""
+    """Reduce `src` over the processes into `dst` on rank `root`."""
     one, two = _pair(src, dst)
     result = one.clone()
     dist.reduce(result, op=_operation(op), group=comm, group_dst=root)
@@ -99,7 +98,7 @@ def reduce(src: Any, dst: Any, op: str, root: int, comm: dist.ProcessGroup) -> N
 
 @torch.no_grad()
 def broadcast(src: Any, dst: Any, root: int, comm: dist.ProcessGroup) -> None:
-    """Copy `src` of rank `root` into `dst` of all; of the others, `src` is not read."""
+    """Copy `src` of rank `root` into `dst` on all ranks; other ranks' `src` is ignored."""
     two = _flat(dst)
     if comm.rank() == root:
         two.copy_(_pair(src, dst)[0])
@@ -108,14 +107,14 @@ def broadcast(src: Any, dst: Any, root: int, comm: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def allGather(src: Any, dst: Any, comm: dist.ProcessGroup) -> None:  # noqa: N802
-    """Put `src` of all processes, in their order, into `dst`."""
+    """Gather `src` of all processes into `dst`, in rank order."""
     one, two = _pair(src, dst, dst_parts=comm.size())
     two.copy_(all_gather(one, comm, 0))
 
 
 @torch.no_grad()
 def reduceScatter(src: Any, dst: Any, op: str, comm: dist.ProcessGroup) -> None:  # noqa: N802
-    """Reduce `src` over the processes; `dst` gets this one's part."""
+    """Reduce `src` over the processes; `dst` gets this rank's part."""
     one, two = _pair(src, dst, src_parts=comm.size())
     if op in ("sum", "avg"):
         total = scatter_sums(one, comm, 0)
@@ -128,13 +127,13 @@ def reduceScatter(src: Any, dst: Any, op: str, comm: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def send(src: Any, peer: int, comm: dist.ProcessGroup) -> None:
-    """Send to rank `peer` of the group; between `groupStart` and `groupEnd`, only note it."""
+    """Send to rank `peer`; between `groupStart` and `groupEnd`, queue the message."""
     _meet(dist.isend, _flat(src), peer, comm)
 
 
 @torch.no_grad()
 def recv(dst: Any, peer: int, comm: dist.ProcessGroup) -> None:
-    """Receive from rank `peer` of the group; see `send`."""
+    """Receive from rank `peer`; see `send`."""
     _meet(dist.irecv, _flat(dst), peer, comm)
 
 
@@ -148,12 +147,12 @@ def _meet(kind: Any, tensor: Tensor, peer: int, comm: dist.ProcessGroup) -> None
 
 
 def groupStart() -> None:  # noqa: N802
-    """Begin to collect messages that go together, so that no order of them can hang."""
+    """Start queuing messages that are exchanged together, so that no order of them can deadlock."""
     config.grouped = []
 
 
 def groupEnd() -> None:  # noqa: N802
-    """Exchange the collected messages."""
+    """Exchange the queued messages."""
     operations, config.grouped = config.grouped, None
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()

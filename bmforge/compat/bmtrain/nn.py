@@ -1,7 +1,7 @@
-"""Layers, whole and cut over tensor-parallel processes, for programs that place them by hand.
+"""Linear and embedding layers, replicated or tensor parallel, for programs that place them by hand.
 
-Between them, a tensor's rows (dim 0) are divided over the processes, unless an option says whole.
-`bmforge.parallel.Layout(tp=...)` cuts models without such layers.
+Between layers, a tensor's rows (dim 0) are sharded over the tensor-parallel processes unless an
+option says otherwise. `bmforge.parallel.Layout(tp=...)` shards models without such layers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = [
 
 
 class ReduceType(Enum):
-    """How the parts of an output become one."""
+    """Reduction of the partial outputs of a row-parallel product."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
 
 
 class OpLinear:
-    """F.linear under its old name."""
+    """`F.linear` under BMTrain's name."""
 
     @staticmethod
     def apply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,7 +57,7 @@ class OpLinear:
 
 
 class OpParallelLinear:
-    """A product with this process's part of a matrix, with what has to happen before and after."""
+    """Tensor-parallel matrix product with the collectives before and after it."""
 
     @staticmethod
     def apply(
@@ -73,16 +73,16 @@ class OpParallelLinear:
         """Return the product.
 
         Args:
-            input: this process's rows, all rows (the same on each), or this process's columns.
-            weight: this process's rows (outputs), or its columns (inputs).
-            bias: belongs to the outputs.
-            gather_input: `input` has this process's rows; gather all.
-            gather_output: the weight has a part of the outputs; gather all.
-            split_input: the weight has a part of the inputs; take them from whole ones.
-            reduce_output_type: how outputs of parts of the inputs are summed.
-            async_gather_chunks: taken as 1.
+            input: this process's rows, all rows (replicated), or this process's columns.
+            weight: this process's rows (outputs) or columns (inputs).
+            bias: bias of the outputs.
+            gather_input: all-gather the rows of `input`.
+            gather_output: all-gather the outputs of a column-parallel weight.
+            split_input: take this process's columns of a full `input`.
+            reduce_output_type: reduction of the outputs of a row-parallel weight.
+            async_gather_chunks: accepted and ignored (1 chunk).
 
-        Comm: one collective per step that is named, and its counterpart in backward.
+        Comm: one collective per option that is set, and its counterpart in backward.
         """
         group = config["tp_comm"]
         if config["tp_size"] == 1:
@@ -112,7 +112,7 @@ def _part(size: int, what: str) -> int:
 
 
 class Linear(DistributedModule):
-    """A linear layer, xavier-normal; the bias begins at 0."""
+    """A linear layer with Xavier-normal weights and a bias of 0."""
 
     def __init__(
         self,
@@ -135,19 +135,19 @@ class Linear(DistributedModule):
         return F.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Describe the layer."""
+        """Return the layer's sizes."""
         has_bias = self._parameters.get("bias") is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
 
 
 class ColumnParallelLinear(DistributedModule):
-    """A linear layer of which each process has a part of the outputs.
+    """A linear layer whose outputs are sharded over the tensor-parallel processes.
 
     Args:
-        in_features, out_features, bias, dtype: of the whole layer.
+        in_features, out_features, bias, dtype: sizes and options of the full layer.
         gather_output: return all outputs.
-        gather_input: the input has this process's rows; False: all rows.
-        async_gather_chunks: taken as 1.
+        gather_input: whether the input has this process's rows (default) or all rows.
+        async_gather_chunks: accepted and ignored (1 chunk).
     """
 
     def __init__(
@@ -176,25 +176,25 @@ class ColumnParallelLinear(DistributedModule):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this process's outputs of all rows, or all outputs."""
+        """Return this process's outputs for all rows, or all outputs."""
         return OpParallelLinear.apply(
             input, self.weight, self.bias, self.gather_input, self.gather_output
         )
 
     def extra_repr(self) -> str:
-        """Describe the layer."""
+        """Return the layer's sizes."""
         return f"in_features={self.in_features}, out_features={self.out_features_per_partition}"
 
 
 class RowParallelLinear(DistributedModule):
-    """A linear layer of which each process has a part of the inputs.
+    """A linear layer whose inputs are sharded over the tensor-parallel processes.
 
     Args:
-        in_features, out_features, bias, dtype: of the whole layer.
-        split_input: the input has all columns of this process's rows; False: this process's columns
-            of all rows.
-        all_reduce_output: return all rows, on every process; False: this process's rows.
-        async_chunks: taken as 1.
+        in_features, out_features, bias, dtype: sizes and options of the full layer.
+        split_input: whether the input has all columns of this process's rows, or this process's
+            columns of all rows.
+        all_reduce_output: return all rows on every process instead of this process's rows.
+        async_chunks: accepted and ignored (1 chunk).
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class RowParallelLinear(DistributedModule):
             self.bias = DistributedParameter(values, init_method=zeros, tp_mode=all_reduce_output)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return all outputs of this process's rows, or of all."""
+        """Return all outputs for this process's rows, or for all rows."""
         how = ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER
         out = OpParallelLinear.apply(
             input, self.weight, None, self.split_input, False, self.split_input, how
@@ -231,17 +231,17 @@ class RowParallelLinear(DistributedModule):
         return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
-        """Describe the layer."""
+        """Return the layer's sizes."""
         return f"in_features={self.in_features_per_partition}, out_features={self.out_features}"
 
 
 class VPEmbedding(DistributedModule):
-    """A table of which each process has a part of the vocabulary.
+    """An embedding whose vocabulary is sharded over the tensor-parallel processes.
 
     Args:
-        vocab_size, embedding_size: of the whole table.
-        dtype: of the table.
-        init_mean, init_std: of its normal distribution.
+        vocab_size, embedding_size: sizes of the full table.
+        dtype: dtype of the table.
+        init_mean, init_std: parameters of the normal initialisation.
     """
 
     def __init__(
@@ -262,11 +262,11 @@ class VPEmbedding(DistributedModule):
         self.weight = DistributedParameter(table, init_method=init, tp_mode=True, tp_split_dim=0)
 
     def forward(self, x: Tensor, projection: bool = False) -> Tensor:
-        """Look tokens up or, with `projection`, score this process's part of the vocabulary.
+        """Look up token embeddings or, with `projection`, compute the local part of the logits.
 
         Args:
-            x: this process's tokens; with `projection`, its hidden states.
-            projection: return scores, for the tokens of all tensor-parallel processes.
+            x: this process's token ids; with `projection`, its hidden states.
+            projection: return logits for the tokens of all tensor-parallel processes.
         """
         if projection:
             return OpParallelLinear.apply(x, self.weight, None, gather_input=True)
@@ -277,7 +277,7 @@ class VPEmbedding(DistributedModule):
 
 
 class Projection(DistributedModule):
-    """A head without a bias, normal; see `VPEmbedding` for the arguments."""
+    """A language-model head without bias, normally initialised; arguments as `VPEmbedding`."""
 
     def __init__(
         self,
@@ -293,15 +293,15 @@ class Projection(DistributedModule):
         self.weight = DistributedParameter(weight, init_method=init)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores for the whole vocabulary."""
+        """Return the logits over the whole vocabulary."""
         return F.linear(x, self.weight)
 
 
 class VPProjection(VPEmbedding):
-    """The head alone: scores of this process's part of the vocabulary, for its own input."""
+    """A language-model head that returns this process's part of the vocabulary."""
 
     def forward(self, x: Tensor, projection: bool = True) -> Tensor:
-        """Return scores of hidden states that are the same on all tensor-parallel processes."""
+        """Return the local logits for hidden states that are replicated over the group."""
         return OpParallelLinear.apply(x, self.weight)
 
 

@@ -1,7 +1,7 @@
-"""The blocks of one model under one root of `fully_shard`: each gathers the next while it runs.
+"""Joins the blocks of a model under one `fully_shard` root, so that each prefetches the next.
 
-A block that is alone is a root of its own. Blocks are joined when the first of them runs, and not
-before: `fully_shard` wants its tree to be whole by then, and parameters to be where they belong.
+A single block is its own root. Blocks are joined when the first of them runs, not earlier:
+`fully_shard` needs the complete tree and parameters on their final device.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ __all__ = ["join_blocks_"]
 
 
 class _Root(nn.Module):
-    """Stands above blocks, and has nothing of its own."""
+    """A parent module of blocks, without parameters."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self) -> None:
-        """Nothing; `fully_shard` joins the blocks when it is called."""
+        """Do nothing; calling it makes `fully_shard` join the blocks."""
 
 
 def join_blocks_(block: Facade) -> None:
-    """Join a block with those of the model that has claimed it, and let each gather the next.
+    """Join a block with the other blocks of its registered model and set up prefetching.
 
-    Next to a block is the one that follows it in the same list, or module.
+    Each block prefetches the next one in the same list or module.
 
-    Memory: two blocks at a time are gathered.
+    Memory: two blocks are gathered at a time.
     """
     _, find_model = block.__dict__.get("_claim", (0, lambda: block))
     model = find_model() or block
@@ -62,7 +62,7 @@ def _waits(block: Facade) -> bool:
 
 
 def _outermost(module: nn.Module) -> Iterator[Facade]:
-    """Yield the blocks of a model that are in no other one."""
+    """Yield the blocks of a model that are not inside another block."""
     if isinstance(module, Facade):
         yield module
         return

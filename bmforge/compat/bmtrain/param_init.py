@@ -1,4 +1,4 @@
-"""Drawing all parameters of a model, and what is done once for all of them."""
+"""Parameter initialisation and operations over all parameters of a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ __all__ = ["grouped_parameters", "init_parameters", "sum_plain_gradients_"]
 
 @torch.no_grad()
 def init_parameters(model: nn.Module) -> None:
-    """Run every parameter's `init_method`, in the order of modules, on the whole parameter.
+    """Run every parameter's `init_method` on the full parameter, in module order.
 
-    Numbers come from torch's own generator as without bmforge, so the weights are the same in every
-    bit on any number of processes.
+    Random numbers come from torch's global generator, so the weights are bit-identical on any
+    number
+    of processes and without bmforge.
 
-    Memory: one whole parameter at a time.
+    Memory: one full parameter at a time.
     """
     config.need("init_parameters")
     claim_blocks_(model)
@@ -38,7 +39,7 @@ def init_parameters(model: nn.Module) -> None:
 
 
 def sum_plain_gradients_(model: nn.Module) -> None:
-    """Sum the gradients of parameters that are not distributed, so that processes stay alike."""
+    """Sum the gradients of parameters that are not distributed, so that processes stay equal."""
     if config["world_size"] == 1:
         return
     for param in model.parameters():
@@ -55,7 +56,7 @@ def _sum_over_all(grad: Tensor) -> Tensor:
 
 
 def _once(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that are kept here, each once; gathered ones are given back before."""
+    """Reshard all blocks, then yield every parameter of the model once."""
     for module in model.modules():
         if callable(give_back := getattr(module, "give_back", None)):
             give_back()
@@ -63,7 +64,7 @@ def _once(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
-    """Yield the name of every group of parameters with its parameters."""
+    """Yield (name, parameters) of every parameter group."""
     groups: dict[str | None, list[nn.Parameter]] = {}
     for param in _once(model):
         origin = origin_of(param)

@@ -1,7 +1,7 @@
-"""A parameter of which every process keeps a share, and the ways between share and whole.
+"""Sharded parameters, and conversion between shards and full tensors.
 
-A share is a DTensor, cut by rows over the processes whose gradients are summed. A part of a matrix
-that tensor parallelism has cut is a whole of its own here: `Origin` says of what it is a part.
+A shard is a DTensor, sharded by rows over the processes whose gradients are summed. Tensor-parallel
+parts of a matrix are parameters of their own; `Origin` records the dim along which it was split.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class ParameterInitializer:
-    """A function to be called with the whole parameter first, then with these arguments."""
+    """A function with fixed arguments that initialises a full parameter."""
 
     def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.func, self._args, self._kwargs = func, args, kwargs
@@ -57,16 +57,16 @@ class ParameterInitializer:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a distributed parameter comes from; kept on it as ``param.origin``.
+    """Metadata of a distributed parameter, stored as ``param.origin``.
 
     Args:
-        init_method: fills the whole parameter.
-        group: any name; `grouped_parameters` groups by it.
-        tp_mode: whether tensor-parallel processes have gradients of their own.
-        tp_split_dim: the dim that tensor parallelism has cut; -1: none.
-        in_block: a `Block` gathers it, together with the others.
-        stage: which pipeline stage has it; None: all.
-        is_empty: was made on the meta device, and has been given no values yet.
+        init_method: function that fills the full parameter.
+        group: group name for `grouped_parameters`.
+        tp_mode: whether tensor-parallel processes have separate gradients.
+        tp_split_dim: dim that tensor parallelism splits; -1 is none.
+        in_block: whether a `Block` gathers it together with others.
+        stage: pipeline stage that holds it; None is all.
+        is_empty: whether it was created on the meta device and has no values yet.
     """
 
     init_method: Callable[[Tensor], Any] | None = None
@@ -79,12 +79,12 @@ class Origin:
 
     @property
     def cut(self) -> int:
-        """Into how many parts tensor parallelism has cut it."""
+        """Number of parts into which tensor parallelism splits the parameter."""
         return int(config["tp_size"]) if self.tp_mode and self.tp_split_dim >= 0 else 1
 
 
 def origin_of(param: Tensor | None) -> Origin | None:
-    """Return a distributed parameter's origin; None for any other tensor."""
+    """Return a distributed parameter's origin; None for other tensors."""
     return getattr(param, "origin", None)
 
 
@@ -94,18 +94,18 @@ class _IsDistributed(type):
 
 
 class DistributedParameter(metaclass=_IsDistributed):
-    """A parameter that is divided over the processes; on one process, a plain one.
+    """A parameter that is sharded over the processes; on one process, a plain one.
 
     Args:
-        data: the whole values, the same on every process; with `tp_mode` this process's part.
+        data: full values, the same on every process; with `tp_mode` this process's part.
         requires_grad: as torch.nn.Parameter.
-        init_method: fills the whole parameter in `init_parameters`.
+        init_method: function that fills the full parameter in `init_parameters`.
         group: see `grouped_parameters`.
-        tp_mode: tensor-parallel processes hold different parts, or use it for different ones.
-        tp_split_dim: the dim that is cut between them; -1: none.
+        tp_mode: whether tensor-parallel processes hold different parts or uses of it.
+        tp_split_dim: dim that is split between them; -1 is none.
 
     Raises:
-        DistributedError: before init_distributed.
+        DistributedError: init_distributed was not called.
     """
 
     def __new__(  # type: ignore[misc]
@@ -117,23 +117,23 @@ class DistributedParameter(metaclass=_IsDistributed):
         tp_mode: bool = False,
         tp_split_dim: int = -1,
     ) -> nn.Parameter:
-        """Return the parameter, an nn.Parameter."""
+        """Return an nn.Parameter with an `Origin`."""
         config.need("DistributedParameter")
         origin = Origin(init_method, "tp" if tp_mode else group, tp_mode, tp_split_dim)
         return make_parameter(data, origin, requires_grad)
 
 
 def mesh_of(origin: Origin) -> Any:
-    """Return the processes that share a parameter, over which its gradients are summed."""
+    """Return the mesh over which a parameter is sharded and its gradients are summed."""
     if origin.tp_mode:
         return config.tp_zero
     return config.world if origin.stage is None else config.stage
 
 
 def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Parameter:
-    """Return this process's share of `data` as a parameter; on meta, a share without values.
+    """Return this process's shard of `data` as a parameter; without values if `data` is on meta.
 
-    Memory: `data` on the device, a share where it is on meta.
+    Memory: `data` on the device; only a shard if it is on meta.
     """
     mesh, data = mesh_of(origin), data.detach()
     placement = Shard(0) if data.dim() else Replicate()
@@ -157,7 +157,7 @@ def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Para
 
 
 def all_rows(param: Tensor) -> Tensor:
-    """Return a parameter's values with all rows; where it has none, a place for them."""
+    """Return a parameter's full values; an empty tensor if it has no values yet."""
     origin = origin_of(param)
     if origin is not None and origin.is_empty:
         return torch.empty(param.shape, dtype=param.dtype, device=config.device)
@@ -165,7 +165,7 @@ def all_rows(param: Tensor) -> Tensor:
 
 
 def has_values_(tensor: Any) -> None:
-    """Note that a parameter or buffer that was made on meta has been filled."""
+    """Mark a parameter or buffer that was created on meta as filled."""
     if isinstance(origin := origin_of(tensor), Origin) and origin.is_empty:
         tensor.origin = replace(origin, is_empty=False)
     elif getattr(tensor, "is_empty", False):
@@ -173,10 +173,10 @@ def has_values_(tensor: Any) -> None:
 
 
 def need_values(model: nn.Module) -> None:
-    """Look whether all that a model has was filled.
+    """Check that all parameters and buffers have values.
 
     Raises:
-        ConfigError: something was made on the meta device and nothing else.
+        ConfigError: some were created on the meta device and never filled.
     """
     empty = [
         n for n, p in model.named_parameters() if (o := origin_of(p)) is not None and o.is_empty
@@ -206,17 +206,14 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(param: Tensor) -> Tensor:
-    """Return a parameter with all rows, for computing; backward sums its gradient, in fp32.
-
-    Comm: an all-gather; backward, a reduce-scatter.
-    """
+    """All-gather a parameter for computing; backward reduce-scatters its gradient in fp32."""
     return _Gather.apply(param) if isinstance(param, DTensor) else param
 
 
 def gather_all(param: Tensor) -> Tensor:
-    """Return a parameter with all rows and what tensor parallelism has cut, for computing.
+    """All-gather a parameter over the data-parallel and the tensor-parallel processes.
 
-    Comm: as `gather`, and the same again over the tensor-parallel processes.
+    Comm: as `gather`, twice.
     """
     origin, value = origin_of(param), gather(param)
     if origin is None or origin.cut == 1:
@@ -225,7 +222,7 @@ def gather_all(param: Tensor) -> Tensor:
 
 
 def full_shape(param: Tensor) -> torch.Size:
-    """Return the shape on one process."""
+    """Return the shape that the parameter has on one process."""
     origin, shape = origin_of(param), list(param.shape)
     if origin is not None and origin.cut > 1:
         shape[origin.tp_split_dim] *= origin.cut
@@ -234,11 +231,11 @@ def full_shape(param: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
-    """Return the values that one process would have, the same on every process.
+    """Return the full values that one process would have, the same on every process.
 
     Args:
-        param: says how it is divided.
-        value: what is divided like it (a gradient); None takes its own values.
+        param: parameter that determines the sharding.
+        value: tensor sharded like it, such as its gradient (default: its own values).
 
     Comm: all processes must call it.
     """
@@ -259,7 +256,7 @@ def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
 
 
 def share_like(param: Tensor, value: Tensor) -> Tensor:
-    """Return of a whole value what this process has of `param`, in the same form."""
+    """Return this process's shard of a full value, sharded like `param`."""
     origin = origin_of(param)
     if value.shape != full_shape(param):
         raise ConfigError(
@@ -275,13 +272,13 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_values_(param: Tensor, value: Tensor) -> None:
-    """Fill a parameter from whole values."""
+    """Fill a parameter from full values."""
     local_tensor(param).copy_(local_tensor(share_like(param, value)))
     has_values_(param)
 
 
 def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:
-    """Put an origin, and the methods that go with it, on a parameter."""
+    """Set the origin of a parameter and BMTrain's methods on it."""
     own: Any = param
     own.origin = replace(origin, **changes)
     own.group = origin.group
@@ -291,13 +288,13 @@ def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:
 
 
 class _Method:
-    """A function that is called with a parameter, as a method of it; it keeps nothing alive."""
+    """A function bound to a parameter by a weak reference."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], param: Tensor | None = None) -> None:
         self._function, self._param = function, None if param is None else weakref.ref(param)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call it; with arguments, what is meant is torch's own `gather`."""
+        """Call the function; with arguments, call torch's own `gather` instead."""
         param = None if self._param is None else self._param()
         if param is None:
             raise ConfigError(
@@ -309,14 +306,14 @@ class _Method:
         return self._function(param)
 
     def __reduce__(self) -> Any:
-        """Copy without the parameter."""
+        """Pickle without the parameter."""
         return _Method, (self._function,)
 
 
 class _DeepCopy(_Method):
-    """`copy.deepcopy` of a distributed parameter: the copy is distributed alike, gradient included.
+    """`copy.deepcopy` of a distributed parameter: the copy is sharded alike and keeps the gradient.
 
-    torch's own drops the attributes on one process and keeps those of the original on several.
+    torch's own drops the attributes on one process, and on several keeps those of the original.
     """
 
     def __call__(self, memo: dict[int, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where BMTrain kept its pipeline; here it is `pipeline.py` that does."""
+"""BMTrain's module path of the pipeline; the code is in `pipeline.py`."""
 
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.pipeline import PipelineTransformerBlockList

@@ -1,8 +1,8 @@
-"""A list of blocks divided into pipeline stages, called inside any model like one that is not.
+"""A list of blocks split into pipeline stages, called like an ordinary block list.
 
-The schedule (GPipe) and the messages are the engine's. Forward and backward are one autograd
-function around them: it gathers the rows of the pipeline's processes, sends micro-batches through
-the stages, and gives every process the outputs of its own rows.
+The schedule (GPipe) and the messages are those of the engine. One autograd function wraps forward
+and backward: it gathers the rows of the pipeline's processes, sends micro-batches through the
+stages, and returns to every process the outputs for its own rows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["PipelineTransformerBlockList"]
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """Blocks in stages: process groups of `pipe_size` compute one after the other's.
+    """Blocks split evenly and contiguously over `pipe_size` pipeline stages.
 
-    Each process has its own stage's blocks, even contiguous parts; of the others it knows names and
-    shapes. On one stage it is a `TransformerBlockList`.
+    Each process holds the blocks of its own stage, and only names and shapes of the others. With
+    one stage it is a `TransformerBlockList`.
 
     Args:
         modules: modules, or blocks with mode="PIPE".
-        num_hidden: how many arguments go through the blocks.
+        num_hidden: number of leading arguments that each block maps to the next.
     """
 
     mode = "PIPE"
@@ -59,13 +59,13 @@ class PipelineTransformerBlockList(TransformerBlockList):
         return next(s for s in range(self.stages) if layer_id in self.get_range_by_stage_id(s))
 
     def get_range_by_stage_id(self, stage_id: int) -> range:
-        """Return the numbers of a stage's blocks; the first stages have one more."""
+        """Return the block indices of a stage; the first stages have one more."""
         size, more = divmod(len(self), self.stages)
         first = stage_id * size + min(stage_id, more)
         return range(first, first + size + (stage_id < more))
 
     def get_part_len_by_stage_id(self, stage_id: int) -> int:
-        """Return how many blocks a stage has."""
+        """Return the number of blocks of a stage."""
         return len(self.get_range_by_stage_id(stage_id))
 
     def forward(
@@ -78,11 +78,11 @@ class PipelineTransformerBlockList(TransformerBlockList):
         """Run the blocks on this process's rows; see `TransformerBlockList.forward`.
 
         Args:
-            args: the first `num_hidden`, tensors, go through the blocks.
-            batch_related: whether each of the other arguments has rows like the first; empty: those
-                tensors have that have as many dims and rows.
-            return_hidden_states: also return what went into each block.
-            kwargs: the same for every block and on every process; no gradient goes to them.
+            args: `num_hidden` hidden states, then further arguments of the blocks.
+            batch_related: whether each further argument has a batch dim (default: tensors with as
+                many dims and rows as the first argument).
+            return_hidden_states: also return the inputs of each block.
+            kwargs: the same for every block and process; they get no gradient.
         """
         if self.stages == 1:
             return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
@@ -101,7 +101,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     def _cut(
         self, hidden: tuple[Any, ...], rest: tuple[Any, ...], related: Sequence[bool]
     ) -> list[list[Any]]:
-        """Return the micro-batches of all the pipeline's processes, the same on each of them."""
+        """Return the micro-batches of all processes of the pipeline, the same on each of them."""
         micros, group = config["micros"], config["pipe_comm"]
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:
@@ -135,7 +135,7 @@ def _gather_rows(value: Tensor, group: Any) -> Tensor:
 
 
 def _place_(block: Block, stage: int) -> None:
-    """Keep a block's parameters on its stage's processes; elsewhere, their names and shapes."""
+    """Keep a block's parameters on its stage's processes; elsewhere keep only names and shapes."""
     new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in block.modules():
         for name, param in module._parameters.items():
@@ -162,7 +162,7 @@ def _move(param: nn.Parameter, stage: int) -> nn.Parameter:
 
 @dataclass
 class _Call:
-    """One call of the list: its micro-batches, and what forward leaves for backward."""
+    """One call of the list: its micro-batches and the state that backward needs."""
 
     owner: PipelineTransformerBlockList
     batches: list[list[Any]]
@@ -174,7 +174,7 @@ class _Call:
     seen: list[list[tuple[Tensor, ...]]] = field(default_factory=list)
 
     def run(self, trains: bool) -> list[Tensor]:
-        """Run forward; return all rows of the outputs, then of each block's inputs."""
+        """Run forward; return the outputs for all rows, then the inputs of each block."""
         owner, stage = self.owner, self.owner.stage_id
         schedule, last = owner._schedule, owner.stages - 1
         if not trains:
@@ -215,7 +215,7 @@ class _Call:
         self.seen.append(seen)
 
     def _share(self, home: int, here: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-        """Return on every stage what the micro-batches made on stage `home`, all rows together."""
+        """Return on every stage the micro-batch outputs of stage `home`, concatenated over rows."""
         is_here, link = home == self.owner.stage_id, self.owner._link
         parts = [
             share_from(home, here[number] if is_here else None, link)
@@ -224,7 +224,7 @@ class _Call:
         return [torch.cat(column) for column in zip(*parts, strict=True)]  # type: ignore[arg-type]
 
     def run_back(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run backward; return the gradients of all tensors of all micro-batches."""
+        """Run backward; return the gradients of all inputs of all micro-batches."""
         owner, stage = self.owner, self.owner.stage_id
         last, count = owner.stages - 1, owner.num_hidden
         pieces = [grad.chunk(len(self.batches)) for grad in grads]

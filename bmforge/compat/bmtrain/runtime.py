@@ -1,7 +1,6 @@
-"""What `init_distributed` means, in one object: who this process is, and with whom it shares what.
+"""`init_distributed` and `config`: process groups, meshes and settings of a BMTrain program.
 
-`config` is that object, and the only state the package keeps. To a program it is a read-only
-mapping with the old keys.
+`config` is the only state of the package. Programs see a read-only mapping with BMTrain's keys.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this process stands: stages are the slowest, tensor-parallel processes the fastest."""
+    """Coordinates of this process; pipeline stages vary slowest, tensor-parallel ranks fastest."""
 
     rank: int
     pipe_size: int
@@ -53,43 +52,43 @@ class Topology:
 
     @property
     def stage_id(self) -> int:
-        """This process's stage."""
+        """Index of this process's stage."""
         return self.rank // (self.world_size // self.pipe_size)
 
     @property
     def tp_id(self) -> int:
-        """This process's place among those that share one model's matrices."""
+        """Rank in the tensor-parallel group."""
         return self.rank % self.tp_size
 
     @property
     def pipe_idx(self) -> int:
-        """Which of the pipelines side by side this process is in."""
+        """Index of this process's pipeline."""
         return self.rank % (self.world_size // self.pipe_size)
 
     @property
     def zero_id(self) -> int:
-        """This process's place among those of its stage."""
+        """Rank among the processes of the same stage."""
         return self.pipe_idx
 
     pp_zero_id = zero_id
 
     @property
     def pp_zero_idx(self) -> int:
-        """Which stage's processes share this one's parameters."""
+        """Index of the stage whose processes share this one's parameters."""
         return self.stage_id
 
     @property
     def tp_idx(self) -> int:
-        """Which group of processes that share one model's matrices this one is in."""
+        """Index of this process's tensor-parallel group."""
         return self.rank // self.tp_size
 
     @property
     def tp_zero_id(self) -> int:
-        """This process's place among those that hold the same part of the matrices."""
+        """Rank among the processes that hold the same tensor-parallel part."""
         return self.pipe_idx // self.tp_size
 
     def get_group_id(self, name: str) -> int:
-        """Return which group of that kind this process is in: pipe, zero, tp_zero or tp."""
+        """Return the index of this process's group of a kind: pipe, zero, tp_zero or tp."""
         return {
             "pipe": self.pipe_idx,
             "zero": self.stage_id,
@@ -98,7 +97,7 @@ class Topology:
         }[name]
 
     def get_group_rank(self, name: str) -> int:
-        """Return this process's rank in its group of that kind."""
+        """Return this process's rank in its group of a kind: pipe, zero, tp_zero or tp."""
         return {
             "pipe": self.stage_id,
             "zero": self.zero_id,
@@ -112,19 +111,19 @@ _BEFORE_INIT = {"rank": 0, "local_rank": 0, "world_size": 1}
 
 
 class Config(Mapping[str, Any]):
-    """The one object: a read-only mapping for programs, meshes and small switches for the package.
+    """State of the package; a read-only mapping for programs.
 
     Attributes:
-        device: what this process computes on.
+        device: device of this process.
         world: mesh of all processes.
         stage: mesh of this pipeline stage's processes.
-        tp_zero: mesh of the processes with the same part of the matrices.
-        keeps_whole: whether gathered values are wanted here; `save` wants them on one process.
-        inspected: what `inspect_tensor` is recording now, innermost last.
-        debugged: what `debug` keeps.
-        saving: the thread of the last `save` that did not wait.
-        grouped: messages that `nccl` is collecting; None outside of its groups.
-        host: what was asked of the host, until the program ends or starts anew.
+        tp_zero: mesh of the processes with the same tensor-parallel part.
+        keeps_whole: whether this process keeps gathered values (False on ranks that do not save).
+        inspected: active `inspect_tensor` collectors, innermost last.
+        debugged: values stored by `debug`.
+        saving: thread of the last non-blocking `save`.
+        grouped: messages queued by `nccl`; None outside of its groups.
+        host: host settings in effect until the program ends or initialises again.
     """
 
     def __init__(self) -> None:
@@ -169,20 +168,20 @@ class Config(Mapping[str, Any]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the processes have been joined, and still are."""
+        """Whether `init_distributed` was called and its process group still exists."""
         return self._group is not None and dist.is_initialized() and _world_group() is self._group
 
     def need(self, what: str) -> None:
         """Raise unless `init_distributed` was called.
 
         Raises:
-            DistributedError: it was not.
+            DistributedError: it was not called.
         """
         if not self.is_ready:
             raise DistributedError(f"{what} needs bmt.init_distributed() to be called first.")
 
     def join(self, world: World, values: Mapping[str, Any], layout: Layout) -> None:
-        """Take over a joined process group."""
+        """Take over an initialised process group."""
         self.device = world.device
         mesh = build_mesh(layout, world.device)
         self.mesh: DeviceMesh = mesh
@@ -208,9 +207,9 @@ class Config(Mapping[str, Any]):
 
     @contextmanager
     def own_random(self, is_training: bool) -> Iterator[None]:
-        """Draw other dropout masks on every data-parallel process, in the outermost module only.
+        """Use different dropout seeds on data-parallel processes, in the outermost module only.
 
-        All processes are seeded alike, for their weights; what is drawn in between stays alike.
+        All processes have the same global seed, so that weights are initialised alike.
         """
         enters = is_training and not self._is_inside and self.is_ready and torch.is_grad_enabled()
         if not enters or self["world_size"] == 1:
@@ -242,24 +241,24 @@ def init_distributed(
     loss_scale_factor: float = 2.0,
     loss_scale_steps: int = 1024,
 ) -> None:
-    """Join the other processes, seed the generators, and say how processes divide the work.
+    """Join the other processes, seed the generators, and set up the process groups.
 
     Works under torchrun, `python -m torch.distributed.launch` and without a launcher; a process
-    group that the program has initialised itself is adopted.
+    group that the program has initialised is adopted.
 
     Args:
-        init_method: where the processes meet, as torch.distributed takes it.
-        seed: of torch, numpy and random; the same on every process. Dropout masks still differ.
-        pipe_size: pipeline stages; -1 and 1 mean none.
-        num_micro_batches: micro-batches of a pipeline; None takes `pipe_size`.
-        tp_size: tensor-parallel processes per model.
-        zero_level: what a `Block` that names none takes: 2 or 3.
-        loss_scale_factor: of `optim_step`, as older programs set it here.
-        loss_scale_steps: likewise.
+        init_method: rendezvous URL, as torch.distributed takes it.
+        seed: seed of torch, numpy and random, the same on every process; dropout masks differ.
+        pipe_size: number of pipeline stages; -1 and 1 are none.
+        num_micro_batches: number of micro-batches of a pipeline (default: `pipe_size`).
+        tp_size: number of tensor-parallel processes per model.
+        zero_level: default ZeRO level of a `Block`: 2 or 3.
+        loss_scale_factor: factor of `optim_step`'s loss scale (older programs).
+        loss_scale_steps: steps after which `optim_step`'s loss scale grows (older programs).
 
     Raises:
         ConfigError: the sizes do not fit the number of processes.
-        DistributedError: the other processes do not come.
+        DistributedError: the other processes do not join.
     """
     if zero_level not in (2, 3):
         raise ConfigError(f"zero_level={zero_level} must be 2 or 3.")
@@ -286,7 +285,7 @@ def init_distributed(
 
 
 def _join_world(init_method: str) -> World:
-    """Join the other processes, where a launcher or the program says they meet."""
+    """Initialise the process group with the launcher's or the program's rendezvous."""
     if init_method != "env://" and not dist.is_initialized():
         size, own = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         dist.init_process_group(init_method=init_method, world_size=size, rank=own)
@@ -297,7 +296,7 @@ def _join_world(init_method: str) -> World:
 
 
 def _describe(topology: Topology) -> dict[str, Any]:
-    """Return what `config` says of where this process stands, by the old keys."""
+    """Return the entries of `config` that describe this process's ranks and group sizes."""
     size, pipes = topology.world_size, topology.pipe_size
     return {
         "initialized": True,
@@ -318,7 +317,7 @@ def _describe(topology: Topology) -> dict[str, Any]:
 
 
 def is_initialized() -> bool:
-    """Tell whether `init_distributed` was called."""
+    """Return whether `init_distributed` was called."""
     return config.is_ready
 
 
@@ -333,7 +332,7 @@ def world_size() -> int:
 
 
 def synchronize() -> None:
-    """Wait until every process is here."""
+    """Wait for all processes (a barrier)."""
     config.need("synchronize()")
     if config["world_size"] > 1:
         dist.barrier(config["comm"])

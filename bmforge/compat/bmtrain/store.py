@@ -1,4 +1,4 @@
-"""Saving and loading: one file, with the keys and values of the model on one process."""
+"""Saving and loading in one file, with the keys and values of the model on one process."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ State = dict[str, Any]
 
 
 def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) -> None:
-    """Write a model's `state_dict` for `torch.load`; the file appears whole or not at all.
+    """Write a model's `state_dict` for `torch.load`; the file is replaced atomically.
 
     Args:
-        model: the same on every process, all of which call this.
-        file_name: what rank 0 writes.
-        non_blocking: return once the values are gathered and copied; they are written meanwhile.
+        model: model, the same on every process; all processes call this.
+        file_name: path that rank 0 writes.
+        non_blocking: return once the values are gathered and copied, and write in the background.
             The next `save`, `config["save_thread"].join()` and the end of the program wait for it.
 
     Raises:
-        OSError: the file cannot be written; the next `save` raises it for one before that did not
-            wait.
+        OSError: the file cannot be written; for a background write the next `save` raises it.
 
-    Memory: rank 0 holds the whole model on the host, the others one parameter.
+    Memory: rank 0 holds the full model on the host, other ranks one parameter.
     """
     config.need("save")
     run_on_first(_finish_writing)
@@ -64,7 +63,7 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
 
 
 class Writing(threading.Thread):
-    """A file that is being written; what went wrong is kept until it is asked for."""
+    """Thread that writes a file and stores its error until `finish`."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         super().__init__(name="bmforge save")
@@ -72,7 +71,7 @@ class Writing(threading.Thread):
         self._problem: Exception | None = None
 
     def run(self) -> None:
-        """Write."""
+        """Write the file."""
         try:
             self._write()
         except Exception as error:
@@ -80,7 +79,7 @@ class Writing(threading.Thread):
             get_logger().error("a model was not saved: %s", error)
 
     def finish(self) -> None:
-        """Wait for the end, and raise what went wrong."""
+        """Wait for the end and raise the error of the write."""
         self.join()
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -98,7 +97,7 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _state_on(keeps: bool, collect: Callable[[], State]) -> State:
-    """Return a state on the processes that keep it; on the others its values have no numbers."""
+    """Return a state dict on the processes that keep it; elsewhere its tensors are on meta."""
     config.keeps_whole = keeps
     try:
         state = collect()
@@ -113,9 +112,9 @@ def _write(state: State, path: Path) -> None:
 
 
 def _save_to_rank0(model: nn.Module, destination: State | None = None, prefix: str = "") -> State:
-    """Return a model's whole `state_dict` on rank 0, on the host; {} on the others.
+    """Return a model's full `state_dict` on rank 0, on the host; {} on other ranks.
 
-    A model's own `state_dict` may be made of this.
+    A model's own `state_dict` may be built from this.
     """
     return _gather_state(model, config["rank"] == 0, destination, prefix)
 
@@ -123,7 +122,7 @@ def _save_to_rank0(model: nn.Module, destination: State | None = None, prefix: s
 def _save_to_local_rank0(
     model: nn.Module, destination: State | None = None, prefix: str = ""
 ) -> State:
-    """Return a model's whole `state_dict` on the first process of each machine; {} on others."""
+    """Return a model's full `state_dict` on the first process of each machine; {} on others."""
     return _gather_state(model, config["local_rank"] == 0, destination, prefix)
 
 
@@ -137,14 +136,14 @@ def _gather_state(model: nn.Module, keeps: bool, into: State | None, prefix: str
 
 
 def _save_to_infer_model(model: nn.Module, infer_model: Any) -> None:
-    """Hand a model to an inference engine on each machine, block by block, then what is left.
+    """Pass a model to an inference engine on each machine, block by block, then the rest.
 
     Args:
-        model: the same on every process, all of which call this.
-        infer_model: on the first process of each machine, its `load_layer_state_dict` is called
-            with each part, on the host, under the names in the whole model.
+        model: model, the same on every process; all processes call this.
+        infer_model: object on the first process of each machine whose `load_layer_state_dict` gets
+            each part, on the host, under the names of the full model.
 
-    Memory: a block.
+    Memory: one block.
     """
     keeps, within = config["local_rank"] == 0, []
     for name, module in model.named_modules():
@@ -172,15 +171,15 @@ def _own_state(module: nn.Module, prefix: str) -> State:
 
 
 def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
-    """Read what `save`, or torch on one process, has written; only rank 0 reads the file.
+    """Read a file of `save`, or of torch on one process; only rank 0 reads it.
 
     Args:
-        model: the same on every process, all of which call this.
-        file_name: a file of a `state_dict`; nothing in it is executed.
-        strict: raise for missing and unexpected keys.
+        model: model, the same on every process; all processes call this.
+        file_name: path of a `state_dict`; it is read with `weights_only`.
+        strict: raise on missing and unexpected keys.
 
     Returns:
-        what `load_state_dict` returns.
+        The result of `load_state_dict`.
 
     Raises:
         CheckpointError: the file cannot be read, or keys or shapes do not fit; all are listed.
@@ -209,7 +208,7 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
 
 
 def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]:
-    """Send what rank 0 has read to all; each keeps its shares."""
+    """Broadcast the state dict of rank 0; each process keeps its shards."""
     if config["world_size"] == 1:
         assert state is not None
         return state
@@ -234,7 +233,7 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
 
 
 def broadcast_object(obj: Any, comm: Any = None, src: int = 0) -> Any:
-    """Return what process `src` has."""
+    """Return the object of rank `src` on all ranks."""
     config.need("broadcast_object")
     found = [obj]
     dist.broadcast_object_list(found, group_src=src, group=comm or config["comm"])
@@ -242,7 +241,7 @@ def broadcast_object(obj: Any, comm: Any = None, src: int = 0) -> Any:
 
 
 def allgather_objects(obj: Any, comm: Any = None) -> list[Any]:
-    """Return what all processes have, in their order."""
+    """Return the objects of all ranks, in rank order."""
     config.need("allgather_objects")
     group = config["comm"] if comm is None else comm
     found: list[Any] = [None] * group.size()

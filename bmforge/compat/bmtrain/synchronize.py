@@ -1,4 +1,4 @@
-"""Waiting for the other processes, and what they have found."""
+"""Barriers and collectives for losses and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["gather_result", "sum_loss", "synchronize", "wait_loader"]
 
 
 def sum_loss(loss: Tensor, comm: Any = None) -> Tensor:
-    """Return the mean over the processes, whatever the name says."""
+    """Return the mean over the processes (BMTrain's name says sum, its code takes the mean)."""
     group = config["comm"] if comm is None else comm
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)
@@ -23,12 +23,12 @@ def sum_loss(loss: Tensor, comm: Any = None) -> Tensor:
 
 
 def gather_result(result: Tensor) -> Tensor:
-    """Return the rows of all processes, in their order, on the same device.
+    """Return the rows of all processes, in rank order, on the same device.
 
-    Processes may have different numbers of rows, as of the last batch of an evaluation.
+    Processes may have different numbers of rows, as in the last batch of an evaluation.
 
     Shape:
-        result: (R, ...), or a scalar, which is a row -> (sum of R, ...)
+        result: (R, ...), or a scalar, which counts as one row -> (sum of R, ...)
     """
     rows = result.detach().reshape(1) if result.dim() == 0 else result.detach()
     rows, group = rows.to(config.device), config["comm"]
@@ -41,5 +41,5 @@ def gather_result(result: Tensor) -> Tensor:
 
 
 def wait_loader() -> None:
-    """Do nothing: torch waits for what a block has gathered."""
+    """Do nothing: torch waits for gathered parameters itself."""
     config.need("wait_loader()")

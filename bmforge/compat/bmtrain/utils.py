@@ -1,4 +1,4 @@
-"""What programs print, and the small helpers that stand beside it."""
+"""Printing functions and small helpers of BMTrain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Print on one process."""
+    """Print on one rank (default: 0)."""
     if config["rank"] == rank:
         print(*args, **kwargs)
 
@@ -55,11 +55,11 @@ def print_dict(title: str, content: Mapping[str, Any], file: Any = None) -> None
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print memory in GiB on rank 0: of the accelerator, at its highest, and of the process.
+    """Print peak device memory and host memory in GiB on rank 0.
 
     Args:
-        message: what stands before it.
-        detail: also print torch's own table, where there is an accelerator.
+        message: text before the numbers.
+        detail: also print torch's memory summary of the accelerator.
     """
     if config["rank"] != 0:
         return
@@ -74,7 +74,7 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def check_torch_version(version_str: str) -> int:
-    """Return by how much torch is newer than "x.y.z", in x * 10000 + y * 100 + z."""
+    """Return the installed torch version minus "x.y.z", both as x * 10000 + y * 100 + z."""
 
     def number(version: str) -> int:
         major, minor, patch = (int(part) for part in re.findall(r"\d+", version)[:3])
@@ -84,17 +84,17 @@ def check_torch_version(version_str: str) -> int:
 
 
 def round_up(x: int, d: int) -> int:
-    """Return the smallest multiple of `d` that is not below `x`."""
+    """Return the smallest multiple of `d` that is at least `x`."""
     return -(-x // d) * d
 
 
 def tp_split_tensor(tensor: Tensor, split_dim: int) -> Tensor:
-    """Return this tensor-parallel process's part."""
+    """Return this tensor-parallel process's part of a tensor."""
     return tensor.chunk(config["tp_size"], split_dim)[config["tp_rank"]].contiguous()
 
 
 class AverageRecorder:
-    """A moving average without the bias of its beginning.
+    """Exponential moving average with bias correction.
 
     Args:
         alpha: weight of the past.
@@ -106,11 +106,11 @@ class AverageRecorder:
 
     @property
     def value(self) -> float:
-        """The average so far."""
+        """Current average."""
         return self._value / (1.0 - self.alpha**self._steps) if self._steps else self._value
 
     def record(self, v: float) -> None:
-        """Take one value in."""
+        """Add a value."""
         past = self._value if self._steps else 0.0
         self._value = self.alpha * past + (1.0 - self.alpha) * v
         self._steps += 1

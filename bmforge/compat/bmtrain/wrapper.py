@@ -1,4 +1,4 @@
-"""Any model as a distributed one: its parameters shared out, its repeated blocks as blocks."""
+"""Conversion of any model: parameters are sharded, repeated layers become blocks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
-    """Make a plain model (of Hugging Face, say) a distributed one, in place, and return it.
+    """Make a plain model (such as a Hugging Face one) distributed, in place, and return it.
 
-    Every child of a ModuleList, and every block that is repeated elsewhere, becomes a `Block`. Ties
-    are kept; a block that shares a parameter with something else is gathered module by module.
+    Every child of a ModuleList, and every other repeated layer, becomes a `Block`. Ties are kept; a
+    layer that shares a parameter with another module is gathered module by module.
 
-    A model on the meta device gets shares without values, for `load` to fill. What no checkpoint
-    has (tables of positions) is made by the model itself where it knows how, as transformers' do.
+    A model on the meta device gets shards without values, which `load` fills. Buffers that no
+    checkpoint contains (position tables) are computed by the model itself if it can, as
+    transformers'
+    models do.
 
     Raises:
-        ConfigError: a buffer on the meta device is in no checkpoint, and the model makes none.
+        ConfigError: a buffer on the meta device that no checkpoint or model provides.
 
-    Memory: of a model on the meta device, this process's share.
+    Memory: one shard of a model on the meta device.
     """
     config.need("BMTrainModelWrapper")
     blocks = _find_blocks(model)
@@ -50,7 +52,7 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
 
 @torch.no_grad()
 def _fill_tables_(model: nn.Module) -> None:
-    """Let a model on meta make the buffers that its checkpoints do not have."""
+    """Compute the buffers of a meta model that its checkpoints do not contain."""
     fill = getattr(model, "_init_weights", None)
     missing = []
     for name, module in model.named_modules():
@@ -72,7 +74,7 @@ def _fill_tables_(model: nn.Module) -> None:
 
 
 def _switch_caches_off_(model: nn.Module) -> None:
-    """Let a Hugging Face model keep no keys and values while training, which would come twice."""
+    """Disable the KV cache of a Hugging Face model, which recomputation would fill twice."""
     settings: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     for own in settings:
         if getattr(own, "use_cache", False):
@@ -81,7 +83,7 @@ def _switch_caches_off_(model: nn.Module) -> None:
 
 
 def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost repeated modules that have their parameters to themselves."""
+    """Return the outermost repeated layers that share no parameter with other modules."""
     found = dict(find_repeated_blocks(model))
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and type(module).forward is nn.ModuleList.forward:

@@ -1,8 +1,9 @@
-"""CPM-Pretrain's programs: its arguments, scripts and config files, and the names it is called by.
+"""CPM-Pretrain's programs: its arguments, scripts, config files and Python names.
 
-Start reading at `arguments.py`, the table, then `migrate.py`, which reads scripts by it for runs of
-`bmforge train`; or at `training.py`, for programs that call `pretrain(...)` with functions of their
-own, with `pipe.py` for their `LayerSpec` and `mpu` for layers that are cut by hand.
+Start at `arguments.py` (the table of arguments), then `migrate.py`, which converts scripts to runs
+of
+`bmforge train`. For programs that call `pretrain(...)` with their own functions start at
+`training.py`, with `pipe.py` for `LayerSpec` and `mpu` for tensor-parallel layers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _missing = missing_names("cpm_pretrain", NAMES, [n for h in _HOMES.items() for n
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name's module when it is asked for."""
+    """Import the module of a name when the name is first used."""
     for module, names in _HOMES.items():
         if name == module:
             return import_module(f"{__name__}.{module}")

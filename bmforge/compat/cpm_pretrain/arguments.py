@@ -1,7 +1,7 @@
-"""Every argument of CPM-Pretrain's two programs, and the field that is in its place.
+"""Every argument of CPM-Pretrain's two programs, and the config field that replaces it.
 
 `docs/migrating_cpm_pretrain.md` shows this table. Arguments that Megatron's parser has for other
-programs (REALM's retrieval, an autoresume service) are in it too, without a field.
+programs (REALM's retrieval, an autoresume service) are listed without a field.
 
 Source: ``megatron/arguments.py``, ``run_gpt2.sh`` and ``run_t5.sh`` of TsinghuaAI/CPM-1-Pretrain.
 """
@@ -16,13 +16,13 @@ __all__ = ["ARGUMENTS", "Argument"]
 
 @dataclass(frozen=True)
 class Argument:
-    """What has taken an argument's place.
+    """The replacement of an argument.
 
     Args:
-        fields: of the recipe's config, by their paths; a name that begins with ``--`` is an option
-            of `bmforge train`, or of torchrun where `note` says so. None: there is none.
+        fields: paths of the recipe's config fields; a name that begins with ``--`` is an option of
+            `bmforge train`, or of torchrun if `note` says so. Empty: none.
         note: how the value changes, or why there is no field.
-        only: "gpt2" or "t5" where the other recipe has not got these fields.
+        only: "gpt2" or "t5" if only that recipe has the fields.
     """
 
     fields: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""CPM-Pretrain's ``ds_config_*.json``: what it says, in fields of a run.
+"""Reads CPM-Pretrain's ``ds_config_*.json`` into fields of a run.
 
-It was read only where there was a pipeline; otherwise the command line alone counted. It has one
-number too many: ``train_batch_size`` follows from the others, and the product of these is used.
+The original read the file for pipelines only; otherwise the command line alone counted. Its
+``train_batch_size`` follows from the other numbers, and their product is used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KNOWN = (*_SIZES, "steps_per_print", "gradient_clipping", "fp16", "zero_optimiz
 
 
 def read_ds_config(path: str | Path) -> dict[str, Any]:
-    """Return a file's settings, checked one by one.
+    """Read and check a file's settings.
 
     Raises:
         ConfigError: no such file, no JSON object, an unknown name, or a value out of range.
@@ -71,7 +71,7 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Checks names and values of a file, and says where they are wrong."""
+    """Checks names and values of a file and collects the problems."""
 
     found: Mapping[str, Any]
     file: str
@@ -123,16 +123,16 @@ def _check_fp16(reader: _Reader, table: Mapping[str, Any]) -> None:
 
 
 def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
-    """Return a run's config with what a file of CPM-Pretrain's says; it goes before other settings.
+    """Return a run's config with the settings of a CPM-Pretrain file; they precede other settings.
 
     Args:
-        config: of a recipe with `train` and `data`.
-        path: the JSON file.
+        config: recipe config with `train` and `data`.
+        path: path of the JSON file.
         world_size: number of processes, for the rule micro batch x accumulation x processes / pp /
             tp.
 
     Raises:
-        ConfigError: the file is not as it should be, or does not fit the run.
+        ConfigError: the file is invalid or does not fit the run.
     """
     found, log = read_ds_config(path), get_logger()
     if not hasattr(config.data, "grad_accum_steps"):
@@ -181,7 +181,7 @@ def _loss_scale(fp16: Mapping[str, Any]) -> LossScaleConfig:
 
 
 def _batch(config: Any, found: Mapping[str, Any], world_size: int) -> Any:
-    """Return what the run reads, with the file's batch sizes; the product is what counts."""
+    """Return the data config with the batch sizes of the file; their product counts."""
     data, layout = config.data, config.layout
     micro = found.get("train_micro_batch_size_per_gpu", data.micro_batch_size)
     steps = found.get("gradient_accumulation_steps", data.grad_accum_steps)

@@ -1,4 +1,4 @@
-"""Lay out a program's model: the engine's way, also where its layers are cut by hand already."""
+"""Parallelizes a program's model with the engine, including models with `mpu` layers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = ["lay_out_"]
 def lay_out_(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, precision: str, recompute: bool
 ) -> nn.Module:
-    """Lay a model out over a mesh, in place.
+    """Parallelize a model over a mesh, in place.
 
-    Layers of `mpu` are cut already: what the processes hold becomes the parts of whole parameters,
-    gathered over the replicas when the model is called, all at once.
+    Layers of `mpu` are tensor parallel already: their local parts become shards of full parameters,
+    which are gathered over the replicas when the model is called.
 
     Args:
-        model: built alike on every process.
-        layout: of the mesh.
-        mesh: of all axes, which `mpu` has as well.
+        model: model, built alike on every process.
+        layout: layout of the mesh.
+        mesh: mesh of all axes, which `mpu` uses too.
         precision: see `parallelize`.
         recompute: recompute blocks in backward.
 
     Raises:
-        ConfigError: what `parallelize` says; or layers that are cut by hand stand in a pipeline.
+        ConfigError: as `parallelize`, or `mpu` layers in a pipeline.
     """
     parts = [p for p in model.parameters() if getattr(p, "model_parallel", False)]
     if layout.tp == 1 or not parts:
@@ -59,10 +59,11 @@ def lay_out_(
 
 
 def _hold_parts_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make parts the parts of whole parameters, as the engine's own cuts are, in place.
+    """Replace local parts by sharded parameters of the full shape, in place.
 
-    So optimizers, clipping, ZeRO and checkpoints see what is where; computing sees what is here,
-    also where a program takes a parameter from outside of its layer.
+    Optimizers, clipping, ZeRO and checkpoints then see the sharding, while forward sees local
+    tensors,
+    also where a program reads a parameter outside its layer.
     """
     new: dict[int, nn.Parameter] = {}
     places = []
@@ -86,7 +87,7 @@ def _as_whole(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 def _on_parts(
     places: list[tuple[nn.Module, str]], inner: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a model whose layers see what is here of their parameters."""
+    """Call a model with local tensors in place of its sharded parameters."""
     whole = [module._parameters[key] for module, key in places]
     views = {id(param): view_here(param) for param in whole if param is not None}
     try:

@@ -1,7 +1,7 @@
-"""CPM-Pretrain's start scripts and command lines as a run's config, in TOML.
+"""Converts CPM-Pretrain's start scripts and command lines to a run's config in TOML.
 
-Start reading at `migrate_text`. What an argument becomes is said by `arguments.py`, for people, and
-computed here; what has no place is listed, never dropped without a word.
+Start at `migrate_text`. `arguments.py` documents the mapping, this file computes it. Arguments
+without a counterpart are listed, never dropped silently.
 
 Source: ``megatron/arguments.py`` of TsinghuaAI/CPM-1-Pretrain for the defaults.
 """
@@ -84,15 +84,15 @@ _LAUNCHERS = ("--num_gpus", "--nproc_per_node", "--nproc-per-node")
 
 @dataclass
 class Migrated:
-    """A config and what stands beside it.
+    """A converted config and notes about the conversion.
 
     Args:
         task: name of the recipe.
-        values: fields of its config, as TOML nests them.
-        unplaced: what was set and has no place, with why.
-        dropped: what was set and needs no place, with why.
-        command: what starts the run, with `{config}` for the file.
-        files: further ones that the config names, which lie beside it: name -> contents.
+        values: config fields, nested as in TOML.
+        unplaced: arguments without a counterpart, with the reason.
+        dropped: arguments that need no counterpart, with the reason.
+        command: command that starts the run, with `{config}` for the file.
+        files: contents of further files that the config refers to, by name.
     """
 
     task: str
@@ -103,20 +103,22 @@ class Migrated:
     files: dict[str, str] = field(default_factory=dict)
 
     def toml(self) -> str:
-        """Return the config, with what could not be placed as comments in front."""
+        """Return the config as TOML, with the arguments that have no counterpart as comments on
+        top.
+        """
         notes = [f"# not placed: {name}: {why}\n" for name, why in self.unplaced]
         return "".join(notes) + tomli_w.dumps(self.values)
 
 
 def migrate_text(text: str) -> Migrated:
-    """Return the run that a script or a command line starts.
+    """Convert a script or a command line to a run.
 
     Args:
-        text: of a `run_gpt2.sh` or `run_t5.sh`, or of a line with `pretrain_gpt2.py` or
-            `pretrain_t5.py` in it. Nothing in it is run.
+        text: a `run_gpt2.sh` or `run_t5.sh`, or a command with `pretrain_gpt2.py` or
+            `pretrain_t5.py`. Nothing in it is executed.
 
     Raises:
-        ConfigError: none of the two programs is started, or a value is not of its kind.
+        ConfigError: neither program is started, or a value has the wrong type.
     """
     script = read_script(text)
     lines = [*script.variables.values(), *script.commands]
@@ -139,11 +141,11 @@ def migrate_text(text: str) -> Migrated:
 
 
 def place_arguments(task: str, given: Mapping[str, Any]) -> Migrated:
-    """Return what arguments are in a run's config.
+    """Convert arguments to a run's config.
 
     Args:
         task: name of the recipe.
-        given: arguments by name, of those that have no value True.
+        given: values by argument name; True for arguments without a value.
     """
     out = Migrated(task)
     _Places(task, out, dict(given)).fill()
@@ -151,7 +153,7 @@ def place_arguments(task: str, given: Mapping[str, Any]) -> Migrated:
 
 
 def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
-    """Return the arguments by name; of one that comes twice, the last."""
+    """Return the arguments by name; the last one counts."""
     at = 0
     given: dict[str, Any] = {}
     while at < len(words):
@@ -172,7 +174,7 @@ def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
 
 
 def _command(launcher: Sequence[str], script: Script, places: _Places) -> str:
-    """Return the line that starts the run."""
+    """Return the command that starts the run."""
     known = script.variables
     count = known.get("GPUS_PER_NODE", "")
     for number, word in enumerate(launcher):
@@ -193,11 +195,11 @@ def _command(launcher: Sequence[str], script: Script, places: _Places) -> str:
 
 
 class _Places:
-    """Puts arguments into fields.
+    """Maps arguments to config fields.
 
     Args:
         task: name of the recipe.
-        out: gets the fields, and what has none.
+        out: result that receives fields and arguments without a counterpart.
         given: arguments by name.
     """
 
@@ -206,10 +208,10 @@ class _Places:
         self.stages = max(1, self.number("--pipe-parallel-size", int))
 
     def number(self, name: str, kind: type) -> Any:
-        """Return a value, or the old default, or None.
+        """Return an argument's value, else the original default, else None.
 
         Raises:
-            ConfigError: it is not of its kind.
+            ConfigError: the value has the wrong type.
         """
         value = self.given.get(name, DEFAULTS.get(name))
         if value is None:
@@ -228,7 +230,7 @@ class _Places:
         table[name] = value
 
     def fill(self) -> None:
-        """Place all arguments, and list what has no place."""
+        """Map all arguments, and list those without a counterpart."""
         for name, (path, kind) in _PLAIN.items():
             value = self.number(name, kind)
             if value is not None and self._is_ours(name):
@@ -250,7 +252,7 @@ class _Places:
             self.out.dropped.append((name, entry.note or f"see {', '.join(entry.fields)}"))
 
     def _is_ours(self, name: str) -> bool:
-        """Tell whether the recipe has an argument's field; one that was given is said if not."""
+        """Return whether the recipe has an argument's field; if not, list a given argument."""
         only = _TABLE[name].only
         if not only or (only == "t5") is self.is_t5:
             return True
@@ -259,7 +261,7 @@ class _Places:
         return False
 
     def say(self, name: str, why: str) -> None:
-        """Say that an argument has no place."""
+        """List an argument as having no counterpart."""
         value = self.given.get(name, True)
         self.out.unplaced.append((name if value is True else f"{name} {value}", why))
 
@@ -364,7 +366,7 @@ class _Places:
 
 
 def _count_tokens(path: str | None) -> int | None:
-    """Return how many tokens a vocabulary has, where it is here and is a list of them."""
+    """Return the number of tokens of a vocabulary file; None if it is missing or has another form."""
     place = Path(path) if path else None
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""What CPM-Pretrain's programs take from its packages, and what became of each."""
+"""Names that CPM-Pretrain's programs import, and their state here."""
 
 from bmforge.compat.names import read_names
 

@@ -1,7 +1,7 @@
-"""Pipelines out of a list of layers: an ordinary model for the engine, which cuts it.
+"""DeepSpeed's `PipelineModule`: an ordinary model built from a list of layers, split by the engine.
 
-A layer is called with what the one before has returned, a tensor or a tuple. What crosses stages
-may be any tensors, with a gradient or without.
+Each layer is called with the output of the one before, a tensor or a tuple. Any tensors may cross
+stages, with or without gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
 
 
 class LayerSpec:
-    """A layer to be made later.
+    """A layer to be built later.
 
     Args:
-        typename: its class.
-        module_args, module_kwargs: what it is made with.
+        typename: class of the layer.
+        module_args, module_kwargs: arguments of its constructor.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -41,23 +41,23 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def __repr__(self) -> str:
-        """Name the class."""
+        """Return the class name."""
         return f"{type(self).__name__}({self.typename.__name__})"
 
     def build(self) -> nn.Module:
-        """Make it."""
+        """Build the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is used in several places, as an embedding is in front and behind.
+    """A layer that is used in several positions, such as a tied embedding and head.
 
     Args:
-        key: places with the same key use the same layer, which is made where the first is.
-        typename: its class.
-        module_args, module_kwargs: what it is made with.
-        forward_fn: called with the layer and its input, in this place, instead of the layer.
-        tied_weight_attr: taken and not used; all of the layer is shared.
+        key: positions with the same key share one layer, which is built at the first.
+        typename: class of the layer.
+        module_args, module_kwargs: arguments of its constructor.
+        forward_fn: function of (layer, input) to call at this position instead of the layer.
+        tied_weight_attr: accepted and ignored; the whole layer is shared.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class TiedLayerSpec(LayerSpec):
 
 
 class StageOutput(NamedTuple):
-    """What a stage returns: the end's value, or on an earlier stage what it carries on."""
+    """A stage's result: the output on the last stage, else the tensors for the next stage."""
 
     value: Any = None
     carry: tuple[Tensor, ...] | None = None
 
 
 class _Place(nn.Module):
-    """A function, or a shared layer called by a function, as one of the layers."""
+    """A function, or a shared layer called by a function, as a layer of the list."""
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -93,18 +93,18 @@ class _Place(nn.Module):
 
 
 class PipelineModule(nn.Module):
-    """Layers one after the other; `pretrain` and `parallelize` cut them into stages.
+    """Layers that run one after the other; `pretrain` and `parallelize` split them into stages.
 
     Args:
-        layers: specs, modules, or functions of what the layer before returns.
-        num_stages: taken and not used; the layout says it.
-        topology: likewise.
-        loss_fn: called with the last layer's output and the labels.
-        partition_method: taken and not used; stages are cut where the costliest is cheapest.
+        layers: specs, modules, or functions of the previous layer's output.
+        num_stages: accepted and ignored; the layout has the number.
+        topology: accepted and ignored, likewise.
+        loss_fn: function of the last layer's output and the labels.
+        partition_method: accepted and ignored; stages are balanced by cost.
         activation_checkpoint_interval: above 0, `pretrain` recomputes every layer in backward.
 
     Attributes:
-        layers: by their numbers; of a pipeline those of this process's stages.
+        layers: layers by index; in a pipeline those of this process's stages.
     """
 
     arrived: tuple[Tensor, ...] = ()
@@ -146,7 +146,9 @@ class PipelineModule(nn.Module):
         return _Place(spec.forward_fn or _call, made)
 
     def layout_rules(self) -> LayoutRules:
-        """Say where layouts cut: between any two layers. What is shared is gathered by the root."""
+        """Return the layout rules: stages may split between any two layers; the root gathers shared
+        ones.
+        """
         shared = {
             id(p) for m in self.layers.values() if isinstance(m, _Place) for p in m.parameters()
         }
@@ -159,10 +161,10 @@ class PipelineModule(nn.Module):
         return LayoutRules(units, units, (), ("layers",), (), ())
 
     def forward(self, inputs: Any = None) -> Any:
-        """Return the last layer's output; of a pipeline a `StageOutput`.
+        """Return the last layer's output; in a pipeline a `StageOutput`.
 
         Args:
-            inputs: what the first layer is called with.
+            inputs: input of the first layer.
         """
         span = getattr(self.layers, "span", None)
         first, last, total = span or (0, len(self.layers), len(self.layers))
@@ -181,7 +183,7 @@ def _call(layer: nn.Module, inputs: Any) -> Any:
 
 
 def _carry(value: Any, number: int) -> tuple[Tensor, ...]:
-    """Return what goes on to the next stage as tensors."""
+    """Return the output as tensors for the next stage."""
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise ShapeError(
@@ -192,7 +194,7 @@ def _carry(value: Any, number: int) -> tuple[Tensor, ...]:
 
 
 class ProcessCoord(NamedTuple):
-    """Where a process stands: stage, replica, and place among those that share matrices."""
+    """Coordinates of a process: stage, replica and tensor-parallel rank."""
 
     pipe: int
     data: int
@@ -200,12 +202,12 @@ class ProcessCoord(NamedTuple):
 
 
 class PipeModelDataParallelTopology:
-    """Which process stands where: stages are furthest apart, the processes of a model neighbours.
+    """Ranks by coordinates; stages vary slowest, tensor-parallel ranks fastest.
 
     Args:
-        num_pp: stages.
-        num_mp: processes that share matrices.
-        num_dp: replicas.
+        num_pp: number of stages.
+        num_mp: tensor-parallel size.
+        num_dp: number of replicas.
     """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
@@ -216,7 +218,7 @@ class PipeModelDataParallelTopology:
         return self._ranks.numel()
 
     def get_axis_names(self) -> tuple[str, ...]:
-        """Return the axes, slowest first."""
+        """Return the names of the axes, slowest first."""
         return ProcessCoord._fields
 
     def get_dim(self, axis: str) -> int:
@@ -224,12 +226,12 @@ class PipeModelDataParallelTopology:
         return self._ranks.shape[ProcessCoord._fields.index(axis)]
 
     def get_coord(self, rank: int) -> ProcessCoord:
-        """Return where a process stands."""
+        """Return the coordinates of a rank."""
         found = (self._ranks == rank).nonzero()[0]
         return ProcessCoord(*found.tolist())
 
     def get_rank(self, **coord: int) -> int:
-        """Return who stands somewhere."""
+        """Return the rank at some coordinates."""
         return int(self._ranks[ProcessCoord(**coord)])
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
@@ -238,7 +240,7 @@ class PipeModelDataParallelTopology:
         return self._ranks.movedim(dim, -1).flatten(0, 1).tolist()
 
     def filter_match(self, **coord: int) -> list[int]:
-        """Return all processes whose places on the given axes are these."""
+        """Return all ranks with these coordinates on the given axes."""
         wanted: Mapping[str, int] = coord
         place = tuple(wanted.get(axis, slice(None)) for axis in ProcessCoord._fields)
         return self._ranks[place].flatten().tolist()

@@ -1,4 +1,4 @@
-"""What a program asks for everywhere: its arguments, timers, tokenizer, and the first process.
+"""Megatron's globals: arguments, timers, tokenizer, and printing on rank 0.
 
 `program` is the only state; `initialize_megatron` fills it.
 """
@@ -72,13 +72,13 @@ _NOT_BY_HAND = ("--partition-activations", "--distribute-checkpointed-activation
 
 
 class Program:
-    """The one program of this process.
+    """The program that runs in this process.
 
     Attributes:
-        args: the parsed arguments; None before.
-        placed: what they are in a run's config.
-        timers: by their names.
-        tokenizer: the one of --vocab-file, once it was asked for.
+        args: parsed arguments; None before parsing.
+        placed: the arguments as fields of a run's config.
+        timers: timers by name.
+        tokenizer: tokenizer of --vocab-file, once it was requested.
     """
 
     def __init__(self) -> None:
@@ -89,29 +89,29 @@ class Program:
 
 
 class _Timer:
-    """Adds up the time between `start` and `stop`."""
+    """Accumulates the time between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._total_s: float = 0.0
         self._since: float | None = None
 
     def start(self) -> None:
-        """Begin, when the device has done what it was asked for."""
+        """Start, after the device has finished its work."""
         self._since = _now()
 
     def stop(self) -> None:
-        """Add what has passed."""
+        """Stop and add the elapsed time."""
         if self._since is None:
             raise ConfigError("a timer is stopped that was not started: call start() first.")
         self._total_s += _now() - self._since
         self._since = None
 
     def reset(self) -> None:
-        """Begin at nothing."""
+        """Set the accumulated time to 0."""
         self._total_s, self._since = 0.0, None
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the seconds so far, and begin at nothing."""
+        """Return the accumulated seconds, and reset them by default."""
         found = self._total_s + (0.0 if self._since is None else _now() - self._since)
         if reset:
             self._total_s, self._since = 0.0, None if self._since is None else _now()
@@ -125,7 +125,7 @@ def _now() -> float:
 
 
 class Timers:
-    """Timers by name, made when they are asked for."""
+    """Timers by name, created on first use."""
 
     def __init__(self) -> None:
         self.timers: dict[str, _Timer] = {}
@@ -137,13 +137,13 @@ class Timers:
     def write(
         self, names: Iterable[str], writer: Any, iteration: int, normalizer: float = 1.0
     ) -> None:
-        """Write seconds to a tensorboard writer."""
+        """Write seconds to a TensorBoard writer."""
         for name in names:
             value = self(name).elapsed(reset=False) / normalizer
             writer.add_scalar(f"{name}_time", value, iteration)
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Print milliseconds on the first process."""
+        """Print milliseconds on rank 0."""
         found = [f"{n}: {self(n).elapsed(reset) * 1e3 / normalizer:.2f}" for n in names]
         print_rank_0(f"time (ms) | {' | '.join(found)}")
 
@@ -152,7 +152,7 @@ program = Program()
 
 
 def get_args() -> argparse.Namespace:
-    """Return the arguments.
+    """Return the parsed arguments.
 
     Raises:
         ConfigError: `initialize_megatron` was not called.
@@ -168,7 +168,7 @@ def get_timers() -> Timers:
 
 
 def get_tokenizer() -> Any:
-    """Return the tokenizer of the directory in which --vocab-file is.
+    """Return the tokenizer in the directory of --vocab-file.
 
     Raises:
         ConfigError: there is no --vocab-file.
@@ -187,7 +187,7 @@ def get_tokenizer() -> Any:
 
 
 def print_rank_0(message: object) -> None:
-    """Say something once, in the log."""
+    """Log a message on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         get_logger().info("%s", message)
 
@@ -198,16 +198,16 @@ def initialize_megatron(
     ignore_unknown_args: bool = False,
     allow_no_cuda: bool = True,
 ) -> None:
-    """Read the command line, join the other processes, make mpu's groups and seed what draws.
+    """Parse the command line, initialise the process groups and seed the generators.
 
     Args:
-        extra_args_provider: adds a program's own arguments to the parser.
-        args_defaults: values of arguments that were not given, by their names in the namespace.
-        ignore_unknown_args: leave out what the parser does not know.
-        allow_no_cuda: taken and not used; everything runs on a CPU too.
+        extra_args_provider: function that adds a program's own arguments to the parser.
+        args_defaults: values of arguments that are not on the command line, by namespace name.
+        ignore_unknown_args: ignore arguments that the parser does not know.
+        allow_no_cuda: accepted and ignored; a CPU is always allowed.
 
     Raises:
-        ConfigError: sizes that do not fit, or an argument that has no place in a run.
+        ConfigError: sizes that do not fit, or an argument without a counterpart.
     """
     program.__init__()  # type: ignore[misc]
     program.args = args = _parse(extra_args_provider, args_defaults or {}, ignore_unknown_args)
@@ -262,7 +262,7 @@ def _parse(
 
 
 def _place(args: argparse.Namespace) -> Migrated:
-    """Return what the arguments are in a run's config, by the table of the recipes."""
+    """Return the arguments as fields of a run's config, by the table of the recipes."""
     given = {}
     for name in (name for group in _TRAINS for name in ARGUMENTS[group]):
         value = getattr(args, name.removeprefix("--").replace("-", "_"), None)

@@ -1,7 +1,9 @@
-"""What a start script of CPM-Pretrain would run, read without running anything.
+"""Interprets a start script of CPM-Pretrain far enough to know its commands, without running
+anything.
 
-Read are assignments, `export`, `if` with one comparison, arithmetic of whole numbers, and quotes,
-which is what such scripts are made of. Everything else is left alone and said.
+It reads assignments, `export`, `if` with one comparison, integer arithmetic and quotes, which is
+what
+such scripts contain. Other lines are skipped and reported.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ _UNREAD = ("for", "while", "until", "case", "function", "select")
 
 @dataclass
 class Script:
-    """What was read.
+    """The result of reading a script.
 
     Args:
-        variables: their values at the end.
-        commands: what would be run, expanded, in this order.
-        unread: line number and text of what was not understood.
+        variables: values at the end of the script.
+        commands: expanded commands, in order.
+        unread: line number and text of lines that were not understood.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class Script:
         self.variables[name] = known + _unquote(self.expand(value))
 
     def expand(self, text: str) -> str:
-        """Return a text with the values of its variables, but for those in single quotes."""
+        """Expand the variables in a text, except inside single quotes."""
         out, at, quote = [], 0, ""
         while at < len(text):
             char = text[at]
@@ -72,7 +74,7 @@ class Script:
         return "".join(out)
 
     def _value(self, text: str, at: int) -> tuple[str, int]:
-        """Return the value of what begins with "$", and where it ends."""
+        """Return the value of the expansion that begins with "$", and the position after it."""
         rest = text[at:]
         if rest.startswith("$((") and "))" in rest:
             end = rest.index("))")
@@ -86,7 +88,7 @@ class Script:
         return ("", at + 2) if re.match(r"\$[@*#?]", rest) else ("$", at + 1)
 
     def _count(self, text: str) -> str:
-        """Return the value of a sum or product of whole numbers."""
+        """Return the value of an integer expression."""
         text = self.expand(re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"$\1", text))
         try:
             return str(_evaluate(ast.parse(text.strip(), mode="eval").body))
@@ -94,7 +96,7 @@ class Script:
             return ""
 
     def holds(self, line: int, condition: str) -> bool:
-        """Tell whether a condition holds; one that is not understood does not."""
+        """Return whether a condition holds; an unknown condition does not."""
         found = _TEST.fullmatch(condition.strip())
         if found is None:
             self.unread.append((line, f"if {condition}"))
@@ -113,12 +115,12 @@ def _evaluate(node: ast.AST) -> int:
 
 
 def _unquote(text: str) -> str:
-    """Return a value without the quotes around its parts."""
+    """Return a value without quotes."""
     return re.sub(r"""(?<!\\)["']""", "", text.strip())
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of every statement; continued lines are joined."""
+    """Yield line number and text of every statement, with continued lines joined."""
     text = text.replace("\\\r\n", " ").replace("\\\n", " \x00")
     line = start = 1
     quote, words = "", ""
@@ -144,7 +146,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def read_script(text: str) -> Script:
-    """Return what a script sets, and what it would run."""
+    """Return a script's variables and commands."""
     script = Script()
     taken: list[list[bool]] = []  # of each open `if`: is this branch taken, was one taken
     for line, statement in _statements(text):

@@ -1,4 +1,4 @@
-"""Which of CPM-Pretrain's arguments have no value, and what its parser took for the others."""
+"""CPM-Pretrain's arguments without a value, and the parser's defaults of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pretrain(...)`: a program's own model, rows and forward step, trained by the engine."""
+"""`pretrain(...)`: trains a program's own model, datasets and forward step with the engine."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Tensor, Mapping[str, An
 
 
 class Rows:
-    """This process's micro-batches of each step, out of a dataset in its order.
+    """This process's micro-batches of each step, from a dataset in its order.
 
     Args:
-        dataset: rows by their numbers, each a mapping of tensors, arrays or numbers.
-        batch_size: rows of a micro-batch.
-        micro_batches: per step.
-        rank: which part of a micro-batch's rows is this process's, and
-        size: of how many.
+        dataset: samples by index, each a mapping of tensors, arrays or numbers.
+        batch_size: samples per micro-batch.
+        micro_batches: micro-batches per step.
+        rank: data-parallel rank of this process.
+        size: data-parallel size.
 
     Attributes:
-        strides: how many processes share weights that consist of several matrices, which have
-            another order on each number; None: there are none.
+        strides: tensor-parallel size if a weight stacks several matrices, whose order on disk
+            depends on it; else None.
     """
 
     strides: int | None = None
@@ -58,10 +58,10 @@ class Rows:
         self.rank, self.size, self.step = rank, size, 0
 
     def check(self, steps: int) -> None:
-        """Raise unless there are rows for so many steps.
+        """Raise unless the dataset has samples for so many steps.
 
         Raises:
-            DataError: there are fewer.
+            DataError: it has fewer.
         """
         needed = steps * self.micro_batches * self.size * self.batch_size
         if len(self.dataset) < needed:
@@ -71,7 +71,7 @@ class Rows:
             )
 
     def __next__(self) -> Sequence[Batch]:
-        """Return the next step's."""
+        """Return the micro-batches of the next step."""
         first = self.step * self.micro_batches
         self.step += 1
         return [self._batch(first + number) for number in range(self.micro_batches)]
@@ -88,14 +88,14 @@ class Rows:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands."""
+        """Return the position."""
         return {"step": self.step, "strides": self.strides}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+        """Continue from a position.
 
         Raises:
-            ConfigError: weights were cut in an order that is not this one's.
+            ConfigError: stacked weights were split for another tensor-parallel size.
         """
         if state["strides"] != self.strides:
             raise ConfigError(
@@ -112,23 +112,25 @@ def pretrain(
     extra_args_provider: Callable[[Parser], Parser] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """Train a program's model by the arguments on the command line; return what has trained it.
+    """Train a program's model with the arguments on the command line; return the trainer.
 
-    A run in the directory --save goes on by itself.
+    A run in the directory --save is resumed.
 
     Args:
-        train_valid_test_dataset_provider: called with how many rows are needed for training,
-            validation and test; returns the three datasets, or None for one.
-        model_provider: makes the model: with layers of `mpu`, or a `PipelineModule`, or any other.
-        forward_step_func: called with an iterator of one batch and the model; returns the batch's
-            mean loss, and values for the log. A pipeline asks the model's `_megatron_batch_fn`
-            for inputs and labels instead, and its `loss_fn` for the loss.
-        extra_args_provider: adds a program's own arguments to the parser.
-        args_defaults: values of arguments that were not given.
+        train_valid_test_dataset_provider: function of the numbers of samples for training,
+            validation and test that returns three datasets, or None for one.
+        model_provider: function that builds the model, with layers of `mpu`, as a
+            `PipelineModule`, or any other.
+        forward_step_func: function of an iterator of one batch and the model that returns the
+            batch's
+            mean loss and values for the log. A pipeline uses the model's `_megatron_batch_fn` for
+            inputs and labels instead, and its `loss_fn` for the loss.
+        extra_args_provider: function that adds a program's own arguments to the parser.
+        args_defaults: values of arguments that are not on the command line.
 
     Raises:
-        ConfigError: what does not fit, before anything is trained.
-        DataError: too few rows, or rows that are no mappings.
+        ConfigError: settings that do not fit, before training starts.
+        DataError: too few samples, or samples that are no mappings.
     """
     initialize_megatron(extra_args_provider, args_defaults)
     args, placed = program.args, program.placed
@@ -170,7 +172,7 @@ def pretrain(
 def _open_rows(
     provider: Provider, args: argparse.Namespace, mesh: DeviceMesh
 ) -> tuple[Rows, Rows | None, Rows | None]:
-    """Return the rows to train on, to validate and to test."""
+    """Return the samples for training, validation and test."""
     share = data_parallel_rank(mesh), data_parallel_size(mesh)
     evaluations = args.train_iters // args.eval_interval + 1
     steps = (args.train_iters, evaluations * args.eval_iters, args.eval_iters)
@@ -197,12 +199,12 @@ def _interval(model: nn.Module) -> int:
 
 
 def _count_one(batch: Batch) -> int:
-    """A micro-batch counts once: its loss is a mean, and a step's the mean of those."""
+    """Count a micro-batch as one item: its loss is a mean, and a step's loss the mean of those."""
     return 1
 
 
 def _objective_of(model: nn.Module, forward_step: ForwardStep) -> Objective:
-    """Return what is minimised: by a program's forward step, or by a pipeline's functions."""
+    """Return the objective: a program's forward step, or a pipeline's functions."""
     if not isinstance(model, PipelineModule):
         return _StepLoss(forward_step)
     if not hasattr(model, "_megatron_batch_fn") or model.loss_fn is None:
@@ -214,25 +216,25 @@ def _objective_of(model: nn.Module, forward_step: ForwardStep) -> Objective:
 
 
 def _count_strides(model: nn.Module) -> int | None:
-    """Return how many processes share weights that consist of several; None: there are none."""
+    """Return the tensor-parallel size if a weight stacks several matrices, else None."""
     strides = (getattr(p, "partition_stride", 1) for p in model.parameters())
     return groups.of("tp").size() if any(stride > 1 for stride in strides) else None
 
 
 class _StepLoss:
-    """A program's forward step as the engine's objective."""
+    """A program's forward step as an objective of the engine."""
 
     def __init__(self, forward_step: ForwardStep) -> None:
         self.forward_step = forward_step
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> Tensor:
-        """Return a micro-batch's share of the step's loss."""
+        """Return a micro-batch's part of the step's loss."""
         loss, _values = self.forward_step(iter([batch]), model)
         return loss / num_items
 
 
 def _pipe_loss(model: nn.Module, batch: Batch, num_items: float) -> Any:
-    """Call a pipeline on a micro-batch; on its earlier stages there is no loss yet."""
+    """Call a pipeline on a micro-batch; earlier stages return no loss."""
     assert isinstance(model, PipelineModule)
     assert model.loss_fn is not None
     to_inputs: Any = model._megatron_batch_fn
@@ -246,7 +248,7 @@ def _pipe_loss(model: nn.Module, batch: Batch, num_items: float) -> Any:
 
 
 def _evaluate(rows: Rows, model: nn.Module, *, objective: Any, steps: int) -> EvalResult:
-    """Return the mean loss of the next rows, beginning anew where they end."""
+    """Return the mean loss of the next samples, starting over at the end of the dataset."""
     if len(rows.dataset) < (rows.step + steps) * rows.micro_batches * rows.size * rows.batch_size:
         rows.step = 0
     rows.check(steps)

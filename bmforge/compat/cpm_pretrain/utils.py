@@ -1,4 +1,4 @@
-"""What programs compute around a model: masks, positions, and losses of all processes."""
+"""Megatron's helpers for masks, positions and losses."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what each token may not see, which tokens count, and where each stands.
+    """Return attention mask, loss mask and positions.
 
     Args:
         data: token ids.
-        eod_token: ends a document.
-        reset_position_ids: positions begin anew behind it.
-        reset_attention_mask: nothing behind it is seen from before it, nor the other way round.
-        eod_mask_loss: it does not count.
+        eod_token: id of the end-of-document token.
+        reset_position_ids: restart positions after it.
+        reset_attention_mask: prevent attention across it.
+        eod_mask_loss: exclude it from the loss.
 
     Shape:
-        data: (B, T) -> (B or 1, 1, T, T) of truth values, (B, T), (B, T)
+        data: (B, T) -> (B or 1, 1, T, T) booleans (True is masked), (B, T), (B, T)
     """
     rows, length = data.shape
     places = torch.arange(length, device=data.device)

@@ -1,4 +1,4 @@
-"""Optimizers and the two loops: `adam.py`, then `optim_manager.py` for both, `state.py` to save."""
+"""BMTrain's optimizers (`adam.py`), training step (`optim_manager.py`) and states (`state.py`)."""
 
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.optim import optim_manager

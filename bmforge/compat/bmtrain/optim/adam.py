@@ -20,15 +20,15 @@ __all__ = ["AdamOffloadOptimizer", "AdamOptimizer"]
 
 
 class AdamOptimizer(torch.optim.Optimizer):
-    """AdamW by torch's own formula; half-precision parameters have an fp32 copy.
+    """AdamW in torch's formula, with an fp32 copy of half-precision parameters.
 
     Args:
-        params: parameters, or groups of them.
+        params: parameters or parameter groups.
         lr: learning rate.
         betas, eps: as torch.optim.AdamW.
-        weight_decay: decoupled, for every dtype.
-        hold_steps: for so many steps only the averages move.
-        scale: loss scale of the older loop (`loss_scale`, `optim_step`), where programs gave it.
+        weight_decay: decoupled weight decay, for every dtype.
+        hold_steps: number of first steps in which only the averages are updated.
+        scale: loss scale of the older training loop (`loss_scale`, `optim_step`).
     """
 
     # Where states are kept; None: with the parameter.
@@ -52,11 +52,11 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @property
     def scale(self) -> float:
-        """The loss scale of the older loop."""
+        """Loss scale of the older training loop."""
         return self._scale
 
     def loss_scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, scaled and divided by the number of processes, to call backward on."""
+        """Return the loss times the scale, divided by the number of processes, for backward."""
         self._pending = self._scale
         return loss * (self._scale / config["world_size"])
 
@@ -69,8 +69,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: computes the loss again.
-            scale: what gradients are too large by; None takes that of `loss_scale`, if it was used.
+            closure: function that computes the loss again.
+            scale: factor to divide gradients by (default: that of `loss_scale`, if it was called).
         """
         loss = None
         if closure is not None:
@@ -104,7 +104,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         gradients: list[Tensor],
         scale: float,
     ) -> None:
-        """Step `masters`, all in one place."""
+        """Update the fp32 `masters`, all on one device."""
         grads = []
         for gradient, master in zip(gradients, masters, strict=True):
             grad = gradient.to(master.device, master.dtype)
@@ -130,7 +130,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         )
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
-        """Return a parameter's state; a `master` is what the parameter is rounded from."""
+        """Return a parameter's state, created if missing; `master` is its fp32 copy."""
         state = self.state[param]
         if not state:
             here = local_tensor(param.detach())
@@ -144,14 +144,14 @@ class AdamOptimizer(torch.optim.Optimizer):
         return state
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Return plain tensors: this process's parts, or the whole for any number of processes."""
+        """Return plain tensors: this process's shards, or with `gather` the full states."""
         return {**pack_state(self, gather), "scale": self._scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave.
+        """Restore the state of `state_dict`.
 
         Raises:
-            CheckpointError: it is of other parameters or, not whole, of other processes.
+            CheckpointError: the parameters differ or, for shards, the processes.
         """
         found = unpack_state(self, state_dict)
         # Torch would cast the states to the parameters' dtype.
@@ -169,14 +169,14 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """The same, with states on the host; on a host without an accelerator, the same numbers.
+    """`AdamOptimizer` with its states on the host; without an accelerator the numbers are equal.
 
-    Gradients go there, and weights back, beside the steps of other parameters; `step` returns when
-    all are stepped, and the device waits for the last weights.
+    Gradients and updated weights are copied while other parameters are updated. `step` returns when
+    all parameters are updated, and the device waits for the last copy.
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps, scale: see `AdamOptimizer`.
-        record_delta: keep mean and variance of the last update.
+        record_delta: record mean and variance of the last update.
     """
 
     state_device = torch.device("cpu")
@@ -207,7 +207,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta += torch.cat((torch.tensor([float(delta.numel())]), sums))
 
     def _update_away(self, group: dict[str, Any], params: list[Tensor], scale: float) -> None:
-        """Step one parameter while the gradients of the next come and the last's weights go."""
+        """Update one parameter while the next gradient and the previous weight are copied."""
         if self._engine is None:
             self._engine = make_copy_engine(local_tensor(params[0]).device, "bmtrain-offload")
         engine, coming, going = self._engine, [], []
@@ -234,9 +234,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return mean, second / max(1.0, count) - mean * mean
 
     def get_avg_delta(self) -> float:
-        """Return the mean of the last update over all parameters; with `record_delta`."""
+        """Return the mean of the last update over all parameters; needs `record_delta`."""
         return self._moments()[0]
 
     def get_var_delta(self) -> float:
-        """Return the variance of the last update over all parameters; with `record_delta`."""
+        """Return the variance of the last update over all parameters; needs `record_delta`."""
         return self._moments()[1]

@@ -1,4 +1,4 @@
-"""One optimizer step of today's loop: scaled backward, clipping, skipping, schedules."""
+"""BMTrain's training step: scaled backward, clipping, overflow skipping, schedules."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Groups = Iterable[Mapping[str, Any]]
 
 
 class OptimManager:
-    """Steps optimizers and their schedules together, with one loss scale.
+    """Steps optimizers and their schedules together, with one dynamic loss scale.
 
     Args:
-        loss_scale: the first scale; None: the loss is not scaled.
-        loss_scale_factor: what the scale grows and falls by.
-        loss_scale_steps: sound steps in a row after which it grows.
-        min_loss_scale, max_loss_scale: it stays between them.
-        grad_scale: what the loss is divided by, so that the sum of gradients over processes is a
-            mean; None: their number. Where tensor-parallel processes have one loss together
+        loss_scale: first scale; None disables scaling.
+        loss_scale_factor: factor by which the scale grows and shrinks.
+        loss_scale_steps: number of steps without overflow after which the scale grows.
+        min_loss_scale, max_loss_scale: bounds of the scale.
+        grad_scale: divisor of the loss that makes the gradient sum over processes a mean (default:
+            the number of processes). For a loss that tensor-parallel processes compute together
             (FusedCrossEntropy with parallel=True), give bmt.config["tp_zero_size"].
     """
 
@@ -65,31 +65,31 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The scale now."""
+        """Current loss scale."""
         return self._scaler.current_scale
 
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | None = None
     ) -> None:
-        """Add an optimizer, any of torch's or ours, and its schedule.
+        """Add an optimizer of torch or bmforge, and its schedule.
 
         Raises:
-            ConfigError: LBFGS; SparseAdam on several processes.
+            ConfigError: the optimizer is LBFGS, or SparseAdam on several processes.
         """
         check_optimizer(optimizer)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to call backward on."""
+        """Return the scaled loss for backward."""
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward; gradients add up in `.grad`, times the loss scale."""
+        """Run backward on the scaled loss; gradients are accumulated in `.grad`."""
         self.scale_loss(loss).backward()
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all optimizers."""
+        """Clear the gradients of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -100,14 +100,14 @@ class OptimManager:
         norm_type: float | str = 2,
         eps: float = 1e-6,
     ) -> Tensor:
-        """Scale gradients down to a norm of at most `max_norm`; return the norm before, unscaled.
+        """Clip gradients to a norm of at most `max_norm`; return the unscaled norm before clipping.
 
         Comm: one all-reduce of a number.
         """
         return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
 
     def step(self) -> None:
-        """Step optimizers and schedules, or none of them where a gradient is not finite.
+        """Step optimizers and schedules, or none of them if a gradient is not finite.
 
         Comm: one all-reduce of a number.
         """
@@ -137,11 +137,11 @@ class OptimManager:
         self._scaler.current_scale = min(self._scaler.current_scale, self.max_loss_scale)
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Return everything a run goes on from, as plain tensors and numbers.
+        """Return the state to resume from, as plain tensors and numbers.
 
         Args:
-            gather_opt: the optimizers' states whole, for any number of processes; else each
-                process's own part.
+            gather_opt: return full optimizer states, for any number of processes, instead of each
+                process's shards.
         """
         return {
             "optimizers": [pack_state(optimizer, gather_opt) for optimizer in self.optimizers],
@@ -151,10 +151,10 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave.
+        """Restore the state of `state_dict`.
 
         Raises:
-            CheckpointError: it is of other optimizers or parameters.
+            CheckpointError: the optimizers or parameters differ.
         """
         states = state_dict["optimizers"]
         if len(states) != len(self.optimizers):
@@ -174,7 +174,7 @@ class OptimManager:
 
 
 def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters that have a gradient, with what is here, or not zero, of it."""
+    """Return the parameters that have a gradient, with the local or nonzero values of it."""
     found = []
     for param in (param for group in groups for param in group["params"]):
         if param.grad is not None and param.grad.is_sparse:
@@ -187,7 +187,7 @@ def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def _is_finite(groups: Groups) -> bool:
-    """Tell, the same on every process, whether all gradients are finite."""
+    """Return whether all gradients are finite, the same result on every process."""
     bad = torch.zeros((), dtype=torch.float32, device=config.device)
     for _, grad in _grads(groups):
         if grad.numel():
@@ -197,10 +197,10 @@ def _is_finite(groups: Groups) -> bool:
 
 
 def check_overflow(param_groups: Groups) -> None:
-    """Look for a gradient that is not finite, on all processes together.
+    """Check all gradients of all processes for values that are not finite.
 
     Raises:
-        OverflowError: there is one.
+        OverflowError: a gradient is not finite.
 
     Comm: one all-reduce of a number.
     """
@@ -224,13 +224,13 @@ def clip_grad_norm(
     norm_type: float | str = 2,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Scale gradients down to a norm of at most `max_norm`; return the norm before.
+    """Clip gradients to a norm of at most `max_norm`; return the norm before clipping.
 
     Args:
-        param_groups: of an optimizer.
+        param_groups: parameter groups of an optimizer.
         max_norm: largest norm of the gradients divided by `scale`.
-        scale: the loss scale they carry.
-        norm_type: of which norm; infinity, or "inf", is the largest absolute value.
+        scale: loss scale of the gradients.
+        norm_type: p of the norm; infinity or "inf" is the largest absolute value.
         eps: added to the norm before dividing.
 
     Comm: one all-reduce of a number.
@@ -259,7 +259,7 @@ def _wide(grad: Tensor) -> torch.dtype:
 
 
 def _counts_here(param: Tensor) -> bool:
-    """Tell whether what is here of a gradient counts here; what several processes have, once."""
+    """Return whether this process counts its local gradient, so that replicated ones count once."""
     origin = origin_of(param)
     if origin is None:
         return bool(config["rank"] == 0)
@@ -271,9 +271,9 @@ def _counts_here(param: Tensor) -> bool:
 
 
 def optim_step(optim: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | None = None) -> None:
-    """Step as the older loop does: skip and halve `optim.scale` where a gradient is not finite.
+    """Step as the older loop does: on a non-finite gradient skip the step and halve `optim.scale`.
 
-    `init_distributed` has the factor and the number of steps after which the scale grows.
+    The factor and the number of steps after which the scale grows are those of `init_distributed`.
     """
     config.need("optim_step")
     check_optimizer(optim)

@@ -1,4 +1,4 @@
-"""An optimizer's state as plain tensors: of this process, or whole, for any number of processes."""
+"""Optimizer states as plain tensors: local shards, or full tensors for any number of processes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ State = dict[str, Any]
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters in the order in which its state counts them."""
+    """Return an optimizer's parameters in the order in which its state numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def pack_state(optimizer: torch.optim.Optimizer, gather: bool) -> State:
-    """Return a `state_dict` without shares: each process's part, or with `gather` the whole.
+    """Return a `state_dict` of plain tensors: this process's shards, or with `gather` full tensors.
 
     Raises:
-        ConfigError: `gather` in a pipeline.
+        ConfigError: `gather` with a pipeline.
     """
     if gather and config["pipe_size"] > 1:
         raise ConfigError("gather=True: a pipeline's stages have different states; save per rank.")
@@ -51,15 +51,15 @@ def _pack(param: Tensor, value: Any, gather: bool) -> Any:
 
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
-    """Return what is here of `value` as a share like `param`."""
+    """Return a local tensor as a DTensor sharded like `param`."""
     return value if isinstance(value, DTensor) else laid_out_like(value, param)
 
 
 def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> State:
-    """Return what `pack_state` gave, on any number of processes if it was whole, as shares.
+    """Return the state of `pack_state` as shards; a full state fits any number of processes.
 
     Raises:
-        CheckpointError: it is of another number of parameters, or another shape.
+        CheckpointError: the number of parameters or a shape differs.
     """
     params = all_parameters(optimizer)
     saved = sum(len(group["params"]) for group in state["param_groups"])

@@ -1,8 +1,8 @@
-"""A step of any of torch's optimizers on shares.
+"""Steps of torch's optimizers on sharded parameters.
 
-Most of them do the same to every number, and torch does it to DTensors. `Rprop` does too, but by an
-operation that torch has no rule for on DTensors: it steps what is here. `Adafactor` looks at rows
-and columns: it steps whole parameters, one at a time, and keeps its states, which are small, whole.
+Most optimizers are elementwise and run on DTensors. `Rprop` is elementwise too, but uses an
+operation without a DTensor rule, so it steps the local tensors. `Adafactor` needs rows and columns:
+it steps full parameters, one at a time, and keeps its small states full.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["check_optimizer", "keeps_whole", "step_shares"]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Look whether an optimizer can be stepped by a manager.
+    """Check that a manager can step an optimizer.
 
     Raises:
-        ConfigError: it cannot; the message says what can.
+        ConfigError: it cannot; the message names alternatives.
     """
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
@@ -43,14 +43,14 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def keeps_whole(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer's states are whole on every process."""
+    """Return whether an optimizer's states are full tensors on every process."""
     return isinstance(optimizer, Adafactor) and bool(config["world_size"] > 1)
 
 
 def step_shares(optimizer: Optimizer) -> None:
-    """Step an optimizer.
+    """Step an optimizer on sharded parameters.
 
-    Memory, Comm: of Adafactor, one whole parameter and its gradient, gathered.
+    Memory, Comm: Adafactor gathers one full parameter and its gradient at a time.
     """
     if config["world_size"] == 1 or not isinstance(optimizer, Adafactor | Rprop):
         optimizer.step()
@@ -72,7 +72,7 @@ def step_shares(optimizer: Optimizer) -> None:
 
 
 def _here(param: Tensor) -> Tensor:
-    """Return what is here of a parameter, with what is here of its gradient."""
+    """Return the local tensor of a parameter, with its local gradient."""
     stand_in = local_tensor(param.detach())
     stand_in.grad = None if param.grad is None else local_tensor(param.grad)
     return stand_in
@@ -80,7 +80,7 @@ def _here(param: Tensor) -> Tensor:
 
 @contextmanager
 def _in_place_of(optimizer: Optimizer, groups: list[list[tuple[Tensor, Tensor]]]) -> Iterator[None]:
-    """Let an optimizer have other tensors in the place of some parameters, and no others."""
+    """Context manager: temporarily replace an optimizer's parameters by other tensors."""
     before = [group["params"] for group in optimizer.param_groups]
     pairs = [pair for group in groups for pair in group]
     states: dict[Any, Any] = optimizer.state
@@ -101,5 +101,5 @@ def _in_place_of(optimizer: Optimizer, groups: list[list[tuple[Tensor, Tensor]]]
 
 
 def _plain(value: Any) -> Any:
-    """Return what is here of a state; one that was loaded is a share."""
+    """Return the local tensor of a state; loaded states are DTensors."""
     return local_tensor(value) if isinstance(value, DTensor) else value

@@ -1,7 +1,7 @@
-"""Model parallelism by hand: groups of processes, layers cut over them, and what goes between.
+"""Megatron's `mpu`: process groups, tensor-parallel layers and their collectives.
 
-Start reading at `initialize.py`, then `layers.py`. A whole model is cut by
-`bmforge.parallel.Layout(tp=...)` without any of this.
+Start at `initialize.py`, then `layers.py`. `bmforge.parallel.Layout(tp=...)` shards a model without
+any of this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loss of logits that each process has for its part of the vocabulary."""
+"""Cross-entropy of logits that are sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["vocab_parallel_cross_entropy"]
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
-    """Return every token's loss, the same on all processes; the logits are left as they are.
+    """Return every token's loss, the same on all processes, without changing the logits in place.
 
     Args:
-        vocab_parallel_logits: of this process's part of the vocabulary.
-        target: token ids of the whole vocabulary.
+        vocab_parallel_logits: logits of this process's part of the vocabulary.
+        target: token ids of the full vocabulary.
 
     Shape:
         vocab_parallel_logits: (..., V / tp); target: (...) -> (...)
 
     Raises:
-        ShapeError: the two do not fit.
+        ShapeError: the two shapes do not match.
 
-    Comm: two all-reduces of a number per token, one of them with a gradient.
+    Comm: two all-reduces of a number per token, one of them differentiable.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""One process's batch for all that share its model."""
+"""Broadcasts a batch within the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["broadcast_data"]
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the tensors that the first of the processes of a model has, on its device.
+    """Return the tensors of the group's first process, on this process's device.
 
     Args:
-        keys: which of them.
-        data: tensors by name; looked at on the first process only.
-        datatype: of all of them.
+        keys: names of the tensors.
+        data: tensors by name; read on the first process only.
+        datatype: dtype of all of them.
 
     Raises:
-        DataError: on all processes alike, one is not there or has another dtype.
+        DataError: on all processes, a tensor is missing or has another dtype.
 
-    Comm: within a model, a broadcast of the shapes and one of all values.
+    Comm: within the group, a broadcast of the shapes and one of all values.
     """
     group, source = get_model_parallel_group(), get_model_parallel_src_rank()
     is_first = get_model_parallel_rank() == 0
@@ -56,7 +56,7 @@ def broadcast_data(
 def _describe(
     keys: Sequence[str], data: Mapping[str, Tensor], datatype: torch.dtype
 ) -> tuple[list[tuple[int, ...]], str]:
-    """Return the shapes, or what is wrong."""
+    """Return the shapes, or an error message."""
     missing = [key for key in keys if key not in data]
     if missing:
         return [], f"broadcast_data: the batch has no {', '.join(missing)}; it has {list(data)}."

@@ -1,4 +1,4 @@
-"""Clipping gradients of which each process has a part."""
+"""Gradient clipping for tensor-parallel models."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["clip_grad_norm"]
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
 ) -> float:
-    """Scale gradients down to a norm, in place; return the norm they had, over the whole model.
+    """Clip gradients to a norm, in place; return the norm before, over the full model.
 
     Args:
-        parameters: those with `model_parallel` set are parts, others are the same everywhere and
-            count once.
-        max_norm: the largest norm.
-        norm_type: of a p-norm; infinity takes the largest value.
+        parameters: parameters; those with `model_parallel` set are sharded, the others are
+            replicated and count once.
+        max_norm: largest norm.
+        norm_type: p of the norm; infinity is the largest absolute value.
 
-    Comm: one all-reduce of a number within a model.
+    Comm: one all-reduce of a number within the tensor-parallel group.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [(p.grad, getattr(p, "model_parallel", False)) for p in given if p.grad is not None]

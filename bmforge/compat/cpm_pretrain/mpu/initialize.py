@@ -1,7 +1,7 @@
-"""Who shares what: groups of processes along the axes of a layout's mesh, under mpu's names.
+"""Process groups along the axes of a layout's mesh, under mpu's names.
 
-Processes of one model are neighbours, replicas of it further apart, pipeline stages furthest, as
-the engine's meshes have them too. `groups` is the only state.
+Tensor-parallel ranks vary fastest, then replicas, then pipeline stages, as in the engine's meshes.
+`groups` is the only state.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ __all__ = [
 
 
 class Groups:
-    """What `initialize_model_parallel` has made.
+    """The process groups that `initialize_model_parallel` creates.
 
     Attributes:
-        mesh: of all axes; None before.
-        device: what this process computes on.
-        topology: as it was given.
-        io: the first and the last stage's first processes; None on others.
-        rank, size: what a program says instead of the group's; None says nothing.
+        mesh: mesh of all axes; None before.
+        device: device of this process.
+        topology: topology that was passed.
+        io: group of the first processes of the first and the last stage; None on others.
+        rank, size: values that a program set to override the group's; None overrides nothing.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Have none."""
+        """Remove all groups."""
         self._world: object = None
         self.mesh: DeviceMesh | None = None
         self.device = torch.device("cpu")
@@ -68,7 +68,7 @@ class Groups:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the groups have been made, and their processes are still joined."""
+        """Whether the groups exist and their process group is alive."""
         joined = dist.is_initialized() and self._world is dist.group.WORLD
         return self.mesh is not None and joined
 
@@ -79,7 +79,7 @@ class Groups:
         self.io = _io_group(mesh)
 
     def of(self, axis: str) -> dist.ProcessGroup:
-        """Return the processes that differ from this one on an axis: tp, pp or data.
+        """Return the processes that differ from this one along an axis: tp, pp or data.
 
         Raises:
             DistributedError: `initialize_model_parallel` was not called.
@@ -105,7 +105,7 @@ def _io_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def join_layout(layout: Layout, topology: Any = None) -> DeviceMesh:
-    """Join the other processes and take a layout's groups; return its mesh."""
+    """Initialise the process group and take the groups of a layout's mesh; return the mesh."""
     world = init_distributed()
     mesh = build_mesh(layout, world.device)
     groups.take(mesh, world.device, topology)
@@ -113,15 +113,15 @@ def join_layout(layout: Layout, topology: Any = None) -> DeviceMesh:
 
 
 def initialize_model_parallel(model_parallel_size_: int, topology: Any = None) -> None:
-    """Make the groups.
+    """Create the groups.
 
     Args:
-        model_parallel_size_: processes that share one model's matrices; at most all of them.
-        topology: says how many stages a pipeline has, see `PipeModelDataParallelTopology`.
+        model_parallel_size_: tensor-parallel size; at most the number of processes.
+        topology: topology with the number of stages, see `PipeModelDataParallelTopology`.
 
     Raises:
         ConfigError: the sizes do not divide the number of processes.
-        DistributedError: the groups are there already.
+        DistributedError: the groups exist already.
     """
     if groups.is_ready:
         raise DistributedError(
@@ -134,45 +134,45 @@ def initialize_model_parallel(model_parallel_size_: int, topology: Any = None) -
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups."""
+    """Remove the groups."""
     groups.forget()
 
 
 def is_unitialized() -> bool:
-    """Tell whether there are no groups yet."""
+    """Return whether there are no groups."""
     return not groups.is_ready
 
 
 def model_parallel_is_initialized() -> bool:
-    """Tell whether there are groups."""
+    """Return whether the groups exist."""
     return groups.is_ready
 
 
 def get_topology() -> Any:
-    """Return the topology that was given; None without a pipeline."""
+    """Return the topology that was passed; None without a pipeline."""
     return groups.topology
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """Return the processes that share one model's matrices with this one."""
+    """Return the tensor-parallel group of this process."""
     return groups.of("tp")
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """Return the processes that hold the same part of the model, for other rows."""
+    """Return the data-parallel group of this process."""
     return groups.of("data")
 
 
 def get_pipe_parallel_group() -> dist.ProcessGroup:
-    """Return this pipeline's processes."""
+    """Return the pipeline group of this process."""
     return groups.of("pp")
 
 
 def get_io_parallel_group() -> dist.ProcessGroup:
-    """Return the first processes of the first and the last stage.
+    """Return the group of the first processes of the first and the last stage.
 
     Raises:
-        DistributedError: this process is none of them.
+        DistributedError: this process is not in the group.
     """
     if groups.io is None:
         groups.of("tp")
@@ -184,47 +184,47 @@ def get_io_parallel_group() -> dist.ProcessGroup:
 
 
 def set_model_parallel_world_size(world_size: int | None) -> None:
-    """Say another size than the group's; None: the group's again."""
+    """Override the tensor-parallel size; None restores the group's."""
     groups.size = world_size
 
 
 def set_model_parallel_rank(rank: int | None) -> None:
-    """Say another rank than the group's; None: the group's again."""
+    """Override the tensor-parallel rank; None restores the group's."""
     groups.rank = rank
 
 
 def get_model_parallel_world_size() -> int:
-    """Return how many processes share one model's matrices."""
+    """Return the tensor-parallel size."""
     return get_model_parallel_group().size() if groups.size is None else groups.size
 
 
 def get_model_parallel_rank() -> int:
-    """Return this process's place among them."""
+    """Return this process's rank in the tensor-parallel group."""
     return get_model_parallel_group().rank() if groups.rank is None else groups.rank
 
 
 def get_model_parallel_src_rank() -> int:
-    """Return the global rank of the first of them."""
+    """Return the global rank of the tensor-parallel group's first process."""
     return dist.get_process_group_ranks(get_model_parallel_group())[0]
 
 
 def get_data_parallel_world_size() -> int:
-    """Return how many replicas of the model there are."""
+    """Return the number of replicas."""
     return get_data_parallel_group().size()
 
 
 def get_data_parallel_rank() -> int:
-    """Return which replica this process is in."""
+    """Return this process's rank in the data-parallel group."""
     return get_data_parallel_group().rank()
 
 
 def get_pipe_parallel_world_size() -> int:
-    """Return how many stages there are."""
+    """Return the number of pipeline stages."""
     return get_pipe_parallel_group().size()
 
 
 def get_pipe_parallel_rank() -> int:
-    """Return this process's stage."""
+    """Return this process's pipeline stage."""
     return get_pipe_parallel_group().rank()
 
 

@@ -1,7 +1,7 @@
-"""Layers of which each process has a part, placed by hand in a model.
+"""Tensor-parallel layers that programs place by hand.
 
-`weight` and `bias` are this process's part. The whole weight is drawn everywhere and cut, so that
-its values do not depend on how many processes share it. `pretrain` lays such a model out.
+`weight` and `bias` are this process's part. The full weight is initialised everywhere and split, so
+its values do not depend on the number of processes. `pretrain` parallelizes such a model.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Init = Callable[[Tensor], Any]
 
 
 class PartParameter(nn.Parameter):
-    """A parameter that is this process's part of a whole one, and says so as programs look it up.
+    """A parameter that is this process's part of a full one, with Megatron's attributes.
 
     Args:
         data: this process's part.
         requires_grad: as of any parameter.
-        dim: the dim that is cut.
-        stride: how many matrices lie one behind the other; each process has its part of each.
+        dim: sharded dim.
+        stride: number of stacked matrices, of each of which the process has a part.
     """
 
     def __new__(
         cls, data: Tensor, requires_grad: bool = True, dim: int = 0, stride: int = 1
     ) -> PartParameter:
-        """Make one."""
+        """Create the parameter and set `model_parallel`, `partition_dim` and `partition_stride`."""
         made: PartParameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
         made.model_parallel, made.partition_dim, made.partition_stride = True, dim, stride
         return made
@@ -63,7 +63,7 @@ class PartParameter(nn.Parameter):
     partition_stride: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartParameter:
-        """Copy the values and what they are a part of."""
+        """Copy the values and the attributes."""
         if id(self) not in memo:
             data = self.detach().clone()
             memo[id(self)] = PartParameter(
@@ -75,13 +75,13 @@ class PartParameter(nn.Parameter):
 def _draw_part(
     rows: int, columns: int, dim: int, init_method: Init, stride: int
 ) -> tuple[nn.Parameter, Tensor]:
-    """Return this process's part of a matrix that is drawn whole, and the whole.
+    """Initialise a full matrix; return this process's part and the full matrix.
 
     Args:
-        rows, columns: of the whole.
-        dim: which of them is cut.
-        init_method: draws in place.
-        stride: how many matrices lie one behind the other; each process has its part of each.
+        rows, columns: full size.
+        dim: sharded dim.
+        init_method: in-place initialisation.
+        stride: number of stacked matrices, of each of which the process has a part.
     """
     whole = torch.empty(rows, columns, device=groups.device)
     init_method(whole)
@@ -91,7 +91,7 @@ def _draw_part(
 
 
 class _PartLinear(nn.Module):
-    """What a linear layer begins with of which each process has a part: `weight` and its sizes."""
+    """Base of the tensor-parallel linear layers: `weight` and its sizes."""
 
     def __init__(
         self,
@@ -112,15 +112,15 @@ class _PartLinear(nn.Module):
 
 
 class ColumnParallelLinear(_PartLinear):
-    """A linear layer of which each process has a part of the outputs.
+    """A linear layer whose outputs are sharded.
 
     Args:
-        input_size, output_size: of the whole layer.
-        bias: add one, which begins at 0.
-        gather_output: return all outputs; False: this process's.
-        init_method: draws the whole weight.
-        stride: how many matrices the weight consists of (3 for queries, keys and values).
-        keep_master_weight_for_test: keep the whole weight as `master_weight`.
+        input_size, output_size: sizes of the full layer.
+        bias: add a bias, which begins at 0.
+        gather_output: return all outputs instead of this process's.
+        init_method: in-place initialisation of the full weight.
+        stride: number of matrices stacked in the weight (3 for queries, keys and values).
+        keep_master_weight_for_test: keep the full weight as `master_weight`.
         skip_bias_add: return the bias instead of adding it.
     """
 
@@ -144,7 +144,7 @@ class ColumnParallelLinear(_PartLinear):
             self.bias = PartParameter(torch.zeros(part, device=groups.device), stride=stride)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs, and the bias that has not been added."""
+        """Return the outputs, and the bias if it was not added."""
         own = None if self.skip_bias_add else self.bias
         out = F.linear(copy_to_model_parallel_region(input_), self.weight, own)
         if self.gather_output:
@@ -153,15 +153,15 @@ class ColumnParallelLinear(_PartLinear):
 
 
 class RowParallelLinear(_PartLinear):
-    """A linear layer of which each process has a part of the inputs.
+    """A linear layer whose inputs are sharded.
 
     Args:
-        input_size, output_size: of the whole layer.
-        bias: add one, which begins at 0 and is whole on every process.
-        input_is_parallel: the input is this process's columns; False: it has all.
-        init_method: draws the whole weight.
-        stride: how many matrices the weight consists of.
-        keep_master_weight_for_test: keep the whole weight as `master_weight`.
+        input_size, output_size: sizes of the full layer.
+        bias: add a bias, which begins at 0 and is replicated.
+        input_is_parallel: whether the input has this process's columns only.
+        init_method: in-place initialisation of the full weight.
+        stride: number of matrices stacked in the weight.
+        keep_master_weight_for_test: keep the full weight as `master_weight`.
         skip_bias_add: return the bias instead of adding it.
     """
 
@@ -184,7 +184,7 @@ class RowParallelLinear(_PartLinear):
             self.bias = nn.Parameter(torch.zeros(output_size, device=groups.device))
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return all outputs, and the bias that has not been added."""
+        """Return all outputs, and the bias if it was not added."""
         own = input_ if self.input_is_parallel else scatter_to_model_parallel_region(input_)
         out = reduce_from_model_parallel_region(F.linear(own, self.weight))
         if self.skip_bias_add or self.bias is None:
@@ -193,12 +193,12 @@ class RowParallelLinear(_PartLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of which each process has a part of the vocabulary.
+    """An embedding whose vocabulary is sharded.
 
     Args:
-        num_embeddings: tokens of the whole vocabulary.
-        embedding_dim: width of a row.
-        init_method: draws the whole table.
+        num_embeddings: size of the full vocabulary.
+        embedding_dim: embedding size.
+        init_method: in-place initialisation of the full table.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, _ = _draw_part(num_embeddings, embedding_dim, 0, init_method, 1)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the rows of tokens.
+        """Return the embeddings of token ids.
 
         Shape:
             input_: (...) -> (..., D)

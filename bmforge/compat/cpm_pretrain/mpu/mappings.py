@@ -1,4 +1,4 @@
-"""Where a part of a model that is cut begins and ends: the engine's collectives by mpu's names."""
+"""mpu's names of the collectives at the borders of tensor-parallel regions."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = [
 
 
 def copy_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """Pass on what all have; the gradients of their parts are summed."""
+    """Identity in forward; backward all-reduces the gradient."""
     return sum_backward(input_, get_model_parallel_group())
 
 
 def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
-    """Sum the processes' parts; all go on with the same."""
+    """All-reduce in forward; identity in backward."""
     return sum_forward(input_, get_model_parallel_group())
 
 
 def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """Take this process's part of the last dim of what all have."""
+    """Return this process's part of the last dim of a replicated tensor."""
     return take_tokens(input_, get_model_parallel_group(), -1)
 
 
 def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
-    """Put the processes' parts of the last dim together; all go on with the same."""
+    """All-gather the last dim; all processes get the same result."""
     return gather_tokens(input_, get_model_parallel_group(), -1, summed=False)
 
 

@@ -1,6 +1,6 @@
-"""Random numbers that the processes of one model draw alike, and those that each draws for itself.
+"""Random generators that are shared or separate within a tensor-parallel group, and recomputation.
 
-And recomputing in backward, which draws both again as they were.
+Recomputation in backward restores both kinds of generators.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ States = dict[str, dict[str, Tensor]]
 
 
 class CudaRNGStatesTracker:
-    """Generators with names: of the accelerator, or of the CPU where that computes."""
+    """Named random generators of the accelerator, or of the CPU without one."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all."""
+        """Remove all generators."""
         self._states: States = {}
         self._seeds: set[int] = set()
 
     def get_states(self) -> States:
-        """Return where each stands."""
+        """Return the state of each generator."""
         return dict(self._states)
 
     def set_states(self, states: States) -> None:
-        """Put each where it stood."""
+        """Restore the state of each generator."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a generator.
+        """Add a generator.
 
         Raises:
-            ConfigError: there is one of that name or of that seed.
+            ConfigError: the name or the seed is taken.
         """
         if seed in self._seeds or name in self._states:
             raise ConfigError(
@@ -70,10 +70,10 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _OWN) -> Iterator[None]:
-        """Draw from a generator inside; the usual one is left as it was.
+        """Context manager: use a named generator inside, and leave the default one unchanged.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: there is no generator of that name.
         """
         if name not in self._states:
             raise ConfigError(
@@ -92,19 +92,19 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """Return the one tracker."""
+    """Return the tracker of this process."""
     return _tracker
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed what the processes of a model draw alike, and begin what each draws for itself."""
+    """Seed the generator shared by the tensor-parallel group, and add one that differs per rank."""
     _tracker.reset()
     torch.manual_seed(seed)
     _tracker.add(_OWN, seed + _APART + get_model_parallel_rank())
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function now, and once more in backward instead of keeping what it computes."""
+    """Call a function without keeping its activations; backward calls it again."""
     before = _tracker.get_states()
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -115,7 +115,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def _with_states(states: States | None) -> Iterator[None]:
-    """Let the tracker begin where it stood, and stand where it does now afterwards."""
+    """Context manager: restore the tracker's states inside, and the current ones afterwards."""
     if states is None:
         yield
         return
