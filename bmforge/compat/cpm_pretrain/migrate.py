@@ -366,7 +366,7 @@ class _Places:
 
 
 def _count_tokens(path: str | None) -> int | None:
-    """Return the number of tokens of a vocabulary file; None if it is missing or has another form."""
+    """Return the number of tokens of a vocabulary file; None if there is no such file."""
     place = Path(path) if path else None
     if place is None:
         return None

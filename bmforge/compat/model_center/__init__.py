@@ -1,8 +1,7 @@
-"""ModelCenter's names over bmforge: its programs run with their import lines changed.
+"""ModelCenter's API over bmforge, for programs with changed import lines.
 
-Start reading at `model` (the old model classes over the zoo's), then `dataset` (task data ready to
-train on), `layer`, `tokenizer` and `generation`. What changed in numbers, and why, is in
-docs/migrating_model_center.md.
+Start at `model` (the model classes), then `dataset` (task data ready to train on), `layer`,
+`tokenizer` and `generation`. docs/migrating_model_center.md lists the numbers that changed and why.
 """
 
 from __future__ import annotations

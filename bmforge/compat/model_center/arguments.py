@@ -1,4 +1,4 @@
-"""The old command line of training programs."""
+"""ModelCenter's command-line arguments of training programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_model_config_args(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add all others."""
+    """Add all training arguments."""
     group = parser.add_argument_group("train", "training configurations")
     for name, (kind, default, told) in _TRAINING.items():
         group.add_argument(name, type=kind, default=default, help=told)
@@ -55,12 +55,11 @@ def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what a program was started with.
-
-    `warmup_iters` is a number of iterations, also where a fraction was given.
+    """Return the parsed arguments; `warmup_iters` is a number of iterations, also for a given
+    fraction.
 
     Args:
-        arguments: None takes the command line's.
+        arguments: command line (default: that of the process).
     """
     parser = add_training_args(add_model_config_args(argparse.ArgumentParser()))
     args = parser.parse_args(arguments)

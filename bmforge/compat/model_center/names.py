@@ -1,4 +1,4 @@
-"""ModelCenter's public names, 1.0 and older, and what became of each."""
+"""ModelCenter's public names (1.0 and older) and their state here."""
 
 from bmforge.compat.names import read_names
 

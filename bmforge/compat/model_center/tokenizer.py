@@ -1,4 +1,4 @@
-"""Tokenizers under the old names: of transformers, and the house's of OpenBMB's own models."""
+"""Tokenizers under ModelCenter's names: of transformers, and of bmforge for OpenBMB's models."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 
 
 class BaseTokenizer:
-    """Opens a tokenizer of transformers, which is imported only then.
+    """Loads a transformers tokenizer, and imports transformers only then.
 
     Args:
-        tokenizer_type: name of its class there, or the class itself.
+        tokenizer_type: tokenizer class, or its name in transformers.
     """
 
     def __init__(self, tokenizer_type: Any) -> None:
         self.tokenizer_type = tokenizer_type
 
     def from_pretrained(self, name: str | Path, *args: Any, **options: Any) -> Any:
-        """Return the tokenizer of a directory, of a cached model, or of one on the hub.
+        """Return the tokenizer of a directory, a cached model, or one on the hub.
 
         Raises:
             ConfigError: no such model.
@@ -63,11 +63,11 @@ LlamaTokenizer = BaseTokenizer("LlamaTokenizer")
 
 
 class _OldMethods:
-    """What the old tokenizers of CPM-1 and CPM-2 had beside `encode` and `decode`."""
+    """Further methods of ModelCenter's tokenizers of CPM-1 and CPM-2."""
 
     @property
     def eod_id(self: Any) -> int | None:
-        """Id that ends a document."""
+        """Id of the end-of-document token."""
         found: int | None = self.role_id("eod")
         return found
 
@@ -76,7 +76,7 @@ class _OldMethods:
         return list(self.convert_ids_to_tokens(self.encode(text)))
 
     def convert_tokens_to_ids(self: Any, tokens: list[str]) -> list[int | None]:
-        """Return the ids of tokens; of one that there is not, the unknown's."""
+        """Return the ids of tokens; the unknown id for tokens outside the vocabulary."""
         found = [self.token_to_id(token) for token in tokens]
         return [self.unk_id if one is None else one for one in found]
 
@@ -86,26 +86,26 @@ class _OldMethods:
         return [tokens[int(number)] for number in ids]
 
     def check(self: Any, token: str) -> bool:
-        """Tell whether there is such a token."""
+        """Return whether a token is in the vocabulary."""
         return self.token_to_id(token) is not None
 
 
 class CPM1Tokenizer(_OldMethods, _CPM1Tokenizer):
-    """CPM-1's tokenizer with its old methods."""
+    """CPM-1's tokenizer with ModelCenter's methods."""
 
 
 class CPM2Tokenizer(_OldMethods, _CPM2Tokenizer):
-    """CPM-2's tokenizer with its old methods."""
+    """CPM-2's tokenizer with ModelCenter's methods."""
 
     @property
     def sod_id(self) -> int | None:
-        """Id that begins a document."""
+        """Id of the start-of-document token."""
         return self.bos_id
 
     def get_sentinel_num(self) -> int:
-        """Return the number of blanks."""
+        """Return the number of sentinel tokens."""
         return len(self.sentinel_ids)
 
     def get_sentinel_id(self, number: int) -> int:
-        """Return the id of the n-th blank."""
+        """Return the id of the n-th sentinel token."""
         return self.sentinel_id(number)

@@ -1,4 +1,4 @@
-"""What programs took from `model_center.utils`."""
+"""ModelCenter's `utils`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def print_inspect(model: nn.Module, name: str) -> None:
 
 
 def check_web_and_convert_path(path: str | Path, load_type: str = "model") -> str:
-    """Return the directory of a model by directory, hub id or short name.
+    """Return the directory of a model, given a directory, hub id or short name.
 
     Args:
-        path: what was given.
-        load_type: not used: a directory holds config, weights and vocabulary.
+        path: directory, hub id or short name.
+        load_type: accepted and ignored; a directory holds config, weights and vocabulary.
     """
     return str(find_model(path))

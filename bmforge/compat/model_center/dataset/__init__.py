@@ -1,9 +1,9 @@
 """Task data and corpora under ModelCenter's names.
 
-Start reading at `rows.py` (what the task datasets share, and the texts that ask), then
-`bertdataset`, `gpt2dataset`, `llamadataset`, `t5dataset`, `cpm1dataset` and `cpm2dataset`, each
-with its `DATASET`; `loader.py` makes batches, `indexed.py` opens corpora, `distributed_dataset.py`
-block datasets; `cpm1.py` and `cpm2.py` have the rows of pretraining.
+Start at `rows.py` (the base class and prompts of the task datasets), then `bertdataset`,
+`gpt2dataset`, `llamadataset`, `t5dataset`, `cpm1dataset` and `cpm2dataset`, each with its
+`DATASET`. `loader.py` makes batches, `indexed.py` opens corpora, `distributed_dataset.py` block
+datasets; `cpm1.py` and `cpm2.py` have the pretraining samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks for encoders: a text, or two as a pair, and a class."""
+"""Classification tasks for encoders: one text or a pair of texts, and a class."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ __all__ = ["DATASET", "BertRows"]
 class BertRows(TaskRows):
     """A split of a task for an encoder.
 
-    An example is `input_ids`, `attention_mask`, `labels`, and `token_type_ids` where the tokenizer
-    has them; with choices, the first of these with a number for every choice. Of a pair that is too
-    long the first text is cut, so that the second, the question, is always there.
+    A sample has `input_ids`, `attention_mask`, `labels`, and `token_type_ids` if the tokenizer
+    makes
+    them; with choices, the first three have a row per choice. In a pair that is too long the first
+    text
+    is cut, so that the second, the question, is always complete.
 
     Attributes:
-        fields: the texts, one or two, by name; with "{...}" they are templates.
-        balances: in training, rare classes come several times.
+        fields: names of the one or two texts; with "{...}" they are templates.
+        balances: whether training repeats rare classes.
     """
 
     length_names = ("max_encoder_length",)
@@ -31,7 +33,7 @@ class BertRows(TaskRows):
     balances: ClassVar[bool] = False
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Repeat rare classes as often as the commonest is larger, rounded down."""
+        """Repeat each class by the rounded-down ratio of the largest class to it."""
         if not self.balances or self.split != "train":
             return examples
         counts = Counter(example.label for example in examples)
@@ -39,7 +41,7 @@ class BertRows(TaskRows):
         return [e for e in examples for _ in range(most // counts[e.label])]
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of an example.
+        """Return the tensors of a sample.
 
         Shape:
             input_ids, attention_mask, token_type_ids: (max_encoder_length,); labels: scalar

@@ -1,4 +1,4 @@
-"""Rows of CPM-1's pretraining out of a corpus in pieces."""
+"""Samples of CPM-1's pretraining from a corpus of pieces."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _SEPARATOR = 4  # <sep>: a piece that ends with it is predicted to its end
 
 
 class CPM1_Dataset(Dataset[Any]):  # noqa: N801
-    """Pieces and what is to be predicted of them, filled up to one length.
+    """Pieces and their targets, padded to one length.
 
     Args:
-        ctx: the pieces.
-        tgt: the targets, as long as their pieces.
-        max_length: of a row; longer pieces are left out of a slice.
+        ctx: pieces of token ids.
+        tgt: targets, as long as their pieces.
+        max_length: padded length; slices skip longer pieces.
 
-    An index gives `ctx` (max_length,), `tgt` with -100 behind its end, and `len_ctx`; a slice the
-    same of all its pieces, stacked.
+    An index returns `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; a slice returns
+    them
+    stacked for all its pieces.
     """
 
     def __init__(self, ctx: Any, tgt: Any, max_length: int = 1024) -> None:
@@ -44,7 +45,7 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
         }
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
-        """Return one row, or those of a slice."""
+        """Return one sample, or the stacked samples of a slice."""
         if isinstance(index, int):
             found = self._row(self.ctx[index], self.tgt[index])
             return found or {"ctx": None, "tgt": None, "len_ctx": None}
@@ -52,17 +53,19 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
 
 
 class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
-    """Pieces of which the middle is predicted, and the rest is context that all tokens see.
+    """Pieces whose middle is predicted, with the rest as context that all tokens attend to.
 
-    Where the middle begins and ends is drawn with Python's `random`: in the second eighth, and in
-    the last quarter or, of a piece that ends with `<sep>`, at its end.
+    Python's `random` selects the middle: it begins in the second eighth and ends in the last
+    quarter, or
+    at the end of a piece that ends with `<sep>`.
 
     Args:
-        ctx: the pieces.
-        max_length: longer pieces are left out.
+        ctx: pieces of token ids.
+        max_length: longest piece; longer ones give None.
 
-    An index gives the piece, the token to predict at each of its places (-100: none), its length,
-    and which of its tokens are context; four times None for a piece that is left out.
+    An index returns the piece, the target of each position (-100: none), its length, and the
+    context mask;
+    four times None for a skipped piece.
     """
 
     def __init__(self, ctx: Any, max_length: int = 1024) -> None:
@@ -72,7 +75,7 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
         return len(self.ctx)
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any, Any]:
-        """Return a piece."""
+        """Return the sample of one piece."""
         ctx = self.ctx[index]
         length = len(ctx)
         if length > self.max_length:
@@ -95,7 +98,7 @@ def _fill(ids: Any, width: int, filling: int) -> torch.Tensor:
 
 
 def stack_rows(rows: Any) -> dict[str, Any]:
-    """Return the rows that are not None as one batch; lengths become a tensor."""
+    """Stack the samples that are not None into a batch; lengths become a tensor."""
     kept = [row for row in rows if row is not None]
     names = kept[0] if kept else ()
     return {

@@ -1,4 +1,4 @@
-"""LCQMC for CPM-1: do two questions mean the same?"""
+"""LCQMC (do two questions mean the same?) for CPM-1."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _START = 1
 class CPM1Rows(TaskRows):
     """A split of a task for CPM-1.
 
-    An example is `input_tokens`, their number `input_length`, `input_context` (all False: the model
-    reads from left to right), `input_span`, `index` (1 where the answer is predicted) and
-    `targets`, the label.
+    A sample has `input_tokens`, their number `input_length`, `input_context` (all False: attention
+    is
+    causal), `input_span`, `index` (1 where the answer is predicted) and the label `targets`.
     """
 
     length_names = ("max_length",)
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the token of every label's word."""
+        """Return the first token of each label's word."""
         return first_tokens(cls.task, tokenizer)
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of an example.
+        """Return the tensors of a sample.
 
         Shape:
             input_tokens, input_context, input_span, index: (max_length,); the others: scalars
 
         Raises:
-            DataError: the texts are longer than max_length.
+            DataError: the text is longer than max_length.
         """
         width = self.lengths["max_length"]
         text = PROMPTS[self.task].text.format_map(example.fields)
@@ -57,10 +57,10 @@ class CPM1Rows(TaskRows):
 
 
 def first_tokens(task: str, tokenizer: Any) -> list[int]:
-    """Return the first token of every label's word.
+    """Return the first token of each label's word.
 
     Raises:
-        DataError: two labels' words begin alike.
+        DataError: the words of two labels begin with the same token.
     """
     found = [tokenizer.encode(word)[0] for word in PROMPTS[task].words]
     if len(set(found)) < len(found):
@@ -72,10 +72,10 @@ def first_tokens(task: str, tokenizer: Any) -> list[int]:
 
 
 def fitting(ids: list[int], width: int, example: TaskExample, name: str) -> list[int]:
-    """Return ids that fit.
+    """Return the ids if they fit the width.
 
     Raises:
-        DataError: they are too many.
+        DataError: there are too many.
     """
     if len(ids) > width:
         raise DataError(

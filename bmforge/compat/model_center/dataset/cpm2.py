@@ -1,4 +1,4 @@
-"""Rows of CPM-2's pretraining out of a corpus of sources and targets."""
+"""Samples of CPM-2's pretraining from a corpus of sources and targets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _VOCABULARY, _BLANKS = 26240, 190
 
 
 class CPM2_Dataset(Dataset[Any]):  # noqa: N801
-    """Sources and targets, filled up to their lengths.
+    """Sources and targets, padded to their lengths.
 
     Args:
-        ctx: the sources.
-        tgt: the targets; one token longer than `max_target_length` is cut, still longer ones are
-            left out with their source.
-        max_source_length: of a row; pairs with a longer source are left out.
-        max_target_length: of a row, which has one place more.
+        ctx: sources.
+        tgt: targets; one that is a token too long is cut, a longer one is skipped with its source.
+        max_source_length: padded length of sources; pairs with a longer source are skipped.
+        max_target_length: padded length of targets, which have one more position.
 
-    An index gives `ctx`, `tgt` with -100 behind its end, `len_ctx` and `len_tgt`, or None for a
-    pair that is left out; a slice the same of all its pairs, stacked.
+    An index returns `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for a skipped
+    pair;
+    a slice returns them stacked.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CPM2_Dataset(Dataset[Any]):  # noqa: N801
         return {"ctx": source, "tgt": target, "len_ctx": len(ctx), "len_tgt": length}
 
     def __getitem__(self, index: Any) -> dict[str, Any] | None:
-        """Return one pair, or those of a slice."""
+        """Return one pair, or the stacked pairs of a slice."""
         if isinstance(index, int):
             return self._row(self.ctx[index], self.tgt[index])
         return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))

@@ -1,4 +1,4 @@
-"""LCQMC for CPM-2: do two questions mean the same?"""
+"""LCQMC (do two questions mean the same?) for CPM-2."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["CPM2_Dataset", "DATASET", "CPM2Rows"]
 
 
 class CPM2Rows(TaskRows):
-    """A split of a task for CPM-2; an example is as in `t5dataset`, with CPM-2's blank."""
+    """A split of a task for CPM-2; samples are as in `t5dataset`, with CPM-2's sentinel token."""
 
     length_names = ("max_encoder_length", "max_decoder_length")
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the token of every label's word."""
+        """Return the first token of each label's word."""
         return first_tokens(cls.task, tokenizer)
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of an example.
+        """Return the tensors of a sample.
 
         Shape:
             enc_input: (max_encoder_length,); dec_input, index: (max_decoder_length,); the others:
             scalars
 
         Raises:
-            DataError: the texts are longer than max_encoder_length.
+            DataError: the text is longer than max_encoder_length.
         """
         longest, width = (self.lengths[name] for name in self.length_names)
         blank = self.tokenizer.get_sentinel_id(0)

@@ -1,7 +1,7 @@
-"""Block datasets under their old names: read block by block, by several processes, and written.
+"""ModelCenter's block datasets: written in blocks, and read by several processes.
 
-What ModelCenter wrote is read as well as what is written here, in CPM-Live's form. Records are
-plain values and arrays of numbers; nothing in a file is ever run.
+It reads ModelCenter's and CPM-Live's files and writes CPM-Live's form. Records are plain values and
+arrays of numbers; nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _NEVER = 0x7FFFFFFF  # times that a block was read which is not read here
 
 
 class DistributedDataset:
-    """Reads a dataset without an end, each process its own blocks of it.
+    """Endless reader of a dataset; each process reads its own blocks.
 
-    Files that are written into the dataset meanwhile are read, too.
+    Files that are added to the dataset while it is read are read too.
 
     Args:
         path: directory with `meta.bin`.
-        rank: of the process.
+        rank: rank of the process.
         world_size: number of processes.
-        block_size: bytes of a block, where `meta.bin` does not say.
+        block_size: block size in bytes, if `meta.bin` does not say.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DistributedDataset:
         self._update()
 
     def _update(self) -> None:
-        """Look at the files again if there may be other ones."""
+        """Read the file list again if it may have changed."""
         meta = self._path / META_FILE
         changed_at = meta.stat().st_mtime_ns if meta.is_file() else 0
         if changed_at == self._seen_at:
@@ -71,7 +71,7 @@ class DistributedDataset:
         self._times = torch.cat((self._times, fresh))
 
     def _next_block(self) -> int:
-        """Return the block of this process that was read least."""
+        """Return the block of this process that was read least often."""
         self._update()
         times = torch.full_like(self._times, _NEVER)
         times[self._rank :: self._world_size] = self._times[self._rank :: self._world_size]
@@ -86,7 +86,7 @@ class DistributedDataset:
         return int(times.argmin())
 
     def _open_block(self, block: int, offset: int) -> None:
-        """Go on in a block behind an offset; -1 is none."""
+        """Continue in a block at an offset; block -1 is none."""
         self._block, self._offset = block, offset
         self._left: Iterator[tuple[int, Any]] = iter(())
         if block >= 0:
@@ -108,7 +108,7 @@ class DistributedDataset:
         raise DataError(f"{str(self._path)!r} has no records for process {self._rank}.")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return how far all processes are, on each; all must ask for it."""
+        """Return the positions of all processes; all must call it."""
         self._update()
         place = torch.tensor([[self._block, self._offset]])
         if self._world_size == 1:
@@ -119,14 +119,14 @@ class DistributedDataset:
         return {"states": states, "block": bmt.gather_result(place)}
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
-        """Go on where a state was taken.
+        """Continue from a state.
 
         Args:
-            state: of `state_dict`, on any process.
-            strict: refuse another number of processes, with which begun blocks begin anew.
+            state: result of `state_dict` on any process.
+            strict: refuse another number of processes, for which partly read blocks start over.
 
         Raises:
-            ConfigError: another number of processes, or a state of another dataset.
+            ConfigError: another number of processes, or the state of another dataset.
         """
         block = state["block"]
         if strict and len(block) != self._world_size:
@@ -179,8 +179,8 @@ class DatasetWriter:
     """Writes records into blocks.
 
     Args:
-        file: open for writing.
-        block_size: bytes of a block.
+        file: file that is open for writing.
+        block_size: block size in bytes.
     """
 
     def __init__(self, file: BinaryIO, block_size: int) -> None:
@@ -189,10 +189,10 @@ class DatasetWriter:
         self.nblocks = 1
 
     def write(self, data: Any) -> None:
-        """Append a record: plain values, lists, dicts and such of them, and arrays of numbers.
+        """Append a record of plain values, lists, dicts and arrays of numbers.
 
         Raises:
-            DataError: anything else, or more than a block.
+            DataError: other values, or a record larger than a block.
         """
         content = pickle.dumps(data, protocol=4)
         load_plain(content)  # what could not be read again is refused now
@@ -215,20 +215,20 @@ class DatasetWriter:
         self._used = 0
 
     def close(self) -> None:
-        """Fill the last block."""
+        """Pad the last block."""
         self._fill()
 
 
 class DatasetBuilder:
-    """Writes one file of a dataset; use as a context manager, which gives a `DatasetWriter`.
+    """Context manager that creates a file of a dataset and returns its `DatasetWriter`.
 
     Args:
-        path: the dataset's directory, which is made.
+        path: directory of the dataset; created if missing.
         dbname: name of the file.
-        block_size: bytes of a block.
+        block_size: block size in bytes.
 
     Raises:
-        ConfigError: the file is there already.
+        ConfigError: the file exists already.
     """
 
     def __init__(self, path: str, dbname: str, block_size: int = BLOCK_BYTES) -> None:
@@ -265,12 +265,12 @@ class DatasetBuilder:
 
 
 def build_dataset(path: str, dbname: str, block_size: int = BLOCK_BYTES) -> DatasetBuilder:
-    """Return what writes a file of a dataset; see `DatasetBuilder`."""
+    """Return a `DatasetBuilder`."""
     return DatasetBuilder(path, dbname, block_size)
 
 
 def mask_dataset(path: str, dbname: str, mask: bool = True) -> None:
-    """Leave a file out of what is read, or take it in again.
+    """Exclude a file of the dataset from reading, or include it again.
 
     Raises:
         ConfigError: the dataset has no such file.

@@ -1,4 +1,4 @@
-"""Tasks for decoders: a text that asks, and the word that answers it."""
+"""Tasks for decoders: a prompt, and the word that answers it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ __all__ = ["DATASET", "GPT2Rows"]
 class GPT2Rows(TaskRows):
     """A split of a task for a decoder.
 
-    An example is `input_ids`, their number `input_length`, `targets` (the next tokens, and behind
-    the last the answer's), `index` (1 where the answer is predicted) and `labels`. Of a text that
-    is too long the beginning is cut.
+    A sample has `input_ids`, their number `input_length`, `targets` (the next tokens, then the
+    answer),
+    `index` (1 where the answer is predicted) and `labels`. A text that is too long loses its
+    beginning.
 
     Attributes:
-        adds_answer: the answer's token is among the targets.
-        place: where the tokenizer's encoding of a word has its first token.
-        space: what stands before a word.
+        adds_answer: whether the answer's token is a target.
+        place: position of a word's first token in the tokenizer's encoding.
+        space: text before a word.
     """
 
     length_names = ("max_decoder_length",)
@@ -34,16 +35,16 @@ class GPT2Rows(TaskRows):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the token of every label's word."""
+        """Return the first token of each label's word."""
         words = PROMPTS[cls.task].words
         return [tokenizer.encode(cls.space + word)[cls.place] for word in words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Ask for choices one by one; see `unroll`."""
+        """Split samples with choices into one prompt per choice; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of an example.
+        """Return the tensors of a sample.
 
         Shape:
             input_ids, targets, index: (max_decoder_length,); input_length, labels: scalars

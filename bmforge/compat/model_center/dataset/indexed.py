@@ -1,4 +1,4 @@
-"""The old tools' mapped corpora (`.bin` and `.idx`) under their names, over `TokenStore`."""
+"""Memory-mapped corpora (`.bin` and `.idx`) under their old names, over `TokenStore`."""
 
 from __future__ import annotations
 
@@ -17,29 +17,25 @@ class MMapIndexedDataset(TokenStore):
     """The sequences of one corpus as arrays of tokens; see `TokenStore`.
 
     Args:
-        path: of the corpus, without `.bin` or `.idx`.
+        path: path of the corpus without `.bin` or `.idx`.
     """
 
     @staticmethod
     def exists(path: str) -> bool:
-        """Tell whether both files are there."""
+        """Return whether both files exist."""
         return all(file.is_file() for file in store_paths(path))
 
 
 class DistributedMMapIndexedDataset:
-    """One process's share of a corpus in several files, `NAME_0`, `NAME_1` and so on.
+    """One process's part of a corpus in several files `NAME_0`, `NAME_1` and so on.
 
-    Of every file each process has a contiguous part; together they have all of it.
+    Each process has a contiguous part of every file.
 
     Args:
-        path: what stands before the name, a folder with its "/" or nothing more.
-        name: of the files, without "_0".
-        rank_number: of the process.
-        rank_total: number of processes.
-        cache: not used: files are mapped.
-
-    Raises:
-        DataError: there is no first file, or one is damaged.
+        path: prefix before the name, such as a folder with its "/".
+        name: file name without "_0".
+        rank: rank of the process.
+        world_size: number of processes.
     """
 
     def __init__(

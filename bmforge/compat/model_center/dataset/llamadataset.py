@@ -1,4 +1,4 @@
-"""Tasks for Llama: as `gpt2dataset`, where a word's encoding has the start token in front."""
+"""Tasks for Llama: as `gpt2dataset`, but a word's encoding begins with the start token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["DATASET", "LlamaRows"]
 
 
 class LlamaRows(GPT2Rows):
-    """A split of a task for Llama; the answer is not among the targets."""
+    """A split of a task for Llama; the answer is no target."""
 
     adds_answer = False
     place = 1

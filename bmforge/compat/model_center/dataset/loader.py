@@ -1,6 +1,4 @@
-"""Batches for every process, on its device: all examples once in evaluation, equal shares in
-training.
-"""
+"""A distributed data loader: equal shares in training, every sample once in evaluation."""
 
 from __future__ import annotations
 
@@ -19,20 +17,22 @@ __all__ = ["DistributedDataLoader", "share_batches"]
 
 
 class DistributedDataLoader:
-    """A process's part of a dataset in batches; every process makes equally many of them.
+    """Batches of a process's part of a dataset; every process has the same number of batches.
 
-    Shuffled, each epoch is in another order, and every process has the same number of examples, for
-    which a few are taken twice. Not shuffled, as in evaluation, every example comes exactly once:
-    where shares differ by one, so do some batches.
+    With `shuffle` each epoch has another order, and processes have the same number of samples, for
+    which
+    a few are repeated. Without, as in evaluation, every sample comes exactly once, and the last
+    batches
+    may differ in size.
 
     Args:
-        dataset: has a length and examples of tensors.
-        shuffle: an order of its own for every epoch.
-        seed: of the order.
-        options: of torch's DataLoader (`batch_size`, `num_workers`, `collate_fn`, `drop_last`...).
+        dataset: dataset with a length and samples of tensors.
+        shuffle: use another order in every epoch.
+        seed: random seed of the order.
+        options: arguments of torch's DataLoader (`batch_size`, `num_workers`, `collate_fn`, ...).
 
     Raises:
-        DistributedError: before init_distributed.
+        DistributedError: init_distributed was not called.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DistributedDataLoader:
         self.loader = DataLoader(dataset, batch_sampler=_Batches(batches), **options)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the next epoch's batches, on this process's device."""
+        """Return the batches of the next epoch, on this process's device."""
         if self.sampler is not None:
             self.epoch += 1
             self.sampler.set_epoch(self.epoch)
@@ -68,21 +68,21 @@ class DistributedDataLoader:
             yield placed
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch, the same on every process."""
+        """Return the number of batches per epoch, the same on every process."""
         return len(self.loader)
 
 
 def share_batches(
     count: int, batch_size: int, rank: int, world: int, drop_last: bool = False
 ) -> list[list[int]]:
-    """Return the examples of every batch of one process, without any twice.
+    """Return the sample indices of every batch of one process, without repetition.
 
     Args:
-        count: number of examples.
-        batch_size: most examples of a batch.
-        rank: of the process, which takes every `world`-th example.
+        count: number of samples.
+        batch_size: largest batch size.
+        rank: rank of the process, which takes every `world`-th sample.
         world: number of processes.
-        drop_last: leave out what does not fill a batch on every process.
+        drop_last: drop samples that do not fill a batch on every process.
     """
     mine = list(range(rank, count, world))
     if drop_last:
@@ -99,7 +99,7 @@ def share_batches(
 
 
 class _Batches(Sampler[list[int]]):
-    """Batches that are known beforehand; for an empty one, an example to make it of."""
+    """Sampler of precomputed batches; an empty batch yields one sample to build it from."""
 
     def __init__(self, batches: list[list[int]]) -> None:
         self.batches = batches
@@ -113,7 +113,7 @@ class _Batches(Sampler[list[int]]):
 
 
 class _Nothing(Dataset[Any]):
-    """No examples: a split whose labels are kept secret."""
+    """An empty dataset, for a split whose labels are not public."""
 
     def __len__(self) -> int:
         return 0
@@ -134,7 +134,7 @@ def _place(batch: Any) -> Any:
 
 
 def _empty(batch: Any) -> Any:
-    """Return a batch without its rows."""
+    """Return a batch with zero rows."""
     if isinstance(batch, Tensor | Sequence) and not isinstance(batch, str):
         return batch[:0]
     return {name: _empty(value) for name, value in batch.items()}

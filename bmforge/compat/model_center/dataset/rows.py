@@ -1,7 +1,7 @@
-"""Task data as tensors: what the datasets of all model kinds share.
+"""Base class and prompts of the task datasets of all model kinds.
 
-A dataset reads a task, and makes tensors of an example when it is asked for. It has all examples on
-every process: `DistributedDataLoader` gives each its share.
+A dataset reads a task and encodes a sample when it is indexed. Every process has all samples;
+`DistributedDataLoader` splits them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class TaskRows(Dataset[dict[str, Tensor]]):
     """A split of a task.
 
     Args:
-        path: folder of the benchmark, or of the task.
-        split: "train", "dev" or "test". A test split without labels has no examples here.
-        rank: not used: every process has all examples, and
-        world_size: likewise.
-        tokenizer: of the model.
-        lengths: the old max_encoder_length and max_decoder_length, by position or name.
+        path: folder of the benchmark or the task.
+        split: "train", "dev" or "test". A test split without labels is empty.
+        rank: accepted and ignored; every process has all samples.
+        world_size: accepted and ignored, likewise.
+        tokenizer: tokenizer of the model.
+        lengths: max_encoder_length and max_decoder_length, by position or name.
 
     Attributes:
         task: name of the task.
-        examples: what was read.
-        qids: of every example the question it answers, for tasks that judge whole questions.
+        examples: the samples that were read.
+        qids: question id per sample, for tasks that score whole questions.
     """
 
     task: ClassVar[str] = ""
@@ -63,23 +63,23 @@ class TaskRows(Dataset[dict[str, Tensor]]):
         ]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Return the examples as they are trained on."""
+        """Return the samples in the form in which they are trained on."""
         return examples
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of an example."""
+        """Return the tensors of a sample."""
         raise TypeError(f"{type(self).__name__} does not say how an example is encoded")
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the tensors of one example, on the CPU."""
+        """Return the tensors of one sample, on the CPU."""
         return self.encode(self.examples[index])
 
 
 def _read_labelled(task: str, path: str, split: str) -> list[TaskExample]:
-    """Read a split; of a test split what has labels, which may be nothing."""
+    """Read a split; of a test split only the labeled samples, possibly none."""
     if split != "test":
         return read_task(task, path, split)
     if "test" not in TASKS[task].files:
@@ -95,11 +95,11 @@ def _read_labelled(task: str, path: str, split: str) -> list[TaskExample]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a language model is asked, and with which words it answers.
+    """Prompt and answer words of a task for a language model.
 
     Args:
-        text: with the example's fields in braces.
-        words: what stands for each label; a model's first token of it counts.
+        text: template with the sample's fields in braces.
+        words: word of each label; the model's first token of it is used.
     """
 
     text: str
@@ -151,10 +151,10 @@ PROMPTS: Mapping[str, Prompt] = {
 
 
 def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[TaskExample]:
-    """Return examples that `PROMPTS` asks one by one, with their choices among the fields.
+    """Return one sample per choice for the tasks that `PROMPTS` asks so, with choices as fields.
 
-    COPA is also asked with its choices the other way round in training. ReCoRD asks for every
-    entity whether it fits; its examples belong together by all but the last number of `idx`.
+    COPA is also asked with swapped choices in training. ReCoRD asks for every entity whether it
+    fits; its samples are grouped by all but the last number of `idx`.
     """
     out = []
     for example in examples:
@@ -180,7 +180,7 @@ def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[Ta
 
 
 def pad_ids(ids: list[int], width: int, filling: int = 0) -> Tensor:
-    """Return ids filled up behind to a width.
+    """Return ids padded at the end.
 
     Shape:
         returns (width,)
@@ -189,7 +189,7 @@ def pad_ids(ids: list[int], width: int, filling: int = 0) -> Tensor:
 
 
 def make_datasets(kind: type[TaskRows], tasks: Mapping[str, Any]) -> dict[str, type[TaskRows]]:
-    """Return a class for every task, named as it was (`BoolQ_Dataset`)."""
+    """Return one dataset class per task, under its old name (`BoolQ_Dataset`)."""
     return {
         name: type(f"{name}_Dataset", (kind,), {"task": name, "__doc__": f"{name}.", **values})
         for name, values in tasks.items()

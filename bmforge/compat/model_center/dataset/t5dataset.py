@@ -1,4 +1,4 @@
-"""Tasks for T5: a text with a blank at its end, and the word that fills it; and SQuAD."""
+"""Tasks for T5: a text with a sentinel token at its end, and the word that fills it; and SQuAD."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _BLANK = "<extra_id_0>"
 class T5Rows(TaskRows):
     """A split of a task for T5.
 
-    An example is `enc_input` with its length `enc_length`, `dec_input` (the start and the blank)
-    with `dec_length`, `index` (1 where the answer is predicted) and `targets`, the label. Of a text
-    that is too long the beginning is cut.
+    A sample has `enc_input` with `enc_length`, `dec_input` (start and sentinel tokens) with
+    `dec_length`, `index` (1 where the answer is predicted) and the label `targets`. A text that is
+    too long loses its beginning.
     """
 
     length_names = ("max_encoder_length", "max_decoder_length")
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the token of every label's word."""
+        """Return the first token of each label's word."""
         return [tokenizer.encode(word)[0] for word in PROMPTS[cls.task].words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Ask for choices one by one; see `unroll`."""
+        """Split samples with choices into one prompt per choice; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of an example.
+        """Return the tensors of a sample.
 
         Shape:
             enc_input: (max_encoder_length,); dec_input, index: (max_decoder_length,); enc_length,
@@ -68,16 +68,17 @@ class T5Rows(TaskRows):
 class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
     """SQuAD 1.1 for T5.
 
-    In training an example is the tensors `input_ids`, `attention_mask`, `decoder_input_ids`,
-    `decoder_attention_mask` and `targets`, the answer one of those accepted. In evaluation it is
-    the text `inputs` and the set `targets` of accepted answers.
+    In training a sample has the tensors `input_ids`, `attention_mask`, `decoder_input_ids`,
+    `decoder_attention_mask` and `targets` (one accepted answer). In evaluation it has the text
+    `inputs`
+    and the set `targets` of accepted answers.
 
     Args:
-        path: folder of `train-v1.1.json` and `dev-v1.1.json`.
-        split: "train" or "dev"; "test" has no examples.
-        tokenizer: of the model.
-        max_encoder_length: tokens of question and text.
-        max_decoder_length: tokens of the answer.
+        path: folder with `train-v1.1.json` and `dev-v1.1.json`.
+        split: "train" or "dev"; "test" is empty.
+        tokenizer: tokenizer of the model.
+        max_encoder_length: longest question and text in tokens.
+        max_decoder_length: longest answer in tokens.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
         return len(self.examples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one example; see the class."""
+        """Return one sample; see the class."""
         example = self.examples[index]
         question, context = (example.fields[n].lstrip() for n in ("question", "context"))
         text = f"Question: {question} Answer: {_BLANK} Context: {context}"

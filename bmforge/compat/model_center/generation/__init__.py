@@ -1,6 +1,6 @@
-"""Text from Llama and T5 under the old names.
+"""Text generation with Llama and T5 under ModelCenter's names.
 
-Start reading at `search.py`; `llama.py` and `t5.py` have the names.
+Start at `search.py`; `llama.py` and `t5.py` have the names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text from Llama."""
+"""Text generation with Llama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts continued by the house's decoding; what all kinds of models share."""
+"""Base classes of text generation, over bmforge's own decoding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["BeamSearch", "Generation", "RandomSampling"]
 
 
 class Generation:
-    """Continues texts.
+    """Generates continuations of texts.
 
     Args:
-        model: a model of `bmforge.compat.model_center.model`, with a head for words. Its weights
-            are those it has now.
-        tokenizer: of transformers.
+        model: model of `bmforge.compat.model_center.model` with a language-model head; later
+            weight changes have no effect.
+        tokenizer: transformers tokenizer.
     """
 
     def __init__(self, model: BaseModel, tokenizer: Any) -> None:
@@ -32,7 +32,9 @@ class Generation:
         self.zoo: Any = model.to_zoo()
 
     def generate(self, text_list: list[str], **options: Any) -> list[str]:
-        """Return what follows each text; see `BeamSearch` and `RandomSampling` for the options."""
+        """Return the continuation of each text; see `BeamSearch` and `RandomSampling` for the
+        options.
+        """
         window = options.pop("repetition_window", None)
         if window is not None:
             raise ConfigError(
@@ -50,7 +52,7 @@ class Generation:
         return [self.finish(row[length:].tolist(), config) for row in rows]
 
     def configure(self, **options: Any) -> GenerationConfig:
-        """Return what to do."""
+        """Return the generation config for the options."""
         return GenerationConfig(
             max_new_tokens=options.pop("max_length", 100) + 1,
             min_new_tokens=1,
@@ -60,17 +62,17 @@ class Generation:
         )
 
     def finish(self, ids: list[int], config: GenerationConfig) -> str:
-        """Return the text before an end token."""
+        """Decode the ids before the first end token."""
         ends = [at for at, token in enumerate(ids) if token in config.eos_tokens]
         kept = ids[: ends[0]] if ends else ids[: config.max_new_tokens - 1]
         return str(self.tokenizer.decode(kept))
 
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end a text."""
+        """Return the end tokens."""
         return (self.tokenizer.eos_token_id,)
 
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        """Return ids and mask, padded in front.
+        """Return ids and attention mask, padded on the left.
 
         Shape:
             returns two (B, T)
@@ -87,23 +89,23 @@ class Generation:
         return list(self.tokenizer.encode(text))
 
     def begin(self, start: Tensor) -> Tensor:
-        """Return what the decoder begins with."""
+        """Return the decoder's first tokens."""
         return start
 
 
 class BeamSearch(Generation):
-    """Takes the likeliest text that a search finds.
+    """Beam search.
 
     Options of `generate`: `beam_size`, `max_length` (tokens), `repetition_penalty`.
     """
 
     def configure(self, beam_size: int = 3, **options: Any) -> GenerationConfig:
-        """Return what to do."""
+        """Return the generation config for the options."""
         return super().configure(num_beams=beam_size, **options)
 
 
 class RandomSampling(Generation):
-    """Draws a text.
+    """Random sampling.
 
     Options of `generate`: `top_k` (0: all), `top_p`, `temperature`, `max_length` (tokens),
     `repetition_penalty`.
@@ -112,6 +114,6 @@ class RandomSampling(Generation):
     def configure(
         self, top_k: int = 0, top_p: float = 0.9, temperature: float = 0.9, **options: Any
     ) -> GenerationConfig:
-        """Return what to do."""
+        """Return the generation config for the options."""
         chosen = {"top_k": top_k, "top_p": top_p, "temperature": temperature}
         return super().configure(do_sample=True, **chosen, **options)

@@ -1,7 +1,7 @@
-"""ModelCenter's layers, for programs that build models of their own out of them.
+"""ModelCenter's layers, for programs that build their own models.
 
-Start reading at `basic.py`, then `attention.py`, `blocks.py` and `transformer.py`; `positions.py`
-has the embeddings of positions. The models in `model` do not use them: they are the zoo's.
+Start at `basic.py`, then `attention.py`, `blocks.py` and `transformer.py`; `positions.py` has
+position embeddings. The classes in `model` do not use these layers.
 """
 
 from __future__ import annotations

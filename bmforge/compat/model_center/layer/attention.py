@@ -1,4 +1,4 @@
-"""Attention and feed-forward with their old arguments, over the house's attention kernel."""
+"""Attention and feed-forward layers with ModelCenter's arguments, over bmforge's attention."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _REST = {"length_scale": False, "attn_scale": False, "dropout_p": 0.0, "num_head
 
 
 class Attention(DistributedModule):
-    """Attention from queries to keys and values.
+    """Multi-head attention.
 
     Args:
-        dim_in: features of what asks and is asked.
-        dim_head: width of a head.
-        num_heads: N.
-        dim_out: features of the result; None takes dim_in.
-        dtype: of the parameters; None takes torch's default.
+        dim_in: features of queries and keys.
+        dim_head: head size.
+        num_heads: number of heads N.
+        dim_out: output features (default: dim_in).
+        dtype: parameter dtype (default: torch's).
         int8: must be False.
-        init_mean: of the matrices.
-        init_std: of the matrices.
-        bias: whether the projections have biases.
-        others: `mask_value` (what is masked has weight 0, whatever this is), `pos_bias_type`
-            ("none", "relative" for a bias on the scores, "rotary" for a module that turns),
-            `length_scale` of the projections, `attn_scale` (scores times 1/sqrt(dim_head); not by
-            default), `dropout_p` of the weights, `num_heads_kv` (-1: num_heads).
+        init_mean: mean of the weight initialisation.
+        init_std: standard deviation of the weight initialisation.
+        bias: add biases to the projections.
+        others: `mask_value` (ignored: masked weights are 0), `pos_bias_type` ("none", "relative"
+            for a bias on the scores, "rotary" for a rotation module), `length_scale` of the
+            projections, `attn_scale` (divide scores by sqrt(dim_head); default off), `dropout_p`
+            of the attention weights, `num_heads_kv` (-1: num_heads).
 
     Shape:
         query: (B, T, dim_in); key_value: (B, S, dim_in); attention_mask: (B, T, S), True where a
-        query may look; position_bias: (N, T, S) or (B, N, T, S); returns (B, T, dim_out)
+        query may attend; position_bias: (N, T, S) or (B, N, T, S); returns (B, T, dim_out)
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Attention(DistributedModule):
         use_cache: bool = False,
         past_key_value: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """Attend; with `use_cache` return also the keys and values so far, (B, K, S, H) each."""
+        """Attend; with `use_cache` also return the keys and values so far, (B, K, S, H) each."""
         q, k, v = (
             x.unflatten(-1, (-1, self.dim_head)).transpose(1, 2)
             for x in (self.project_q(query), self.project_k(key_value), self.project_v(key_value))
@@ -112,15 +112,15 @@ class Attention(DistributedModule):
 
 
 class SparseSelfAttention(Attention):
-    """Attention of a text to itself within a window.
+    """Sliding-window self-attention with optional global tokens.
 
     Args:
-        attention_window: tokens a token sees to both sides together; even.
-        options: arguments of `Attention`. Scores are always divided by the root of `dim_head`.
+        attention_window: window size, both sides together; even.
+        options: arguments of `Attention`. Scores are always divided by sqrt(`dim_head`).
 
     Shape:
         hidden_states: (B, T, dim_in), of any length; attention_mask: (B, T), below 0 for padding,
-        0 for tokens, above 0 for those that see and are seen by all; returns (B, T, dim_in)
+        0 for local and above 0 for global tokens; returns (B, T, dim_in)
     """
 
     def __init__(self, attention_window: int = 512, **options: Any) -> None:
@@ -156,7 +156,7 @@ class SparseSelfAttention(Attention):
         use_cache: bool = False,
         past_key_value: Any = None,
     ) -> Tensor:
-        """Attend; there are no positions and no cache."""
+        """Attend; position bias and cache are not supported."""
         if position_bias is not None or use_cache or past_key_value is not None:
             raise ConfigError("a window takes no position_bias and keeps no keys and values.")
         shape = (hidden_states.shape[0], hidden_states.shape[1])
@@ -186,13 +186,13 @@ def _activation(name: str) -> Any:
 
 
 class DenseACT(DistributedModule):
-    """``act(W x)``.
+    """Linear layer and activation, ``act(W x)``.
 
     Args:
         dim_in: features of x.
-        dim_ff: features of the result.
+        dim_ff: output features.
         activate_fn: relu, gelu, gelu_new or silu.
-        options: of the `Linear`.
+        options: options of `Linear`.
 
     Shape:
         x: (..., dim_in) -> (..., dim_ff)
@@ -204,13 +204,13 @@ class DenseACT(DistributedModule):
         self.act = _activation(activate_fn)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply matrix and activation."""
+        """Apply the layer and the activation."""
         out: Tensor = self.act(self.w(x))
         return out
 
 
 class DenseGatedACT(DistributedModule):
-    """``act(W_0 x) * W_1 x``; as `DenseACT`."""
+    """Gated linear layer, ``act(W_0 x) * W_1 x``; arguments as `DenseACT`."""
 
     def __init__(self, dim_in: int, dim_ff: int, activate_fn: str = "gelu", **options: Any) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class DenseGatedACT(DistributedModule):
         self.act = _activation(activate_fn)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply matrices, activation and gate."""
+        """Apply both layers, the activation and the product."""
         out: Tensor = self.act(self.w_0(x)) * self.w_1(x)
         return out
 
@@ -230,14 +230,14 @@ class FeedForward(DistributedModule):
 
     Args:
         dim_in: features of x.
-        dim_ff: features between.
-        dim_out: of the result; None takes dim_in.
-        dtype: of the parameters; None takes torch's default.
+        dim_ff: intermediate size.
+        dim_out: output features (default: dim_in).
+        dtype: parameter dtype (default: torch's).
         int8: must be False.
-        init_mean: of the matrices.
-        init_std: of the matrices.
-        bias: whether there are biases.
-        activate_fn: relu, gelu, gelu_new or silu, with "gated_" in front for a gate.
+        init_mean: mean of the weight initialisation.
+        init_std: standard deviation of the weight initialisation.
+        bias: add biases.
+        activate_fn: relu, gelu, gelu_new or silu, with prefix "gated_" for a gated MLP.
         others: `length_scale` and `dropout_p`.
 
     Shape:

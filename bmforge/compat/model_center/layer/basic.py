@@ -1,7 +1,7 @@
-"""Linear, Embedding, LayerNorm and Conv2d with their old arguments.
+"""Linear, Embedding, LayerNorm and Conv2d with ModelCenter's arguments.
 
-Parameters are drawn by `bmt.init_parameters`, as they were; without a `dtype` they have torch's
-default one (the old layers took fp16).
+`bmt.init_parameters` initialises the parameters; the default `dtype` is torch's (ModelCenter's was
+fp16).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Conv2d", "Embedding", "LayerNorm", "Linear", "PatchEmbedding"]
 
 
 def _normal(shape: tuple[int, ...], dtype: torch.dtype | None, mean: float, std: float) -> Any:
-    """Return a parameter that is drawn from a normal distribution."""
+    """Return a parameter with normal initialisation."""
     method = ParameterInitializer(torch.nn.init.normal_, mean=mean, std=std)
     return DistributedParameter(torch.empty(shape, dtype=dtype), init_method=method)
 
@@ -37,18 +37,18 @@ def _refuse_int8(int8: bool) -> None:
 
 
 class Linear(DistributedModule):
-    """``y = W x + b``.
+    """Linear layer ``y = W x + b``.
 
     Args:
         dim_in: features of x.
         dim_out: features of y.
-        length_scale: divide by the root of `dim_in`, behind W, or
-        length_scale_before: before it.
-        dtype: of the parameters; None takes torch's default.
+        length_scale: divide the output by sqrt(`dim_in`).
+        length_scale_before: divide the input instead.
+        dtype: parameter dtype (default: torch's).
         int8: must be False.
-        init_mean: of W.
-        init_std: of W.
-        bias: whether there is a b; it starts at 0.
+        init_mean: mean of the initialisation of W.
+        init_std: standard deviation of the initialisation of W.
+        bias: add a bias, initialised to 0.
 
     Shape:
         x: (..., dim_in) -> (..., dim_out)
@@ -74,7 +74,7 @@ class Linear(DistributedModule):
         self.bias = _constant(dim_out, dtype, 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the matrix."""
+        """Apply the layer."""
         scale = 1 / math.sqrt(self.dim_in) if self.length_scale else 1.0
         if self.length_scale and self.length_scale_before:
             x, scale = x * scale, 1.0
@@ -85,17 +85,17 @@ class Linear(DistributedModule):
 
 
 class Embedding(DistributedModule):
-    """A table of vectors.
+    """Embedding table.
 
     Args:
-        vocab_size: rows.
-        embedding_size: width of a row.
-        length_scale: divide by the root of the width.
-        dtype: of the parameters; None takes torch's default.
+        vocab_size: number of rows.
+        embedding_size: embedding size.
+        length_scale: divide embeddings by sqrt(embedding_size).
+        dtype: parameter dtype (default: torch's).
         int8: must be False.
-        init_mean: of the rows.
-        init_std: of the rows.
-        padding_idx: a row that gets no gradient and starts at 0.
+        init_mean: mean of the initialisation.
+        init_std: standard deviation of the initialisation.
+        padding_idx: row without gradient, initialised to 0.
 
     Shape:
         ids: (...) -> (..., embedding_size)
@@ -126,12 +126,12 @@ class Embedding(DistributedModule):
         self.weight: Any = DistributedParameter(empty, init_method=draw_)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look rows up."""
+        """Look up embeddings."""
         rows = F.embedding(ids, self.weight, self.padding_idx)
         return rows / math.sqrt(self.dim_model) if self.length_scale else rows
 
     def projection(self, x: Tensor) -> Tensor:
-        """Return the scores of all rows, a tied head.
+        """Return the logits over all rows, as a tied head.
 
         Shape:
             x: (..., embedding_size) -> (..., vocab_size)
@@ -141,14 +141,14 @@ class Embedding(DistributedModule):
 
 
 class LayerNorm(DistributedModule):
-    """A layer norm, or with ``bias=False`` a root-mean-square norm.
+    """Layer norm, or with ``bias=False`` RMS norm.
 
     Args:
-        dim_norm: features.
-        dtype: of the parameters; None takes torch's default.
-        bias: layer norm with a bias; else root-mean-square norm without.
-        eps: added to the variance.
-        init_var: where the weight starts.
+        dim_norm: number of features.
+        dtype: parameter dtype (default: torch's).
+        bias: layer norm with a bias instead of RMS norm.
+        eps: epsilon added to the variance.
+        init_var: initial value of the weight.
 
     Shape:
         x: (..., dim_norm) -> same
@@ -168,7 +168,7 @@ class LayerNorm(DistributedModule):
         self.bias = _constant(dim_norm, dtype, 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim; a root-mean-square in fp32 or wider."""
+        """Normalize the last dim; RMS norm computes in fp32 or wider."""
         bias = self.bias
         if bias is not None:
             return F.layer_norm(x, (self.dim_norm,), self.weight, bias, self.eps)
@@ -177,16 +177,16 @@ class LayerNorm(DistributedModule):
 
 
 class Conv2d(DistributedModule):
-    """A convolution with torch's arguments.
+    """2-D convolution with torch's arguments.
 
     Args:
-        in_channels: of the input.
-        out_channels: of the output.
-        kernel_size: of the square kernel.
-        stride: step of the kernel.
-        padding: zeros around.
-        bias: whether there is a bias.
-        dtype: of the parameters; None takes torch's default.
+        in_channels: input channels.
+        out_channels: output channels.
+        kernel_size: side of the kernel.
+        stride: stride of the kernel.
+        padding: zero padding on each side.
+        bias: add a bias.
+        dtype: parameter dtype (default: torch's).
 
     Shape:
         x: (B, in_channels, H, W) -> (B, out_channels, H', W')
@@ -215,20 +215,20 @@ class Conv2d(DistributedModule):
         self.bias: Any = DistributedParameter(empty, init_method=evenly) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the kernel."""
+        """Apply the convolution."""
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
 
 
 class PatchEmbedding(DistributedModule):
-    """Images to a class token and their patches, with positions.
+    """Embeds image patches, adds a class token and position embeddings.
 
     Args:
-        img_size: pixels along a side.
-        patch_size: of a patch.
-        in_chans: channels.
-        embed_dim: width of a token.
+        img_size: image side in pixels.
+        patch_size: patch side in pixels.
+        in_chans: number of channels.
+        embed_dim: embedding size.
         flatten: must be True.
-        dtype: of the parameters; None takes torch's default.
+        dtype: parameter dtype (default: torch's).
 
     Shape:
         x: (B, in_chans, img_size, img_size) -> (B, 1 + patches, embed_dim)
@@ -252,7 +252,7 @@ class PatchEmbedding(DistributedModule):
         self.pos_embed = _normal((1, count + 1, embed_dim), dtype, 0.0, 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Cut into patches and embed them."""
+        """Embed the patches of images."""
         patches = self.proj(x).flatten(2).transpose(1, 2)
         first = self.cls_token.expand(x.shape[0], -1, -1)
         tokens: Tensor = torch.cat((first, patches), 1) + self.pos_embed

@@ -1,4 +1,4 @@
-"""The old blocks: norm, attention or MLP, and the way around them; and a whole layer."""
+"""Attention and feed-forward blocks with norm and residual connection, and a transformer layer."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ Cache = tuple[Tensor, Tensor] | None
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Everything in which blocks differ, under the old names.
+    """Options of the blocks, under ModelCenter's names.
 
     Args:
-        dtype: of the parameters; None takes torch's default.
+        dtype: parameter dtype (default: torch's).
         int8: must be False.
-        norm_init_var: where the norms' weights start.
-        norm_bias: layer norms; else root-mean-square norms.
-        norm_eps: added to the variance.
-        att_init_mean: of attention's matrices, and so on; see `Attention` and `FeedForward`.
-        post_layer_norm: what is added to is the norm's output, not its input.
-        dropout_p: of attention's weights and of what each part adds.
-        parallel_ffn: attention and MLP read the same, and both are added.
-        mask_att: leave attention out, and
-        mask_cross: attention to the encoder, and
-        mask_ffn: the MLP, where a layer was pruned.
-        sparse_attention: attention within a window; see `SparseSelfAttention`.
-        attention_window: of it.
+        norm_init_var: initial value of the norms' weights.
+        norm_bias: layer norms instead of RMS norms.
+        norm_eps: epsilon added to the variance.
+        att_init_mean: mean of the initialisation of attention weights; for this and the others see
+            `Attention` and `FeedForward`.
+        post_layer_norm: add the residual to the norm's output instead of its input.
+        dropout_p: dropout of attention weights and residual branches.
+        parallel_ffn: compute attention and MLP in parallel from the same input.
+        mask_att: skip self-attention (a pruned layer).
+        mask_cross: skip cross-attention.
+        mask_ffn: skip the MLP.
+        sparse_attention: sliding-window attention; see `SparseSelfAttention`.
+        attention_window: window size.
     """
 
     dtype: torch.dtype | None = None
@@ -76,16 +77,16 @@ class BlockOptions:
     attention_window: int = 512
 
     def window(self) -> dict[str, int]:
-        """Return what a window is made with."""
+        """Arguments of the window."""
         return {"attention_window": self.attention_window}
 
     def norm(self, width: int) -> LayerNorm:
-        """Return a norm."""
+        """Return a norm layer."""
         return LayerNorm(width, self.dtype, self.norm_bias, self.norm_eps, self.norm_init_var)
 
 
 class _Part(DistributedModule):
-    """Norm, an inner part, dropout, and the way around."""
+    """Norm, sublayer, dropout and residual connection."""
 
     def _around(
         self, hidden: Tensor, normed: Tensor, added: Tensor, options: BlockOptions
@@ -96,12 +97,12 @@ class _Part(DistributedModule):
 
 
 class SelfAttentionBlock(_Part):
-    """Norm and attention of a text to itself.
+    """Norm and self-attention.
 
     Args:
-        dim_model: features.
-        num_heads: N.
-        dim_head: width of a head.
+        dim_model: hidden size.
+        num_heads: number of heads N.
+        dim_head: head size.
         options: fields of `BlockOptions`.
 
     Shape:
@@ -133,7 +134,7 @@ class SelfAttentionBlock(_Part):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether attention is within a window."""
+        """Whether attention has a sliding window."""
         return self.options.sparse_attention
 
     def forward(
@@ -144,7 +145,7 @@ class SelfAttentionBlock(_Part):
         use_cache: bool = False,
         past_key_value: Cache = None,
     ) -> Any:
-        """Attend; with `use_cache` return also the keys and values so far."""
+        """Attend; with `use_cache` also return the keys and values so far."""
         x = self.layernorm_before_attention(hidden_states)
         read = (x,) if self.is_sparse else (x, x)
         more = (position_bias, use_cache, past_key_value)
@@ -155,7 +156,7 @@ class SelfAttentionBlock(_Part):
 
 
 class CrossAttentionBlock(SelfAttentionBlock):
-    """Norm and attention to an encoder's result; as `SelfAttentionBlock`.
+    """Norm and cross-attention; arguments as `SelfAttentionBlock`.
 
     Shape:
         key_value_states: (B, S, dim_model)
@@ -170,7 +171,7 @@ class CrossAttentionBlock(SelfAttentionBlock):
         attention_mask: Tensor,
         position_bias: Any = None,
     ) -> Tensor:
-        """Attend."""
+        """Attend to the encoder's output."""
         x = self.layernorm_before_attention(hidden_states)
         added = self.self_attention(x, key_value_states, attention_mask, position_bias)
         return self._around(hidden_states, x, added, self.options)
@@ -180,8 +181,8 @@ class FFNBlock(_Part):
     """Norm and MLP.
 
     Args:
-        dim_model: features.
-        dim_ff: features inside.
+        dim_model: hidden size.
+        dim_ff: intermediate size.
         options: fields of `BlockOptions`.
 
     Shape:
@@ -205,20 +206,20 @@ class FFNBlock(_Part):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply the MLP."""
+        """Apply norm, MLP and residual connection."""
         x = self.layernorm_before_ffn(hidden_states)
         return self._around(hidden_states, x, self.ffn(x), self.options)
 
 
 class TransformerBlock(DistributedModule):
-    """A layer: attention, in decoders attention to the encoder, and MLP.
+    """A transformer layer: self-attention, in decoders cross-attention, and MLP.
 
     Args:
-        dim_model: features.
-        dim_ff: of the MLP.
-        num_heads: N.
-        dim_head: width of a head.
-        is_decoder: attends to an encoder.
+        dim_model: hidden size.
+        dim_ff: intermediate size.
+        num_heads: number of heads N.
+        dim_head: head size.
+        is_decoder: add cross-attention.
         options: fields of `BlockOptions`.
     """
 
@@ -253,7 +254,7 @@ class TransformerBlock(DistributedModule):
         use_cache: bool = False,
         past_key_value: Cache = None,
     ) -> Any:
-        """Run the layer; with `use_cache` return also the keys and values so far.
+        """Run the layer; with `use_cache` also return the keys and values so far.
 
         Shape:
             self_hidden_states: (B, T, D) -> same; cross_hidden_states: (B, S, D);

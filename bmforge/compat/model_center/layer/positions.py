@@ -1,4 +1,4 @@
-"""Positions with their old arguments: buckets of distances, segments, rotations."""
+"""Position embeddings with ModelCenter's arguments: relative buckets, segments, rotary."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = [
 
 
 class RelativePositionEmbedding(DistributedModule):
-    """T5's trained bias for every head and bucket of distances.
+    """T5's relative position bias.
 
     Args:
-        num_heads: N.
-        num_buckets: rows of the table.
-        max_distance: from here on, all distances share the last bucket.
-        bidirectional: later keys have buckets of their own.
-        dtype: of the parameters; None takes torch's default.
-        init_mean: of the table.
-        init_std: of the table.
+        num_heads: number of heads N.
+        num_buckets: number of distance buckets.
+        max_distance: distance from which all distances share the last bucket.
+        bidirectional: use separate buckets for later keys.
+        dtype: parameter dtype (default: torch's).
+        init_mean: mean of the initialisation.
+        init_std: standard deviation of the initialisation.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class RelativePositionEmbedding(DistributedModule):
 
 
 class SegmentPositionEmbedding(DistributedModule):
-    """CPM-3's bias: buckets of distances in a segment, one row for every pair of segments.
+    """CPM-3's position bias: distance buckets within a segment, one row per pair of segments.
 
     Args:
-        num_heads: N.
-        num_segments: kinds of segments.
-        num_buckets: of distances.
-        max_distance: from here on, all distances share the last bucket.
-        bidirectional: later keys have buckets of their own.
-        dtype: of the parameters; None takes torch's default.
-        absolute_inner_segment: distances count within a segment; else the pair does there, too.
-        init_mean: of the table.
-        init_std: of the table.
+        num_heads: number of heads N.
+        num_segments: number of segment types.
+        num_buckets: number of distance buckets.
+        max_distance: distance from which all distances share the last bucket.
+        bidirectional: use separate buckets for later keys.
+        dtype: parameter dtype (default: torch's).
+        absolute_inner_segment: use distance buckets within a segment instead of the segment pair.
+        init_mean: mean of the initialisation.
+        init_std: standard deviation of the initialisation.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SegmentPositionEmbedding(DistributedModule):
 
 
 class _Rotary(nn.Module):
-    """Turns queries and keys; the queries are the last of the keys."""
+    """Rotates queries and keys by position; queries are at the last positions of the keys."""
 
     distance_scale: int | float = 1
 
@@ -132,7 +132,7 @@ class _Rotary(nn.Module):
         self.spec = spec
 
     def forward(self, h_q: Tensor, h_k: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn by position.
+        """Rotate by position.
 
         Shape:
             h_q: (B, N, T, H); h_k: (B, K, S, H); returns the same
@@ -145,10 +145,10 @@ class _Rotary(nn.Module):
 
 
 class RotaryEmbedding(_Rotary):
-    """GPT-J's rotation of neighbouring features.
+    """GPT-J's rotary embedding of interleaved pairs.
 
     Args:
-        rotary_dim: so many features of a head are turned.
+        rotary_dim: number of features per head to rotate.
     """
 
     def __init__(self, rotary_dim: int) -> None:
@@ -157,13 +157,13 @@ class RotaryEmbedding(_Rotary):
 
 
 class RotaryEmbeddingESM(_Rotary):
-    """Llama's rotation of the halves of a head.
+    """Llama's rotary embedding of the two halves of a head.
 
     Args:
-        dim: width of a head.
-        base: the slowest turn has this wavelength over 2 pi.
-        distance_scale: positions are multiplied by it.
-        dtype: not used: the angles are fp32.
+        dim: head size.
+        base: rotary base.
+        distance_scale: factor of the positions.
+        dtype: accepted and ignored; angles are fp32.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The old Encoder and Decoder: blocks that are sharded and recomputed, and a norm."""
+"""ModelCenter's Encoder and Decoder: sharded and recomputed layers, and a final norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Decoder", "Encoder"]
 
 
 class _Stack(nn.Module):
-    """Layers and a norm; see `Encoder`."""
+    """Layers and a final norm; see `Encoder`."""
 
     is_decoder = False
     masked: tuple[str, ...] = ("mask_att", "mask_ffn")
@@ -59,7 +59,7 @@ class _Stack(nn.Module):
         use_cache: bool = False,
         past_key_values: Any = None,
     ) -> Any:
-        """Run all layers; with `use_cache`, without gradients, return also their keys and values.
+        """Run all layers; with `use_cache`, without gradients, also return their keys and values.
 
         Shape:
             hidden_states: (B, T, D) -> same; cross_hidden_states: (B, S, D);
@@ -86,15 +86,15 @@ class _Stack(nn.Module):
 
 
 class Encoder(_Stack):
-    """Layers that attend to themselves, and a norm.
+    """Self-attention layers and a final norm.
 
     Args:
         num_layers: number of layers.
-        dim_model: features.
-        dim_ff: of the MLPs.
-        num_heads: N.
-        dim_head: width of a head.
-        mask_modules: (attention, MLP) of every layer, true where it is left out.
+        dim_model: hidden size.
+        dim_ff: intermediate size of the MLPs.
+        num_heads: number of heads N.
+        dim_head: head size.
+        mask_modules: pairs (attention, MLP) per layer, true for a sublayer to skip.
         options: fields of `BlockOptions`.
     """
 
@@ -106,7 +106,7 @@ class Encoder(_Stack):
         use_cache: bool = False,
         past_key_values: Any = None,
     ) -> Any:
-        """Run all layers; with `use_cache`, without gradients, return also their keys and values.
+        """Run all layers; with `use_cache`, without gradients, also return their keys and values.
 
         Shape:
             hidden_states: (B, T, D) -> same; attention_mask: (B, T, past + T)
@@ -121,9 +121,9 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """Layers that attend to themselves and to an encoder, and a norm; as `Encoder`.
+    """Layers with self- and cross-attention, and a final norm; arguments as `Encoder`.
 
-    `mask_modules` are (attention, attention to the encoder, MLP) of every layer.
+    `mask_modules` are triples (self-attention, cross-attention, MLP) per layer.
     """
 
     is_decoder = True

@@ -1,7 +1,7 @@
-"""The old model classes, each over the zoo's model of that family.
+"""ModelCenter's model classes, each over bmforge's model of the same family.
 
-Start reading at `base.py` (opening, building, heads), then `config` (old field names); the
-classes are in `encoders`, `decoders`, `openbmb` and `seq2seqs`, what they return in `outputs`.
+Start at `base.py` (loading, building, heads), then `config` (field names). The classes are in
+`encoders`, `decoders`, `openbmb` and `seq2seqs`, their results in `outputs`.
 """
 
 from __future__ import annotations

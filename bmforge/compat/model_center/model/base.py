@@ -1,7 +1,7 @@
-"""What the old model classes have in common: opening, building, heads.
+"""Base of the model classes: loading, building, heads.
 
-A model here is one of the zoo's without its head (`model`), and the heads beside it, so that logits
-are computed when they are asked for, and a program's own head costs no second one.
+Each wraps a bmforge model without head (`model`) and keeps the head separately, so that logits are
+computed only when they are read, and a program's own head costs no second one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _HEADS = ("lm_head", "mlm_head")
 
 
 class TextInputs(NamedTuple):
-    """What a call gives a model to read.
+    """Inputs of a forward call.
 
     Attributes:
-        ids, embeds: as the zoo's models take them; one of them is None.
-        given: the other one.
-        width: how many tokens there are with those read before.
-        cache: keys and values of the tokens read before, to be extended; None keeps none.
+        ids, embeds: token ids or embeddings; one of them is None.
+        given: the one that is not None.
+        width: number of tokens, cached ones included.
+        cache: KV cache to extend; None keeps none.
     """
 
     ids: Tensor | None
@@ -61,16 +61,16 @@ class TextInputs(NamedTuple):
 
 
 class BaseModel(nn.Module):
-    """Base of the old model classes.
+    """Base class of the models.
 
     Args:
-        config: its sizes; what is drawn at random follows torch's seed.
+        config: config of the model; random initialisation follows torch's seed.
 
     Attributes:
-        model: the zoo's model, which ends in hidden states.
-        head: makes logits of words; None where a checkpoint has none.
-        cls_projection: makes the scores of `cls_head` classes of every token, where the config
-            asks for them; the logits are these then.
+        model: bmforge model that ends in hidden states.
+        head: language-model head; None if the checkpoint has none.
+        cls_projection: token classifier with `cls_head` classes, if the config asks for it; it
+            replaces the language-model head.
     """
 
     _CONFIG_TYPE: ClassVar[type[Config]] = Config
@@ -85,22 +85,22 @@ class BaseModel(nn.Module):
             self._distribute()
 
     def _distribute(self) -> None:
-        """Share the parameters out over the processes, ties kept, every layer a block."""
+        """Shard the parameters, keep ties, and make every layer a block."""
         parts = nn.ModuleDict(dict(self.named_children()))
         BMTrainModelWrapper(parts)
 
     @property
     def input_embedding(self) -> InputEmbedding:
-        """The embedding under its old name."""
+        """The embedding under ModelCenter's name."""
         return InputEmbedding(self.model.embed)
 
     @classmethod
     def _draw(cls, config: Config) -> Model:
-        """Return a model of the zoo with weights drawn at random."""
+        """Return a randomly initialised bmforge model."""
         return draw_model(config, config.native())
 
     def _take_head(self) -> nn.Module | None:
-        """Take the head for words off the model, which then ends in hidden states."""
+        """Remove the language-model head from the model and return it."""
         name = next((name for name in _HEADS if name in self.model._modules), None)
         head = None if name is None else self.model._modules.pop(name)
         self.model._modules.pop("classifier", None)
@@ -108,7 +108,7 @@ class BaseModel(nn.Module):
         return head
 
     def _take_classifier(self) -> nn.Linear:
-        """Take the classifier of tokens off the model, or draw one where there is none."""
+        """Remove the token classifier from the model and return it, or initialise one."""
         count, found = self.config.cls_head, self.model._modules.pop("classifier", None)
         if isinstance(found, nn.Linear) and found.out_features == count:
             return found
@@ -120,13 +120,12 @@ class BaseModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, config: Config | None = None, **fields: Any) -> Self:
-        """Open a checkpoint of Hugging Face's form or ModelCenter's.
+        """Load a checkpoint in Hugging Face's or ModelCenter's form.
 
         Args:
-            name: a directory, or an id found in the Hugging Face cache or on the hub.
-            config: whose `dtype`, `cls_head` and dropouts are wanted; its sizes are the
-                checkpoint's.
-            fields: that replace the config's.
+            name: directory, or id in the Hugging Face cache or on the hub.
+            config: config with `dtype`, `cls_head` and dropouts; sizes are the checkpoint's.
+            fields: config fields to replace.
 
         Raises:
             ConfigError: no such model, or its config is not understood.
@@ -147,18 +146,18 @@ class BaseModel(nn.Module):
 
     @classmethod
     def _open(cls, family: type[Model], directory: Path, config: Config) -> Model:
-        """Read a Hugging Face checkpoint and its head for words."""
+        """Load a Hugging Face checkpoint with its language-model head."""
         first = next(iter(family.config_class.heads))
         return family.from_pretrained(directory, dtype=config.dtype, head=first)
 
     @classmethod
     def _open_old(cls, family: type[Model], directory: Path, config: Config) -> Model:
-        """Read a checkpoint of ModelCenter's own form."""
+        """Load a checkpoint in ModelCenter's form."""
         return load_model_center(directory, family=family.__name__, dtype=config.dtype)
 
     @classmethod
     def from_json_file(cls, json_file: str | Path, **fields: Any) -> Self:
-        """Build a model of the sizes in a file, with weights drawn at random."""
+        """Build a randomly initialised model from a config file."""
         return cls(cls._CONFIG_TYPE.from_json_file(json_file, **fields))
 
     def answer(
@@ -170,13 +169,14 @@ class BaseModel(nn.Module):
         return_logits: bool,
         return_dict: bool,
     ) -> Any:
-        """Return what an old forward does: an output, its values as a tuple, or the logits alone.
+        """Return the result of a forward call: an output, its values as a tuple, or only the
+        logits.
 
         Args:
-            hidden: the last hidden states.
-            make_output: the output, given the logits, what makes them later, or None.
-            output_logits: True makes them now, False not at all, None when they are read.
-            return_logits, return_dict: as the program asked.
+            hidden: last hidden states.
+            make_output: function that builds the output from logits, a `Later`, or None.
+            output_logits: True computes logits now, False never, None when they are read.
+            return_logits, return_dict: options of the call.
         """
         if return_logits:
             return self.make_logits(hidden)
@@ -190,20 +190,20 @@ class BaseModel(nn.Module):
         return out if return_dict else tuple(out)
 
     def answer_text(self, found: Any, cache: KVCache | None, **asked: Any) -> Any:
-        """Return the `answer` of a model that reads one text, from what the zoo's model found."""
+        """Return the `answer` of a model with one text input."""
         last, layers = found.last_hidden_state, found.hidden_states
         return self.answer(
             last, lambda logits: BaseModelOutput(last, cache, logits, layers), **asked
         )
 
     def make_logits(self, hidden: Tensor) -> Tensor:
-        """Return the scores of words, or of classes where the config has `cls_head`.
+        """Return the language-model logits, or the classifier's if the config has `cls_head`.
 
         Shape:
             hidden: (B, T, D); returns (B, T, V) or (B, T, cls_head)
 
         Raises:
-            ConfigError: the checkpoint has no head for words.
+            ConfigError: the checkpoint has no language-model head.
         """
         if self.cls_projection is not None:
             return self.cls_projection(hidden)
@@ -220,19 +220,19 @@ class BaseModel(nn.Module):
     def save_pretrained(
         self, directory: str | Path, *, head: str | None = None, overwrite: bool = False
     ) -> None:
-        """Write the model in Hugging Face's form; see `to_zoo` and `Model.save_pretrained`."""
+        """Save in Hugging Face's form; see `to_zoo` and `Model.save_pretrained`."""
         self.to_zoo(head).save_pretrained(directory, overwrite=overwrite)
 
     def published_modules(self) -> dict[str, list[str]]:
-        """Return ModelCenter's names of modules -> those here, for deltas' targets."""
+        """Return module names here by ModelCenter's module names, for adapter targets."""
         return module_names(self.model, self.config.family, "model.")
 
     def to_zoo(self, head: str | None = None) -> Model:
-        """Return the same weights as a model of the zoo; on one process it shares them.
+        """Return a bmforge model with the same weights; on one process it shares them.
 
         Args:
-            head: a name in the family's `heads`; None takes the one for words where there is one.
-                With "none" an encoder keeps its pooler instead.
+            head: head name of the family (default: the language-model head if there is one). With
+                "none" an encoder keeps its pooler instead.
         """
         config = self.model.config
         first = next(iter(config.heads)) if self.head is not None else "none"
@@ -254,10 +254,10 @@ class BaseModel(nn.Module):
     def _take_text(
         self, ids: Tensor | None, embeds: Tensor | None, past: KVCache | None, use_cache: bool
     ) -> TextInputs:
-        """Return what is to be read, of ids or the embeddings that come before them.
+        """Return the inputs of a call: ids, or the embeddings that precede them.
 
         Raises:
-            ShapeError: there are neither.
+            ShapeError: neither is given.
         """
         ids, embeds = one_of(ids, embeds)
         given = given_inputs(ids, embeds)
@@ -267,7 +267,7 @@ class BaseModel(nn.Module):
     def _read(
         self, text: TextInputs, mask: Tensor | None, hidden_states: bool | None, **inputs: Any
     ) -> Any:
-        """Return what the zoo's model finds; `hidden_states` asks for those of all layers."""
+        """Run the bmforge model; `hidden_states` returns those of all layers."""
         return self.model(
             text.ids,
             mask,
@@ -278,7 +278,7 @@ class BaseModel(nn.Module):
         )
 
     def _open_cache(self, past: KVCache | None, use_cache: bool, length: int) -> KVCache | None:
-        """Return the cache to go on with; a new one has room for the longest context."""
+        """Return the cache to extend; a new one has room for the longest context."""
         if past is not None or not use_cache:
             return past
         room = max(self.model.config.max_seq_len, length)
@@ -286,10 +286,10 @@ class BaseModel(nn.Module):
 
 
 class InputEmbedding:
-    """What programs ask of a model's `input_embedding`.
+    """Wraps the embedding with the attributes that programs use of `input_embedding`.
 
     Args:
-        embed: the zoo's module.
+        embed: embedding of the bmforge model.
     """
 
     def __init__(self, embed: nn.Embedding) -> None:
@@ -297,27 +297,27 @@ class InputEmbedding:
 
     @property
     def weight(self) -> Tensor:
-        """The table."""
+        """Embedding table."""
         return self.embed.weight
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Look rows up."""
+        """Look up embeddings."""
         rows: Tensor = self.embed(ids)
         return rows
 
     def projection(self, x: Tensor) -> Tensor:
-        """Return the scores of all rows."""
+        """Return the logits over all rows."""
         return F.linear(x, self.embed.weight)
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters by name: themselves or, where they are shared out, copies of the whole."""
+    """Return parameters by name; sharded ones as full copies."""
     kept = module.state_dict(keep_vars=True)
     return module.state_dict() if any(isinstance(v, DTensor) for v in kept.values()) else kept
 
 
 def lengths_to_mask(length: Tensor, width: int) -> Tensor:
-    """Return 1 for the first `length` tokens of every row, 0 behind.
+    """Return an attention mask with 1 for the first `length` tokens of every sequence.
 
     Shape:
         length: (B,); returns (B, width)
@@ -326,9 +326,7 @@ def lengths_to_mask(length: Tensor, width: int) -> Tensor:
 
 
 def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
-    """Return a mask for every pair of tokens as the zoo's models take it.
-
-    What may look nowhere looks everywhere, as it must look somewhere.
+    """Return a pairwise mask in bmforge's form; a fully masked query attends to everything.
 
     Shape:
         attention_mask: (B, T or past + T, past + T); returns (B, 1, T, past + T)
@@ -338,14 +336,14 @@ def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
 
 
 def refuse_unused(inputs: dict[str, Any]) -> None:
-    """Raise `TypeError` for an input that no old model had; those they did not use pass."""
+    """Raise `TypeError` for an argument that no ModelCenter model had; unused ones are ignored."""
     unknown = [name for name in inputs if name not in _UNUSED]
     if unknown:
         raise TypeError(f"forward() got an unexpected keyword argument {unknown[0]!r}")
 
 
 def one_of(ids: Tensor | None, embeds: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return what a model of the zoo takes: as in the old ones embeddings come before ids."""
+    """Return ids and embeddings with at most one of them; embeddings take precedence."""
     return (ids, None) if embeds is None else (None, embeds)
 
 
@@ -357,13 +355,13 @@ _UNUSED = (
 
 
 def draw_model(config: Config, native: ModelConfig) -> Model:
-    """Return a model of the zoo whose weights follow torch's seed."""
+    """Return a bmforge model initialised with torch's seed."""
     seed = torch.initial_seed() % (1 << 63)
     return config.kind().from_config(native, dtype=config.dtype, seed=seed)
 
 
 def _with_dropout(model: Model, config: Config) -> Model:
-    """Return a model with the dropouts of a config that are not its checkpoint's."""
+    """Return the model with the dropouts of a config."""
     wanted, own = config.native(), model.config
     names = [n for n in ("dropout", "attn_dropout", "embed_dropout") if hasattr(own, n)]
     changes = {n: getattr(wanted, n) for n in names if getattr(wanted, n) != getattr(own, n)}

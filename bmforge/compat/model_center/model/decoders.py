@@ -1,4 +1,4 @@
-"""GPT2, GPTj, OPT and Llama as the old programs call them, and newer families."""
+"""ModelCenter's decoders GPT2, GPTj, OPT and Llama, and newer families."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class DecoderModel(BaseModel):
-    """A decoder that reads from left to right."""
+    """A causal decoder."""
 
     def forward(
         self,
@@ -55,23 +55,24 @@ class DecoderModel(BaseModel):
         inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Read a text, or its next tokens.
+        """Run the model on a text, or on its next tokens with a cache.
 
         Args:
             input_ids: token ids.
-            length: tokens of each row, padding behind them; or
-            attention_mask: 1 for tokens, 0 for padding; both cover the past as well. Or written
-                out for every pair of tokens, instead of seeing what comes before.
-            token_type_ids: not used.
-            position_ids: counted when not given.
-            use_cache: keep keys and values for later tokens.
-            past_key_values: what an earlier call returned under this name; it is extended in place.
-            output_logits: make the logits; None makes them when they are read.
+            length: number of tokens per sequence, before padding.
+            attention_mask: 1 for tokens, 0 for padding, instead of `length`; both include
+                cached tokens. Or
+                a pairwise mask, which replaces the causal mask.
+            token_type_ids: accepted and ignored.
+            position_ids: positions (default: counted).
+            use_cache: return a KV cache.
+            past_key_values: KV cache of an earlier call; it is extended in place.
+            output_logits: compute logits now (True), never (False) or when they are read (None).
             output_hidden_states: return the hidden states of all layers.
-            return_dict: an output with names; else its values as a plain tuple.
-            return_logits: return the logits alone, as early versions did.
-            inputs_embeds: taken instead of what the embedding makes of `input_ids`.
-            others: what the old models took without using it.
+            return_dict: return an output with names instead of a tuple.
+            return_logits: return only the logits, as early versions did.
+            inputs_embeds: embeddings instead of `input_ids`.
+            others: arguments that ModelCenter accepted without using them.
 
         Shape:
             input_ids: (B, T); attention_mask: (B, past + T) or (B, T, past + T); length: (B,)
@@ -120,18 +121,18 @@ class Llama(DecoderModel):
 
 
 class Qwen(DecoderModel):
-    """Qwen, which ModelCenter did not have."""
+    """Qwen (not in ModelCenter)."""
 
     _CONFIG_TYPE = QwenConfig
 
 
 class MiniCPM(DecoderModel):
-    """MiniCPM, which ModelCenter did not have."""
+    """MiniCPM (not in ModelCenter)."""
 
     _CONFIG_TYPE = MiniCPMConfig
 
 
 class Mixtral(DecoderModel):
-    """Mixtral, which ModelCenter did not have."""
+    """Mixtral (not in ModelCenter)."""
 
     _CONFIG_TYPE = MixtralConfig

@@ -1,4 +1,4 @@
-"""Bert, Roberta, Longformer and ViT as the old programs call them."""
+"""ModelCenter's encoders Bert, Roberta, Longformer and ViT."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class EncoderModel(BaseModel):
-    """An encoder with its pooler, and its head for masked words where its checkpoint has one."""
+    """An encoder with pooler, and with a masked-LM head if the checkpoint has one."""
 
     @classmethod
     def _draw(cls, config: Config) -> Model:
@@ -97,25 +97,27 @@ class EncoderModel(BaseModel):
         past_key_values: KVCache | None = None,
         **others: Any,
     ) -> Any:
-        """Read a text, or the tokens after those read before, which do not see these.
+        """Run the model on a text, or on further tokens with a cache, which cached tokens do not
+        attend to.
 
         Args:
             input_ids: token ids.
-            length: tokens of each row, padding behind them; or
-            attention_mask: 1 for tokens, 0 for padding, the past included; or written out for every
-                pair of tokens.
-            token_type_ids: segment of every token; 0 when not given.
-            position_ids: counted when not given.
-            output_logits: make the logits; None makes them when they are read.
-            output_pooler_output: make the pooler's output.
+            length: number of tokens per sequence, before padding.
+            attention_mask: 1 for tokens, 0 for padding, instead of `length`, cached tokens
+                included; or a
+                pairwise mask.
+            token_type_ids: segment ids (default: 0).
+            position_ids: positions (default: counted).
+            output_logits: compute logits now (True), never (False) or when they are read (None).
+            output_pooler_output: compute the pooler's output.
             output_hidden_states: return the hidden states of all layers.
-            return_dict: an output with names; else its values as a plain tuple.
-            return_logits: return the logits alone, as early versions did.
-            inputs_embeds: taken instead of what the embedding makes of `input_ids`.
-            use_cache: keep keys and values for later tokens.
-            past_key_values: what an earlier call returned under this name; it is extended in place.
-            others: of a Longformer `global_attention_mask`; and what the old models took without
-                using it.
+            return_dict: return an output with names instead of a tuple.
+            return_logits: return only the logits, as early versions did.
+            inputs_embeds: embeddings instead of `input_ids`.
+            use_cache: return a KV cache.
+            past_key_values: KV cache of an earlier call; it is extended in place.
+            others: `global_attention_mask` of a Longformer, and arguments that ModelCenter accepted
+                without using them.
 
         Shape:
             input_ids, token_type_ids: (B, T); attention_mask: (B, past + T) or (B, T, past + T);
@@ -149,7 +151,7 @@ class EncoderModel(BaseModel):
 
 
 def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None:
-    """Return a mask as the zoo's models take it; beside a cache one for every pair of tokens."""
+    """Return a mask in bmforge's form; with a cache a pairwise one."""
     mask, given = attention_mask, text.given
     if text.cache is not None:
         if mask is None:
@@ -160,7 +162,7 @@ def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None
 
 
 def _add_head(bare: Model, words: Any) -> Model:
-    """Put the head for masked words of one model on another, tied as it was."""
+    """Move the masked-LM head of one model to another and tie it again."""
     head = words.mlm_head
     if words.config.tie_word_embeddings:
         head.decoder.weight = bare.embed.weight
@@ -196,7 +198,7 @@ class Longformer(EncoderModel):
         position_ids: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """As `EncoderModel`, with 1 in `global_attention_mask` (B, T) for what all see."""
+        """Run the model; `global_attention_mask` (B, T) is 1 for global tokens."""
         if options.get("use_cache") or options.get("past_key_values") is not None:
             raise ConfigError("a Longformer reads whole texts: leave out use_cache.")
         if global_attention_mask is not None:
@@ -206,7 +208,7 @@ class Longformer(EncoderModel):
 
 
 class ViT(BaseModel):
-    """ViT with its classifier."""
+    """ViT with a classifier."""
 
     _CONFIG_TYPE = ViTConfig
 
@@ -221,13 +223,13 @@ class ViT(BaseModel):
         *,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Return the scores of classes.
+        """Return the class scores of images.
 
         Args:
-            input_seq: the images, also as
-            x: its earlier name.
-            register_blk: not used.
-            attention_mask: 1 for patches that are seen, 0 for others; the class token is the first.
+            input_seq: images.
+            x: earlier name of `input_seq`.
+            register_blk: accepted and ignored.
+            attention_mask: 1 for visible patches, 0 for others; the class token comes first.
 
         Shape:
             input_seq: (B, C, H, W); attention_mask: (B, patches + 1); returns (B, num_classes)

@@ -1,4 +1,4 @@
-"""What ModelCenter called the modules of a model of the zoo."""
+"""ModelCenter's module names of a bmforge model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _INSIDE = re.compile(r"(.*\.(?:self_att|cross_att|ffn))\.(self_attention|ffn)\..
 
 
 def module_names(model: Model, family: str, before: str = "") -> dict[str, list[str]]:
-    """Return ModelCenter's names of modules -> those that they have here.
+    """Return module names of a bmforge model by ModelCenter's names.
 
-    Its attention with a norm, ``self_att``, is the attention alone here, and ``ffn`` the MLP.
+    ModelCenter's ``self_att`` (with norm) maps to the attention module, ``ffn`` to the MLP.
 
     Args:
-        model: of the zoo.
-        family: its name.
-        before: stands before the names here.
+        model: bmforge model.
+        family: name of its family.
+        before: prefix of the bmforge names.
     """
     found: dict[str, list[str]] = {}
     for name, _ in model.named_parameters() if family in OLD_FAMILIES else ():

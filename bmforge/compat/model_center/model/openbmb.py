@@ -1,7 +1,7 @@
-"""CPM1, CPM3 and GLM as the old programs call them.
+"""ModelCenter's CPM1, CPM3 and GLM.
 
-Before version 1.0 a call of CPM1 or CPM3 had other names and returned the logits themselves.
-ModelCenter's examples still call them so; both ways are taken. Start reading at `CPM1.forward`.
+Before version 1.0, forward of CPM1 and CPM3 had other argument names and returned the logits.
+ModelCenter's examples still use that form; both are supported. Start at `CPM1.forward`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NEW = ("output_logits", "output_hidden_states", "return_dict", "use_cache", "pa
 
 
 class GLM(DecoderModel):
-    """GLM; what is not given of positions and part A follows from the ids."""
+    """GLM; missing positions and the length of part A are derived from the ids."""
 
     _CONFIG_TYPE = GLMConfig
 
@@ -50,17 +50,17 @@ class GLM(DecoderModel):
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Read a text with blanks, and return the logits.
+        """Run the model on a text with blanks; return the logits.
 
         Args:
             input_ids: token ids.
             position_ids: positions outside of blanks.
-            block_position_ids: places in the blanks.
-            sep: length of part A of every row, which all tokens see.
-            length: tokens of each row, padding behind them.
-            attention_mask: 1 for tokens, 0 for padding; or as `sep`.
-            options: as in `DecoderModel`; with one of those that say what to return, the result is
-                an output with names.
+            block_position_ids: positions within blanks.
+            sep: length of part A per sequence, which all tokens attend to.
+            length: number of tokens per sequence, before padding.
+            attention_mask: 1 for tokens, 0 for padding; or a length like `sep`.
+            options: as `DecoderModel`; with an option that selects outputs, the result is an output
+                with names.
 
         Shape:
             input_ids, position_ids, block_position_ids: (B, T); sep, length: (B,)
@@ -84,7 +84,7 @@ class GLM(DecoderModel):
     def _complete(
         self, input_ids: Tensor, positions: Tensor | None, places: Tensor | None
     ) -> Tensor | None:
-        """Return both kinds of positions, (B, 2, T), where one of them was given."""
+        """Return both kinds of positions, (B, 2, T), if at least one was given."""
         if positions is None and places is None:
             return None
         if positions is None or places is None:
@@ -101,7 +101,7 @@ class GLM(DecoderModel):
     def _show_part_a(
         self, input_ids: Tensor | None, sep: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
-        """Return the length of part A of every row or, beside padding, the mask of all pairs."""
+        """Return the length of part A per sequence or, with padding, the pairwise mask."""
         if attention_mask is None or input_ids is None:
             return sep
         shape = (input_ids.shape[0], input_ids.shape[1])
@@ -116,7 +116,7 @@ class GLM(DecoderModel):
 
 
 class _OldCall(BaseModel):
-    """A model that is called in two ways; see the module."""
+    """A model with two calling forms; see the module."""
 
     def _see(
         self,
@@ -126,7 +126,7 @@ class _OldCall(BaseModel):
         context: Tensor | None,
         span: Tensor | None,
     ) -> Tensor:
-        """Return which token every token sees, (B, past + T, past + T)."""
+        """Return the pairwise attention mask, (B, past + T, past + T)."""
         given, width = text.given, text.width
         if attention_mask is not None and attention_mask.dim() == 3:
             mask = attention_mask.bool()
@@ -148,7 +148,7 @@ class _OldCall(BaseModel):
 
 
 class CPM1(_OldCall):
-    """CPM-1: ModelCenter's own, or the one that was published, a GPT-2; see `CPM1Config`."""
+    """CPM-1: ModelCenter's own or the published GPT-2 model; see `CPM1Config`."""
 
     _CONFIG_TYPE = CPM1Config
 
@@ -174,20 +174,21 @@ class CPM1(_OldCall):
         return_dict: bool = True,
         **others: Any,
     ) -> Any:
-        """Read a text; with `input` return the logits, with `input_ids` an output with names.
+        """Run the model; with `input` return the logits, with `input_ids` an output with names.
 
         Args:
-            input: token ids, as they were called before version 1.0, and by position.
-            length: tokens of each row, padding behind them; or
-            context: tokens that all may see; the published model has none.
-            span: tokens see only those of their own span; None is one span.
-            input_ids: token ids, as they are called since.
-            attention_mask: 1 for tokens, 0 for padding; or written out for every pair of tokens.
-            inputs_embeds: taken instead of what the embedding makes of the ids.
-            use_cache: keep keys and values for later tokens.
-            past_key_values: what an earlier call returned under this name; it is extended in place.
+            input: token ids, in the form before version 1.0, and by position.
+            length: number of tokens per sequence, before padding.
+            context: True for tokens that all attend to; the published model has none.
+            span: span id per token; attention stays within a span (default: one span).
+            input_ids: token ids, in the form since version 1.0.
+            attention_mask: 1 for tokens, 0 for padding; or a pairwise mask.
+            inputs_embeds: embeddings instead of ids.
+            use_cache: return a KV cache.
+            past_key_values: KV cache of an earlier call; it is extended in place.
             output_logits, output_hidden_states, return_dict: as in `DecoderModel`.
-            others: `token_type_ids` and what else the old models took without using it.
+            others: `token_type_ids` and other arguments that ModelCenter accepted without using
+                them.
 
         Shape:
             input: (B, T); attention_mask: (B, past + T) or (B, past + T, past + T);
@@ -214,7 +215,7 @@ class CPM1(_OldCall):
         )
 
     def _check_context(self, context: Tensor | None) -> Tensor | None:
-        """Return which tokens all may see; None for the published model, which has no such."""
+        """Return the context mask; None for the published model, which has none."""
         if isinstance(self.model, RelativeCPM1):
             return context
         if context is not None and bool(context.any()):
@@ -226,7 +227,7 @@ class CPM1(_OldCall):
 
 
 class CPM3(_OldCall):
-    """CPM-3, the architecture that was published as CPM-Ant."""
+    """CPM-3, whose architecture was published as CPM-Ant."""
 
     _CONFIG_TYPE = CPM3Config
 
@@ -251,22 +252,22 @@ class CPM3(_OldCall):
         return_dict: bool = True,
         **others: Any,
     ) -> Any:
-        """Read a text; with `input` return logits and hidden states, with `input_ids` an output.
+        """Run the model; with `input` return logits and hidden states, with `input_ids` an output.
 
         Args:
-            input: token ids, the prompt's in front, as they were called before version 1.0.
-            length: tokens of each row, padding behind them.
-            context: tokens that all may see; the others are written from left to right.
-            position: without effect: distances are counted; also as `position_ids`.
-            segment: kind of segment of every token; also as `token_type_ids`.
-            span: tokens see only those of their own span; None is one span.
-            input_ids: token ids, as they are called since.
+            input: token ids with the prompt first, in the form before version 1.0.
+            length: number of tokens per sequence, before padding.
+            context: True for tokens that all attend to; attention of the others is causal.
+            position: accepted and ignored; also as `position_ids`.
+            segment: segment type per token; also as `token_type_ids`.
+            span: span id per token; attention stays within a span (default: one span).
+            input_ids: token ids, in the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding.
             token_type_ids, position_ids: see `segment` and `position`.
-            inputs_embeds: taken instead of what the embedding makes of the ids.
+            inputs_embeds: embeddings instead of ids.
             use_cache, past_key_values, output_logits, output_hidden_states, return_dict: as in
                 `DecoderModel`.
-            others: what the old models took without using it.
+            others: arguments that ModelCenter accepted without using them.
 
         Shape:
             input: (B, T); all others (B, past + T), but length (B,)

@@ -1,4 +1,4 @@
-"""What the old models return, by position and by name."""
+"""Results of the models, readable by position and by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = [
 
 
 class Later:
-    """A value that is made when it is first read, with gradients if they were on in the call.
+    """A value that is computed when it is first read, with the gradient mode of the call.
 
     Args:
-        make: makes it, or raises an error that says why it cannot be.
-        can_be: False where `make` raises; by position the value is None then.
+        make: function that computes it, or raises an error with the reason.
+        can_be: False if `make` raises; by position the value is None then.
     """
 
     def __init__(self, make: Callable[[], Tensor], can_be: bool = True) -> None:
@@ -35,9 +35,9 @@ class Later:
 
 
 class ModelOutput:
-    """Base of the results: values by name, by `out["name"]`, and by position.
+    """Base of the results: values by attribute, by `out["name"]`, and by position.
 
-    A position counts fields that are None, too. Fields that were not asked for are None.
+    Positions count fields that are None; fields that were not requested are None.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
@@ -91,19 +91,19 @@ class ModelOutput:
 
 
 class BaseModelOutput(ModelOutput):
-    """Results of a decoder.
+    """Result of a decoder.
 
     Shape:
         last_hidden_state: (B, T, D)
-        logits: (B, T, V), or (B, T, cls_head); made when they are read
-        hidden_states: num_layers + 1 tensors (B, T, D), when asked for
+        logits: (B, T, V), or (B, T, cls_head); computed when read
+        hidden_states: num_layers + 1 tensors (B, T, D), if requested
     """
 
     fields = ("last_hidden_state", "past_key_values", "logits", "hidden_states", "attentions")
 
 
 class BaseModelOutputWithPooling(ModelOutput):
-    """Results of an encoder; as `BaseModelOutput`.
+    """Result of an encoder; as `BaseModelOutput`.
 
     Shape:
         pooler_output: (B, D)
@@ -116,7 +116,7 @@ class BaseModelOutputWithPooling(ModelOutput):
 
 
 class Seq2SeqModelOutput(ModelOutput):
-    """Results of an encoder-decoder; as `BaseModelOutput`.
+    """Result of an encoder-decoder; as `BaseModelOutput`.
 
     Shape:
         encoder_last_hidden_state: (B, S, D)

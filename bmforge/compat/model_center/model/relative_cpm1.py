@@ -1,6 +1,6 @@
-"""ModelCenter's own CPM-1: the published model's name, but T5's relative positions and gated MLPs.
+"""ModelCenter's own CPM-1, with T5's relative positions and gated MLPs.
 
-Tokens marked as context are seen by all; the others see what comes before them.
+All tokens attend to context tokens; attention of the others is causal.
 
 Source: ModelCenter's `model/cpm1.py` and `model/config/cpm1_config.py`.
 """
@@ -27,12 +27,12 @@ __all__ = ["RelativeCPM1", "RelativeCPM1Config"]
 
 @dataclass(kw_only=True)
 class RelativeCPM1Config(ModelConfig):
-    """Sizes of ModelCenter's CPM-1; the fields not named here are `ModelConfig`'s.
+    """Config of ModelCenter's CPM-1; other fields are those of `ModelConfig`.
 
     Args:
-        num_buckets: of distances.
-        max_distance: from here on, all distances share the last bucket of their side.
-        dropout: wherever there is one.
+        num_buckets: number of distance buckets.
+        max_distance: distance from which all distances share the last bucket of their side.
+        dropout: dropout probability everywhere.
     """
 
     family: ClassVar[str] = "model_center_cpm1"
@@ -55,12 +55,12 @@ class RelativeCPM1Config(ModelConfig):
 
     @property
     def is_gated(self) -> bool:
-        """The MLP has a gate."""
+        """Whether the MLP has a gate."""
         return True
 
 
 class RelativeCPM1(CausalLM):
-    """ModelCenter's CPM-1 with a head for words of its own."""
+    """ModelCenter's CPM-1 with an untied language-model head."""
 
     config_class = RelativeCPM1Config
     family_traits = Traits("left", "next token", "relative")
@@ -99,10 +99,10 @@ class RelativeCPM1(CausalLM):
 
         Args:
             input_ids: token ids.
-            attention_mask: which token every token sees.
-            cache: keys and values of earlier tokens.
-            output_hidden_states: return the embedding's and every layer's output.
-            inputs_embeds: taken instead of what the embedding makes of `input_ids`.
+            attention_mask: pairwise mask.
+            cache: KV cache of earlier tokens.
+            output_hidden_states: return the outputs of the embedding and of every layer.
+            inputs_embeds: embeddings instead of `input_ids`.
 
         Shape:
             input_ids: (B, T); attention_mask: (B, 1, T, past + T)
@@ -119,7 +119,7 @@ class RelativeCPM1(CausalLM):
         return ModelOutput(last_hidden_state=x, hidden_states=kept)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Raise: nobody but ModelCenter has this model.
+        """Raise: no other project has this model.
 
         Raises:
             ConfigError: always.

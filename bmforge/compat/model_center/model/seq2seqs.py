@@ -1,4 +1,4 @@
-"""T5 and CPM2 as the old programs call them."""
+"""ModelCenter's encoder-decoders T5 and CPM2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CPM2", "EVA", "T5"]
 
 
 class Seq2SeqModel(BaseModel):
-    """An encoder and a decoder."""
+    """An encoder-decoder."""
 
     def forward(
         self,
@@ -38,25 +38,25 @@ class Seq2SeqModel(BaseModel):
         decoder_inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Read the source and the target so far.
+        """Run the model on source and target.
 
         Args:
-            input_ids: the source's token ids; not needed with `encoder_outputs`.
-            length: tokens of each source, padding behind them; or
-            attention_mask: 1 for tokens of the source, 0 for padding.
-            decoder_input_ids: the target's token ids.
-            decoder_length: tokens of each target; or
-            decoder_attention_mask: 1 for tokens of the target, 0 for padding, the past included.
-            encoder_outputs: an earlier call's `encoder_last_hidden_state`.
-            use_cache: keep keys and values for later tokens.
-            past_key_values: what an earlier call returned under this name; it is extended in place.
-            output_logits: make the logits; None makes them when they are read.
+            input_ids: token ids of the source; not needed with `encoder_outputs`.
+            length: number of tokens per source, before padding.
+            attention_mask: 1 for source tokens, 0 for padding, instead of `length`.
+            decoder_input_ids: token ids of the target.
+            decoder_length: number of tokens per target, before padding.
+            decoder_attention_mask: 1 for target tokens, 0 for padding, cached tokens included.
+            encoder_outputs: `encoder_last_hidden_state` of an earlier call.
+            use_cache: return a KV cache.
+            past_key_values: KV cache of an earlier call; it is extended in place.
+            output_logits: compute logits now (True), never (False) or when they are read (None).
             output_hidden_states: return the hidden states of all layers.
-            return_dict: an output with names; else its values as a plain tuple.
-            return_logits: return the logits alone, as early versions did.
-            inputs_embeds: taken instead of what the embedding makes of `input_ids`.
-            decoder_inputs_embeds: likewise of the target.
-            others: what the old models took without using it.
+            return_dict: return an output with names instead of a tuple.
+            return_logits: return only the logits, as early versions did.
+            inputs_embeds: embeddings instead of `input_ids`.
+            decoder_inputs_embeds: embeddings instead of `decoder_input_ids`.
+            others: arguments that ModelCenter accepted without using them.
 
         Shape:
             input_ids, attention_mask: (B, S); decoder_input_ids: (B, T); length,
@@ -105,7 +105,7 @@ class Seq2SeqModel(BaseModel):
 
 
 class T5(Seq2SeqModel):
-    """T5, in all its versions."""
+    """T5 in all its versions."""
 
     _CONFIG_TYPE = T5Config
 
@@ -123,16 +123,17 @@ class CPM2(Seq2SeqModel):
         dec_length: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Read the source and the target so far.
+        """Run the model on source and target.
 
-        Before version 1.0, and in ModelCenter's examples, a call returned the logits themselves: so
-        does one by position, or with the names here. With `input_ids` it returns an output.
+        Before version 1.0, and in ModelCenter's examples, forward returned the logits; so does a
+        call by
+        position or with the names here. A call with `input_ids` returns an output.
 
         Args:
-            enc_input: the source's token ids.
-            enc_length: tokens of each source.
-            dec_input: the target's token ids.
-            dec_length: tokens of each target.
+            enc_input: token ids of the source.
+            enc_length: number of tokens per source.
+            dec_input: token ids of the target.
+            dec_length: number of tokens per target.
             options: as in `Seq2SeqModel`.
 
         Shape:
@@ -146,6 +147,6 @@ class CPM2(Seq2SeqModel):
 
 
 class EVA(CPM2):
-    """EVA, which ModelCenter did not have; called like CPM2."""
+    """EVA (not in ModelCenter), called like CPM2."""
 
     _CONFIG_TYPE = EVAConfig

@@ -1,1 +1,1 @@
-"""Writing corpora as ModelCenter did: `indexed_dataset`, and `preprocess_cpm1_lm` to run."""
+"""ModelCenter's tools that write corpora: `indexed_dataset` and `preprocess_cpm1_lm`."""

@@ -1,7 +1,6 @@
-"""Writing and opening token stores (`.bin` and `.idx`) under the names of Megatron's tool.
+"""Megatron's functions to write and open token stores (`.bin` and `.idx`).
 
-There is one kind, which is mapped into memory; `lazy` and `cached` write and open it as well. A
-store that is there is never replaced.
+All implementations write and open the same memory-mapped form. An existing store is never replaced.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _OLD_MAGIC = b"TNTIDX\x00\x00"
 
 
 def get_available_dataset_impl() -> list[str]:
-    """Return the names that `impl` may have."""
+    """Return the accepted values of `impl`."""
     return list(_KINDS)
 
 
 def best_fitting_dtype(vocab_size: int | None = None) -> Any:
-    """Return numpy's type of the tokens: uint16 for a vocabulary below 65500, else int32."""
+    """Return numpy's token dtype: uint16 for a vocabulary below 65500, else int32."""
     return best_dtype(vocab_size).type
 
 
@@ -58,7 +57,7 @@ def data_file_path(prefix_path: str) -> str:
 
 
 def dataset_exists(path: str, impl: str = "mmap") -> bool:
-    """Tell whether both files of a store are there."""
+    """Return whether both files of a store exist."""
     _check(impl)
     return MMapIndexedDataset.exists(path)
 
@@ -78,12 +77,12 @@ def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> M
     """Open a store.
 
     Args:
-        path: without `.bin` or `.idx`.
-        impl: "infer", or one of `get_available_dataset_impl()`, which all open the same.
-        skip_warmup: not used: pages come when they are read.
+        path: path without `.bin` or `.idx`.
+        impl: "infer", or a value of `get_available_dataset_impl()`; all open the same.
+        skip_warmup: accepted and ignored; pages are read on demand.
 
     Raises:
-        DataError: there is none, or it has the older layout, whose index begins with TNTIDX.
+        DataError: there is no store, or it has the older layout (its index begins with TNTIDX).
     """
     if impl != "infer":
         _check(impl)
@@ -99,11 +98,11 @@ class MMapIndexedDatasetBuilder:
     """Writes a store item by item.
 
     Args:
-        out_file: path of its `.bin`.
-        dtype: numpy's type of the tokens.
+        out_file: path of the `.bin` file.
+        dtype: numpy dtype of the tokens.
 
     Raises:
-        ConfigError: a name that does not end in `.bin`, or a store that is there already.
+        ConfigError: the name does not end in `.bin`, or the store exists.
     """
 
     def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64) -> None:
@@ -118,7 +117,7 @@ class MMapIndexedDatasetBuilder:
         self._writer.add_item(np.asarray(tensor).reshape(-1))
 
     def end_document(self) -> None:
-        """Say that the items since the last call make one document."""
+        """Mark the items since the last call as one document."""
         self._writer.end_document()
 
     def merge_file_(self, another_file: str) -> None:
@@ -129,7 +128,7 @@ class MMapIndexedDatasetBuilder:
         """Write the index.
 
         Raises:
-            ConfigError: it is not beside the tokens, under their name.
+            ConfigError: its path is not that of the tokens with `.idx`.
         """
         if os.fspath(index_file) != index_file_path(self._prefix):
             raise ConfigError(
@@ -142,7 +141,7 @@ class MMapIndexedDatasetBuilder:
 def make_builder(
     out_file: str | os.PathLike[str], impl: str = "mmap", dtype: Any = np.int32
 ) -> MMapIndexedDatasetBuilder:
-    """Return what writes a store; every `impl` writes the same."""
+    """Return a store writer; every `impl` writes the same form."""
     _check(impl)
     return MMapIndexedDatasetBuilder(out_file, dtype)
 

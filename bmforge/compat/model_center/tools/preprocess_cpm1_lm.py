@@ -35,7 +35,7 @@ _tokenizers: dict[str, Any] = {}  # of a worker process, which opens its own onc
 
 
 def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the program was started with; None takes the command line's."""
+    """Return the parsed arguments; None reads the process's command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--input", required=True, help="path of the text without uid and .txt")
     parser.add_argument("--tokenizer_path", required=True, help="directory of CPM-1's tokenizer")
@@ -52,8 +52,8 @@ def cut_document(line: str, tokenizer: Any) -> list[list[int]]:
     """Return the pieces of one document.
 
     Args:
-        line: its text; "<n>" stands for an end of line.
-        tokenizer: has `encode` and `token_to_id`.
+        line: text of the document; "<n>" marks a line break.
+        tokenizer: tokenizer with `encode` and `token_to_id`.
     """
     if len(line) > _LONGEST_LINE:
         return []
@@ -73,7 +73,7 @@ def _cut(directory: str, line: str) -> list[list[int]]:
 
 
 def _cut_all(lines: Iterable[str], directory: str, workers: int) -> Iterator[list[list[int]]]:
-    """Yield the pieces of every line, in their order."""
+    """Yield the pieces of every line, in order."""
     work = partial(_cut, directory)
     if workers <= 1:
         yield from map(work, lines)
@@ -83,11 +83,11 @@ def _cut_all(lines: Iterable[str], directory: str, workers: int) -> Iterator[lis
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Write the store, and return its path without `.bin`.
+    """Write the store and return its path without `.bin`.
 
     Raises:
         DataError: there is no such text.
-        ConfigError: the store is there already.
+        ConfigError: the store exists already.
     """
     args = get_args(arguments)
     source = Path(f"{args.input}{args.uid}.txt")

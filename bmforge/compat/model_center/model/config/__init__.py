@@ -1,6 +1,6 @@
-"""The old configs, each over the config of the family that computes.
+"""ModelCenter's configs, each over the bmforge config of the family.
 
-Start reading at `base.py`; the families' are in `families.py`.
+Start at `base.py`; `families.py` has the families.
 """
 
 from __future__ import annotations

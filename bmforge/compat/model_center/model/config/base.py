@@ -1,7 +1,6 @@
-"""Configs under their old field names, each over the config of the family that computes.
+"""Configs with ModelCenter's field names, over the bmforge config of the family.
 
-A field answers and can be given under its old name (`dim_model`) or under ours (`hidden_size`).
-Start reading at `Config`.
+A field can be read and set by its ModelCenter name (`dim_model`) or by ours (`hidden_size`).
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ _GATES = {"gated_silu": "silu", "gated_gelu": "gelu", "gated_relu": "relu"}
 
 
 class Config:
-    """Sizes of a model, by old names or ours.
+    """Model config with ModelCenter's field names.
 
     Args:
-        fields: by name; those left out are ModelCenter's defaults where it had the family, ours
-            where not. `half` and `dtype` say what the parameters are; without either, fp32.
+        fields: values by field name; defaults are ModelCenter's, for newer families ours. `half` or
+            `dtype` set the parameter dtype (default: fp32).
 
     Raises:
-        ConfigError: a field that nobody knows, or a value that the family does not compute.
+        ConfigError: an unknown field, or a value that the family does not support.
     """
 
     family: ClassVar[str] = ""
@@ -69,11 +68,11 @@ class Config:
         self.native()  # what does not fit is told now
 
     def kind(self) -> type[Model]:
-        """Return the class of the model that has this config."""
+        """Return the model class of this config."""
         return FAMILIES[self.family]
 
     def needed(self) -> Mapping[str, Any]:
-        """Return the fields that must have a certain value."""
+        """Return the fields that must have a fixed value."""
         old = OLD_FAMILIES.get(self.family)
         return {**(old.needed if old else {}), **self.fixed}
 
@@ -85,8 +84,8 @@ class Config:
         """Read the config of a directory, a cached model, or one on the hub.
 
         Args:
-            name: directory or id; its config.json is of Hugging Face's form or ModelCenter's.
-            fields: that replace those read.
+            name: directory or id; config.json has Hugging Face's form or ModelCenter's.
+            fields: fields to replace.
         """
         family = FAMILIES[cls.family].config_class
         directory = resolve_model(name, family.hub_ids)
@@ -102,12 +101,12 @@ class Config:
 
     @classmethod
     def from_json_file(cls, json_file: str | Path, **fields: Any) -> Self:
-        """Read a file of old fields; `fields` replace some."""
+        """Read a file with ModelCenter's fields; `fields` replace some."""
         return cls(**{**cls._dict_from_json_file(json_file), **fields})
 
     @classmethod
     def over(cls, native: ModelConfig, **fields: Any) -> Self:
-        """Return the old face of one of our configs, with fields changed."""
+        """Wrap a bmforge config, with some fields changed."""
         config = cls.__new__(cls)
         config._start({}, native)
         for name, value in fields.items():
@@ -123,7 +122,7 @@ class Config:
         return dict(found)
 
     def native(self) -> ModelConfig:
-        """Return our config of the fields as they are now, with no head of ours on it."""
+        """Return the bmforge config of the current fields, without a head."""
         if self._native is None:
             self.__dict__["_native"] = self._make()
         config: ModelConfig = self._native
@@ -145,7 +144,7 @@ class Config:
         return name in OLD_NAMES or name in _KEPT or name in self.needed()
 
     def _translate(self, known: set[str], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields under our names, as far as the family has them."""
+        """Return fields under bmforge's names, as far as the family has them."""
         changes: dict[str, Any] = {}
         for name, value in given.items():
             ours = OLD_NAMES.get(name, name)
@@ -211,7 +210,7 @@ class Config:
         raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the old fields that the family has; JSON takes all of them."""
+        """Return ModelCenter's fields that the family has, as JSON values."""
         known = {f.name for f in fields(self.kind().config_class)}
         of_images = {"img_size", "channels_in", "num_classes", "mlp_size", "drop"}
         left_out = {"dim_ff", "dropout_p"} if self.family == "ViT" else of_images
@@ -234,5 +233,5 @@ class Config:
 
 
 def _count_rest(native: ModelConfig) -> int:
-    """Return how many rows a table of positions has for no position."""
+    """Return the number of rows of the position table that are not positions."""
     return 1 if native.family == "glm" else int(getattr(native, "position_offset", 0))

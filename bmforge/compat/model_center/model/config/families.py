@@ -1,4 +1,4 @@
-"""The config of every family under its old name; see `base.Config`."""
+"""The config classes of all families; see `base.Config`."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ __all__ = [
 
 
 class BertConfig(Config):
-    """Sizes of a BERT."""
+    """BERT config."""
 
     family = "Bert"
 
 
 class RobertaConfig(Config):
-    """Sizes of a RoBERTa."""
+    """RoBERTa config."""
 
     family = "Roberta"
 
 
 class LongformerConfig(Config):
-    """Sizes of a Longformer."""
+    """Longformer config."""
 
     family = "Longformer"
 
 
 class ViTConfig(Config):
-    """Sizes of a ViT."""
+    """ViT config."""
 
     family = "ViT"
 
@@ -61,58 +61,59 @@ VitConfig = ViTConfig  # its name in ModelCenter
 
 
 class GPT2Config(Config):
-    """Sizes of a GPT-2."""
+    """GPT-2 config."""
 
     family = "GPT2"
 
 
 class GPTjConfig(Config):
-    """Sizes of a GPT-J."""
+    """GPT-J config."""
 
     family = "GPTJ"
 
 
 class OPTConfig(Config):
-    """Sizes of an OPT."""
+    """OPT config."""
 
     family = "OPT"
 
 
 class LlamaConfig(Config):
-    """Sizes of a Llama."""
+    """Llama config."""
 
     family = "Llama"
 
 
 class QwenConfig(Config):
-    """Sizes of a Qwen."""
+    """Qwen config."""
 
     family = "Qwen"
 
 
 class MiniCPMConfig(Config):
-    """Sizes of a MiniCPM."""
+    """MiniCPM config."""
 
     family = "MiniCPM"
 
 
 class MixtralConfig(Config):
-    """Sizes of a Mixtral."""
+    """Mixtral config."""
 
     family = "Mixtral"
 
 
 class GLMConfig(Config):
-    """Sizes of a GLM."""
+    """GLM config."""
 
     family = "GLM"
 
 
 class CPM1Config(Config):
-    """Sizes of a CPM-1.
+    """CPM-1 config.
 
-    `pos_bias_type` says which: "relative" (as in ModelCenter, also when nothing is said) is
-    ModelCenter's own, "none" the published GPT-2, which `from_pretrained` also finds by itself.
+    `pos_bias_type` selects the model: "relative" (default) is ModelCenter's own, "none" the
+    published
+    GPT-2 model, which `from_pretrained` also detects.
     """
 
     family = "CPM1"
@@ -133,15 +134,15 @@ class CPM1Config(Config):
 
     @property
     def is_relative(self) -> bool:
-        """Whether this is ModelCenter's own."""
+        """Whether this is ModelCenter's own model."""
         return self._base is None and self._given.get("pos_bias_type", "relative") == "relative"
 
     def kind(self) -> type[Model]:
-        """Return the class of the model that has this config."""
+        """Return the model class of this config."""
         return RelativeCPM1 if self.is_relative else FAMILIES["CPM1"]
 
     def needed(self) -> Mapping[str, Any]:
-        """Return the fields that must have a certain value."""
+        """Return the fields that must have a fixed value."""
         fixed = self._RELATIVE if self.is_relative else self._PUBLISHED
         return {"pos_bias_type": "relative" if self.is_relative else "none", **fixed}
 
@@ -156,7 +157,7 @@ class CPM1Config(Config):
 
 
 class CPM3Config(Config):
-    """Sizes of a CPM-3, whose architecture is CPM-Ant's."""
+    """CPM-3 config; the architecture is CPM-Ant's."""
 
     family = "CPMAnt"
     fixed: ClassVar[Mapping[str, Any]] = {
@@ -168,18 +169,18 @@ class CPM3Config(Config):
 
 
 class T5Config(Config):
-    """Sizes of a T5, an mT5 or a Flan-T5."""
+    """Config of T5, mT5 and Flan-T5."""
 
     family = "T5"
 
 
 class CPM2Config(Config):
-    """Sizes of a CPM-2."""
+    """CPM-2 config."""
 
     family = "CPM2"
 
 
 class EVAConfig(Config):
-    """Sizes of an EVA."""
+    """EVA config."""
 
     family = "EVA"
