@@ -7,6 +7,7 @@ from typing import Any
 
 from bmforge.compress.prune.carry import Shrunk, carry_out_
 from bmforge.compress.prune.choose import choose_plan
+from bmforge.compress.prune.compensate import fold_means_
 from bmforge.compress.prune.importance import measure_importance
 from bmforge.compress.prune.plan import Plan, blocks_of
 from bmforge.compress.prune.structure_config import StructureConfig, wanted_sizes
@@ -45,8 +46,15 @@ def shrink_(
         raise ConfigError(
             f"gates={what.gates} are trained: use StructureMethod in a run, or leave them out."
         )
+    batches = list(batches)
     plan = choose_structure(model, what, batches)
-    return carry_out_(model, plan, uniform=uniform or what.uniform)
+    changed = fold_means_(model, plan, batches) if what.compensate and batches else []
+    try:
+        return carry_out_(model, plan, uniform=uniform or what.uniform)
+    except ConfigError:
+        for bias, original in changed:
+            bias.data.copy_(original)
+        raise
 
 
 def choose_structure(

@@ -45,6 +45,8 @@ class StructureConfig:
         by: how parts are chosen; see `importance.py`.
         gates: kinds of parts that get trained gates (of "heads", "dims" of heads, "features",
             "attn", "mlp", "block", "hidden" for the hidden states); none chooses at once.
+        compensate: fold the mean output of removed neurons and heads into biases, where there are
+            calibration batches and the layer has a bias.
         uniform: sizes that the published classes can open, or an error.
         multiple_of: of which MLPs' widths are multiples, where a target decides them.
         tensor_parallel: over how many processes a layout will cut heads and widths.
@@ -69,6 +71,7 @@ class StructureConfig:
     keep_ratio: float = 0.5
     by: By = "size"
     gates: tuple[str, ...] = ()
+    compensate: bool = True
     uniform: bool = False
     multiple_of: int = 1
     tensor_parallel: int = 1
