@@ -33,7 +33,13 @@ from bmforge.recipes.compressing import CalibrationConfig, PhaseConfig, read_cal
 from bmforge.recipes.evaluate import evaluate_model
 from bmforge.recipes.registry import Recipe, find_recipe
 from bmforge.recipes.run_dir import claim_run_dir, occupy_run_dir
-from bmforge.recipes.small import check_compressible, check_vocabularies, estimate_phases
+from bmforge.recipes.small import (
+    changeable_fields,
+    check_compressible,
+    check_vocabularies,
+    check_widths_after,
+    estimate_phases,
+)
 from bmforge.recipes.speed import check_speed, measure_speeds
 from bmforge.settings import EvaluateConfig
 
@@ -122,12 +128,13 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
     """
     phases, source = _check(config)
     world = init_distributed()
-    with occupy_run_dir(config.out, config, frozenset({"speed", "format"})):
+    begun = [p for n, p in enumerate(phases, 1) if _phase_dir(config, n, p).exists()]
+    with occupy_run_dir(config.out, config, changeable_fields(begun) | {"speed", "format"}):
         claim_run_dir(config.out, config)
         model, done = AutoModel.describe_pretrained(source)[0], list[PhaseFacts]()
         before, quality = _measure_before(config, source, model)
         for number, phase in enumerate(phases, 1):
-            place = config.out / _PHASES / f"{number}-{phase.name}"
+            place = _phase_dir(config, number, phase)
             facts = _read_done(place)
             if facts is None:
                 get_logger().info("phase %d of %d: %s", number, len(phases), phase.name)
@@ -141,6 +148,10 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
     return report
 
 
+def _phase_dir(config: CompressRunConfig, number: int, phase: Phase) -> Path:
+    return config.out / _PHASES / f"{number}-{phase.name}"
+
+
 def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
     """Return the phases and the model's directory, once all fits that can be known before."""
     phases = split_phases(config.compress, config.steps)
@@ -150,6 +161,9 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
         check_vocabularies(source, config.compress.distill)
     if config.speed:
         check_speed(AutoModel.describe_pretrained(source)[0])
+    check_widths_after(source, phases)
+    for _ in estimate_phases(source, phases):  # raises what a later phase would refuse
+        pass
     if config.format != "bmforge":
         check_compressible(source, phases)
     return phases, source

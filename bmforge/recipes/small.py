@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bmforge.compress import DistillConfig, measure_sizes
 from bmforge.compress.distill.answers import TeacherAnswers, fingerprint_vocabulary
-from bmforge.compress.phases import Phase
+from bmforge.compress.matrices import find_matrices
+from bmforge.compress.phases import PHASES, Phase
+from bmforge.compress.prune.plan import blocks_of
 from bmforge.compress.prune.structure_config import wanted_sizes
+from bmforge.compress.prune.zeros import check_pattern
 from bmforge.compress.quantize import quantize
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
@@ -19,7 +23,13 @@ from bmforge.models.formats.compressed_write import check_compressed
 from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["check_compressible", "check_vocabularies", "estimate_phases", "read_vocabulary"]
+__all__ = [
+    "check_compressible",
+    "check_vocabularies",
+    "check_widths_after",
+    "estimate_phases",
+    "read_vocabulary",
+]
 
 
 def check_vocabularies(source: Path, config: DistillConfig) -> None:
@@ -105,6 +115,58 @@ def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
     check_compressed(model)
 
 
+def changeable_fields(begun: Sequence[Phase]) -> frozenset[str]:
+    """Return the fields of a recipe that may change when a directory is continued.
+
+    These are the fields of phases that have not begun, so that a phase that is refused does not
+    cost the trained ones before it.
+
+    Args:
+        begun: phases that have begun.
+    """
+    names = {phase.name for phase in begun}
+    later = [name for name in PHASES if name not in names]
+    fields = {f"compress.{part}" for name in later for part in PHASES[name]}
+    fields |= {f"steps.{name}" for name in later}
+    if not any(phase.config.is_calibrated for phase in begun):
+        fields.add("calibration")
+    return frozenset(fields)
+
+
+def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
+    """Check that the widths which a target of structure decides can be quantized and pruned then.
+
+    Raises:
+        ConfigError: `structure.multiple_of`, or the width of heads, does not fit a later phase.
+    """
+    structure = next((p.config.structure for p in phases if p.config.structure is not None), None)
+    if structure is None or (structure.target == "sizes" and not structure.gates):
+        return
+    step, cause = 1, ""
+    for phase in phases:
+        quantize_config, prune_config = phase.config.quantize, phase.config.prune
+        if prune_config is not None and prune_config.pattern != "free":
+            step, cause = math.lcm(step, 4), f"prune.pattern={prune_config.pattern!r}"
+        if quantize_config is not None and not quantize_config.is_auto:
+            spec = quantize_config.used_spec
+            step = math.lcm(step, spec.group_size or (32 if spec.bits == 4 else 4))
+            cause = f"quantize.scheme={quantize_config.scheme!r}"
+    if structure.multiple_of % step:
+        raise ConfigError(
+            f"{cause} needs widths that are multiples of {step}, and structure.multiple_of="
+            f"{structure.multiple_of} leaves others. Set structure.multiple_of={step}."
+        )
+    model: Any = AutoModel.describe_pretrained(source)[0]
+    widths = {b.spec.attn.head_dim for b in blocks_of(model).values() if b.spec.attn is not None}
+    given = [c.where for p in phases for c in (p.config.quantize, p.config.prune) if c is not None]
+    if any(width % step for width in widths) and not all(given):
+        raise ConfigError(
+            f"{cause} needs widths that are multiples of {step}, and structure removes heads of "
+            f"{min(widths)} channels. Name the layers in `where`, without o_proj, or take a scheme "
+            "with smaller groups."
+        )
+
+
 def _shrink(model: Any, phase: Phase) -> str:
     """Give a model on meta the sizes that a phase leaves; say what is known only afterwards."""
     config = phase.config
@@ -120,6 +182,8 @@ def _shrink(model: Any, phase: Phase) -> str:
             return f"; less than that, by {' and '.join(others)}"
     if config.moefy is not None:
         return f"; MLPs in {config.moefy.num_experts} experts, and their routers"
+    if config.prune is not None:
+        check_pattern(find_matrices(model, config.prune.where), config.prune)
     if config.quantize is not None:
         if config.quantize.is_auto:
             return f"; about {config.quantize.average_bits} bits for a quantised weight"

@@ -208,3 +208,45 @@ def test_recipes_that_cannot_be(
             )
         assert main(command(start, recipe, out)) != 0
         assert said in capsys.readouterr().err, said
+
+
+def test_widths_of_a_target_are_checked_before(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A target leaves any width; int8 needs multiples of 32, which the first message says."""
+    target = {"target": "parameters", "keep_ratio": 0.6}
+    recipe = {"structure": target, "quantize": {"scheme": "int8"}}
+    file, out = tmp_path / "recipe.toml", tmp_path / "small"
+    file.write_text(tomli_w.dumps(recipe))
+    for more in (("--dry-run",), ()):
+        assert main(command(start, file, out, *more)) != 0
+        assert "Set structure.multiple_of=32." in capsys.readouterr().err
+    assert not out.exists()
+    file.write_text(tomli_w.dumps({**recipe, "structure": {**target, "multiple_of": 32}}))
+    assert main(command(start, file, out)) == 0
+    packed = [m for m in AutoModel.from_pretrained(out).modules() if isinstance(m, PackedStore)]
+    assert packed
+
+
+def test_later_phases_may_change(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A phase that is done is kept when what comes after it is added or changed."""
+    file, out = tmp_path / "recipe.toml", tmp_path / "small"
+    shape = {"intermediate_size": 128}
+    file.write_text(tomli_w.dumps({"structure": shape}))
+    assert main(command(start, file, out)) == 0
+    first = out / "phases" / "1-structure" / "export" / "model.safetensors"
+    written = first.stat().st_mtime_ns
+    file.write_text(tomli_w.dumps({"structure": shape, "quantize": {"scheme": "int8"}}))
+    assert main(command(start, file, out)) == 0
+    assert first.stat().st_mtime_ns == written
+    assert any(isinstance(m, PackedStore) for m in AutoModel.from_pretrained(out).modules())
+    for changed in (
+        {"structure": {"intermediate_size": 64}, "quantize": {"scheme": "int8"}},
+        {"structure": shape, "quantize": {"scheme": "int4"}},
+    ):
+        file.write_text(tomli_w.dumps(changed))
+        capsys.readouterr()
+        assert main(command(start, file, out)) != 0
+        assert "belongs to another run" in capsys.readouterr().err
