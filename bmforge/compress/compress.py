@@ -23,7 +23,13 @@ from bmforge.compress.config import CompressConfig
 from bmforge.compress.distill import DistillConfig, Distiller, TeacherAnswers
 from bmforge.compress.method import METHOD_NAMES, Method
 from bmforge.compress.methods import attach_methods
-from bmforge.compress.report import CompressReport, ModelSizes, PhaseFacts, measure_sizes
+from bmforge.compress.report import (
+    CompressReport,
+    ModelSizes,
+    PhaseFacts,
+    measure_sizes,
+    measure_zeros,
+)
 from bmforge.errors import ConfigError
 from bmforge.records import laid_out
 from bmforge.shards import whole_tensor
@@ -203,6 +209,8 @@ class Compression:
         self.leave_teacher_()
         self.model = _plain_model(self.model, self._plain)
         facts = {method.name: method.finish_(self.model) for method in self.methods}
+        if "zeros" in facts and "quantize" in facts:  # rounding comes after the zeros were counted
+            facts["zeros"] |= measure_zeros(self.model, facts["zeros"].get("layers", ()))
         self._is_finished = True
         done = " + ".join(METHOD_WORDS[method.name] for method in self.methods) or "distilled"
         phase = PhaseFacts(done, measure_sizes(self.model), facts, steps=self.step)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
 from bmforge.nn.int8 import Int8Experts, RowStore
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
@@ -22,7 +23,7 @@ from bmforge.nn.part import BesidePart
 from bmforge.nn.quantized import PackedStore
 from bmforge.surgery import find_repeated_blocks, match_names
 
-__all__ = ["Matrix", "find_matrices", "is_stored", "usual_names", "watch_inputs"]
+__all__ = ["Matrix", "find_matrices", "is_stored", "usual_names", "warn_of_stacks", "watch_inputs"]
 
 # Last parts of names of linear layers that choose experts; they stay as they are.
 _ROUTERS = ("router", "gate", "shared_gate", "shared_expert_gate")
@@ -126,6 +127,35 @@ def usual_names(model: nn.Module) -> list[str]:
             f"{type(model).__name__} has no repeated blocks with linear layers: name some in where."
         )
     return found
+
+
+def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
+    """Log the experts of other libraries' models, which are not linear layers and stay as they are.
+
+    transformers 5 keeps the experts of a layer in three-dimensional parameters.
+
+    Args:
+        model: any model.
+        where: globs of a config; nothing is logged if they name modules.
+        done: what is done to the other weights, such as "quantized".
+    """
+    if where:
+        return
+    stacks = [
+        (f"{name}.{key}", parameter.numel())
+        for name, module in model.named_modules()
+        if not (isinstance(module, Experts) or is_stored(module))
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3 and parameter.is_floating_point()
+    ]
+    if stacks:
+        total = sum(parameter.numel() for parameter in model.parameters())
+        get_logger().warning(
+            "%d stacks of experts of this %s (%s, ...), %.0f %% of the floats that are left, are "
+            "not %s: open the model with bmforge.models.AutoModel, whose experts are",
+            *(len(stacks), type(model).__name__, stacks[0][0]),
+            *(100 * sum(count for _, count in stacks) / total, done),
+        )
 
 
 def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -20,7 +20,7 @@ from bmforge.html_page import write_page
 from bmforge.nn.part import Derived, tensor_notes
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["CompressReport", "ModelSizes", "PhaseFacts", "measure_sizes"]
+__all__ = ["CompressReport", "ModelSizes", "PhaseFacts", "measure_sizes", "measure_zeros"]
 
 _JSON, _PAGE = "compression.json", "report.html"
 # Bars of a fact; longer lists of numbers are told by their length; numbers in whole from here on.
@@ -148,6 +148,39 @@ class CompressReport:
         if not file.is_file():
             raise DataError(f"{str(directory)!r} has no {_JSON}: nothing was made small there.")
         return config_from_dict(cls, read_json(file))
+
+
+def measure_zeros(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """Count the zeros of pruned matrices as they are stored, integers included.
+
+    Args:
+        model: finished model.
+        names: names of the pruned parameters before they were quantized.
+
+    Returns:
+        zeros, weights, share, and the share of groups of four inputs with two zeros or more.
+    """
+    zeros = weights = groups = sparse_groups = 0
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        dense = getattr(module, "dense", None)
+        if dense is None:
+            values = getattr(module, key).detach()
+            values = values.t() if hasattr(module, "nf") else values
+        else:
+            values = dense(torch.float32) if key == "weight" else dense(key, torch.float32)
+        is_zero = values == 0
+        zeros, weights = zeros + int(is_zero.sum()), weights + is_zero.numel()
+        if is_zero.shape[-1] % 4 == 0:
+            fours = is_zero.unflatten(-1, (-1, 4)).sum(-1)
+            groups, sparse_groups = groups + fours.numel(), sparse_groups + int((fours >= 2).sum())
+    return {
+        "zeros": zeros,
+        "weights": weights,
+        "share": zeros / max(weights, 1),
+        "groups_2_of_4": sparse_groups / max(groups, 1),
+    }
 
 
 def measure_sizes(model: nn.Module) -> ModelSizes:

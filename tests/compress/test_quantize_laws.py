@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 from small_models import gpt2, hf_bert, hf_gpt2, llama, logits, mixtral, texts
 from torch import Tensor
 
-from bmforge.compress import CompressConfig, PruneConfig, QuantizeConfig, compress
+from bmforge.compress import (
+    CompressConfig,
+    MoEfyConfig,
+    PruneConfig,
+    QuantizeConfig,
+    StructureConfig,
+    compress,
+)
 from bmforge.compress.prune import prune
 from bmforge.compress.quantize import quantize
 from bmforge.compress.quantize.scaling import quantize_clipped
-from bmforge.models import OPT, OPTConfig
+from bmforge.models import OPT, T5, OPTConfig, T5Config
 from bmforge.nn.packing import (
     Integers,
     QuantSpec,
@@ -83,12 +90,33 @@ def test_pruned_groups_stay_pruned(build: str, method: str, spec: str) -> None:
     )
     batches = None if method == "absmax" else texts(8)
     job = compress(MODELS[build](), config, batches=batches)
-    job.finish_()
+    report = job.finish_()
     packed = stores(job.model)
     assert packed
+    assert report.phases[0].facts["zeros"]["groups_2_of_4"] == 1
     for matrix in (m for store in packed for m in dense(store)):
         zeros = (matrix.unflatten(-1, (-1, 4)) == 0).sum(-1)
         assert int(zeros.min()) >= 2
+
+
+def test_t5_by_all_four_methods() -> None:
+    """Narrower, experts, zeros and integers of an encoder-decoder, from one set of batches."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 128, "num_layers": 2}
+    model = T5.from_config(T5Config(**sizes, num_heads=4, head_dim=8)).eval()
+    batches = [{"input_ids": ids, "labels": ids[:, :9]} for ids in texts(8)]
+    config = CompressConfig(
+        structure=StructureConfig(intermediate_size=64, by="taylor"),
+        moefy=MoEfyConfig(num_experts=2, share=0.5),
+        prune=PruneConfig(pattern="2:4", method="wanda"),
+        quantize=QuantizeConfig(scheme="int8", method="gptq"),
+    )
+    job = compress(model, config, batches=batches)
+    facts = job.finish_().phases[0].facts
+    assert facts["zeros"]["groups_2_of_4"] == 1
+    assert set(facts) == {"structure", "experts", "zeros", "quantize"}
+    loss = job.model(**batches[0]).loss
+    assert bool(loss.isfinite())
+    assert len(stores(job.model)) > 2 * 6
 
 
 QUICK_DTYPES = {

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from bmforge.compress.batches import check_batches
+from bmforge.compress.matrices import warn_of_stacks
 from bmforge.compress.prune.calibrated import prune_by_texts_
 from bmforge.compress.prune.config import PruneConfig
 from bmforge.compress.prune.plan import Kept, Plan
@@ -57,6 +58,7 @@ def prune(
             f"batches have no effect with method={config.method!r}: leave them out, or take "
             "'wanda' or 'sparsegpt'."
         )
+    warn_of_stacks(model, config.where, "pruned")
     zeros = Zeros(config)
     if config.is_calibrated:
         check_batches(batches)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from bmforge.compress.batches import check_batches
-from bmforge.compress.matrices import Matrix, find_matrices
+from bmforge.compress.matrices import Matrix, find_matrices, warn_of_stacks
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.gptq import quantize_gptq_
 from bmforge.compress.quantize.place import as_globs, by_spec
@@ -68,6 +68,7 @@ def quantize(
     else:
         for one, names in by_spec(chosen).items():
             quantize_(model, one, where=as_globs(model, names))
+    warn_of_stacks(model, config.where, "quantized")
     return model
 
 
