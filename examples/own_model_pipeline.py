@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from bmforge.models import init_weights_
 from bmforge.models.rules import LayoutRules, TensorCut
-from bmforge.nn.cuts import pass_on
+from bmforge.nn.shard_hooks import pass_on
 from bmforge.parallel import (
     Layout,
     build_mesh,

@@ -21,7 +21,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
 from bmforge.models.init import materialize_
 from bmforge.models.stack import StackSpec, number_places_
-from bmforge.nn import biased, losses, remake
+from bmforge.nn import attention_bias, losses, recompute
 from bmforge.parallel import expert
 from bmforge.parallel.planner.follow import Follower
 from bmforge.parallel.planner.workload import Workload
@@ -214,7 +214,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def seen_as_plain(follower: Follower) -> Iterator[None]:
     """Let `nn` treat fake tensors as it treats plain ones, and run its loops in short.
 
-    `nn.remake` drops what it can make again, for plain tensors only, and knows them by their
+    `nn.recompute` drops what it can make again, for plain tensors only, and knows them by their
     address. Fake tensors have none; their storages stand for it. Attention with a trained bias and
     the head go over tiles and chunks of one size, of which two tell of all; tiles are as large as
     on what is planned for. All processes have equally many tokens.
@@ -223,7 +223,7 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         follower: of the trace.
     """
     kind: Any = FakeTensor
-    tiles, chunks = biased._tiles, losses.split_chunks
+    tiles, chunks = attention_bias._tiles, losses.split_chunks
 
     def few_tiles(query: Tensor, key: Tensor) -> Iterator[Any]:
         return follower.shorten(tiles(query, key), lambda tile: tile.size)
@@ -236,13 +236,13 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
 
     swapped: list[tuple[Any, str, Any]] = [
         (expert, "_lengths", even_lengths),
-        (remake, "Tensor", FakeTensor),
-        (biased, "_tiles", few_tiles),
+        (recompute, "Tensor", FakeTensor),
+        (attention_bias, "_tiles", few_tiles),
         (losses, "split_chunks", few_chunks),
     ]
     if not follower.copies:  # copies are made by processors
-        tile = biased._TILE_ELEMENTS // torch.get_num_threads()
-        swapped.append((biased, "_HOST_TILE_ELEMENTS", tile))
+        tile = attention_bias._TILE_ELEMENTS // torch.get_num_threads()
+        swapped.append((attention_bias, "_HOST_TILE_ELEMENTS", tile))
     before = [getattr(module, name) for module, name, _ in swapped]
     for module, name, value in swapped:
         setattr(module, name, value)

@@ -34,7 +34,7 @@ from bmforge.nn import (
     rope_table,
 )
 from bmforge.nn.attention import KeyValueCache
-from bmforge.nn.cuts import Pass, pass_on
+from bmforge.nn.shard_hooks import Pass, pass_on
 
 __all__ = ["CausalLM", "DecoderSpec"]
 

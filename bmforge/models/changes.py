@@ -16,8 +16,8 @@ from torch import nn
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError
 from bmforge.models.kinds import find_kind
-from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.part import Derived, tensor_notes
+from bmforge.nn.random_init import draw_tensor_
 from bmforge.surgery import match_names, persistent_tensors
 
 __all__ = [

@@ -27,7 +27,7 @@ from bmforge.models.heads import Head
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, build_mask
-from bmforge.nn.blanks import blank_positions
+from bmforge.nn.glm_positions import blank_positions
 
 __all__ = ["GLM", "GLMConfig", "is_glm10b"]
 
@@ -210,7 +210,7 @@ class GLM(CausalLM):
     def derive_positions(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return positions (B, 2, T) and the length of part A (B,); see `nn.blank_positions`.
+        """Return positions (B, 2, T) and the length of part A (B,); see `nn.glm_positions`.
 
         The config must have `sop_token_id` and `mask_token_id`.
         """

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from bmforge.nn.draw import copy_part_, draw_normal_, draw_tensor_, fill_
 from bmforge.nn.part import Derived, tensor_notes
+from bmforge.nn.random_init import copy_part_, draw_normal_, draw_tensor_, fill_
 from bmforge.shards import is_streamed
 from bmforge.surgery import persistent_tensors
 

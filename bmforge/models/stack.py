@@ -13,7 +13,7 @@ from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE
 from bmforge.nn.attention import KeyValueCache
-from bmforge.nn.cuts import TokenCut, TokenShare
+from bmforge.nn.shard_hooks import TokenCut, TokenShare
 from bmforge.records import Span, Stack
 
 __all__ = [

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ShapeError
-from bmforge.nn.biased import biased_attention
-from bmforge.nn.cuts import Pass, pass_on
+from bmforge.nn.attention_bias import biased_attention
 from bmforge.nn.host_attention import host_attention, takes_host_attention
 from bmforge.nn.linear import Linear
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
+from bmforge.nn.shard_hooks import Pass, pass_on
 
 __all__ = ["Attention", "AttentionSpec", "KeyValueCache", "RunBlocks", "build_mask", "mix_values"]
 

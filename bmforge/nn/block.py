@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
-from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.nn.norm import NormSpec, build_norm
-from bmforge.nn.remake import call_and_drop, hold_weights
+from bmforge.nn.recompute import call_and_drop, hold_weights
+from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.window import WindowAttention
 
 __all__ = ["Block", "BlockSpec", "Weigh"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.nn.cuts import VocabCut
 from bmforge.nn.losses import TiledHead, TiledLogits, TiledLoss, find_tiling, split_chunks
+from bmforge.nn.shard_hooks import VocabCut
 
 __all__ = ["HeadInput", "linear_distillation"]
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
 from bmforge.nn.channel import Shift
-from bmforge.nn.cuts import PickTokens, Rows, VocabCut
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import beside_parts
 from bmforge.nn.products import multiply_dense
+from bmforge.nn.shard_hooks import PickTokens, Rows, VocabCut
 
 __all__ = ["LMHead", "Measure"]
 

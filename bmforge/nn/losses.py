@@ -19,7 +19,7 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.device import is_host, reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
-from bmforge.nn.cuts import Rows, VocabCut
+from bmforge.nn.shard_hooks import Rows, VocabCut
 
 __all__ = [
     "TiledHead",

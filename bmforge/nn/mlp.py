@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.cuts import Pass, pass_on
-from bmforge.nn.fresh import multiply_fresh
 from bmforge.nn.host_rows import host_gelu, takes_host_gelu
+from bmforge.nn.in_place import multiply_temporary
 from bmforge.nn.linear import Linear
-from bmforge.nn.remake import call_and_drop
+from bmforge.nn.recompute import call_and_drop
+from bmforge.nn.shard_hooks import Pass, pass_on
 
 __all__ = ["ACTIVATIONS", "MLP", "MLPSpec", "WideLinear", "get_activation"]
 
@@ -126,7 +126,7 @@ class MLP(nn.Module):
         def inner() -> Tensor:
             if gate is None:
                 return self.activation(up)
-            return multiply_fresh(self.activation(gate), up, made_of=gate)
+            return multiply_temporary(self.activation(gate), up, made_of=gate)
 
         if self.thin is not pass_on:  # a gate's values may differ when backward recomputes
             return self.down_proj(self.thin(self._drop(inner())))

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
-from bmforge.nn.balanced import assign_balanced
-from bmforge.nn.chosen import run_chosen, takes_chosen
-from bmforge.nn.cuts import Pass, pass_on
-from bmforge.nn.fresh import multiply_fresh
+from bmforge.nn.balanced_assignment import assign_balanced
 from bmforge.nn.grouped import grouped_linear, take_rows
+from bmforge.nn.in_place import multiply_temporary
 from bmforge.nn.mlp import MLP, MLPSpec, get_activation
 from bmforge.nn.part import beside_parts
-from bmforge.nn.remake import call_and_drop
+from bmforge.nn.recompute import call_and_drop
 from bmforge.nn.router import RouterKind, build_router
+from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.uniform_routing import can_run_uniform, run_uniform
 
 __all__ = [
     "Dispatch",
@@ -226,7 +226,7 @@ class Experts(nn.Module):
         def inner() -> Tensor:
             if gate is None:
                 return self.activation(up)
-            return multiply_fresh(self.activation(gate), up, made_of=gate)
+            return multiply_temporary(self.activation(gate), up, made_of=gate)
 
         return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
 
@@ -317,8 +317,8 @@ class MoE(nn.Module):
         """Run the selected experts and combine their outputs per token."""
         run: RunExperts = self.experts
         alike = not self.weighs and (self.choice == "per_call" or index.shape[0] == 1)
-        if alike and self.dispatch is dispatch_locally and takes_chosen(run, Experts):
-            return run_chosen(run, self.enter(tokens), index[0])
+        if alike and self.dispatch is dispatch_locally and can_run_uniform(run, Experts):
+            return run_uniform(run, self.enter(tokens), index[0])
         if self.capacity_factor is not None and self.training:
             even = index.numel() / self.num_experts
             index = limit_loads(index, self.num_experts, math.ceil(self.capacity_factor * even))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.fresh import add_fresh, multiply_fresh
+from bmforge.nn.in_place import add_temporary, multiply_temporary
 
 __all__ = [
     "RopeKind",
@@ -239,5 +239,5 @@ def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = Fals
     else:
         first, second = rotated.chunk(2, dim=-1)
         swapped = torch.cat((-second, first), dim=-1)
-    rotated = add_fresh(rotated * cos, multiply_fresh(swapped, sin))
+    rotated = add_temporary(rotated * cos, multiply_temporary(swapped, sin))
     return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)

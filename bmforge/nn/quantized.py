@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.cuts import Rows
 from bmforge.nn.foreign_experts import (
     PackedForeignExperts,
     foreign_stacks,
@@ -33,6 +32,7 @@ from bmforge.nn.packed_store import (
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
 from bmforge.nn.part import TensorNote
 from bmforge.nn.products import is_watched, load_kernels, numbers_of, runs_here
+from bmforge.nn.shard_hooks import Rows
 
 __all__ = [
     "MatrixStore",

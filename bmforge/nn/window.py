@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
-from bmforge.nn.cuts import Pass, pass_on
 from bmforge.nn.linear import Linear
-from bmforge.nn.remake import call_and_drop
+from bmforge.nn.recompute import call_and_drop
+from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.window_mask import WindowMask
 
 __all__ = ["WindowAttention"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.part import BesidePart, Derived, tensor_notes
+from bmforge.nn.random_init import draw_tensor_
 from bmforge.parallel.tensor.cuts import CUT_DIMS
 
 __all__ = ["check_part"]

@@ -16,7 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from bmforge.compress import CompressConfig, DistillConfig, Distiller, DistillLoss, compress
 from bmforge.compress.distill import TeacherAnswers, write_answers
 from bmforge.errors import CheckpointError, ConfigError, DataError
-from bmforge.nn import HeadInput, answers, linear_distillation
+from bmforge.nn import HeadInput, linear_distillation
+from bmforge.nn import top_k_distillation as top_k
 from bmforge.testing import assert_close
 
 ITEMS = 11.0
@@ -61,11 +62,11 @@ def test_the_rest_is_one_outcome(count: int, monkeypatch: pytest.MonkeyPatch) ->
     low, rows = (draw(*shape).requires_grad_() for shape in ((9, 2), (VOCAB, 2)))
     theirs, labels = 2 * draw(9, VOCAB), torch.arange(9)
     labels[4] = -100
-    kept = answers.pick_answers(theirs, count, 1.5)
+    kept = top_k.pick_answers(theirs, count, 1.5)
     inputs = (hidden, weight, bias, low, rows)
-    monkeypatch.setattr(answers, "_CHUNK_ELEMENTS", 2 * VOCAB)
+    monkeypatch.setattr(top_k, "_CHUNK_ELEMENTS", 2 * VOCAB)
     student = HeadInput(hidden, weight, bias, ((low, rows),))
-    loss = answers.linear_answers(student, kept, labels, temperature=1.5, num_items=7.0)
+    loss = top_k.linear_answers(student, kept, labels, temperature=1.5, num_items=7.0)
     got = gather(loss, inputs)
 
     mine = ((hidden @ weight.t() + bias + low @ rows.t()) / 1.5).softmax(-1)
@@ -89,7 +90,7 @@ def test_fewer_outcomes_are_less_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     mine, theirs = (torch.randn(6, VOCAB, generator=generator).double() for _ in range(2))
     found = [
-        answers.compare_answers(mine, answers.pick_answers(theirs, count)).sum()
+        top_k.compare_answers(mine, top_k.pick_answers(theirs, count)).sum()
         for count in range(1, VOCAB + 1)
     ]
     assert all(a <= b + 1e-12 for a, b in itertools.pairwise(found))

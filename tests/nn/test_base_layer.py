@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.errors import ConfigError
-from bmforge.nn.balanced import assign_balanced
+from bmforge.nn.balanced_assignment import assign_balanced
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.testing.tolerance import assert_close
 

@@ -20,7 +20,7 @@ from bmforge.models.hub import find_preset
 from bmforge.models.llama import LlamaConfig
 from bmforge.models.mixtral import MixtralConfig
 from bmforge.models.t5 import T5, T5Config
-from bmforge.nn import biased, losses
+from bmforge.nn import attention_bias, losses
 from bmforge.parallel import Layout, shutdown_distributed
 from bmforge.parallel.pipeline.stages import cut_blocks
 from bmforge.parallel.planner import estimate as estimating
@@ -103,7 +103,7 @@ def test_loops_in_short(
     config: Any, tokens: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many tiles and chunks, of which two of a size are run: as if all of them were."""
-    monkeypatch.setattr(biased, "_TILE_ELEMENTS", 4 * tokens * tokens)
+    monkeypatch.setattr(attention_bias, "_TILE_ELEMENTS", 4 * tokens * tokens)
     monkeypatch.setattr(losses, "_HOST_CHUNK_ELEMENTS", 512 * 40)
     monkeypatch.setattr(losses, "_HOST_TILE_ELEMENTS", 100 * 40)
     monkeypatch.setattr(losses, "_FEW_TOKENS", few)

@@ -15,7 +15,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer import KVCache, generate
 from bmforge.models.glm import GLM, GLMConfig, is_glm10b
-from bmforge.nn.blanks import blank_positions
+from bmforge.nn.glm_positions import blank_positions
 from bmforge.testing.batches import make_batch
 from bmforge.testing.capability import capability
 from bmforge.testing.decoder_suite import DecoderOwnSuite

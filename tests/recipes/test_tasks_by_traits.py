@@ -20,7 +20,7 @@ from bmforge.data.tasks.wording import word_task
 from bmforge.infer import generate
 from bmforge.models import GLM, AutoModel, GLMConfig
 from bmforge.models.hub import FAMILIES
-from bmforge.nn.blanks import blank_positions
+from bmforge.nn.glm_positions import blank_positions
 from bmforge.recipes import find_recipe
 from bmforge.recipes.blanks import BlankConfig, cut_blanks
 from bmforge.recipes.masked import mask_tokens

@@ -25,7 +25,7 @@ from bmforge.compress.distill.capture import Recorder, take_prediction
 from bmforge.errors import CheckpointError, ConfigError, DataError
 from bmforge.files import partial_name, read_json, replace_file
 from bmforge.nn import HeadInput, LMHead
-from bmforge.nn.answers import Answers, make_logits, pick_answers
+from bmforge.nn.top_k_distillation import Answers, make_logits, pick_answers
 from bmforge.surgery import evaluating
 
 __all__ = ["TeacherAnswers", "fingerprint_vocabulary", "write_answers"]

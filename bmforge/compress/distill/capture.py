@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn import Attention, HeadInput, LMHead, linear_cross_entropy
-from bmforge.nn.cuts import VocabCut
 from bmforge.nn.part import BesidePart, TensorNote, attach_part_, detach_part_, find_like
+from bmforge.nn.shard_hooks import VocabCut
 
 __all__ = [
     "INTO",

@@ -40,10 +40,10 @@ from bmforge.compress.distill.outputs import compare_outputs
 from bmforge.compress.distill.tokens import spread_items
 from bmforge.device import wide_dtype
 from bmforge.nn import HeadInput, LMHead, linear_distillation
-from bmforge.nn.answers import linear_answers
-from bmforge.nn.cuts import VocabCut
-from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.part import tensor_notes
+from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.shard_hooks import VocabCut
+from bmforge.nn.top_k_distillation import linear_answers
 from bmforge.surgery import freeze_
 
 __all__ = ["Distiller"]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.errors import ConfigError
-from bmforge.nn.balanced import assign_balanced
+from bmforge.nn.balanced_assignment import assign_balanced
 
 __all__ = ["group_at_random", "group_rows", "order_of"]
 
@@ -29,8 +29,8 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
         ConfigError: the groups cannot be of one size.
 
     Source: Zhang et al., "MoEfication" (2022), which assigns greedily and swaps pairs; here every
-        assignment is the best balanced one (`nn.balanced`). The first centres are those of
-        k-means++ (Arthur and Vassilvitskii, 2007).
+        assignment is the best balanced one (`nn.balanced_assignment`). The first centres are those
+        of k-means++ (Arthur and Vassilvitskii, 2007).
     """
     _check(rows.shape[0], groups)
     unit = F.normalize(rows.detach().float(), dim=-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError, MissingDependencyError
-from bmforge.nn.balanced import assign_balanced
+from bmforge.nn.balanced_assignment import assign_balanced
 
 __all__ = ["count_together", "group_together"]
 

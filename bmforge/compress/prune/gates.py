@@ -14,11 +14,11 @@ from bmforge.compress.prune.hidden_gates import SLOT, attach_hidden_gate_, detac
 from bmforge.compress.prune.plan import blocks_of, query_order
 from bmforge.errors import ConfigError
 from bmforge.nn import Block
-from bmforge.nn.cuts import pass_on
-from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.gates import HardConcrete, HeadDims, HiddenWidth
 from bmforge.nn.mlp import MLP
 from bmforge.nn.position import RopeSpec
+from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.shard_hooks import pass_on
 
 __all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
 

@@ -26,7 +26,7 @@ from bmforge.compress.batches import prepare_batches
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn import Block, MoESpec
-from bmforge.nn.cuts import pass_on
+from bmforge.nn.shard_hooks import pass_on
 
 __all__ = ["By", "Scores", "measure_importance"]
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from bmforge.nn import MLP, Attention, Block
 from bmforge.nn.attention import mix_values
-from bmforge.nn.cuts import pass_on
 from bmforge.nn.linear import Linear
 from bmforge.nn.mlp import ACTIVATIONS, WideLinear
 from bmforge.nn.moe import Experts, MoE, dispatch_locally
@@ -27,6 +26,7 @@ from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.quantized import QuantizedExperts, QuantizedLinear
+from bmforge.nn.shard_hooks import pass_on
 
 __all__ = ["Layer", "Watch", "describe_block", "expert_sizes"]
 

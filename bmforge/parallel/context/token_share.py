@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Which tokens of rows of one length every process has; this is `nn.cuts.TokenShare`.
+    """Which tokens of rows of one length every process has; this is `nn.shard_hooks.TokenShare`.
 
     Args:
         group: the processes.

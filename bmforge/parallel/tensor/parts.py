@@ -194,7 +194,7 @@ def _look_up_here(
 
 
 class _Vocab:
-    """See `nn.cuts.VocabCut`."""
+    """See `nn.shard_hooks.VocabCut`."""
 
     def __init__(self, rows: int, tensor: TensorGroup) -> None:
         self.group, self.rows, self.width = tensor.group, rows, -(-rows // tensor.size)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.draw import draw_tensor_
 from bmforge.nn.low_rank import settle_magnitude_
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
+from bmforge.nn.random_init import draw_tensor_
 from bmforge.provenance import Provenance
 from bmforge.tune.delta.address import find_called, find_wholes
 from bmforge.tune.delta.held import (

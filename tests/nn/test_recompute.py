@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec
-from bmforge.nn.remake import call_and_drop
+from bmforge.nn.recompute import call_and_drop
 from bmforge.testing import assert_close
 
 KINDS = [

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmforge.nn import biased
-from bmforge.nn.biased import biased_attention
+from bmforge.nn import attention_bias
+from bmforge.nn.attention_bias import biased_attention
 from bmforge.testing.tolerance import assert_close
 
 
@@ -90,7 +90,7 @@ def test_forward_and_gradients(
     shape: str, mask: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All results and gradients, whether a block is a row of scores or all of them."""
-    monkeypatch.setattr(biased, "_HOST_TILE_ELEMENTS", block)
+    monkeypatch.setattr(attention_bias, "_HOST_TILE_ELEMENTS", block)
     for bias_rows in (1, SHAPES[shape][0]):
         for scale in (1.0, None):
             case = make_case(SHAPES[shape], bias_rows, mask)
@@ -144,7 +144,7 @@ def test_dropout_given_what_it_kept(block: int, monkeypatch: pytest.MonkeyPatch)
     Values that are the identity show the weights themselves, so a draw with the same generator
     state tells which were kept.
     """
-    monkeypatch.setattr(biased, "_HOST_TILE_ELEMENTS", block)
+    monkeypatch.setattr(attention_bias, "_HOST_TILE_ELEMENTS", block)
     case = make_case((3, 2, 6, 6, 6), mask="keys")
     identity = torch.eye(6, dtype=torch.float64).expand(3, 2, 6, 6).clone()
     torch.manual_seed(7)

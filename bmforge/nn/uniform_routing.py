@@ -11,11 +11,11 @@ from torch import Tensor
 from bmforge.nn.part import beside_parts
 from bmforge.surgery import wrappers_of
 
-__all__ = ["run_chosen", "takes_chosen"]
+__all__ = ["run_uniform", "can_run_uniform"]
 
 
-def takes_chosen(experts: Any, kind: type) -> bool:
-    """Return True if `run_shared_experts` is the right path for these experts.
+def can_run_uniform(experts: Any, kind: type) -> bool:
+    """Return True if `run_uniform` is the right path for these experts.
 
     It is for inference only: backward would make a full-size gradient for every expert. Layouts,
     streaming, quantized storage and adapters have their own code paths.
@@ -25,7 +25,7 @@ def takes_chosen(experts: Any, kind: type) -> bool:
     return plain and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def run_chosen(experts: Any, x: Tensor, chosen: Tensor) -> Tensor:
+def run_uniform(experts: Any, x: Tensor, chosen: Tensor) -> Tensor:
     """Run the same experts on all tokens and sum their outputs.
 
     Args:

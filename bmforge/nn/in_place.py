@@ -1,0 +1,47 @@
+"""In-place mul and add into a temporary operand when autograd and tracing are off.
+
+Large results come from the operating system page by page: a page fault costs several times what the
+arithmetic does. The result overwrites the first operand's memory, with the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bmforge.nn.products import is_watched
+
+__all__ = ["add_temporary", "multiply_temporary"]
+
+
+# Below this size the check costs more than the memory.
+_FEWEST_NUMBERS = 1 << 14
+
+
+def multiply_temporary(temporary: Tensor, other: Tensor, made_of: Tensor | None = None) -> Tensor:
+    """Return ``temporary * other``, in the memory of `temporary` where possible.
+
+    Args:
+        temporary: temporary tensor that only the caller has and does not use again.
+        other: tensor that broadcasts to it.
+        made_of: input of the function that returned `temporary`, which may be the same tensor.
+    """
+    if not _may_overwrite(temporary, other):
+        return temporary * other
+    if made_of is not None and temporary.data_ptr() == made_of.data_ptr():
+        return temporary * other
+    return temporary.mul_(other)
+
+
+def add_temporary(temporary: Tensor, other: Tensor) -> Tensor:
+    """Return ``temporary + other``; see `multiply_temporary`."""
+    return temporary.add_(other) if _may_overwrite(temporary, other) else temporary + other
+
+
+def _may_overwrite(temporary: Tensor, other: Tensor) -> bool:
+    if torch.is_grad_enabled() or is_watched():
+        return False
+    plain = type(temporary) is Tensor and type(other) is Tensor and temporary.dtype == other.dtype
+    if not plain or temporary.numel() < _FEWEST_NUMBERS:
+        return False
+    return torch.broadcast_shapes(temporary.shape, other.shape) == temporary.shape
