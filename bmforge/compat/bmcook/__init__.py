@@ -1,7 +1,7 @@
-"""BMCook's names over bmforge: its programs run with their import line changed.
+"""BMCook's API over bmforge, for programs with changed import lines.
 
-Start reading at `trainer.py` (`CookTrainer`, which puts everything in); `config.py` reads the JSON
-files. What changed, and why, is in docs/migrating_bmcook.md.
+Start at `trainer.py` (`CookTrainer` sets everything up); `config.py` reads the JSON files.
+docs/migrating_bmcook.md lists every difference and its reason.
 """
 
 from bmforge.compat.bmcook.config import ConfigParser

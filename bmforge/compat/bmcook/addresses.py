@@ -1,4 +1,4 @@
-"""Modules by the names that BMCook's configs call them: ModelCenter's, parts of which suffice."""
+"""Lookup of modules by the (partial) ModelCenter names in BMCook's configs."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ _MODULES = (
 
 
 def our_module(name: str) -> str:
-    """Return our name of a module of ModelCenter's; others' names stay."""
+    """Return bmforge's name of a ModelCenter module; other names are unchanged."""
     for pattern, ours in _MODULES:
         name = re.sub(pattern, ours, name)
     return name
 
 
 def old_name(name: str, has_gate: bool) -> str:
-    """Return what ModelCenter calls a parameter of ours."""
+    """Return ModelCenter's name of a bmforge parameter."""
     for pattern, theirs in NAME_RULES:
         name = re.sub(pattern, theirs.replace("{up}", "w_1" if has_gate else "w"), name)
     return name
 
 
 def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Return the modules with a matrix whose parameter's old or own name contains a pattern.
+    """Return the modules with a matrix whose ModelCenter or own name contains a pattern.
 
     Args:
-        model: any; of ModelCenter's classes or the zoo's.
+        model: any model, of ModelCenter's classes or bmforge's.
         patterns: parts of names.
-        key: of the config, for messages.
+        key: config key, for messages.
 
     Raises:
-        ConfigError: a pattern that is in no name.
+        ConfigError: a pattern that matches no name.
     """
     has_gate = any(name.endswith("gate_proj") for name, _ in model.named_modules())
     known: dict[str, tuple[str, ...]] = {}
@@ -76,10 +76,10 @@ def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[st
 
 
 def find_old_module(model: nn.Module, name: str) -> str:
-    """Return what a model calls a module that a config names, by an old name or its own.
+    """Return the actual name of a module that a config names by its ModelCenter or own name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such module.
     """
     known = dict(model.named_modules())
     for wanted in (name, our_module(name), f"model.{our_module(name)}", f"model.{name}"):

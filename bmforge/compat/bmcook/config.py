@@ -1,4 +1,4 @@
-"""BMCook's JSON: what it may say, what it left unsaid, and what a recipe of ours makes of it."""
+"""Reads and checks BMCook's JSON configs, and converts them to recipes."""
 
 from __future__ import annotations
 
@@ -75,14 +75,13 @@ _OWN = "bmforge"
 
 
 class ConfigParser:
-    """A JSON file of BMCook's, with what it does not say filled in.
+    """A BMCook JSON file with defaults filled in.
 
     Args:
-        config_file: its path.
+        config_file: path of the file.
 
     Raises:
-        ConfigError: it is missing, no JSON, or says what BMCook does not know or what contradicts
-            itself.
+        ConfigError: the file is missing or no JSON, or has unknown or contradicting keys.
     """
 
     def __init__(self, config_file: str) -> None:
@@ -104,15 +103,15 @@ class ConfigParser:
         return self.config[key]
 
     def save(self) -> None:
-        """Write it back, complete."""
+        """Write the file with all defaults."""
         replace_file(self.config_file, json.dumps(self.config, indent=4) + "\n")
 
 
 def check_cook_config(raw: Any) -> dict[str, Any]:
-    """Return a config with every key, in today's spelling.
+    """Return a config with every key, in the current spelling.
 
     Raises:
-        ConfigError: keys that there are not, or that contradict each other.
+        ConfigError: unknown or contradicting keys.
     """
     if not isinstance(raw, dict):
         raise ConfigError(f"a config of BMCook's is a table of sections, not {raw!r}.")
@@ -143,7 +142,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
 
 
 def _check_sprune(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with every key, in today's spelling."""
+    """Return the section with every key, in the current spelling."""
     out = dict(_SPRUNE)
     for key, value in given.items():
         name, turn = _OLDER.get(key, (key, lambda same: same))
@@ -160,18 +159,18 @@ def _check_sprune(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
-    """Return what a JSON file of BMCook's asks for, as a recipe's tables.
+    """Convert a BMCook JSON file to a recipe's tables.
 
-    What a recipe needs besides (steps, task, run, calibration, the teacher) may stand in the file
-    under ``bmforge``.
+    Other recipe settings (steps, task, run, calibration, the teacher) can be given in the file
+    under
+    ``bmforge``.
 
     Args:
-        path: the file.
-        model: directory or hub id of the model, whose modules' names are looked up.
+        path: path of the file.
+        model: directory or hub id of the model whose module names are looked up.
 
     Raises:
-        ConfigError: keys that there are not, that contradict each other, or that ask for what
-            cannot be had.
+        ConfigError: unknown or contradicting keys, or options that are not supported.
     """
     config = ConfigParser(str(path)).config
     described = AutoModel.describe_pretrained(find_model(model))[0]
@@ -201,7 +200,7 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
 
 
 def quantize_table(model: Any, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return int8 in earnest, forward and backward, of the linear layers that are named."""
+    """Return the int8 settings (forward and backward) of the named linear layers."""
     table: dict[str, Any] = {"scheme": "int8-dynamic", "training": "int8-both"}
     if section["quantized_module"]:
         table["where"] = modules_with(
@@ -211,12 +210,12 @@ def quantize_table(model: Any, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pattern_of(method: str) -> Any:
-    """Return what a mask_method is called here."""
+    """Return bmforge's name of a mask_method."""
     return _PATTERNS[method]
 
 
 def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return gates and their target."""
+    """Return the structured pruning settings."""
     unknown = [kind for kind in section["training_mask"] if kind not in _GATES]
     if unknown or not section["training_mask"]:
         raise ConfigError(
@@ -278,7 +277,7 @@ def _distill_table(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_pair(text: str) -> list[str]:
-    """Return both modules of "[post]a.b:[pre]c.d", in our names."""
+    """Return both modules of "[post]a.b:[pre]c.d", with bmforge's names."""
     sides = text.split(":")
     if len(sides) != 2:
         raise ConfigError(f"{text!r} is no pair of modules such as '[post]a.b:[post]a.b'.")

@@ -1,4 +1,4 @@
-"""BMCook's distillation: logits, and hidden states of modules that a config pairs by name."""
+"""BMCook's distillation of logits and of paired hidden states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Forward = Callable[..., Any]
 
 
 class BMDistill:
-    """Teaches a model by another one, beside its task."""
+    """Adds a distillation loss to a model's forward."""
 
     @classmethod
     def set_forward(
@@ -33,17 +33,17 @@ class BMDistill:
         config: Any,
         target_linear: type[nn.Module] | None = None,
     ) -> Forward:
-        """Return a forward whose output has `d_loss`, and it in its `loss`.
+        """Return a forward whose output has `d_loss`, which `loss` includes.
 
         Args:
-            student: learns.
-            teacher: is asked the same, and frozen; None where the config distils nothing.
+            student: model that learns.
+            teacher: frozen teacher; None if the config has no distillation.
             forward_fn: ``(model, loss_func, targets, *args, **kwargs)`` -> output.
             config: a `ConfigParser`.
-            target_linear: class of the projection with `mse_hidn_proj`; None takes nn.Linear.
+            target_linear: class of the projection for `mse_hidn_proj` (default: nn.Linear).
 
         Raises:
-            ConfigError: no teacher, or modules that there are not.
+            ConfigError: no teacher, or unknown modules.
         """
         section = config.get("distillation")
         if not any(section[f"{what}_scale"] for what in ("ce", "mse_hidn", "mse_att")):
@@ -64,12 +64,12 @@ class Teaching:
 
     Args:
         student, teacher: the models.
-        section: of the config.
+        section: distillation section of the config.
         linear: class of projections.
 
     Attributes:
-        projections: from the teacher's width to the student's, where the config asks for them; they
-            belong into an optimizer.
+        projections: projections from the teacher's width to the student's, if the config asks for
+            them; an optimizer must train them.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Teaching:
                 self.projections[key] = _projection(student, teacher, linear)
 
     def wrap(self, forward_fn: Forward) -> Forward:
-        """Return the forward with the teacher's part in it."""
+        """Return the forward with the distillation loss."""
         return partial(self._forward, forward_fn)
 
     def _forward(
@@ -137,7 +137,7 @@ class Teaching:
 
 
 def _place(model: nn.Module, text: str) -> str:
-    """Return what `Recorder` calls a side of a pair."""
+    """Return `Recorder`'s name of one side of a pair."""
     kind, mark, name = text.partition("]")
     if not mark or kind not in ("[post", "[pre"):
         raise ConfigError(f"{text!r} must begin with [post] or [pre].")

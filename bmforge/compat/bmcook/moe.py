@@ -1,4 +1,4 @@
-"""BMCook's first step to experts: what goes into MLPs, recorded."""
+"""BMCook's first step of MoEfication: recording MLP inputs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Forward = Callable[..., Any]
 
 
 class BMMoE:
-    """Records what goes into MLPs; `bmforge.compress.moefy` makes experts of them."""
+    """Records MLP activations; `bmforge.compress.moefy` builds experts from them."""
 
     @staticmethod
     def get_hidden(model: nn.Module, config: Any, forward_fn: Forward) -> Forward:
-        """Return a forward whose output has `moe_records`: module -> what came out of it.
+        """Return a forward whose output has `moe_records`, the outputs by module name.
 
         Args:
-            model: any.
+            model: any model.
             config: a `ConfigParser`, whose `first_FFN_module` are parts of names.
             forward_fn: ``(model, loss_func, targets, *args, **kwargs)`` -> output.
 
         Raises:
-            ConfigError: a part of a name that is in none.
+            ConfigError: a part that matches no name.
         """
         section = config.get("MoEfication")
         if not section["is_moefy"]:
@@ -54,7 +54,7 @@ def _record(records: dict[str, Tensor], label: str, module: nn.Module, args: Any
 
 
 def _find(model: nn.Module, patterns: list[str]) -> dict[str, str]:
-    """Return name -> old name of the modules whose name, old or own, has a part."""
+    """Return the ModelCenter names, by own name, of modules that match a part."""
     known = {}
     for name, module in model.named_modules():
         if name and not list(module.children()):

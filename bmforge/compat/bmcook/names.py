@@ -1,4 +1,4 @@
-"""BMCook's public names, and what became of each."""
+"""BMCook's public names and their state here."""
 
 from bmforge.compat.names import read_names
 

@@ -1,4 +1,4 @@
-"""BMCook's pruning: zeros by groups of four, or gates on parts of blocks; for many models."""
+"""BMCook's pruning: 2:4 sparsity or structured pruning gates, for any number of models."""
 
 from __future__ import annotations
 
@@ -23,43 +23,44 @@ _SLOT = "_bmcook_pruning"
 
 
 class _Pruning:
-    """What prunes one model.
+    """The pruning of one model.
 
     Args:
-        method: zeros or gates.
-        owner: the model, or the one of the zoo in it, that the method works on.
-        is_gated: it is gates.
+        method: sparsity or structured pruning method.
+        owner: model, or the bmforge model inside it, that the method works on.
+        is_gated: whether it is structured pruning.
     """
 
     def __init__(self, method: Method, owner: nn.Module, is_gated: bool) -> None:
         self.method, self.owner, self.is_gated, self.step = method, owner, is_gated, 0
 
     def lagrangian(self) -> Tensor | None:
-        """Return what drives gates to their target."""
+        """Return the Lagrangian loss that drives gates to their target."""
         return self.method.extra_loss(self.owner, self.step) if self.is_gated else None
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Go on after the optimizer's step."""
+        """Update masks or gates after an optimizer step."""
         self.step += 1
         self.method.after_step_(self.owner, self.step)
 
 
 class BMPrune:
-    """Makes weights zeros, or puts gates on parts, and keeps them through an optimizer's steps."""
+    """Prunes weights or adds pruning gates, and maintains them during training."""
 
     _waiting: weakref.ref[nn.Module] | None = None
 
     @classmethod
     def compute_mask(cls, model: nn.Module, config: Any) -> None:
-        """Do what a config says to a model.
+        """Prune a model as a config says.
 
         Args:
-            model: any; for gates one of ModelCenter's classes or the zoo's.
+            model: any model; for gates one of ModelCenter's classes or bmforge's.
             config: a `ConfigParser`.
 
         Raises:
-            ConfigError: it is pruned already, a part of a name that is in none, or sizes that
-                groups of four do not fit.
+            ConfigError: the model is pruned already, a part matches no name, or a size is not
+                divisible
+                by 4.
         """
         section = config.get("pruning")
         if not section["is_pruning"]:
@@ -81,10 +82,10 @@ class BMPrune:
 
     @classmethod
     def set_optim_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Let zeros and gates go along with an optimizer: that of the last model that was pruned.
+        """Maintain the last pruned model's masks or gates in an optimizer's steps.
 
         Args:
-            optimizer: of that model's parameters.
+            optimizer: optimizer of that model's parameters.
         """
         model = None if cls._waiting is None else cls._waiting()
         if model is None:
@@ -102,7 +103,7 @@ class BMPrune:
 
 
 def pruning_of(model: nn.Module) -> _Pruning | None:
-    """Return what prunes a model; None where nothing does."""
+    """Return the pruning of a model; None if it has none."""
     found: _Pruning | None = model.__dict__.get(_SLOT)
     return found
 
@@ -113,7 +114,7 @@ def _tuples(section: Any) -> dict[str, Any]:
 
 
 def _zoo_model(model: nn.Module) -> nn.Module:
-    """Return the model of the zoo, which one of ModelCenter's classes has inside."""
+    """Return the bmforge model inside one of ModelCenter's classes."""
     if isinstance(model, Model):
         return model
     inner = getattr(model, "model", None)

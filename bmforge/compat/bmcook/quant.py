@@ -1,4 +1,4 @@
-"""BMCook's quantisation during training: int8 rows times int8 tokens, gradients as well."""
+"""BMCook's quantization-aware training: int8 weight rows times int8 tokens, gradients too."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["BMQuant"]
 
 
 class BMQuant:
-    """Lets linear layers multiply integers."""
+    """Makes linear layers multiply int8."""
 
     @classmethod
     def quantize(
         cls, model: nn.Module, config: Any, target_linear: type[nn.Module] | None = None
     ) -> FakeQuantize | None:
-        """Let the linear layers that a config names compute with integers; None where none are.
+        """Make the linear layers that a config names compute in int8; None if it names none.
 
         Args:
-            model: any.
+            model: any model.
             config: a `ConfigParser`.
-            target_linear: not needed: every kind of linear layer is known.
+            target_linear: accepted and ignored; every kind of linear layer is supported.
 
         Raises:
-            ConfigError: a part of a name that is in none.
+            ConfigError: a part that matches no name.
         """
         section = config.get("quantization")
         if not section["is_quant"]:

@@ -1,4 +1,4 @@
-"""Files of BMCook: int8 weights, narrowed weights, masks."""
+"""BMCook's files: int8 weights, pruned weights, masks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
     """Write a model's weights.
 
     Args:
-        model: that was trained.
-        file_name: where.
-        mode: "quant" has ``X.weight_quant`` int8 (out, in) and ``X.weight_scale`` fp16 (out,) in
-            the place of ``X.weight`` of every layer that was quantised; "prune" is without what was
-            pruned, with what is left of each part in ``FILE.config.json``.
+        model: trained model.
+        file_name: path.
+        mode: "quant" writes ``X.weight_quant`` int8 (out, in) and ``X.weight_scale`` fp16 (out,)
+            instead of ``X.weight`` of every quantized layer; "prune" writes the remaining weights,
+            and
+            their sizes to ``FILE.config.json``.
 
     Raises:
-        ConfigError: another mode, or nothing of that kind was done.
+        ConfigError: another mode, or the model was not compressed in this way.
 
     Comm: every process must call it.
     """
@@ -70,7 +71,7 @@ def _gather(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _quantised(model: nn.Module) -> list[str]:
-    """Return the layers that multiply integers."""
+    """Return the names of the int8 layers."""
     return [
         name
         for name, module in model.named_modules()
@@ -85,11 +86,11 @@ def _write(path: Path, value: Any) -> None:
 
 
 def save_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Write which weights of a pruned model are not zero: parameter -> bool tensor.
+    """Write the masks of a pruned model: bool tensors by parameter name, True for nonzero.
 
     Args:
-        file_name: where.
-        model: whose; it must be named.
+        file_name: path.
+        model: pruned model (required).
     """
     pruned = _pruned(model)
     masks = {
@@ -103,14 +104,14 @@ def save_masks(file_name: str, model: nn.Module | None = None) -> None:
 
 @torch.no_grad()
 def load_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Make the weights zeros that were not kept in a file of `save_masks`.
+    """Zero the weights that are masked in a file of `save_masks`.
 
     Args:
-        file_name: what `save_masks` wrote.
-        model: one that `CookTrainer.set_compression` has pruned.
+        file_name: file of `save_masks`.
+        model: model that `CookTrainer.set_compression` has pruned.
 
     Raises:
-        CheckpointError: it is of another model.
+        CheckpointError: the file belongs to another model.
     """
     pruned = _pruned(model)
     masks: dict[str, Tensor] = torch.load(file_name, map_location="cpu", weights_only=True)

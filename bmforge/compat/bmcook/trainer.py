@@ -1,4 +1,4 @@
-"""BMCook's trainer: everything that a config asks for, put in by one call, for any model."""
+"""BMCook's trainer: sets up everything that a config asks for in one call, for any model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _SLOT = "_bmcook_forward"
 
 
 class CookOutput:
-    """What a call gives.
+    """Result of a forward call.
 
     Args:
-        loss: of the task, with `d_loss` and, while gates are trained, `lag_loss` in it.
-        original_output: the model's own.
+        loss: task loss plus `d_loss` and, while gates are trained, `lag_loss`.
+        original_output: output of the model.
 
     Attributes:
-        d_loss: what the teacher adds.
-        lag_loss: what drives gates to their target.
-        moe_records: module -> what came out of it.
+        d_loss: distillation loss.
+        lag_loss: Lagrangian loss of the gates.
+        moe_records: recorded outputs by module name.
     """
 
     def __init__(self, loss: Tensor, original_output: Any) -> None:
@@ -46,13 +46,13 @@ class CookTrainer:
     def forward(
         model: nn.Module, loss_func: Callable[..., Tensor], targets: Tensor, *args: Any, **kw: Any
     ) -> CookOutput:
-        """Call a model and compute everything that is minimised.
+        """Run a model and compute the total loss.
 
         Args:
-            model: one that `set_compression` has prepared.
+            model: model that `set_compression` has prepared.
             loss_func: (logits (M, V), targets (M,)) -> loss.
-            targets: what is to be predicted.
-            args, kw: the model's arguments.
+            targets: target ids.
+            args, kw: arguments of the model.
 
         Raises:
             ConfigError: the model was not prepared.
@@ -75,18 +75,19 @@ class CookTrainer:
         teacher: nn.Module | None = None,
         quant_layer_cls: type[nn.Module] | None = None,
     ) -> None:
-        """Put all that a config asks for into a model; any number of models, one after the other.
+        """Set up the compression of a model; several models can be prepared one after the other.
 
         Args:
             cook_config: a `ConfigParser`.
-            model: is compressed.
-            optimizer: of its parameters.
-            teacher: for distillation; takes the same arguments.
-            quant_layer_cls: class of the projection with `mse_hidn_proj`; every kind of linear
-                layer is quantised.
+            model: model to compress.
+            optimizer: optimizer of its parameters.
+            teacher: teacher for distillation; it gets the same inputs.
+            quant_layer_cls: class of the projection for `mse_hidn_proj`; every kind of linear
+                layer is
+                quantized.
 
         Raises:
-            ConfigError: no model, one that is prepared already, or what does not fit it.
+            ConfigError: no model, one that is prepared already, or settings that do not fit it.
         """
         if model is None:
             raise ConfigError("set_compression needs the model that is to be compressed.")
@@ -102,7 +103,7 @@ class CookTrainer:
 
 
 def _train_projections(forward: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Let the optimizer have the projections of hidden states, which BMCook forgot."""
+    """Add the hidden-state projections to the optimizer (BMCook left them untrained)."""
     teaching = getattr(getattr(forward, "func", None), "__self__", None)
     if not isinstance(teaching, Teaching) or not len(teaching.projections):
         return
@@ -114,7 +115,7 @@ def _train_projections(forward: Any, optimizer: torch.optim.Optimizer | None) ->
 def _forward(
     model: nn.Module, loss_func: Callable[..., Tensor], targets: Tensor, *args: Any, **kw: Any
 ) -> CookOutput:
-    """Call a model for its logits."""
+    """Run a model and compute the task loss."""
     result = model(*args, **kw)
     logits = result.logits if hasattr(result, "logits") else result[0]
     loss = loss_func(logits.view(-1, logits.shape[-1]), targets.view(-1))

@@ -1,8 +1,8 @@
-"""BMInf's names over bmforge: its programs run with their import line changed.
+"""BMInf's API over bmforge, for programs with changed import lines.
 
-Start reading at `wrap` (`wrapper`, which puts a limit on any module), then `blocks` and `linear`
-(what it puts in), `models` (CPM-1, CPM-2 and EVA of BMInf 1.0) and `torch` (their differentiable
-forms). What changed, and why, is in docs/migrating_bminf.md.
+Start at `wrap` (`wrapper` limits the memory of any module), then `blocks` and `linear` (its parts),
+`models` (CPM-1, CPM-2 and EVA of BMInf 1.0) and `torch` (their differentiable forms).
+docs/migrating_bminf.md lists every difference and its reason.
 """
 
 from __future__ import annotations

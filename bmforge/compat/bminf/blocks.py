@@ -1,4 +1,4 @@
-"""BMInf's list of blocks, of which those that do not fit come and go."""
+"""BMInf's list of blocks; blocks that do not fit the memory limit are streamed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ def place_blocks_(
     limit_bytes: int | None,
     device: torch.device,
 ) -> Streamer | None:
-    """Have a module's weights on a device within a limit; blocks that do not fit come and go.
+    """Place a module's weights on a device within a memory limit; stream the blocks that do not
+    fit.
 
     Args:
-        model: in memory; its parameters in blocks take no gradients any more.
-        blocks: name -> module of what may come and go.
-        limit_bytes: of weights, buffers and slots; None takes 0.9 of what is free on an
-            accelerator, and on a CPU, where all is in memory already, everything.
-        device: where it computes.
+        model: model in memory; parameters of its blocks are frozen.
+        blocks: blocks that may be streamed, by name.
+        limit_bytes: limit of weights, buffers and slots (default: 0.9 of the free memory of an
+            accelerator; no limit on a CPU).
+        device: compute device.
 
     Raises:
-        ConfigError: the limit is too small, with the smallest that works.
+        ConfigError: the limit is too small; the message has the smallest one.
     """
     for block in blocks.values():
         block.requires_grad_(False)
@@ -50,19 +51,20 @@ def place_blocks_(
 
 
 class TransformerBlockList(nn.ModuleList):
-    """Blocks that run one after the other, of which as many stay as a limit lets.
+    """Blocks that run one after the other; those that do not fit a memory limit are streamed.
 
-    It is a list like any other: iterating, indexing and slicing give the blocks, which bring their
-    weights themselves when they run. Blocks may differ.
+    Iterating, indexing and slicing return the blocks, which load their weights when they run.
+    Blocks may
+    differ.
 
     Args:
         layers: the blocks.
-        gpus: numbers of accelerators, or pairs of one and its limit in bytes; each has as many
-            blocks, in their order. On a CPU the numbers mean nothing and the limits count. Without
-            any the blocks stay where they are.
+        gpus: accelerator indices, or pairs of index and limit in bytes; blocks are divided over
+            them
+            in order. On a CPU only the limits count. Without any, blocks stay where they are.
 
     Raises:
-        ConfigError: no blocks, or a limit that is too small, with the smallest that works.
+        ConfigError: no blocks, or a limit that is too small; the message has the smallest one.
     """
 
     def __init__(
@@ -84,15 +86,15 @@ class TransformerBlockList(nn.ModuleList):
         spread_blocks_(self, {name: at for name, at in places.items() if not is_host(at)})
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run all blocks on what the one before returned.
+        """Run all blocks, each on the output of the one before.
 
         Args:
-            x: what the first block takes first.
-            args: what every block takes besides.
-            kwargs: likewise.
+            x: input of the first block.
+            args: further arguments of every block.
+            kwargs: keyword arguments of every block.
 
         Shape:
-            x: as the blocks have it
+            x: as the blocks take it
         """
         for block in self:
             x = block(x, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""BMInf's linear layer of int8 rows."""
+"""BMInf's int8 linear layer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _LARGEST = 127
 
 
 class QuantizedLinear(quantized.QuantizedLinear):
-    """A linear layer of int8 rows, each with a scale; what goes in becomes int8 by token.
+    """A linear layer with int8 weights, a scale per row, and int8 activations with a scale per
+    token.
 
-    Its parameters are packed for the kernels; `weight_quant` and `weight_scale` show them as
-    BMInf had them. The weights take no gradient, what goes in gets that of the dequantised ones.
+    Weights are packed for the kernels; `weight_quant` and `weight_scale` return them in BMInf's
+    form.
+    Weights get no gradient, inputs get that of the dequantized weights.
 
     Args:
-        linear: the plain layer, whose bias is kept; or transformers' Conv1D.
+        linear: plain layer, whose bias is kept; or transformers' Conv1D.
 
     Raises:
-        ConfigError: the layer's input width is no multiple of 4, or a weight is not finite.
+        ConfigError: the input width is not divisible by 4, or a weight is not finite.
 
-    Source: BMInf 2.0's quantisation: a row's scale is its largest size / 127, its integers are the
-        nearest to values / scale.
+    Source: BMInf 2.0: a row's scale is its absolute maximum / 127, its integers are rounded to
+        nearest.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -45,10 +47,10 @@ class QuantizedLinear(quantized.QuantizedLinear):
 
     @property
     def weight_quant(self) -> Tensor:
-        """The integers: (out, in) int8."""
+        """Integer weights: (out, in) int8."""
         return unpack_values(self.packed, self.spec)[: self.rows]
 
     @property
     def weight_scale(self) -> Tensor:
-        """The rows' scales: (out,) fp32."""
+        """Scales of the rows: (out,) fp32."""
         return self._tensors()[1].transpose(1, 2).flatten()[: self.rows]

@@ -1,4 +1,4 @@
-"""The models of BMInf 1.0, under their old names and arguments, on the engine.
+"""The models of BMInf 1.0 with their names and arguments, on bmforge's engine.
 
 Source: the models of BMInf 1.0.2.
 """
@@ -46,14 +46,14 @@ def open_engine(
     dynamic_memory: int = 0,
     device_idx: int | None = None,
 ) -> Engine:
-    """Open a model as BMInf did: int8, within limits.
+    """Load a model in int8 within memory limits, as BMInf did.
 
     Args:
-        family: the class that it must be of.
-        version: directory or hub id, with or without ``file://`` in front.
-        memory_limit: bytes of weights; None takes what is free.
-        dynamic_memory: bytes of everything else, with a limit.
-        device_idx: of the accelerator; the first one, or None.
+        family: required model class.
+        version: directory or hub id, with or without ``file://``.
+        memory_limit: limit of the weights in bytes (default: free memory).
+        dynamic_memory: limit of everything else in bytes.
+        device_idx: index of the accelerator (only the first one).
 
     Raises:
         ConfigError: no such model, one of another family, or a limit that is too small.
@@ -79,15 +79,15 @@ def open_engine(
 
 
 class _Model:
-    """What the three share.
+    """Base of the three models.
 
     Args:
-        device_idx: of the accelerator; the first one, or None.
-        dynamic_memory: bytes of everything but weights; counts where there is a `memory_limit`.
-        memory_limit: bytes of weights; None takes what is free. Both together are the budget of
-            the engine that runs it.
-        version: directory or hub id of the model, with or without ``file://`` in front; None takes
-            the name of BMInf's last one, as a directory.
+        device_idx: index of the accelerator (only the first one).
+        dynamic_memory: limit in bytes of everything but weights, with a `memory_limit`.
+        memory_limit: limit of the weights in bytes (default: free memory). Both together are the
+            engine's budget.
+        version: directory or hub id of the model, with or without ``file://`` (default: a directory
+            with the name of BMInf's last version).
 
     Raises:
         ConfigError: no such model, one of another family, or a limit that is too small.
@@ -112,10 +112,10 @@ class _Model:
         return self.engine.tokenizer
 
     def _stops(self, stop_tokens: Sequence[str] | None, known: Collection[int]) -> tuple[int, ...]:
-        """Return the ids of tokens that end a text.
+        """Return the ids of the end tokens.
 
         Raises:
-            ConfigError: one is not in the vocabulary.
+            ConfigError: a token is not in the vocabulary.
         """
         found = {token: self._tokenizer.token_to_id(token) for token in stop_tokens or ()}
         missing = [token for token, id in found.items() if id is None]
@@ -126,7 +126,7 @@ class _Model:
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
     ) -> tuple[str, bool]:
-        """Go on with a row; return what was written, and whether an end was."""
+        """Continue a sequence; return the new ids, and whether an end token came."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
         with evaluating(model), torch.no_grad():
@@ -136,7 +136,7 @@ class _Model:
 
 
 class CPM1(_Model):
-    """CPM-1, which goes on with a text."""
+    """CPM-1, which continues texts."""
 
     family, latest = "CPM1", "cpm1-new"
 
@@ -151,24 +151,23 @@ class CPM1(_Model):
         presence_penalty: float = 0,
         stop_tokens: Sequence[str] | None = None,
     ) -> tuple[str, bool]:
-        """Go on with a text.
+        """Continue a text.
 
         Args:
-            input_sentence: the text.
-            max_tokens: most tokens that are written.
-            top_n: draw among so many.
-            top_p: draw among the likeliest that make up this probability.
-            temperature: scores are divided by it.
-            frequency_penalty: for every time a token is there already.
-            presence_penalty: for being there at all.
-            stop_tokens: tokens that end the text, besides the model's own.
+            input_sentence: prompt.
+            max_tokens: most new tokens.
+            top_n: number of most probable tokens to sample from.
+            top_p: cumulative probability of the tokens to sample from.
+            temperature: sampling temperature.
+            frequency_penalty: score penalty per earlier occurrence of a token.
+            presence_penalty: score penalty for tokens that occurred before.
+            stop_tokens: further end tokens.
 
         Returns:
-            what was written, and whether it has come to an end: also where the model has no
-            position left.
+            The new text, and whether it is finished (also when the model has no position left).
 
         Raises:
-            ConfigError: an empty text, a token that is not known, or an option out of range.
+            ConfigError: an empty prompt, an unknown token, or an option out of range.
         """
         tokenizer = self._tokenizer
         stops = self._stops(stop_tokens, [tokenizer.eos_id])
@@ -215,13 +214,13 @@ class CPM2(_Model):
         """Fill every ``<span>`` of a text, up to 16.
 
         Args:
-            input_sentence: the text.
-            spans_position: where in the text those are that are filled; None takes all.
-            max_tokens: most tokens of one blank.
+            input_sentence: text with blanks.
+            spans_position: positions of the blanks to fill (default: all).
+            max_tokens: most tokens per blank.
             top_n, top_p, temperature, frequency_penalty, presence_penalty: as in `CPM1.generate`.
 
         Returns:
-            of each blank its `position` in the text and its `text`, in their order.
+            `position` and `text` of each blank, in order.
 
         Raises:
             ConfigError: no blank or too many, or an option out of range.
@@ -256,10 +255,10 @@ class CPM2(_Model):
         presence_penalty: float = 0,
         stop_tokens: Sequence[str] | None = None,
     ) -> tuple[str, bool]:
-        """Go on with a text, as `CPM1.generate` does and with its arguments.
+        """Continue a text; arguments as in `CPM1.generate`.
 
         Raises:
-            ConfigError: a token that is not known, or an option out of range.
+            ConfigError: an unknown token, or an option out of range.
         """
         tokenizer = self._tokenizer
         marks = tokenizer.sentinel_ids
@@ -276,7 +275,7 @@ class CPM2(_Model):
 
 
 class EVA(_Model):
-    """EVA, which answers."""
+    """EVA, which answers in dialogues."""
 
     family, latest = "EVA", "eva-int8-new"
 
@@ -291,19 +290,19 @@ class EVA(_Model):
         presence_penalty: float = 0,
         truncation_length: int | None = 256,
     ) -> tuple[str, bool]:
-        """Answer the last of some utterances.
+        """Answer the last utterance of a dialogue.
 
         Args:
-            context: what was said, oldest first.
+            context: utterances, oldest first.
             max_tokens, top_n, top_p, temperature, frequency_penalty, presence_penalty: as in
                 `CPM1.generate`.
-            truncation_length: most tokens that are read; older utterances are left out whole.
+            truncation_length: most input tokens; older utterances are dropped whole.
 
         Returns:
-            the answer, and whether it has come to an end.
+            The answer, and whether it is finished.
 
         Raises:
-            ConfigError: nothing was said, or an option out of range.
+            ConfigError: an empty context, or an option out of range.
         """
         if not context or not all(text.strip() for text in context):
             raise ConfigError("context has nothing to answer, or an empty utterance.")
@@ -329,7 +328,7 @@ def _begin(
     penalties: tuple[float, float],
     more: int = 0,
 ) -> LoweredSeq2Seq:
-    """Return the decoder of a target; `more` tokens stand in it besides the start token."""
+    """Return a decoder for the target; `more` tokens follow its start token."""
     with evaluating(model), torch.no_grad():
         return LoweredSeq2Seq(
             model,
@@ -343,10 +342,10 @@ def _begin(
 
 
 def _find_spans(text: str, given: Sequence[int] | None) -> list[int]:
-    """Return where the blanks are that are filled.
+    """Return the positions of the blanks to fill.
 
     Raises:
-        ConfigError: there is no blank where one was said to be.
+        ConfigError: a given position has no blank.
     """
     if given is None:
         places, start = [], text.find(_SPAN)

@@ -1,4 +1,4 @@
-"""BMInf's public names, 2.0 and 1.0, and what became of each."""
+"""BMInf's public names (2.0 and 1.0) and their state here."""
 
 from bmforge.compat.names import read_names
 

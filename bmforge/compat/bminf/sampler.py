@@ -1,8 +1,9 @@
-"""How BMInf 1.0 drew tokens: decoders whose scores sink for what is there already.
+"""Sampling of BMInf 1.0: frequency and presence penalties that include the prompt.
 
-Source: BMInf 1.0.2's sampler: scores / temperature, less `frequency_penalty` for every time a token
-is there already, prompt included, and `presence_penalty` for being there at all; then a draw among
-the `top_n` likeliest that make up `top_p`.
+Source: BMInf 1.0.2's sampler: scores / temperature, minus `frequency_penalty` per earlier
+occurrence
+(prompt included) and `presence_penalty` for tokens that occurred; then sampling from the `top_n`
+most probable tokens within `top_p`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["LoweredDecoder", "LoweredSeq2Seq", "draw_options"]
 def draw_options(
     temperature: float, top_n: int | None, top_p: float | None, max_tokens: int, **more: Any
 ) -> dict[str, Any]:
-    """Return options of a draw in this package's words."""
+    """Return bmforge's sampling options."""
     return {
         "do_sample": True,
         "temperature": temperature,
@@ -33,14 +34,14 @@ def draw_options(
 
 
 class _Lowered:
-    """A decoder whose scores sink for what is there already; a mixin.
+    """Mixin of decoders that penalize tokens that occurred before.
 
     Args:
-        temperature: what scores will be divided by.
-        penalties: of every time a token is there, and of being there at all.
-        never: ids that are not written.
-        free: ids that may come as often as they like.
-        seen: ids that count from the start.
+        temperature: later divisor of the scores.
+        penalties: frequency and presence penalty.
+        never: ids that are never generated.
+        free: ids without penalty.
+        seen: ids that count as occurred from the start.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class _Lowered:
         self._is_begun = False
 
     def run(self, tokens: Tensor) -> Tensor:
-        """As in the base, lower."""
+        """Return the base's scores minus the penalties."""
         scores: Tensor = super().run(tokens)  # type: ignore[misc]
         if self._seen is None:
             self._seen = tokens[:, :0]
@@ -77,11 +78,11 @@ class _Lowered:
 
 
 class LoweredDecoder(_Lowered, Decoder):
-    """Goes on with a text."""
+    """Causal decoder with penalties."""
 
 
 class LoweredSeq2Seq(_Lowered, Seq2SeqDecoder):
-    """Writes a target; what the encoder reads counts as there."""
+    """Encoder-decoder with penalties; source tokens count as occurred."""
 
     def __init__(self, model: Any, source: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(model, source, *args, seen=source, **options)

@@ -18,10 +18,10 @@ __getattr__ = missing_names("bminf", NAMES, __all__, "torch")
 
 
 class _Differentiable(nn.Module):
-    """A model with int8 layers whose blocks come and go; gradients reach what goes in.
+    """A model with streamed int8 layers; gradients reach its inputs.
 
     Args:
-        memory_limit: bytes of everything on the device; None takes what is free.
+        memory_limit: limit of everything on the device in bytes (default: free memory).
         version: as in `bminf.models`.
 
     Raises:
@@ -42,16 +42,16 @@ class _Differentiable(nn.Module):
         return self.engine.tokenizer
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the table of tokens."""
+        """Return the token embedding."""
         table: nn.Module = self.model.embed
         return table
 
     def forward(self, input_ids: Tensor | None = None, **options: Any) -> Any:
-        """Return the model's output: `logits`, and what else it has.
+        """Return the model's output with `logits`.
 
         Args:
             input_ids: token ids.
-            options: of the model's own call, such as `inputs_embeds`, `attention_mask`,
+            options: arguments of the model, such as `inputs_embeds`, `attention_mask`,
                 `decoder_input_ids`; masks may be floats.
 
         Shape:

@@ -1,4 +1,4 @@
-"""`wrapper`: any module with int8 layers, within a limit."""
+"""`wrapper`: int8 layers and a memory limit for any module."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ _SCHEME = "int8-dynamic"
 
 
 def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | None = None) -> Any:
-    """Return a model with int8 layers whose weights keep to a limit; it is changed in place.
+    """Convert a model to int8 within a memory limit, in place, and return it.
 
     Args:
-        model: any module, with its weights. Linear layers (transformers' Conv1D too) become
-            `QuantizedLinear`; of a model of bmforge all that is quantised there.
-        quantization: make int8 layers.
-        memory_limit: bytes of all weights and buffers of the model and of the slots through which
-            blocks come and go: one limit for all lists of blocks together. None takes 0.9 of what
-            is free on an accelerator, and on a CPU everything.
+        model: any module with weights. Linear layers (transformers' Conv1D too) become
+            `QuantizedLinear`; a bmforge model is quantized as usual.
+        quantization: quantize to int8.
+        memory_limit: limit in bytes of all weights and buffers and of the streaming slots, one
+            limit
+            for all block lists together (default: 0.9 of the free memory of an accelerator; no
+            limit
+            on a CPU).
 
     Raises:
-        ConfigError: the limit is too small, with the smallest that works; or the model is
-            quantised or streamed already.
+        ConfigError: the limit is too small (the message has the smallest one), or the model is
+            quantized or streamed already.
     """
     limit = None if memory_limit is None else int(memory_limit)
     if quantization and linear_sizes(model) is not None:
@@ -50,7 +52,7 @@ def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | N
 
 
 def _quantize_(model: nn.Module) -> None:
-    """Put int8 layers in the place of plain ones; say which cannot be, or that there are none."""
+    """Replace linear layers by int8 ones; log the layers that cannot be quantized."""
     if isinstance(model, Model):
         quantize_(model, _SCHEME)
         return
@@ -77,7 +79,7 @@ def _as_list(layers: nn.ModuleList) -> TransformerBlockList:
 
 
 def _replace_lists_(model: nn.Module) -> None:
-    """Make outermost lists of modules callable, as BMInf does."""
+    """Make the outermost module lists callable, as BMInf does."""
     for key, child in list(model.named_children()):
         if type(child) is nn.ModuleList and len(child):
             setattr(model, key, _as_list(child))
@@ -86,7 +88,7 @@ def _replace_lists_(model: nn.Module) -> None:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what may come and go: a model's repeated blocks, and what else is in its lists."""
+    """Return the modules that may be streamed: repeated layers, and members of module lists."""
     found = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
@@ -100,7 +102,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _overlaps(name: str, known: dict[str, nn.Module]) -> bool:
-    """Tell whether one of two modules is in the other."""
+    """Return whether a module contains, or is inside, another one."""
     return any(
         f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in known
     )

@@ -1,9 +1,9 @@
-"""OpenDelta's names over bmforge's deltas: its programs run with their import lines changed.
+"""OpenDelta's API over bmforge's adapters, for programs with changed import lines.
 
     import bmforge.compat.opendelta as opendelta
 
-Start reading at `basemodel` (what a delta model does), then `delta_configs` (the old fields) and
-`auto_delta`. What changed, and why, is in docs/migrating_opendelta.md.
+Start at `basemodel` (the base class), then `delta_configs` (config fields) and `auto_delta`.
+docs/migrating_opendelta.md lists every difference and its reason.
 """
 
 from __future__ import annotations

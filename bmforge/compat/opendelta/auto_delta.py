@@ -1,4 +1,4 @@
-"""Delta models of whatever type: by a dict of fields, or by a directory."""
+"""Delta models of any type, built from a dict of fields or a directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AutoDeltaConfig", "AutoDeltaModel"]
 
 
 class AutoDeltaConfig:
-    """Makes the config of the type that `delta_type` names."""
+    """Builds the config class that `delta_type` names."""
 
     def __init__(self) -> None:
         raise ConfigError("call AutoDeltaConfig.from_dict or from_finetuned.")
@@ -31,7 +31,7 @@ class AutoDeltaConfig:
         """Return a config with these fields.
 
         Raises:
-            ConfigError: no `delta_type`, or one that is unknown.
+            ConfigError: no `delta_type`, or an unknown one.
         """
         kind = str({**config_dict, **kwargs}.get("delta_type"))
         if kind not in CONFIGS:
@@ -45,12 +45,12 @@ class AutoDeltaConfig:
     def from_finetuned(
         cls, finetuned_model_name_or_path: str | Path, **kwargs: Any
     ) -> BaseDeltaConfig:
-        """Return the config in a directory that `save_finetuned` has written."""
+        """Return the config in a directory of `save_finetuned`."""
         return cls.from_dict(read_config(finetuned_model_name_or_path), **kwargs)
 
 
 class AutoDeltaModel:
-    """Makes the delta model of the type that a config or a directory says."""
+    """Builds the delta model class that a config or a directory names."""
 
     def __init__(self) -> None:
         raise ConfigError("call AutoDeltaModel.from_config or from_finetuned.")
@@ -59,17 +59,17 @@ class AutoDeltaModel:
     def from_config(
         cls, config: BaseDeltaConfig, backbone_model: nn.Module, **kwargs: Any
     ) -> DeltaBase:
-        """Put a new delta model into a backbone."""
+        """Add a new delta model to a backbone."""
         return MODELS[config.delta_type].from_config(config, backbone_model, **kwargs)
 
     @classmethod
     def from_finetuned(
         cls, finetuned_model_name_or_path: str | Path, backbone_model: nn.Module, **kwargs: Any
     ) -> DeltaBase:
-        """Put a saved delta model into a backbone; see `DeltaBase.from_finetuned`.
+        """Add a saved delta model to a backbone; see `DeltaBase.from_finetuned`.
 
         Raises:
-            ConfigError: no delta there, or one of a type that OpenDelta did not have.
+            ConfigError: no delta in the directory, or a type that OpenDelta did not have.
         """
         place = Path(kwargs.get("cache_dir") or ".") / finetuned_model_name_or_path
         kind = type_of_delta(place)

@@ -1,4 +1,4 @@
-"""What a delta model asks of its backbone: where it may stand, what is trained, what is saved."""
+"""Helpers of delta models: trained parameters, state-dict hooks and cards of a backbone."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = [
 
 
 def take_parts_(backbone: nn.Module) -> None:
-    """Let a backbone that BMTrain's names have shared out take parts, which are then as well."""
+    """Allow adapters in a backbone that BMTrain's API has sharded; they are sharded too."""
     if any(isinstance(parameter, DTensor) for parameter in backbone.parameters()):
         backbone.__dict__["takes_parts"] = True
 
 
 def zoo_in(backbone: nn.Module) -> nn.Module:
-    """Return the one model of the zoo in a backbone, or the backbone."""
+    """Return the only bmforge model inside a backbone, else the backbone."""
     found = [module for module in backbone.modules() if isinstance(module, Model)]
     return found[0] if len(found) == 1 else backbone
 
 
 def is_delta(root: nn.Module, name: str) -> bool:
-    """Tell whether a parameter is a delta's."""
+    """Return whether a parameter belongs to a delta."""
     module = root
     for part in name.split(".")[:-1]:
         module = getattr(module, part)
@@ -47,7 +47,7 @@ def is_delta(root: nn.Module, name: str) -> bool:
 
 
 def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return the names of the parameters that targets mean, and the targets that mean some."""
+    """Return the names of parameters that match targets, and the targets that match some."""
     found: set[str] = set()
     meant = []
     for target in targets:
@@ -63,21 +63,21 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
 def keep_trained(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any
 ) -> None:
-    """The hook behind `state_dict`: leave out what has no gradient."""
+    """State-dict hook that removes parameters without gradient."""
     trained = {prefix + name for name, p in module.named_parameters() if p.requires_grad}
     for name in [n for n in state_dict if n.startswith(prefix) and n not in trained]:
         del state_dict[name]
 
 
 def drop_hooks_(module: nn.Module) -> None:
-    """Let a `state_dict` have everything again."""
+    """Restore the complete `state_dict` of a module."""
     hooks = module._state_dict_hooks
     for key in [key for key, hook in hooks.items() if hook is keep_trained]:
         del hooks[key]
 
 
 def read_card(center_args: Any) -> dict[str, Any]:
-    """Return what a delta's card says, of what programs told DeltaCenter."""
+    """Return the model card fields from DeltaCenter's arguments."""
     told = center_args if isinstance(center_args, Mapping) else vars(center_args or _Nothing())
     tasks = told.get("train_tasks")
     score = told.get("test_performance")
@@ -91,4 +91,4 @@ def read_card(center_args: Any) -> dict[str, Any]:
 
 
 class _Nothing:
-    """Has no attributes."""
+    """An object without attributes."""

@@ -1,6 +1,6 @@
-"""What OpenDelta's delta models have in common: a delta of ours beside a backbone, in place.
+"""Base of OpenDelta's delta models: adds a bmforge adapter to a backbone, in place.
 
-The backbone is not frozen before `freeze_module`, as in OpenDelta.
+As in OpenDelta, the backbone stays trainable until `freeze_module`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _EMBED_NORMS = ("embed_norm", "embeddings.LayerNorm")
 
 
 class DeltaBase(nn.Module):
-    """A delta model: built, it has changed the backbone.
+    """A delta model; constructing it modifies the backbone.
 
     Args:
-        backbone_model: any model; the delta comes to stand in it, in place.
-        modified_modules: targets; None takes the type's usual places.
-        exclude_modules: beginnings of names, or targets, that are left out; None leaves out heads
-            for words where `modified_modules` is None.
-        unfrozen_modules: what `freeze_module` lets be trained; "deltas" is all deltas.
-        common_structure: not needed: common names are always known.
-        interactive_modify: gone; `bmforge tree --html` draws the page.
-        backend: "hf" or "bmt"; not needed: the backbone says it.
-        options: the type's; see its config.
+        backbone_model: any model; it is modified in place.
+        modified_modules: target modules (default: those of the type).
+        exclude_modules: name prefixes or targets to leave out (default: language-model heads, if
+            `modified_modules` is None).
+        unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" is all deltas.
+        common_structure: accepted and ignored; common names are always known.
+        interactive_modify: not supported; `bmforge tree --html` draws the page.
+        backend: "hf" or "bmt"; accepted and ignored; the backbone determines it.
+        options: options of the type; see its config.
 
     Attributes:
-        delta: what stands in the backbone.
+        delta: the bmforge adapter.
         config: a `BaseDeltaConfig`.
     """
 
@@ -126,23 +126,23 @@ class DeltaBase(nn.Module):
         return name
 
     def _more(self, config: Any) -> dict[str, Any]:
-        """Return what the type is told besides what OpenDelta's files say."""
+        """Return adapter options that OpenDelta's files do not contain."""
         return {}
 
     @classmethod
     def _backbone_of(cls, backbone: nn.Module) -> nn.Module:
-        """Return what of a backbone the delta stands in."""
+        """Return the module of a backbone to which the delta is added."""
         return backbone
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the backbone is what is called."""
+        """Raise: call the backbone instead."""
         raise ConfigError("a delta model computes nothing itself: call the backbone.")
 
     @classmethod
     def from_config(
         cls, config: BaseDeltaConfig | dict[str, Any], backbone_model: nn.Module, **kwargs: Any
     ) -> Self:
-        """Put a delta model with these fields into a backbone; `kwargs` replace some."""
+        """Add a delta model with these fields to a backbone; `kwargs` replace some."""
         fields = config if isinstance(config, dict) else config.to_dict()
         known = cls.config_class.from_dict({**fields, **kwargs}).to_dict()
         beside = ("delta_type", "backbone_class", "backbone_checkpoint_name", "backbone_hash")
@@ -159,16 +159,17 @@ class DeltaBase(nn.Module):
         check_hash: bool = True,
         **others: Any,
     ) -> Self:
-        """Put a saved delta model into a backbone, which is in evaluation mode then.
+        """Add a saved delta model to a backbone, and set the backbone to evaluation mode.
 
         Args:
-            finetuned_delta_path: directory that OpenDelta, PEFT or we have written.
-            backbone_model: likewise.
-            delta_config: not needed: the directory has it.
-            cache_dir: in which the directory is.
-            check_hash: refuse another backbone than it was trained on; what OpenDelta wrote does
-                not say which that was.
-            others: of fetching files, which has no effect here.
+            finetuned_delta_path: directory written by OpenDelta, PEFT or bmforge.
+            backbone_model: any model; it is modified in place.
+            delta_config: accepted and ignored; the directory has it.
+            cache_dir: parent of the directory.
+            check_hash: refuse another backbone than the trained one (OpenDelta's files do not
+                record
+                it).
+            others: download options without effect here.
         """
         place = Path(cache_dir or ".") / finetuned_delta_path
         kept = {name: p.requires_grad for name, p in backbone_model.named_parameters()}
@@ -198,14 +199,15 @@ class DeltaBase(nn.Module):
         center_args: Any = None,
         **others: Any,
     ) -> None:
-        """Write the delta, and what is trained beside it, to a directory.
+        """Write the delta, and other trained parameters, to a directory.
 
         Args:
-            finetuned_delta_path: made when it does not exist.
-            save_config: write OpenDelta's `config.json` beside our files as well.
-            push_to_dc: gone with DeltaCenter.
-            center_args: what the card says: `name`, `train_tasks`, `test_performance`, `license`.
-            others: of DeltaCenter, without effect.
+            finetuned_delta_path: directory; created if missing.
+            save_config: also write OpenDelta's `config.json`.
+            push_to_dc: not supported; DeltaCenter no longer exists.
+            center_args: fields of the model card: `name`, `train_tasks`, `test_performance`,
+                `license`.
+            others: DeltaCenter options without effect.
         """
         if push_to_dc:
             raise ConfigError(
@@ -220,7 +222,7 @@ class DeltaBase(nn.Module):
             self.config.save_finetuned(finetuned_delta_path)
 
     def create_config_from_model(self) -> None:
-        """Nothing is to be done: `config` is there from the start."""
+        """Do nothing: `config` exists from the start."""
 
     def freeze_module(
         self,
@@ -229,15 +231,17 @@ class DeltaBase(nn.Module):
         set_state_dict: bool = True,
         prefix: str = "",
     ) -> None:
-        """Train nothing of a module but what is named; what is named is saved with the delta.
+        """Freeze a module except for the named parameters, which are saved with the delta.
 
         Args:
-            module: the backbone, or a model around it; None takes the backbone.
-            exclude: what is trained: "deltas", endings of names of modules or parameters, `[r]`
-                and a regular expression; None takes `unfrozen_modules`. What is named thaws, but
-                for deltas that were frozen before: `delta.requires_grad_()` thaws those.
+            module: the backbone, or a model that contains it (default: the backbone).
+            exclude: what stays trainable: "deltas", suffixes of module or parameter names, or
+                `[r]` and
+                a regular expression (default: `unfrozen_modules`). Named parameters are unfrozen,
+                except
+                for deltas frozen before; `delta.requires_grad_()` unfreezes those.
             set_state_dict: see `set_active_state_dict`.
-            prefix: not needed.
+            prefix: accepted and ignored.
         """
         root = self.backbone_model if module is None else module
         names = self.unfrozen_modules if exclude is None else list(exclude)
@@ -253,12 +257,12 @@ class DeltaBase(nn.Module):
             self.set_active_state_dict(root)
 
     def set_active_state_dict(self, module: nn.Module) -> None:
-        """Let the `state_dict` of a module have what is trained, and nothing else."""
+        """Limit the `state_dict` of a module to trained parameters."""
         drop_hooks_(module)
         module.register_state_dict_post_hook(keep_trained)
 
     def attach(self, module: nn.Module | None = None, reset_state_dict: bool = True) -> None:
-        """Put the delta back after `detach`; `state_dict` is what is trained again."""
+        """Add the delta again after `detach`, and limit `state_dict` to trained parameters."""
         self._check_backbone(module)
         if not self.delta.is_attached() or self.delta.weight == 0:
             self.delta.attach()
@@ -266,7 +270,7 @@ class DeltaBase(nn.Module):
             self.set_active_state_dict(self.backbone_model)
 
     def detach(self, module: nn.Module | None = None, reset_state_dict: bool = True) -> None:
-        """Take the delta out; the backbone, and its `state_dict`, is what it was."""
+        """Remove the delta; the backbone and its `state_dict` are as before."""
         self._check_backbone(module)
         self.delta.detach()
         if reset_state_dict:
@@ -284,7 +288,7 @@ class DeltaBase(nn.Module):
         visualization: bool = True,
         cuda_memory: bool = True,
     ) -> None:
-        """Print the tree of a module, the backbone by default, and what part of it is trained."""
+        """Print the module tree of the backbone or a module, and its trainable share."""
         root = self.backbone_model if module is None else module
         if visualization:
             Visualization(root).structure_graph()
@@ -302,22 +306,22 @@ class DeltaBase(nn.Module):
             get_logger().info("Static Memory %.2f GB", used)
 
     def trainable_parameters_names(self, module: nn.Module | None = None) -> list[str]:
-        """Return the names of what is trained of the backbone, or of a module."""
+        """Return the names of the trainable parameters of the backbone or a module."""
         root = self.backbone_model if module is None else module
         return [name for name, p in root.named_parameters() if p.requires_grad]
 
     def frozen_parameters_names(self, module: nn.Module | None = None) -> list[str]:
-        """Return the names of what is not."""
+        """Return the names of the frozen parameters of the backbone or a module."""
         root = self.backbone_model if module is None else module
         return [name for name, p in root.named_parameters() if not p.requires_grad]
 
     def trainable_parameters(self, module: nn.Module | None = None) -> list[nn.Parameter]:
-        """Return what is trained of the delta, or of a module."""
+        """Return the trainable parameters of the delta or a module."""
         root = self if module is None else module
         return [p for p in root.parameters() if p.requires_grad]
 
     def num_trainable_parameters(self, module: nn.Module | None = None) -> int:
-        """Count what is trained of the delta, or of a module."""
+        """Count the trainable parameters of the delta or a module."""
         return sum(p.numel() for p in self.trainable_parameters(module))
 
     def num_total_parameters(self, module: nn.Module | None = None) -> int:
@@ -325,21 +329,21 @@ class DeltaBase(nn.Module):
         return sum(p.numel() for p in (self if module is None else module).parameters())
 
     def num_frozen_parameters(self, module: nn.Module | None = None) -> int:
-        """Count what is not trained of the delta, or of a module."""
+        """Count the frozen parameters of the delta or a module."""
         return self.num_total_parameters(module) - self.num_trainable_parameters(module)
 
     def num_delta_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the parameters of all deltas in the backbone, or in a module."""
+        """Count the parameters of all deltas in the backbone or a module."""
         root = self.backbone_model if module is None else module
         named = root.named_parameters()
         return sum(p.numel() for name, p in named if is_delta(root, name))
 
     def find_key(self, key: str, target_list: Sequence[str]) -> bool:
-        """Tell whether a module's name is one of these targets."""
+        """Return whether a module name matches one of the targets."""
         return any(fits(key, target) for target in target_list)
 
     def find_module(self, root_module: nn.Module, key: str) -> tuple[nn.Module, str, nn.Module]:
-        """Return what a module is in, its name there, and it."""
+        """Return a module's parent, its name there, and the module."""
         owner, _, name = key.rpartition(".")
         return root_module.get_submodule(owner), name, root_module.get_submodule(key)
 

@@ -1,4 +1,4 @@
-"""The configs of OpenDelta's delta models: their fields, as dicts, in files."""
+"""Configs of OpenDelta's delta models, as dicts and JSON files."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _IGNORED = {"delta_type", "opendelta_version", "transformers_version", "interact
 
 
 class BaseDeltaConfig:
-    """Fields of a delta model.
+    """Config of a delta model.
 
     Args:
-        values: of the fields; those that are left out have their defaults.
+        values: field values; others have their defaults.
 
     Attributes:
-        delta_type: of the delta model.
-        fields: of the type alone, with their defaults.
-        fixed: of these, those that can only have their default here.
-        aliases: other names that programs give fields.
+        delta_type: type of the delta model.
+        fields: fields of this type, with their defaults.
+        fixed: fields that support only their default here.
+        aliases: other names of fields.
 
     Raises:
-        ConfigError: an unknown field, or a value that is not known here.
+        ConfigError: an unknown field, or an unsupported value.
     """
 
     delta_type: ClassVar[str] = ""
@@ -87,18 +87,18 @@ class BaseDeltaConfig:
         self.__dict__.update({**known, **given})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, and the type."""
+        """Return all fields and the type."""
         return {"delta_type": self.delta_type, **self.__dict__}
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """Return the fields as JSON, by default those alone that are set."""
+        """Return the fields as JSON, by default only those that differ from the defaults."""
         usual = {**_EVERYWHERE, **self.fields}
         shown = {n: v for n, v in self.to_dict().items() if not use_diff or v != usual.get(n)}
         return json.dumps(shown, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Self:
-        """Return a config with these fields; unknown ones are left out with a warning."""
+        """Return a config with these fields; unknown ones are ignored with a warning."""
         known = {*_EVERYWHERE, *cls.fields, *cls.aliases}
         given = {**config_dict, **kwargs}
         left = sorted(name for name in given if name not in known | _IGNORED)
@@ -108,7 +108,7 @@ class BaseDeltaConfig:
 
     @classmethod
     def from_finetuned(cls, finetuned_delta_path: str | Path, **kwargs: Any) -> Self:
-        """Return the config that lies in a directory beside a delta model's weights."""
+        """Return the config in the directory of a saved delta model."""
         return cls.from_dict(read_config(finetuned_delta_path), **kwargs)
 
     def save_finetuned(self, save_directory: str | Path) -> None:
@@ -123,7 +123,7 @@ class BaseDeltaConfig:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Show what is set."""
+        """Show the fields that differ from the defaults."""
         return f"{type(self).__name__} {self.to_json_string()}"
 
 
@@ -131,7 +131,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """Return the fields in a directory's `config.json`.
 
     Raises:
-        ConfigError: there is none, or it is no config.
+        ConfigError: there is no such file, or it is no config.
     """
     file = Path(directory) / CONFIG_NAME
     try:
@@ -147,7 +147,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 class LoraConfig(BaseDeltaConfig):
-    """Of `LoraModel`."""
+    """Config of `LoraModel`."""
 
     delta_type = "lora"
     fields = MappingProxyType({"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0})
@@ -155,14 +155,14 @@ class LoraConfig(BaseDeltaConfig):
 
 
 class AdapterConfig(BaseDeltaConfig):
-    """Of `AdapterModel`."""
+    """Config of `AdapterModel`."""
 
     delta_type = "adapter"
     fields = MappingProxyType({"bottleneck_dim": 24, "non_linearity": "gelu_new"})
 
 
 class LowRankAdapterConfig(BaseDeltaConfig):
-    """Of `LowRankAdapterModel`."""
+    """Config of `LowRankAdapterModel`."""
 
     delta_type = "low_rank_adapter"
     fields = MappingProxyType(
@@ -177,7 +177,7 @@ class LowRankAdapterConfig(BaseDeltaConfig):
 
 
 class CompacterConfig(BaseDeltaConfig):
-    """Of `CompacterModel`."""
+    """Config of `CompacterModel`."""
 
     delta_type = "compacter"
     fields = MappingProxyType(
@@ -207,20 +207,20 @@ class CompacterConfig(BaseDeltaConfig):
 
 
 class ParallelAdapterConfig(BaseDeltaConfig):
-    """Of `ParallelAdapterModel`."""
+    """Config of `ParallelAdapterModel`."""
 
     delta_type = "parallel_adapter"
     fields = MappingProxyType({"bottleneck_dim": 24, "non_linearity": "gelu_new", "scaled": 1.0})
 
 
 class BitFitConfig(BaseDeltaConfig):
-    """Of `BitFitModel`."""
+    """Config of `BitFitModel`."""
 
     delta_type = "bitfit"
 
 
 class PrefixConfig(BaseDeltaConfig):
-    """Of `PrefixModel`."""
+    """Config of `PrefixModel`."""
 
     delta_type = "prefix"
     fields = MappingProxyType(
@@ -229,7 +229,7 @@ class PrefixConfig(BaseDeltaConfig):
 
 
 class SoftPromptConfig(BaseDeltaConfig):
-    """Of `SoftPromptModel`."""
+    """Config of `SoftPromptModel`."""
 
     delta_type = "soft_prompt"
     fields = MappingProxyType(

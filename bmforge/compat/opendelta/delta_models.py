@@ -1,4 +1,4 @@
-"""OpenDelta's eight delta models; each is a type of ours under its old name."""
+"""OpenDelta's eight delta models, each over the bmforge adapter of the same kind."""
 
 from __future__ import annotations
 
@@ -37,43 +37,43 @@ __all__ = [
 
 
 class LoraModel(DeltaBase):
-    """Low-rank parts beside linear layers."""
+    """LoRA on linear layers."""
 
     delta_type, config_class = "lora", LoraConfig
 
 
 class AdapterModel(DeltaBase):
-    """Bottlenecks behind modules."""
+    """Bottleneck adapters after modules."""
 
     delta_type, config_class = "adapter", AdapterConfig
 
 
 class LowRankAdapterModel(DeltaBase):
-    """Bottlenecks of thin factors, of any rank."""
+    """Bottleneck adapters with low-rank factors."""
 
     delta_type, config_class = "low_rank_adapter", LowRankAdapterConfig
 
 
 class CompacterModel(DeltaBase):
-    """Bottlenecks of sums of Kronecker products."""
+    """Bottleneck adapters with sums of Kronecker products."""
 
     delta_type, config_class = "compacter", CompacterConfig
 
 
 class ParallelAdapterModel(DeltaBase):
-    """Bottlenecks that read where one module reads and add where another writes."""
+    """Parallel bottleneck adapters: from one module's input to another's output."""
 
     delta_type, config_class = "parallel_adapter", ParallelAdapterConfig
 
 
 class BitFitModel(DeltaBase):
-    """Added biases; they detach."""
+    """Trained biases, which can be detached."""
 
     delta_type, config_class = "bitfit", BitFitConfig
 
 
 class PrefixModel(DeltaBase):
-    """Keys and values in front of every layer's; of models of ours."""
+    """Prefix tuning of every attention layer, for bmforge's models."""
 
     delta_type, config_class = "prefix", PrefixConfig
 
@@ -88,7 +88,7 @@ class PrefixModel(DeltaBase):
 
 
 class SoftPromptModel(DeltaBase):
-    """Rows in front of the text; of models of ours, and of the old classes around them."""
+    """Soft prompt, for bmforge's models and ModelCenter's classes."""
 
     delta_type, config_class = "soft_prompt", SoftPromptConfig
 

@@ -1,4 +1,4 @@
-"""What programs asked of `opendelta.utils.inspect`: how much is trained."""
+"""OpenDelta's `utils.inspect`: counts of trainable parameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["inspect_module_statistics", "inspect_optimizer_statistics"]
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return how many numbers there are, and how many of them have gradients."""
+    """Return the number of elements, and of trainable elements."""
     known = list(parameters)
     return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
 
 
 def inspect_module_statistics(module: nn.Module, verbose: bool = True) -> dict[str, Any]:
-    """Return, and log, how many parameters of a module are trained."""
+    """Return and log the number of trainable parameters of a module."""
     total, trained = _count(module.parameters())
     found = {
         "total_parameters": total,
@@ -37,7 +37,7 @@ def inspect_module_statistics(module: nn.Module, verbose: bool = True) -> dict[s
 def inspect_optimizer_statistics(
     optimizer: torch.optim.Optimizer, verbose: bool = True
 ) -> dict[str, Any]:
-    """Return, and log, how many parameters each group of an optimizer has, and trains."""
+    """Return and log the number of parameters per group of an optimizer."""
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         total, trained = _count(group["params"])

@@ -1,4 +1,4 @@
-"""OpenDelta's public names, 0.3, and what became of each."""
+"""OpenDelta's public names (0.3) and their state here."""
 
 from bmforge.compat.names import read_names
 

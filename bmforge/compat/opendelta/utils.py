@@ -1,4 +1,4 @@
-"""Where OpenDelta kept its tools; two of them are modules beside this one."""
+"""OpenDelta's `utils`; two of its modules are files of this package."""
 
 from bmforge.compat.names import missing_names
 from bmforge.compat.opendelta import inspect, visualization

@@ -1,4 +1,4 @@
-"""OpenDelta's picture of a model, which came from bigmodelvis: the tree of `bmforge tree`."""
+"""OpenDelta's model picture (from bigmodelvis): the tree of `bmforge tree`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Visualization"]
 
 
 class Visualization:
-    """Draws a model.
+    """Draws a model as a tree.
 
     Args:
         plm: any model.
@@ -36,16 +36,16 @@ class Visualization:
         only_common: bool = False,
         printTree: bool = True,
     ) -> Tree:
-        """Print the modules, equal neighbours as one, and return rich's tree of them.
+        """Print the module tree with equal neighbors merged, and return it as a rich tree.
 
         Args:
-            rootname: what the whole is called.
-            expand_params: not needed: parameters stand behind their modules.
-            keep_non_params: show modules without parameters as well.
-            common_structure: gone: common words are targets, and no names of modules.
-            mapping: likewise.
-            only_common: likewise.
-            printTree: print it.
+            rootname: name of the root.
+            expand_params: accepted and ignored; parameters are shown with their modules.
+            keep_non_params: also show modules without parameters.
+            common_structure: not supported; common names are targets only.
+            mapping: not supported, likewise.
+            only_common: not supported, likewise.
+            printTree: print the tree.
         """
         if common_structure or mapping is not None or only_common:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""OpenPrompt's names over bmforge: its programs run with their import lines changed.
+"""OpenPrompt's API over bmforge, for programs with changed import lines.
 
-Start reading at `models.py` (what is called with a batch), then `loader.py`, `templates.py` and
-`verbalizers.py`. What changed, and why, is in docs/migrating_openprompt.md.
+Start at `models.py` (the modules that take a batch), then `loader.py`, `templates.py` and
+`verbalizers.py`. docs/migrating_openprompt.md lists every difference and its reason.
 """
 
 from __future__ import annotations

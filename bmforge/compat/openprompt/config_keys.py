@@ -1,4 +1,4 @@
-"""What keys of OpenPrompt's configs are called here, and why some have no place."""
+"""Keys of OpenPrompt's configs: the fields that replace them, and why some have none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""OpenPrompt's yaml configs as a run of `bmforge train`, in TOML.
+"""Converts OpenPrompt's YAML configs to a run of `bmforge train`, in TOML.
 
-Start reading at `read_config`. What a key becomes is in `config_keys.PLAIN`, or computed by one of
-the methods of `_Reader`; what has no place is listed with its reason, never dropped without a word.
+Start at `read_config`. A key maps to a field by `config_keys.PLAIN` or by a method of `_Reader`;
+keys
+without a counterpart are listed with the reason, never dropped silently.
 
 Source: openprompt/default_config.py of thunlp/OpenPrompt, 1.0.1, for keys and defaults.
 """
@@ -32,14 +33,14 @@ __all__ = ["read_config"]
 
 
 def read_config(path: str | Path, beside: Path | None = None) -> Migrated:
-    """Return the run that a config describes; nothing is written.
+    """Convert a config to a run; nothing is written.
 
     Args:
-        path: of the yaml file; its own relative paths stay as they are.
-        beside: where `files` will lie, which templates and words written in the config become.
+        path: path of the YAML file; its relative paths are kept.
+        beside: directory for `files` (templates and words that are written in the config).
 
     Raises:
-        ConfigError: it is no such config.
+        ConfigError: the file is no such config.
         MissingDependencyError: PyYAML is not installed.
     """
     file = Path(path)
@@ -71,7 +72,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _flatten(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of every leaf."""
+    """Yield the dotted key and value of every leaf."""
     for key, value in values.items():
         name = f"{before}{key}"
         if isinstance(value, dict) and not name.endswith("label_words"):
@@ -81,18 +82,18 @@ def _flatten(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str,
 
 
 def _check(out: Migrated) -> None:
-    """Let the recipe read the config, but for its model."""
+    """Check the converted config by parsing it as the recipe does, except for the model."""
     told = {key: value for key, value in out.values.items() if key != "model"}
     config_from_dict(RUNS[out.task].forms[0].config, told)
 
 
 class _Reader:
-    """Takes the keys of a config one after the other.
+    """Converts the keys of a config one after the other.
 
     Args:
-        given: dotted key -> value.
-        out: what is filled.
-        beside: where written files will lie.
+        given: values by dotted key.
+        out: result to fill.
+        beside: directory for written files.
     """
 
     def __init__(self, given: dict[str, Any], out: Migrated, beside: Path) -> None:
@@ -101,12 +102,12 @@ class _Reader:
         self.chosen = {str(name) for name in chosen}
 
     def take(self, key: str, usual: Any = None) -> Any:
-        """Return a value that is dealt with now."""
+        """Remove and return a value, or the default."""
         value = self.given.pop(key, None)
         return usual if value is None else value
 
     def put(self, place: str, value: Any) -> None:
-        """Set a field of ours."""
+        """Set a field of the converted config."""
         *groups, name = place.split(".")
         table = self.out.values
         for group in groups:
@@ -114,11 +115,11 @@ class _Reader:
         table[name] = value
 
     def miss(self, key: str, why: str) -> None:
-        """Say that something has no place."""
+        """List a key as having no counterpart."""
         self.out.unplaced.append((key, why))
 
     def fill(self) -> None:
-        """Place all keys."""
+        """Convert all keys."""
         self.put("train.optim.betas", [0.9, 0.999])
         self.put("train.optim.weight_decay", 0.01)
         self.put("train.schedule.kind", "linear")
@@ -135,7 +136,7 @@ class _Reader:
         self.place_rest()
 
     def place_task(self) -> None:
-        """Place the data's name and what is done with it."""
+        """Convert the dataset's name and the task."""
         if self.take("task") == "relation_classification":
             self.take("classification.loss_function")
         if (loss := self.take("classification.loss_function")) not in (
@@ -156,7 +157,7 @@ class _Reader:
             self.miss("dataset.label_path_sep", f"{sep!r}: types are parted by '-'")
 
     def place_template(self) -> None:
-        """Place the template and how it is trained."""
+        """Convert the template and its training options."""
         kind = str(self.take("template", "manual_template")).removesuffix("_template")
         block = f"{kind}_template"
         if kind not in TEMPLATES:
@@ -181,7 +182,7 @@ class _Reader:
         self.place_rates(kind, block)
 
     def place_rates(self, kind: str, block: str) -> None:
-        """Place what the model and the template learn with."""
+        """Convert the learning rates of model and template."""
         frozen = bool(self.take("plm.optimize.freeze_para", False))
         lr = float(self.take("plm.optimize.lr", 5e-4))
         warmup = int(self.take("plm.optimize.scheduler.num_warmup_steps", 500))
@@ -208,7 +209,7 @@ class _Reader:
         self.put("train.schedule.warmup_steps", warmup)
 
     def place_words(self) -> None:
-        """Place the verbalizer."""
+        """Convert the verbalizer."""
         name = self.take("verbalizer")
         if name is None:
             return
@@ -242,7 +243,7 @@ class _Reader:
                 self.out.values.pop(field, None)
 
     def place_setting(self) -> None:
-        """Place how many examples are learned from, and calibration."""
+        """Convert the number of examples and the calibration."""
         setting = str(self.take("learning_setting", "full")).replace("-", "_")
         self.take("few_shot.few_shot_sampling")
         shots = self.take("sampling_from_train.num_examples_per_label", 10)
@@ -274,7 +275,7 @@ class _Reader:
                 self.miss("contextualized_calibrate.use_split", f"{split!r}: it is always train")
 
     def place_loop(self) -> None:
-        """Place how long is learned, and how far gradients may go."""
+        """Convert the length of training and gradient clipping."""
         clip = float(self.take("train.max_grad_norm", -1.0))
         self.put("train.grad_clip", clip if clip > 0 else "none")
         steps = self.take("train.num_training_steps")
@@ -300,7 +301,7 @@ class _Reader:
             )
 
     def count_examples(self) -> int | None:
-        """Return how many examples are learned from; None where that cannot be told."""
+        """Return the number of training examples; None if it is not known."""
         data = self.out.values["data"]
         task = TASKS.get(data.get("task", ""))
         if task is not None and data.get("shots") and task.label_names:
@@ -313,7 +314,7 @@ class _Reader:
             return None
 
     def place_rest(self) -> None:
-        """List what is left, each with its reason."""
+        """List the remaining keys, each with its reason."""
         for key, value in self.given.items():
             if value is None:
                 continue
@@ -328,13 +329,15 @@ class _Reader:
                 self.miss(key, "not understood")
 
     def is_other(self, block: str) -> bool:
-        """Tell whether a block is of something that was not chosen."""
+        """Return whether a block belongs to a template, verbalizer or calibration that was not
+        chosen.
+        """
         kinds = ("_template", "_verbalizer", "_calibrate")
         return block not in self.chosen and block.endswith(kinds)
 
 
 def _find_reason(key: str, reasons: Mapping[str, str]) -> str | None:
-    """Return the reason of the longest beginning of a key."""
+    """Return the reason of the longest matching key prefix."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         if (why := reasons.get(".".join(parts[:count]))) is not None:
@@ -343,7 +346,7 @@ def _find_reason(key: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def _are_texts(words: Any) -> bool:
-    """Tell whether all that stands in a list or table of words is text."""
+    """Return whether all leaves of a list or table of words are strings."""
     if isinstance(words, dict):
         return all(map(_are_texts, (*words, *words.values())))
     return all(map(_are_texts, words)) if isinstance(words, list) else isinstance(words, str)

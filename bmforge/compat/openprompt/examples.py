@@ -1,4 +1,4 @@
-"""OpenPrompt's examples and batches: plain objects, with its field names."""
+"""OpenPrompt's examples and batches: plain objects with its field names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["InputExample", "InputFeatures"]
 
 
 class InputExample:
-    """A text or two with a label, or with a text to be written.
+    """One or two texts with a label or a target text.
 
     Args:
-        guid: what it is called.
-        text_a: the first text.
-        text_b: the second.
-        label: number of its class.
+        guid: name of the example.
+        text_a: first text.
+        text_b: second text.
+        label: class index.
         meta: further texts by name.
-        tgt_text: what is to be written.
+        tgt_text: text to generate.
     """
 
     def __init__(
@@ -39,25 +39,25 @@ class InputExample:
         return self.to_json_string()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its fields."""
+        """Return the fields."""
         return dict(vars(self))
 
     def to_json_string(self) -> str:
-        """Return its fields as JSON."""
+        """Return the fields as JSON."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     @staticmethod
     def load_examples(path: str) -> list[InputExample]:
-        """Gone: it unpickles, which runs whatever a file says."""
+        """Raise: the original unpickled files, which can run code."""
         raise ImportError("InputExample.load_examples is gone. Use JSON, one example a line.")
 
     def keys(self, keep_none: bool = False) -> list[str]:
-        """Return the names of its fields, those that are None only with `keep_none`."""
+        """Return the field names, those with value None only with `keep_none`."""
         return [name for name, value in vars(self).items() if keep_none or value is not None]
 
 
 class InputFeatures(dict[str, Any]):
-    """A batch: tensors, and what goes with them, by name or as attributes."""
+    """A batch: tensors and other values, by name or as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,19 +66,19 @@ class InputFeatures(dict[str, Any]):
             raise AttributeError(f"the batch has no {name!r}: it has {', '.join(self)}.") from None
 
     def to(self, device: Any = "cpu", **options: Any) -> InputFeatures:
-        """Move the tensors, in place; return the batch."""
+        """Move the tensors in place; return the batch."""
         for name, value in self.items():
             if isinstance(value, torch.Tensor):
                 self[name] = value.to(device, **options)
         return self
 
     def cuda(self, device: Any = None) -> InputFeatures:
-        """Move the tensors to the accelerator, in place; return the batch."""
+        """Move the tensors to the accelerator in place; return the batch."""
         kind = torch.accelerator.current_accelerator()
         return self.to(kind if device is None else device)
 
     def to_tensor(self) -> InputFeatures:
-        """Return the batch: its numbers are tensors."""
+        """Return the batch, whose numbers are tensors already."""
         return self
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Batches of prompts; every example is tokenised when its batch is made."""
+"""Batches of prompts; examples are tokenized when their batch is made."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["PromptDataLoader"]
 
 
 class PromptDataLoader:
-    """Iterates over a data set as batches of prompts.
+    """Iterates over a dataset in batches of prompts.
 
     Args:
         dataset: examples.
-        template: puts them into words.
-        tokenizer_wrapper: says how the model is asked; or
-        tokenizer: of the model, with
-        tokenizer_wrapper_class: the class that says it.
-        verbalizer: one with words to be scored whole asks more about an example.
+        template: template of the prompts.
+        tokenizer_wrapper: wrapper for the kind of model.
+        tokenizer: tokenizer of the model, with `tokenizer_wrapper_class` instead of a wrapper.
+        tokenizer_wrapper_class: class of the wrapper.
+        verbalizer: verbalizer; one that scores whole words adds inputs per example.
         max_seq_length: longest prompt in tokens.
-        batch_size, shuffle, drop_last: as of torch's loader.
-        teacher_forcing: give the texts to be written too.
-        decoder_max_length: longest of these; -1 sets none.
-        predict_eos_token: they end with the end token.
-        truncate_method: "tail", "head" (which cuts beginnings) or "balanced".
-        options: of the original, without a meaning here.
+        batch_size, shuffle, drop_last: as torch's loader.
+        teacher_forcing: include the target texts.
+        decoder_max_length: longest target in tokens; -1 is no limit.
+        predict_eos_token: append the end token to targets.
+        truncate_method: "tail", "head" (cuts the beginning) or "balanced".
+        options: arguments of the original without effect here.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PromptDataLoader:
         return found
 
     def _target(self, example: Any) -> str:
-        """Return the text to be written, cut to its longest length."""
+        """Return the target text, truncated."""
         if self.verbalizer is not None and hasattr(self.verbalizer, "wrap_one_example"):
             example = self.verbalizer.wrap_one_example(example)
         text = example.tgt_text or ""

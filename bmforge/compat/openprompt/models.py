@@ -1,4 +1,4 @@
-"""OpenPrompt's modules: a model, a template and a verbalizer that are called with a batch."""
+"""OpenPrompt's modules: model, template and verbalizer behind one call with a batch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _BESIDE = (*_TOLD, "answers", "which")
 
 
 class PromptModel(nn.Module):
-    """A model and a template.
+    """A model with a template.
 
     Args:
-        plm: the model, ours or transformers'.
-        template: of this package.
+        plm: model of bmforge or transformers.
+        template: template of this package.
         freeze_plm: train only the template and the verbalizer.
-        plm_eval_mode: the model's dropout stays off in training.
+        plm_eval_mode: keep the model's dropout off in training.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class PromptModel(nn.Module):
             plm.eval()
 
     def train(self, mode: bool = True) -> PromptModel:
-        """As torch's; the model stays as `plm_eval_mode` has it."""
+        """Set the training mode as torch does, except for a model with `plm_eval_mode`."""
         super().train(mode)
         if self.plm_eval_mode:
             self.plm.eval()
         return self
 
     def look(self, batch: Mapping[str, Any], hidden: bool = True) -> Answers:
-        """Return what the model says at a batch's masks."""
+        """Return the model's logits and hidden states at the masks of a batch."""
         inputs = {name: value for name, value in batch.items() if name not in _BESIDE}
         found = ask_model(self.plm, inputs, inputs.pop("mask_at"), hidden)
         assert found is not None
@@ -58,12 +58,12 @@ class PromptModel(nn.Module):
 
     @property
     def device(self) -> Any:
-        """Where the model is."""
+        """Device of the model."""
         return next(self.plm.parameters()).device
 
 
 class _Prompted(nn.Module):
-    """What both wrappers have of a `PromptModel`."""
+    """Attributes of a `PromptModel` for both wrappers."""
 
     def __init__(self, plm: Any, template: Any, freeze_plm: bool, plm_eval_mode: bool) -> None:
         super().__init__()
@@ -81,16 +81,16 @@ class _Prompted(nn.Module):
 
     @property
     def device(self) -> Any:
-        """Where the model is."""
+        """Device of the model."""
         return self.prompt_model.device
 
 
 class PromptForClassification(_Prompted):
-    """Returns the classes' scores of a batch.
+    """Returns class scores for a batch.
 
     Args:
-        plm, template, freeze_plm, plm_eval_mode: as of a `PromptModel`.
-        verbalizer: of this package.
+        plm, template, freeze_plm, plm_eval_mode: as `PromptModel`.
+        verbalizer: verbalizer of this package.
     """
 
     def __init__(
@@ -111,32 +111,32 @@ class PromptForClassification(_Prompted):
 
     @property
     def classifier(self) -> PromptClassifier:
-        """The same as ours."""
+        """The equivalent `PromptClassifier` of bmforge."""
         core = self.template.bind("", self.plm)
         return PromptClassifier(self.plm, core, self.verbalizer.core)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the classes' scores, (B, C)."""
+        """Return the class scores, (B, C)."""
         return self.classifier(**_inputs_of(batch)).class_logits
 
     def forward_without_verbalize(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return what the verbalizer is given: scores of tokens at the mask, or of words."""
+        """Return the verbalizer's input: logits at the mask, or word scores."""
         return self.classifier(**_inputs_of(batch)).vocab_logits
 
     def look(self, batch: Mapping[str, Any]) -> Answers:
-        """Return scores of tokens and last hidden states at the one mask."""
+        """Return logits and last hidden states at the mask."""
         found = self.prompt_model.look(batch)
         assert found.hidden is not None
         return Answers(found.logits[:, 0], found.hidden[:, 0])
 
 
 class PromptForGeneration(_Prompted):
-    """Returns the loss of texts to be written, and writes texts.
+    """Returns the loss of target texts, and generates texts.
 
     Args:
-        plm, template, freeze_plm, plm_eval_mode: as of a `PromptModel`.
-        gen_config: what `generate` does where it is not told; a mapping.
-        tokenizer: not needed: it is the template's.
+        plm, template, freeze_plm, plm_eval_mode: as `PromptModel`.
+        gen_config: mapping of defaults of `generate`.
+        tokenizer: accepted and ignored; the template has it.
     """
 
     def __init__(
@@ -154,24 +154,24 @@ class PromptForGeneration(_Prompted):
 
     @property
     def generator(self) -> PromptGenerator:
-        """The same as ours."""
+        """The equivalent `PromptGenerator` of bmforge."""
         write = generate if hasattr(self.plm, "traits") else None
         return PromptGenerator(self.plm, self.template.bind("", self.plm), write)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss: of an example the sum of its tokens', then the mean."""
+        """Return the loss: the sum over an example's tokens, then the mean over examples."""
         return self.generator(labels=batch["targets"], **_inputs_of(batch)).loss
 
     def generate(
         self, batch: InputFeatures, verbose: bool = False, **options: Any
     ) -> tuple[list[list[int]], list[str]]:
-        """Return ids and texts that the model writes for a batch's examples, all at a time.
+        """Generate ids and texts for a batch of examples.
 
         Args:
-            batch: of a `PromptDataLoader`.
-            verbose: print what was written.
-            options: of `bmforge.infer.generate`, or of transformers' models theirs; `max_length`
-                counts new tokens.
+            batch: batch of a `PromptDataLoader`.
+            verbose: print the texts.
+            options: options of `bmforge.infer.generate`, or of transformers for its models;
+                `max_length` counts new tokens.
         """
         told = {**self.gen_config, **options}
         if "max_length" in told:
@@ -185,5 +185,5 @@ class PromptForGeneration(_Prompted):
 
 
 def _inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model is given of a batch."""
+    """Return the model's inputs from a batch."""
     return {name: value for name, value in batch.items() if name not in _TOLD}

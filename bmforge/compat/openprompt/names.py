@@ -1,4 +1,4 @@
-"""OpenPrompt's public names, 1.0.1, and what became of each."""
+"""OpenPrompt's public names (1.0.1) and their state here."""
 
 from bmforge.compat.names import read_names
 

@@ -1,7 +1,7 @@
-"""OpenPrompt's templates over ours.
+"""OpenPrompt's templates over bmforge's.
 
-A template without trained rows needs no model: it is bound to a kind of asking by whoever uses it,
-a loader or a model.
+A template without trained embeddings needs no model: a loader or a model binds it to a prompting
+mode.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = [
 
 
 class Wrapped(list[Any]):
-    """What `wrap_one_example` returns: pieces, and what is no text.
+    """Result of `wrap_one_example`: text pieces and other values.
 
     Attributes:
-        template, example: what it was made of.
+        template, example: its template and example.
     """
 
     template: Any
@@ -40,12 +40,12 @@ class Wrapped(list[Any]):
 
 
 class ManualTemplate(nn.Module):
-    """A template without trained parts.
+    """A template without trained parameters.
 
     Args:
-        tokenizer: of the model, ours or transformers'.
-        text: in the template language.
-        options: of the original, without a meaning here.
+        tokenizer: tokenizer of bmforge or transformers.
+        text: template text.
+        options: arguments of the original without effect here.
     """
 
     def __init__(self, tokenizer: Any = None, text: str | None = None, **options: Any) -> None:
@@ -60,7 +60,7 @@ class ManualTemplate(nn.Module):
 
     @property
     def text(self) -> str:
-        """In the template language."""
+        """Template text."""
         if self._text is None:
             raise ConfigError("the template has no text yet: give text=, or call from_file.")
         return self._text
@@ -74,16 +74,16 @@ class ManualTemplate(nn.Module):
                 self.soft_embedding = core._prompt
 
     def from_file(self, path: str, choice: int = 0) -> Self:
-        """Take a line of a file; return the template."""
+        """Read the template from a line of a file; return the template."""
         self.text = read_template(path, choice)
         return self
 
     def bind(self, asking: str, model: Any = None) -> Template:
-        """Return our template.
+        """Return the equivalent template of bmforge.
 
         Args:
-            asking: a kind of asking; "" where there is a model that says it.
-            model: reads the prompts; None where none is needed.
+            asking: prompting mode; "" takes the model's.
+            model: model that reads the prompts; None if none is needed.
         """
         if self._bound and (not asking or self._model is not None):
             return next(iter(self._bound.values()))
@@ -99,7 +99,7 @@ class ManualTemplate(nn.Module):
         return self._bound[asking]
 
     def wrap_one_example(self, example: Any) -> Wrapped:
-        """Return the pieces with an example's texts, and what is no text."""
+        """Return the text pieces of an example, and its other values."""
         core = next(iter(self._bound.values()), None) or self.bind("masked")
         pieces = [
             {
@@ -117,11 +117,11 @@ class ManualTemplate(nn.Module):
 
 
 class MixedTemplate(ManualTemplate):
-    """A template with soft pieces.
+    """A template with soft tokens.
 
     Args:
-        model: whose token table the rows stand behind.
-        tokenizer, text, options: as of a `ManualTemplate`.
+        model: model whose embedding the soft tokens extend.
+        tokenizer, text, options: as `ManualTemplate`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, text: str | None = None, **options: Any) -> None:
@@ -132,41 +132,42 @@ class MixedTemplate(ManualTemplate):
             self.text = text
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return our template's options for the original's."""
+        """Return bmforge's options for the original's."""
         return {}
 
 
 class SoftTemplate(MixedTemplate):
-    """Rows in front of everything (`num_tokens`), and a template behind them.
+    """Soft tokens (`num_tokens`) before a template.
 
-    Its rows are drawn with the spread of the token table, or as words in soft pieces say.
+    They are initialised with the standard deviation of the embedding, or with words as soft pieces
+    say.
     """
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the number of rows."""
+        """Return the number of soft tokens."""
         return {"front": options.get("num_tokens", 20)}
 
 
 class PtuningTemplate(MixedTemplate):
-    """Soft pieces whose rows an LSTM or an MLP makes (`prompt_encoder_type`)."""
+    """Soft tokens that an LSTM or an MLP computes (`prompt_encoder_type`)."""
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return what makes the rows."""
+        """Return the prompt encoder."""
         return {"encoder": options.get("prompt_encoder_type", "lstm")}
 
 
 class PTRTemplate(MixedTemplate):
-    """A template with several masks and soft pieces, for a `PTRVerbalizer`."""
+    """A template with several masks and soft tokens, for a `PTRVerbalizer`."""
 
 
 class PrefixTuningTemplate(MixedTemplate):
-    """A template, and trained keys and values before every attention's own.
+    """A template with trained prefix keys and values in every attention layer.
 
     Args:
-        model, tokenizer, text: as of a `MixedTemplate`.
-        num_token: of keys and values.
-        mid_dim: width of the layers that make them; 0 trains themselves.
-        options: of the original, without a meaning here: every attention to tokens has a prefix.
+        model, tokenizer, text: as `MixedTemplate`.
+        num_token: length of the prefix.
+        mid_dim: width of the layers that compute it; 0 trains it directly.
+        options: arguments of the original without effect here: every attention has a prefix.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A tokenizer of transformers as ours, so that old programs may bring either."""
+"""Adapter from transformers' tokenizers to bmforge's interface."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ROLES = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
 
 
 class TheirTokenizer(Tokenizer):
-    """A tokenizer of transformers behind our calls.
+    """A transformers tokenizer with bmforge's interface.
 
     Args:
-        theirs: it.
+        theirs: the transformers tokenizer.
     """
 
     def __init__(self, theirs: Any) -> None:
@@ -26,7 +26,7 @@ class TheirTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Not here: transformers opens its own."""
+        """Raise: transformers opens its own tokenizers."""
         raise ConfigError("open it with transformers, or take bmforge.tokenizers.AutoTokenizer.")
 
     def _files(self) -> dict[str, bytes]:
@@ -37,7 +37,7 @@ class TheirTokenizer(Tokenizer):
         return {role: token for role, token in found.items() if token is not None}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens around it."""
+        """Return the ids of a text, without special tokens."""
         return list(self.theirs.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -49,7 +49,7 @@ class TheirTokenizer(Tokenizer):
         return self.get_vocab().get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id."""
+        """Return ids by token."""
         return dict(self.theirs.get_vocab())
 
     @property
@@ -59,5 +59,5 @@ class TheirTokenizer(Tokenizer):
 
 
 def as_ours(tokenizer: Any) -> Any:
-    """Return a tokenizer behind our calls, whosever it is."""
+    """Return a tokenizer with bmforge's interface."""
     return tokenizer if isinstance(tokenizer, Tokenizer) else TheirTokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""OpenPrompt's `utils`, whose modules lie in `helping`."""
+"""OpenPrompt's `utils`; its modules are in `helping`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenPrompt's verbalizers over ours: made when the words are known."""
+"""OpenPrompt's verbalizers over bmforge's, built once the words are known."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = [
 
 
 class ManualVerbalizer(nn.Module):
-    """Words chosen by hand.
+    """A verbalizer with given label words.
 
     Args:
-        tokenizer: of the model, ours or transformers'.
-        classes: their names; or
-        num_classes: their number.
-        label_words: of every class, as a list or by its name; None waits for `from_file`.
-        prefix: what stands before a word: " " or "".
-        multi_token_handler: first, max or mean; and joint, which is ours.
+        tokenizer: tokenizer of bmforge or transformers.
+        classes: class names.
+        num_classes: number of classes, instead of names.
+        label_words: words per class, as a list or by class name; None waits for `from_file`.
+        prefix: text before a word: " " or "".
+        multi_token_handler: first, max, mean, or joint (bmforge's own).
         post_log_softmax: return log-probabilities.
-        options: of subclasses.
+        options: options of subclasses.
 
     Attributes:
-        core: our verbalizer.
+        core: the equivalent verbalizer of bmforge.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ManualVerbalizer(nn.Module):
 
     @property
     def label_words(self) -> list[list[str]]:
-        """The words of every class that are looked at."""
+        """Label words per class."""
         return list(self._need().words)
 
     @label_words.setter
@@ -85,11 +85,11 @@ class ManualVerbalizer(nn.Module):
         self.core = self.make(rows)
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return our verbalizer of these words."""
+        """Return bmforge's verbalizer of these words."""
         return ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join, self.normalize)  # type: ignore[arg-type]
 
     def from_file(self, path: str, choice: int = 0) -> Self:
-        """Take the words of a file; return the verbalizer."""
+        """Read the words from a file; return the verbalizer."""
         self.label_words = read_verbalizer(path, choice, self.classes or ())
         return self
 
@@ -99,12 +99,12 @@ class ManualVerbalizer(nn.Module):
         return self.core
 
     def register_calibrate_logits(self, logits: Tensor) -> None:
-        """Divide by what the words score on texts of no class."""
+        """Calibrate with the word scores of content-free texts."""
         logits = logits if logits.dim() > 1 else logits[None]
         self._need().calibrate_(logits)
 
     def process_logits(self, logits: Tensor, **options: Any) -> Tensor:
-        """Return the classes' scores of scores at the mask."""
+        """Return class scores from the logits at the mask."""
         scores: Tensor = self._need()(logits)
         return scores
 
@@ -114,10 +114,10 @@ class ManualVerbalizer(nn.Module):
 
 
 class KnowledgeableVerbalizer(ManualVerbalizer):
-    """Many words a class: max_token_split, candidate_frac and pred_temp as in the original."""
+    """Many words per class; max_token_split, candidate_frac and pred_temp as in the original."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return our verbalizer of these words."""
+        """Return bmforge's verbalizer of these words."""
         told = self.options
         return ours.KnowledgeableVerbalizer(
             rows, as_ours(self.tokenizer), told.get("max_token_split", -1),
@@ -127,24 +127,24 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
 
 
 class One2oneVerbalizer(ManualVerbalizer):
-    """One word a class."""
+    """One word per class."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return our verbalizer of these words."""
+        """Return bmforge's verbalizer of these words."""
         options: Any = {"join": self.join, "normalize": self.normalize}
         return ours.OneToOneVerbalizer(rows, as_ours(self.tokenizer), **options)
 
 
 class PTRVerbalizer(ManualVerbalizer):
-    """A word of every class at each of several masks."""
+    """One word per class at each of several masks."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return our verbalizer of these words."""
+        """Return bmforge's verbalizer of these words."""
         return ours.PTRVerbalizer(rows, as_ours(self.tokenizer), join=self.join)
 
     @property
     def label_words(self) -> list[list[str]]:
-        """The words of every class, one for each mask."""
+        """Words per class, one for each mask."""
         return self._rows
 
     @label_words.setter
@@ -154,7 +154,7 @@ class PTRVerbalizer(ManualVerbalizer):
 
 
 class AutomaticVerbalizer(ManualVerbalizer):
-    """Words that are found: `register_buffer(logits, labels)`, then `optimize_to_initialize()`."""
+    """Finds its words: call `register_buffer(logits, labels)`, then `optimize_to_initialize()`."""
 
     def __init__(
         self, tokenizer: Any = None, num_candidates: int = 1000, label_word_num_per_class: int = 1,
@@ -173,14 +173,14 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def register_buffer(self, *given: Any, **options: Any) -> None:
-        """Remember scores at the masks of labelled examples; of a name it is `nn.Module`'s."""
+        """Store logits at the masks of labeled examples; with a name, call `nn.Module`'s method."""
         if given and isinstance(given[0], Tensor):
             self._seen.append((given[0].detach(), given[1]))
         else:
             super().register_buffer(*given, **options)
 
     def optimize_to_initialize(self) -> None:
-        """Choose the words by what was remembered."""
+        """Choose the words from the stored logits."""
         if not self._seen:
             raise ConfigError("nothing was remembered: call register_buffer(logits, labels).")
         logits, labels = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
@@ -189,36 +189,36 @@ class AutomaticVerbalizer(ManualVerbalizer):
 
 
 class SoftVerbalizer(ManualVerbalizer):
-    """The model's head with rows for classes; `model` (or `plm`) is the second argument."""
+    """The model's head with a trained row per class; `model` (or `plm`) is the second argument."""
 
     def __init__(self, tokenizer: Any = None, model: Any = None, *given: Any, **options: Any):
         self._plm = [model if model is not None else options.pop("plm", None)]
         super().__init__(tokenizer, *given, **options)
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return our verbalizer of these words."""
+        """Return bmforge's verbalizer of these words."""
         return ours.SoftVerbalizer(rows, as_ours(self.tokenizer), self._plm[0])
 
     @property
     def group_parameters_1(self) -> list[nn.Parameter]:
-        """What stands before the head's last layer."""
+        """Parameters of the head before its last layer."""
         return list(self._need().head.parameters())
 
     @property
     def group_parameters_2(self) -> list[nn.Parameter]:
-        """The classes' rows."""
+        """Trained rows of the classes."""
         return [self._need().rows]
 
 
 class ProtoVerbalizer(ManualVerbalizer):
-    """Words, and trained points of classes; `model` (or `plm`) is the second argument."""
+    """Label words and trained class prototypes; `model` (or `plm`) is the second argument."""
 
     def __init__(self, tokenizer: Any = None, model: Any = None, *given: Any, **options: Any):
         self._plm = [model if model is not None else options.pop("plm", None)]
         super().__init__(tokenizer, *given, **options)
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return our verbalizer of these words."""
+        """Return bmforge's verbalizer of these words."""
         words = None
         if self.options.get("multi_verb", "multi") == "multi":
             words = ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join)  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ class ProtoVerbalizer(ManualVerbalizer):
         return ours.PrototypeVerbalizer(len(rows), width, self.options.get("mid_dim", 64), words)
 
     def train_proto(self, model: Any, dataloader: Any, device: Any = None) -> None:
-        """Train the points on a loader's labelled examples."""
+        """Train the prototypes on a loader's labeled examples."""
         states, labels = [], []
         for batch in dataloader:
             found = model.look(batch)
@@ -237,7 +237,7 @@ class ProtoVerbalizer(ManualVerbalizer):
 
     @property
     def label_words(self) -> list[list[str]]:
-        """The words of every class."""
+        """Label words per class."""
         return self._rows
 
     @label_words.setter
@@ -247,14 +247,14 @@ class ProtoVerbalizer(ManualVerbalizer):
 
 
 class GenerationVerbalizer(ManualVerbalizer):
-    """A class is a text that is written: the label words, or a rule (`is_rule`)."""
+    """Generates a class's text: its label words, or a rule (`is_rule`)."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return our verbalizer of these texts."""
+        """Return bmforge's verbalizer of these texts."""
         rule = bool(self.options.get("is_rule", False))
         return ours.GenerationVerbalizer(rows, as_ours(self.tokenizer), rule=rule)
 
     def wrap_one_example(self, example: Any) -> Any:
-        """Give an example the text of its class to be written; return it."""
+        """Set an example's target to the text of its class; return the example."""
         example.tgt_text = self._need().write(example, example.label)
         return example

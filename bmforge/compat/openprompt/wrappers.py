@@ -1,4 +1,4 @@
-"""How each kind of model is asked, under the names of OpenPrompt's tokenizer wrappers."""
+"""OpenPrompt's tokenizer wrappers, one per prompting mode."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = [
 
 
 class TokenizerWrapper:
-    """Makes ids of an example that a template has wrapped.
+    """Tokenizes examples that a template has wrapped.
 
     Args:
         max_seq_length: longest prompt in tokens.
-        tokenizer: of the model.
-        truncate_method: "tail", "head" (which cuts beginnings) or "balanced".
-        options: further ones of the original, without a meaning here: nothing is padded yet.
+        tokenizer: tokenizer of the model.
+        truncate_method: "tail", "head" (cuts the beginning) or "balanced".
+        options: arguments of the original without effect here; padding is done per batch.
 
     Attributes:
-        asking: the kind of asking it stands for; see `bmforge.tune.prompt.asking`.
+        asking: prompting mode; see `bmforge.tune.prompt.asking`.
     """
 
     asking: ClassVar[str] = ""
@@ -42,11 +42,11 @@ class TokenizerWrapper:
         self.truncate_method, self.options = truncate_method, options
 
     def tokenize_one_example(self, wrapped_example: Any, teacher_forcing: bool) -> InputFeatures:
-        """Return the ids of what `wrap_one_example` returned, without padding.
+        """Return the ids of a wrapped example, without padding.
 
         Args:
-            wrapped_example: it.
-            teacher_forcing: the text to be written is in it.
+            wrapped_example: result of `wrap_one_example`.
+            teacher_forcing: include the target text.
         """
         core = wrapped_example.template.bind(self.asking)
         answer: list[int] = []
@@ -65,28 +65,28 @@ class TokenizerWrapper:
 
 
 class MLMTokenizerWrapper(TokenizerWrapper):
-    """Of models that fill masks."""
+    """Wrapper for masked language models."""
 
     asking = "masked"
 
 
 class LMTokenizerWrapper(TokenizerWrapper):
-    """Of models that go on with a text."""
+    """Wrapper for causal language models."""
 
     asking = "causal"
 
 
 class T5TokenizerWrapper(TokenizerWrapper):
-    """Of models that write what was cut out."""
+    """Wrapper for models that fill sentinel tokens."""
 
     asking = "spans"
 
 
 class T5LMTokenizerWrapper(TokenizerWrapper):
-    """Of encoder-decoders whose decoder goes on with the text."""
+    """Wrapper for encoder-decoders whose decoder continues the text."""
 
     asking = "prefix spans"
 
 
 class CPM2TokenizerWrapper(T5TokenizerWrapper):
-    """Of CPM-2."""
+    """Wrapper for CPM-2."""

@@ -1,4 +1,4 @@
-"""Examples, batches and samplers; start reading at `data_sampler.py`."""
+"""Examples, batches and samplers; start at `data_sampler.py`."""
 
 from bmforge.compat.names import missing_names
 from bmforge.compat.openprompt.data_utils.data_sampler import FewShotSampler

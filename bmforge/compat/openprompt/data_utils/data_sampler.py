@@ -1,4 +1,4 @@
-"""OpenPrompt's sampler over `draw_few`: the same examples for the same seed."""
+"""OpenPrompt's few-shot sampler over `draw_few`: the same seed selects the same examples."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ __all__ = ["FewShotSampler"]
 
 
 class FewShotSampler:
-    """Draws a few examples.
+    """Selects a few examples at random.
 
     Args:
-        num_examples_total: in all; or
-        num_examples_per_label: of every label.
-        also_sample_dev: draw others to choose by, as many.
-        num_examples_total_dev, num_examples_per_label_dev: not others than these.
+        num_examples_total: total number of examples; excludes `num_examples_per_label`.
+        num_examples_per_label: number of examples per label.
+        also_sample_dev: select as many others for validation.
+        num_examples_total_dev, num_examples_per_label_dev: numbers for validation; must equal those
+            for training.
 
     Raises:
-        ConfigError: neither or both counts, or others for the second draw.
+        ConfigError: neither or both counts, or other counts for validation.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class FewShotSampler:
         valid_dataset: Sequence[Any] | None = None,
         seed: int | None = None,
     ) -> Any:
-        """Return the drawn examples, and the others where they are drawn too.
+        """Return the selected examples, and the validation examples if they are selected too.
 
         Args:
-            train_dataset: drawn from.
-            valid_dataset: the others are drawn from it; None takes what is left.
-            seed: of the draws; None is 0.
+            train_dataset: examples to select from.
+            valid_dataset: examples to select validation examples from (default: the remaining
+                ones).
+            seed: random seed (default: 0).
         """
         told: Any = {"per_label": self.per_label, "total": self.total, "seed": seed or 0}
         labels = [example.label for example in train_dataset]

@@ -1,4 +1,4 @@
-"""What OpenPrompt keeps in `utils`: start reading at `calibrate.py`."""
+"""OpenPrompt's `utils` modules; start at `calibrate.py`."""
 
 from bmforge.compat.openprompt.helping.calibrate import calibrate
 from bmforge.compat.openprompt.helping.reproduciblity import set_seed

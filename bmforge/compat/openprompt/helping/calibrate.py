@@ -1,4 +1,4 @@
-"""Contextual calibration by OpenPrompt's name."""
+"""Contextual calibration under OpenPrompt's name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["calibrate"]
 
 @torch.no_grad()
 def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
-    """Return what the model says on average at the masks of a loader's examples.
+    """Return the mean logits at the masks of a loader's examples.
 
     Args:
         prompt_model: a `PromptForClassification`.
-        dataloader: of texts whose labels are not looked at.
+        dataloader: loader of examples; their labels are not used.
 
     Raises:
         ConfigError: the loader is empty.

@@ -1,4 +1,4 @@
-"""Where OpenPrompt keeps `set_seed`, spelt as it is there."""
+"""OpenPrompt's module path of `set_seed`, with its spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a model by OpenPrompt's names, and the classes that say how it is asked."""
+"""`load_plm`, and the tokenizer wrappers of each kind of model."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ _WRAPPERS: dict[str, tuple[type[TokenizerWrapper], str]] = {
 def load_plm(
     model_name: str, model_path: str, specials_to_add: Any = None
 ) -> tuple[Any, Any, Any, type[TokenizerWrapper]]:
-    """Open a model and its tokenizer.
+    """Load a model and its tokenizer.
 
     Args:
-        model_name: its kind: bert, gpt2, t5, t5-lm, ...
+        model_name: kind of model: bert, gpt2, t5, t5-lm, ...
         model_path: directory or hub id.
-        specials_to_add: not needed: nothing is added to a vocabulary.
+        specials_to_add: accepted and ignored; nothing is added to the vocabulary.
 
     Returns:
-        the model, its tokenizer, its config, and what says how it is asked.
+        Model, tokenizer, config and tokenizer wrapper class.
 
     Raises:
         ConfigError: an unknown kind.

@@ -1,4 +1,4 @@
-"""Templates and verbalizers by OpenPrompt's names; they are in `templates` and `verbalizers`."""
+"""OpenPrompt's names of templates and verbalizers, from `templates` and `verbalizers`."""
 
 from bmforge.compat.names import missing_names
 from bmforge.compat.openprompt.names import NAMES

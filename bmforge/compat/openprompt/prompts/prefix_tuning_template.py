@@ -1,4 +1,4 @@
-"""Where OpenPrompt keeps `PrefixTuningTemplate`."""
+"""OpenPrompt's module path of `PrefixTuningTemplate`."""
 
 from bmforge.compat.openprompt.templates import PrefixTuningTemplate
 
