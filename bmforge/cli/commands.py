@@ -73,6 +73,11 @@ COMMANDS: Mapping[str, Command] = {
         "compress:run_compress_command",
         compress_options.CompressCommand,
     ),
+    "doctor": Command(
+        "versions, device, memory and extras of this installation, and what is missing",
+        "doctor:run_doctor",
+        options.DoctorCommand,
+    ),
     "migrate": Command(
         "a start script of CPM-Pretrain to the config of a run",
         "migrate:run_migrate",

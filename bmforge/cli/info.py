@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,13 @@ def run_info(command: InfoCommand) -> None:
     """Parameters, FLOPs and cache size of a model, or the card of a delta."""
     name = str(find_export(command.name))
     if is_delta_dir(name):
+        if command.json:
+            print((Path(name) / "adapter_config.json").read_text(encoding="utf-8").strip())
+            return
         print(describe_delta(Path(name)))
+        return
+    if command.json:
+        print(json.dumps(measure_model(name, command.seq_len, command.backend), indent=1))
         return
     print(describe_model(name, command.seq_len, command.backend))
 
@@ -47,26 +54,44 @@ def describe_model(name: str, seq_len: int | None = None, backend: Backend = "au
     Raises:
         ConfigError: neither a preset nor a model.
     """
+    figures = measure_model(name, seq_len, backend)
+    lines = [f"{name}: {figures['family']}"]
+    lines += [f"  {key:<28}{value}" for key, value in figures["config"].items()]
+    flops, length = figures["training_flops_per_token"], figures["seq_len"]
+    lines += [
+        f"  {'parameters':<28}{figures['parameters']:,}",
+        f"  {'training FLOPs per token':<28}{flops:.4g} at {length} tokens",
+        f"  {'KV-cache bytes per token':<28}{figures['kv_cache_bytes_per_token']:,} in bf16",
+    ]
+    lines += _describe_layers(find_config(name, backend)[1])
+    if Path(name).exists():
+        lines += [f"  {line}" for line in describe_provenance(read_provenance(name))]
+    return "\n".join(lines)
+
+
+def measure_model(
+    name: str, seq_len: int | None = None, backend: Backend = "auto"
+) -> dict[str, Any]:
+    """Return the family, config and figures of a model, as `bmforge info --json` prints them.
+
+    Args:
+        name, seq_len, backend: as in `describe_model`.
+    """
     family, config = find_config(name, backend)
     model = family.from_config(config, device="meta")
-    parameters = sum(tensor.numel() for tensor in persistent_tensors(model).values())
     length = seq_len or config.max_seq_len
-    flops = config.flops_per_token(length)
     hidden = {field.name for field in dataclasses.fields(config) if not field.repr}
     fields = {
         k: v for k, v in config_to_dict(config).items() if k not in hidden and v not in ("", [])
     }
-    lines = [f"{name}: {family.__name__}{describe_backend(model)}"]
-    lines += [f"  {key:<28}{value}" for key, value in fields.items()]
-    lines += [
-        f"  {'parameters':<28}{parameters:,}",
-        f"  {'training FLOPs per token':<28}{flops:.4g} at {length} tokens",
-        f"  {'KV-cache bytes per token':<28}{config.kv_bytes_per_token():,} in bf16",
-    ]
-    lines += _describe_layers(config)
-    if Path(name).exists():
-        lines += [f"  {line}" for line in describe_provenance(read_provenance(name))]
-    return "\n".join(lines)
+    return {
+        "family": f"{family.__name__}{describe_backend(model)}",
+        "config": fields,
+        "parameters": sum(tensor.numel() for tensor in persistent_tensors(model).values()),
+        "seq_len": length,
+        "training_flops_per_token": config.flops_per_token(length),
+        "kv_cache_bytes_per_token": config.kv_bytes_per_token(),
+    }
 
 
 def describe_backend(model: Any) -> str:

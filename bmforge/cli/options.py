@@ -21,6 +21,7 @@ from bmforge.settings import (
 __all__ = [
     "ChatCommand",
     "ConvertCommand",
+    "DoctorCommand",
     "QuantizeCommand",
     "EvaluateCommand",
     "GenerateCommand",
@@ -224,6 +225,17 @@ class MergeCommand:
 
 
 @dataclass(kw_only=True)
+class DoctorCommand:
+    """Show versions, device, threads, memory and extras of this installation, and what is missing.
+
+    Args:
+        json: print JSON instead of a table.
+    """
+
+    json: bool = False
+
+
+@dataclass(kw_only=True)
 class MigrateCommand:
     """Turn a start script of CPM-Pretrain, or a config of OpenPrompt, into the config of a run.
 
@@ -255,12 +267,14 @@ class InfoCommand:
     Args:
         name: a preset's name or a model's directory.
         seq_len: length of the rows for the FLOPs of attention; none takes the longest context.
+        json: print JSON: the config and the figures, or an adapter's config.
         backend: implementation of the architecture: native for the families of bmforge,
             transformers for that library, auto for a native family where there is one.
     """
 
     name: Annotated[str, tyro.conf.Positional]
     seq_len: int | None = None
+    json: bool = False
     backend: Literal["auto", "native", "transformers"] = "auto"
 
 

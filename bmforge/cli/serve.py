@@ -52,7 +52,7 @@ def run_serve(command: ServeCommand) -> None:
     find_names(command.adapter)
     load_keys(command.config, os.environ)
     source, memory = find_source(command.model), command.memory
-    command = replace(command, adapter=with_own_adapter(source, command.adapter))
+    with_own_adapter(source, command.adapter)
     budget = memory.budget_bytes
     with ExitStack() as stack:
         listener = stack.enter_context(bind_address(command.config))
@@ -89,6 +89,7 @@ def _check(command: ServeCommand) -> None:
 def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None) -> Engine:
     """Open the engine of the served model."""
     directory, tokenizer = source.model, AutoTokenizer.from_pretrained(source.tokenizer)
+    command = replace(command, adapter=with_own_adapter(source, command.adapter))
     quantize = command.memory.quantize
     is_planned = budget is not None or command.memory.devices is not None
     config = EngineConfig(

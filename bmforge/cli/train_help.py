@@ -22,6 +22,7 @@ _COMMON = {
     "--adapter KIND": "train an adapter instead of the model: lora, ... (--adapter.rank N)",
     "--base-dtype int4": "store the frozen weights of an adapter's base so (QLoRA), or int8, bf16",
     "--epochs N": "passes over the data; sets --steps",
+    "--push-to-hub ID": "upload the export to the hub, as a private repository if it is new",
     "--steps N": "optimizer steps in all",
     "--lr X": "the highest learning rate",
     "--batch-size N": "rows of a step, over all processes",

@@ -37,8 +37,8 @@ model.segment-types model.sep-token-id model.shared-size model.sop-token-id mode
 model.sum-scale model.task-id model.tie-word-embeddings model.vocab-size model.window
 model.window-layers model.windows new-head noise-density offload.activations offload.directory
 offload.fraction offload.gradients offload.states offload.target offload.weights override
-prefetch recompute run-dir search.keep-ratio search.kinds search.max-trained search.places
-search.sizes seed shortest soft-front target-len template template-class timeout-s
+prefetch push-to-hub recompute run-dir search.keep-ratio search.kinds search.max-trained
+search.places search.sizes seed shortest soft-front target-len template template-class timeout-s
 train.eval-every-steps train.grad-clip train.keep-every-steps train.keep-last
 train.log-every-steps train.master-weights train.num-epochs train.optim.betas train.optim.eps
 train.optim.groups train.optim.lr train.optim.momentum train.optim.muon-lr train.optim.name

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from bmforge.device import parse_dtype
+from bmforge.errors import ConfigError
 from bmforge.files import replace_file
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
@@ -28,7 +31,14 @@ from bmforge.provenance import write_provenance
 from bmforge.recipes.adapters import ADAPTER_NAME
 from bmforge.tune.delta import Delta, list_deltas
 
-__all__ = ["copy_side_files", "describe_base", "export_run", "swapped_directory"]
+__all__ = [
+    "copy_side_files",
+    "describe_base",
+    "export_run",
+    "push_export",
+    "read_dtypes",
+    "swapped_directory",
+]
 
 # Files of a base model that belong to every model made of it.
 _SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
@@ -74,6 +84,30 @@ def export_run(
                 save_tokenizer(target)
     what = "model" if adapter is None else "adapter"
     get_logger().info("exported the %s to %s", what, directory)
+    if config.push_to_hub is not None:
+        run_on_first(lambda: push_export(directory, config.push_to_hub))
+
+
+def push_export(directory: Path, repo_id: str) -> None:
+    """Upload an export with its card to the Hugging Face hub, as a private repository if it is new.
+
+    Args:
+        directory: the export, which stays on disk whatever happens.
+        repo_id: OWNER/NAME of the repository.
+
+    Raises:
+        ConfigError: the hub refuses, or cannot be reached.
+    """
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=str(directory))
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"push_to_hub={repo_id!r} failed ({error}). The export is in {str(directory)!r}; log "
+            "in with `hf auth login` and run the same command again."
+        ) from error
+    get_logger().info("uploaded %s to https://huggingface.co/%s", directory, repo_id)
 
 
 def _save_model(model: Model, config: Any, target: Path) -> None:

@@ -88,7 +88,7 @@ _FREE_FIELDS = """
     train.log_every_steps train.profile_steps
     train.num_epochs data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
-    adapter.merge export_dtype search licence timeout_s
+    adapter.merge export_dtype push_to_hub search licence timeout_s
 """
 _FREE = frozenset(_FREE_FIELDS.split())
 
@@ -124,6 +124,8 @@ class RunConfig:
         export: write a Hugging Face directory ``run_dir/export`` at the end.
         export_dtype: dtype of the exported weights; None takes that of `init_from`'s weights, or
             fp32 without it.
+        push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export (default:
+            none). A new repository is private.
         licence: under which the export is handed on, an id of SPDX; empty says nothing.
         wandb_project: also log to this Weights & Biases project.
         timeout_s: seconds that a process may wait for another one that does not answer; then all
@@ -152,6 +154,7 @@ class RunConfig:
     prefetch: int = 1
     export: bool = True
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    push_to_hub: str | None = None
     licence: str = ""
     wandb_project: str | None = None
     timeout_s: float = 600.0

@@ -259,3 +259,23 @@ def test_base_dtypes_that_do_not_fit_are_refused(
     assert "is not an adapter directory" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(base)
     assert tokenizer.eos_id == 2
+
+
+def test_exports_are_pushed_whole(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub gets the folder of the export, card included, in a private repository."""
+    calls: list[tuple[str, Any]] = []
+
+    class Hub:
+        def create_repo(self, repo_id: str, private: bool, exist_ok: bool) -> None:
+            calls.append(("create", (repo_id, private, exist_ok)))
+
+        def upload_folder(self, repo_id: str, folder_path: str) -> None:
+            calls.append(("upload", {file.name for file in Path(folder_path).iterdir()}))
+
+    monkeypatch.setattr("bmforge.recipes.export.HfApi", Hub)
+    run = train(base, tmp_path, "--push-to-hub", "me/mine", steps=1)
+    names = {file.name for file in (run / "export").iterdir()}
+    assert calls == [("create", ("me/mine", True, True)), ("upload", names)]
+    assert {"README.md", "adapter_config.json", "tokenizer.json"} <= names
