@@ -36,9 +36,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 def run_chat(command: ChatCommand) -> None:
     """Talk to a model in the terminal."""
-    talk(
-        command.model, command.config, command.memory, command.adapter, not command.hide_thoughts
-    )
+    talk(command.model, command.config, command.memory, command.adapter, not command.hide_thoughts)
 
 
 def talk(

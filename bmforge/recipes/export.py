@@ -200,5 +200,9 @@ def swapped_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
     run_on_first(prepare)
-    yield new
+    try:
+        yield new
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     run_on_first(swap)

@@ -71,8 +71,8 @@ def test_three_commands(
     train += ["--adapter", "lora", "--run-dir", "runs/mine"]
     fast = ["--seq-len", "64", "--batch-size", "2", "--micro-batch-size", "1", "--lr", "0.02"]
     fast += ["--adapter.rank", "16", "--train.schedule.kind", "constant"]
-    assert main([*train, *fast, "--steps", "60"]) == 0
-    assert main([*train, *fast, "--steps", "120"]) == 0  # a run that goes on
+    assert main([*train, *fast, "--steps", "30"]) == 0
+    assert main([*train, *fast, "--steps", "70"]) == 0  # a run that goes on
     assert main(["quantize", "runs/mine/export", "mine-int4", "--scheme", "int4"]) == 0
     for place in (Path("mine-int4"), Path("runs/mine")):
         for question, reply in ask(place).items():
