@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.sampling import is_one_of, process_scores
+from bmforge.infer.sampling import check_scores, is_one_of, process_scores
 
 __all__ = ["beam_search"]
 
@@ -36,6 +36,7 @@ def beam_search(
     while True:
         ids = beams.ids.flatten(0, 1)[:, : beams.length]
         log_probs = process_scores(scores.log_softmax(-1), ids, beams.new_tokens, padding, config)
+        check_scores(log_probs.unflatten(0, (-1, config.num_beams)).amax(1))
         origin = beams.advance(log_probs)
         if beams.is_done():
             return beams.best(config.num_return_sequences)

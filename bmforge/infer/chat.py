@@ -7,13 +7,14 @@ and CPM-Bee have forms of their own, in `openbmb/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bmforge.data.tasks.rows import decode_answer, fill_prompt
+from bmforge.data.tasks.rows import decode_answer
 from bmforge.errors import ConfigError
+from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.engine.text_stream import TextStream
 from bmforge.infer.generate import generate
 from bmforge.infer.options import GenerationConfig
@@ -21,7 +22,7 @@ from bmforge.models.base import Model
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, Message
 
-__all__ = ["Conversation", "encode_said", "find_ends"]
+__all__ = ["Conversation", "encode_messages", "find_ends"]
 
 _MAX_NEW_TOKENS = 128
 
@@ -119,8 +120,7 @@ class Conversation:
         limit, wanted = self._limit, self.options.max_new_tokens
         for first in range(0, len(said), 2):  # a question goes with its answer
             messages = [*self._system, *said[first:]]
-            text = self.template.render(messages, add_generation_prompt=True)
-            ids = encode_said(text, self.model, self.tokenizer)
+            ids = encode_messages(self.template, messages, self.model, self.tokenizer)
             if limit is None or len(ids) + wanted <= limit:
                 return ids
         if limit is not None and len(ids) < limit:
@@ -163,41 +163,57 @@ class Conversation:
         return (text.partition(self._mark)[0] if self._mark else text).strip()
 
 
-def encode_said(text: str, model: Model, tokenizer: Tokenizer) -> list[int]:
-    """Return a text's ids as the model reads them, in the form in which it writes an answer.
+def encode_messages(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    model: Model,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    begin: str = "",
+    **variables: Any,
+) -> list[int]:
+    """Return the token ids of a conversation, in the form in which the model writes an answer.
 
     Args:
-        text: a conversation that a template has written.
-        model: any that writes text, but an EVA or a CPM-Bee.
-        tokenizer: its own.
+        template: chat template of the model.
+        messages: the conversation so far.
+        model: any model that writes text, but an EVA or a CPM-Bee.
+        tokenizer: the model's.
+        tools: functions that the assistant may call, as JSON schemas.
+        begin: first words of the answer.
+        variables: further variables of the template, such as `enable_thinking`.
+
+    Raises:
+        DataError: the template refuses the conversation.
     """
     traits = model.traits
+    _, ids = template.encode(messages, tools, begin, **variables)
+    before: list[int | None] = []
+    behind: list[int | None] = []
     if traits.reads == "apart":
-        return fill_prompt(text, "", tokenizer, 4 * len(text) + 9, traits.sentinel)
-    if traits.objective == "blanks":
-        marks = {name: tokenizer.role_id(name) for name in ("cls", "gmask", "eos", "sop")}
-        blank = getattr(model.config, "mask_token_id", None) or marks["gmask"]
-        begin, end = [marks["cls"]], [blank, marks["eos"], marks["sop"]]
-        return [id for id in (*begin, *tokenizer.encode(text), *end) if id is not None]
-    first = tokenizer.bos_id if traits.objective == "hidden tokens" else None
-    return [*([] if first is None else [first]), *tokenizer.encode(text)]
+        behind = [tokenizer.token_to_id(traits.sentinel.format(0)), tokenizer.eos_id]
+    elif traits.objective == "blanks":
+        roles = {name: tokenizer.role_id(name) for name in ("cls", "gmask", "eos", "sop")}
+        blank = getattr(model.config, "mask_token_id", None) or roles["gmask"]
+        before, behind = [roles["cls"]], [blank, roles["eos"], roles["sop"]]
+    elif traits.objective == "hidden tokens":
+        before = [tokenizer.bos_id]
+    return [id for id in (*before, *ids, *behind) if id is not None]
 
 
 def find_ends(model: Model, tokenizer: Tokenizer, mark: str) -> list[int]:
-    """Return the tokens with which an answer ends: the tokenizer's, and the template's mark.
+    """Return the tokens that end an answer: the model's end tokens, and the template's end mark.
 
     Args:
-        model: any that writes text, but an EVA or a CPM-Bee.
-        tokenizer: its own.
-        mark: what the template writes behind an answer.
+        model: any model that writes text, but an EVA or a CPM-Bee.
+        tokenizer: the model's.
+        mark: text that the template writes behind an answer.
     """
     traits = model.traits
+    ids: list[int | None] = [*find_end_tokens(model.config, tokenizer)]
     if traits.reads == "apart":
-        second = tokenizer.token_to_id(traits.answer_sentinel.format(1) or " ")
-        found = [second, tokenizer.eos_id]
+        ids.append(tokenizer.token_to_id(traits.answer_sentinel.format(1) or " "))
     else:
         marks = tokenizer.encode(mark) if mark else []
-        found = [tokenizer.eos_id, tokenizer.role_id("eop"), *(marks if len(marks) == 1 else ())]
-    own = model.config.raw.get("eos_token_id")
-    found += own if isinstance(own, list) else [own]
-    return list(dict.fromkeys(id for id in found if id is not None))
+        ids += [tokenizer.role_id("eop"), *(marks if len(marks) == 1 else ())]
+    return list(dict.fromkeys(id for id in ids if id is not None))

@@ -12,8 +12,10 @@ from torch import Tensor
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer.beam import beam_search
 from bmforge.infer.decoder import Decoder, start_decoder
+from bmforge.infer.end_tokens import find_end_tokens
+from bmforge.infer.generation_defaults import read_generation_defaults
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.sampling import choose_tokens, is_one_of, process_scores
+from bmforge.infer.sampling import check_scores, choose_tokens, is_one_of, process_scores
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.nn.prompt import count_ids, with_prompt
@@ -36,6 +38,7 @@ def generate(
     config: GenerationConfig | None = None,
     on_token: Callable[[Tensor], None] | None = None,
     delta_rows: Sequence[str | None] | None = None,
+    stop: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
     """Continue prompts greedily, by sampling or with a beam search; equal to transformers.
@@ -51,6 +54,8 @@ def generate(
         config: what to do; `GenerationConfig()` when not given.
         on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
         delta_rows: name of a delta of the model, or None, for every prompt.
+        stop: stopping criterion: called with the (B * num_return_sequences,) tokens of every step,
+            returns which rows end with them, as a tensor of booleans (not with beams).
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Shape:
@@ -64,10 +69,10 @@ def generate(
         ShapeError: a prompt that is empty, padded on the right, or too long for the model.
     """
     config = complete_config(model, (config or GenerationConfig()).replace(**options))
-    if on_token is not None and config.num_beams > 1:
+    if (on_token is not None or stop is not None) and config.num_beams > 1:
         raise ConfigError(
-            f"on_token cannot follow num_beams={config.num_beams}: what a beam search returns "
-            "is known only at the end. Leave out on_token, or set num_beams=1."
+            f"on_token and stop cannot follow num_beams={config.num_beams}: the tokens of a beam "
+            "search are known only at its end. Leave them out, or set num_beams=1."
         )
     delta_rows = _known_rows(model, delta_rows)
     input_ids, attention_mask, added = with_prompt(model.whole().embed, input_ids, attention_mask)
@@ -76,7 +81,7 @@ def generate(
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens, delta_rows)
         padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
         with decoder.undisturbed() if on_token is None else nullcontext():
-            ids = run_decoder(decoder, start, padding, config, on_token)
+            ids = run_decoder(decoder, start, padding, config, on_token, stop)
     return ids if model.traits.reads == "apart" else ids[:, added:]
 
 
@@ -96,6 +101,7 @@ def run_decoder(
     padding: Tensor,
     config: GenerationConfig,
     on_token: Callable[[Tensor], None] | None = None,
+    stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Continue what a fresh decoder begins with, as `config` says.
 
@@ -104,14 +110,18 @@ def run_decoder(
         start: tokens to begin with.
         padding: number of leading tokens of each row that do not count as repeated.
         config: with end and padding tokens filled in.
-        on_token: as in `generate`.
+        on_token, stop: as in `generate`.
 
     Shape:
         start: (B, T); padding: (B,); returns (B * num_return_sequences, T + new)
     """
     if config.num_beams > 1:
         return beam_search(decoder, start, padding, config)[0]
-    return _continue_rows(decoder, start, padding, config, on_token)
+    ids = start
+    for ids in _choose_rows(decoder, start, padding, config, stop):
+        if on_token is not None:
+            on_token(ids[:, -1])
+    return ids
 
 
 def stream_tokens(
@@ -151,25 +161,14 @@ def stream_tokens(
         yield ids[:, -1]
 
 
-def _continue_rows(
+def _choose_rows(
     decoder: Decoder,
     prompt: Tensor,
     padding: Tensor,
     config: GenerationConfig,
-    on_token: Callable[[Tensor], None] | None,
-) -> Tensor:
-    """Choose one token per row and step until every row has ended or is full."""
-    ids = prompt
-    for ids in _choose_rows(decoder, prompt, padding, config):
-        if on_token is not None:
-            on_token(ids[:, -1])
-    return ids
-
-
-def _choose_rows(
-    decoder: Decoder, prompt: Tensor, padding: Tensor, config: GenerationConfig
+    stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the rows after every step: views of one tensor."""
+    """Yield the rows after every step, as views of one tensor, until every row has ended."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)
@@ -183,45 +182,59 @@ def _choose_rows(
         if step:
             scores = decoder.run(ids[:, length - 1 : length])
         scores = process_scores(scores, ids[:, :length], step, padding, config)
-        tokens = choose_tokens(scores, config, generator)
-        if config.eos_tokens:
+        check_scores(scores[~ended])
+        tokens = choose_tokens(scores, config, generator, ended)
+        can_end = bool(config.eos_tokens) or stop is not None
+        if can_end:
             tokens = tokens.masked_fill(ended, config.pad_token_id or 0)
             ended = ended | is_one_of(tokens, config.eos_tokens)
         ids[:, length] = tokens
         length += 1
         yield ids[:, :length]
-        if config.eos_tokens and bool(ended.all()):
+        if stop is not None:
+            ended = ended | stop(tokens)
+        if can_end and bool(ended.all()):
             break
 
 
 def complete_config(
-    model: CausalLM | Seq2Seq, config: GenerationConfig, *, tells: bool = False
+    model: CausalLM | Seq2Seq,
+    config: GenerationConfig,
+    *,
+    tokenizer: Any = None,
+    returns_text: bool = False,
 ) -> GenerationConfig:
-    """Fill in end and padding tokens from the model's config, or its config.json.
+    """Fill in the options that a model's files publish: end and padding tokens, sampling.
 
     Args:
-        model: what writes.
-        config: what is asked.
-        tells: what comes back has room for texts and probabilities, not only for tokens.
+        model: the model that generates.
+        config: the options that were given.
+        tokenizer: the model's, whose end token counts as one; None without one.
+        returns_text: the caller returns text and log-probabilities, not only token ids.
 
     Raises:
-        ConfigError: the model writes no text, or an option that has no effect.
+        ConfigError: the model's head generates no text, or an option that has no effect.
     """
     if not model.traits.writes:
         raise ConfigError(
             f"the model has the head {model.config.head!r}, which writes no text. Open it with "
             "head='language_model', or of an encoder-decoder 'sequence_to_sequence'."
         )
-    idle = [] if tells else config.given("stop_strings", "logprobs")
+    idle = [] if returns_text else config.given("stop_strings", "logprobs")
     if idle:
         raise ConfigError(
-            f"{', '.join(idle)}: this returns tokens, which have no room for it. Ask an engine "
-            "(Engine.submit)."
+            f"{', '.join(idle)}: generate returns token ids, which have no room for it. Use "
+            "Engine.generate with texts, or Engine.submit."
         )
-    known = {**model.config.raw, **vars(model.config)}
-    eos = known.get("eos_token_id") if config.eos_token_id is None else config.eos_token_id
-    eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    pad = known.get("pad_token_id") if config.pad_token_id is None else config.pad_token_id
+    config = config.with_defaults(read_generation_defaults(model.config))
+    if config.eos_token_id is None:
+        eos = find_end_tokens(model.config, tokenizer)
+    else:
+        eos = config.eos_tokens
+    pad = config.pad_token_id
+    if pad is None:
+        known = {**model.config.raw, **vars(model.config), **model.config.generation_defaults}
+        pad = known.get("pad_token_id")
     pad = None if pad is None or pad < 0 else pad  # -1 is how old configs say that there is none
     if pad is None and eos:
         pad = eos[0]

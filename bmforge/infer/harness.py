@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bmforge.data.tasks.rows import Pair, decode_answer, encode_answers, fill_prompt
 from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generate import generate
 from bmforge.infer.score import Likelihood, roll_windows, score_pairs
 from bmforge.models import AutoModel
@@ -127,8 +128,10 @@ class TextModel:
             )
         if not context:
             return Pair(self._begin(), self._encode(continuation))
+        prefix = self.tokenizer.prompt_prefix
         before = self._encode(context)
-        return Pair(before, self._encode(context + continuation)[len(before) :])
+        answer = self._encode(context + continuation)[len(before) :]
+        return Pair([*prefix, *before], answer)
 
     def _cut(self, pair: Pair) -> Pair:
         """Return a row that the model can read: the beginning of its prompt is cut off."""
@@ -159,7 +162,7 @@ class TextModel:
         most = int(given.pop("max_gen_toks", _MAX_NEW_TOKENS))
         if not given.get("do_sample"):
             given = {name: value for name, value in given.items() if name not in _DRAWN}
-        ids = self._encode(context) or self._begin()
+        ids = [*self.tokenizer.prompt_prefix, *self._encode(context)] or self._begin()
         traits = self.model.traits
         if self._is_apart:
             ids = fill_prompt(context, "", self.tokenizer, self.max_length, traits.sentinel)
@@ -180,13 +183,13 @@ class TextModel:
                 raise _MarkedError
 
         prompt = torch.tensor([ids], device=self._rows.device)
-        end = self.tokenizer.eos_id
         model: Any = self.model
-        given |= {"max_new_tokens": most, "eos_token_id": () if end is None else end}
+        ends = find_end_tokens(model.config, self.tokenizer)
+        # lm-eval asks for greedy decoding where it says nothing, whatever the model's files say.
+        given = {"do_sample": False, **given, "max_new_tokens": most, "eos_token_id": ends}
         with suppress(_MarkedError):
             generate(model, prompt, torch.ones_like(prompt), on_token=collect, **given)
-        if end in written:
-            del written[written.index(end) :]
+        del written[next((at for at, id in enumerate(written) if id in ends), len(written)) :]
         text = read()
         return text[: min((text.find(mark) for mark in marks if mark in text), default=len(text))]
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from bmforge.errors import ConfigError, suggest
 
@@ -16,6 +16,9 @@ __all__ = ["GenerationConfig"]
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
     """How to continue a prompt. The names and defaults are transformers', but `top_k` is off.
+
+    A field that is not given takes the value of the model's generation_config.json, where that has
+    one, and else the default here.
 
     Args:
         max_new_tokens: longest continuation in tokens.
@@ -45,7 +48,12 @@ class GenerationConfig:
         logprobs: tell how likely every token was, and so many likeliest in its place; of an
             engine's requests. None tells nothing.
         seed: of the drawing; None uses torch's global generator, an engine a new seed.
+
+    Attributes:
+        fields_set: names of the fields that were given.
     """
+
+    fields_set: ClassVar[frozenset[str]] = frozenset()
 
     max_new_tokens: int = 20
     min_new_tokens: int = 0
@@ -70,6 +78,12 @@ class GenerationConfig:
     logprobs: int | None = None
     seed: int | None = None
 
+    def __new__(cls, **options: Any) -> Self:
+        """Note which fields are given."""
+        self = super().__new__(cls)
+        object.__setattr__(self, "fields_set", frozenset(options))
+        return self
+
     def __post_init__(self) -> None:
         """Raise `ConfigError` with every value out of range and every setting without effect."""
         problems = [
@@ -90,10 +104,12 @@ class GenerationConfig:
             )
         if self.do_sample and self.num_beams > 1:
             problems.append(f"do_sample=True and num_beams={self.num_beams} exclude each other")
-        if not self.do_sample:
+        # Without `do_sample` the model's generation_config.json may yet switch sampling on.
+        if not self.do_sample and "do_sample" in self.fields_set:
             idle = [name for name, off in _SAMPLING if getattr(self, name) not in off]
             problems += [f"{name}={getattr(self, name)} needs do_sample=True" for name in idle]
-        if not self.do_sample and self.num_return_sequences > self.num_beams:
+        is_greedy = not self.do_sample and "do_sample" in self.fields_set
+        if is_greedy and self.num_return_sequences > self.num_beams:
             problems.append(
                 f"num_return_sequences={self.num_return_sequences} needs do_sample=True or at "
                 f"least as many beams (num_beams={self.num_beams})"
@@ -132,7 +148,47 @@ class GenerationConfig:
                     f"generate has no option {name!r}.{suggest(name, fields)} "
                     f"It has: {', '.join(fields)}."
                 )
-        return dataclasses.replace(self, **changes)
+        given = {name: getattr(self, name) for name in self.fields_set}
+        return type(self)(**given | changes)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """Return a copy that takes a model's published options for the fields that are not given.
+
+        A published option that contradicts a given one is left out: beams or greedy decoding switch
+        published sampling off, and sampling switches published beams off.
+
+        Args:
+            defaults: fields and their values.
+
+        Returns:
+            a copy all of whose fields count as given.
+        """
+        given = {name: getattr(self, name) for name in self.fields_set}
+        free = {name: value for name, value in defaults.items() if name not in given}
+        if given.get("num_beams", 1) > 1:
+            free.pop("do_sample", None)
+        if given.get("do_sample"):
+            free.pop("num_beams", None)
+        merged = free | given
+        unused = set[str]()
+        if not merged.get("do_sample"):
+            unused |= {name for name, _ in _SAMPLING}
+            if merged.get("num_return_sequences", 1) > merged.get("num_beams", 1):
+                unused.add("num_return_sequences")
+        if merged.get("num_beams", 1) == 1:
+            unused |= {"length_penalty", "early_stopping"}
+        shortest = min(merged.get("min_new_tokens", 0), merged.get("max_new_tokens", 20))
+        if "min_new_tokens" in free:
+            free["min_new_tokens"] = shortest
+        kept = {name: value for name, value in free.items() if name not in unused}
+        try:
+            return dataclasses.replace(type(self)(**kept | given))
+        except ConfigError as error:
+            if not kept:
+                raise
+            raise ConfigError(
+                f"{error} Some of these values are from the model's generation_config.json."
+            ) from error
 
 
 def _are_words(value: Any) -> bool:

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from bmforge.errors import ConfigError
 from bmforge.infer.options import GenerationConfig
 
 __all__ = [
     "add_biases",
     "apply_temperature",
+    "check_scores",
     "choose_tokens",
     "draw_number",
     "draw_token",
@@ -171,16 +173,50 @@ def narrow_scores(scores: Tensor, config: GenerationConfig) -> Tensor:
     return scores
 
 
-def choose_tokens(
-    scores: Tensor, config: GenerationConfig, generator: torch.Generator | None
-) -> Tensor:
-    """Take the likeliest token of each row, or draw one.
+def check_scores(scores: Tensor) -> None:
+    """Check that every row has a token that may come next.
 
     Shape:
-        scores: (B, V) -> (B,)
+        scores: (B, V)
+
+    Raises:
+        ConfigError: the model's scores are not finite, or options forbid every token.
+    """
+    best = scores.amax(-1)  # NaN where one score of a row is NaN
+    if bool(best.isfinite().all()):
+        return
+    if bool((best == -torch.inf).any()):
+        raise ConfigError(
+            "no token is left that may come next: bad_words_ids, logit_bias, no_repeat_ngram_size "
+            "and the constraint together forbid every one. Loosen one of them."
+        )
+    raise ConfigError(
+        "the model's scores are not finite (NaN or infinity). Check its weights, and that their "
+        "dtype has the range that the model needs."
+    )
+
+
+def choose_tokens(
+    scores: Tensor,
+    config: GenerationConfig,
+    generator: torch.Generator | None,
+    ended: Tensor | None = None,
+) -> Tensor:
+    """Return the token with the highest score of each row, or sample one.
+
+    Args:
+        scores: processed scores of the next token.
+        config: whether and how to sample.
+        generator: of the random numbers.
+        ended: rows that have ended, whose tokens do not count.
+
+    Shape:
+        scores: (B, V); ended: (B,); returns (B,)
     """
     if not config.do_sample:
         return scores.argmax(-1)
+    if ended is not None:  # their scores may all be forbidden, which cannot be sampled from
+        scores = scores.masked_fill(ended[:, None], 0.0)
     probabilities = narrow_scores(scores, config).softmax(-1)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 

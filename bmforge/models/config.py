@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.gguf_header import is_gguf
 from bmforge.models.changes import (
     CHANGES_KEY,
     QUANT_METHOD,
@@ -25,9 +23,7 @@ from bmforge.models.changes import (
     changes_to_json,
     quantization_to_json,
 )
-from bmforge.models.formats.compressed_tensors import without_compression
-from bmforge.models.formats.gguf_config import read_gguf_config
-from bmforge.models.formats.gptq import without_packing
+from bmforge.models.config_file import GENERATION_KEY, read_config_file
 from bmforge.models.heads import Head, check_head
 from bmforge.models.sizes import LayerSizes, Sizes
 from bmforge.surgery import match_glob
@@ -84,7 +80,8 @@ class ModelConfig:
         num_labels: number of classes of a classifier.
         problem_type: problem type of a sequence classifier; see `heads.classification_loss`.
         changes: changes applied to the model after it was built, in order; see `Model.change_`.
-        raw: contents of the config.json that was read, written back when saving.
+        raw: contents of the config.json that was read, and of generation_config.json under
+            "generation_config"; both are written back when saving.
     """
 
     family: ClassVar[str] = ""
@@ -129,6 +126,18 @@ class ModelConfig:
         """Return True if config.json states a size that published configs derive from others."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
+
+    @property
+    def generation_defaults(self) -> dict[str, Any]:
+        """Published generation options, under transformers' names.
+
+        They are those of generation_config.json, or of config.json where that file is missing, as
+        transformers reads them.
+        """
+        if GENERATION_KEY in self.raw:
+            return dict(self.raw[GENERATION_KEY] or {})
+        names = set(_GENERATION_FIELDS.split())
+        return {name: value for name, value in self.raw.items() if name in names}
 
     def check(self) -> None:
         """Raise `ConfigError` with all inconsistencies among the fields."""
@@ -361,30 +370,6 @@ def without_changes(raw: dict[str, Any]) -> dict[str, Any]:
     quantization = raw.get(QUANTIZATION_KEY)
     is_own = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
     removed_keys = {CHANGES_KEY, QUANTIZATION_KEY} if is_own else {CHANGES_KEY}
+    removed_keys |= {GENERATION_KEY}
     removed_keys |= {_PER_LAYER} if CHANGES_KEY in raw else set()
     return {name: value for name, value in raw.items() if name not in removed_keys}
-
-
-def read_config_file(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of ``directory/config.json``, or the config of a GGUF file.
-
-    Raises:
-        ConfigError: the file is missing, or is not a JSON object.
-        CheckpointError: the GGUF file is damaged or has an unsupported architecture.
-    """
-    if is_gguf(directory):
-        return read_gguf_config(directory)
-    file = Path(directory) / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{str(directory)!r} is not a model: it contains no config.json.")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"{str(file)!r} is not valid JSON: {error}. Get the file again."
-        ) from error
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{str(file)!r} contains a {type(raw).__name__}; it must be a JSON object."
-        )
-    return without_compression(without_packing(raw))

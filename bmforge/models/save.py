@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger, track
+from bmforge.models.config_file import GENERATION_FILE, GENERATION_KEY
 from bmforge.models.formats.hf_format import has_weights, plan_files, write_file, write_index
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
 from bmforge.provenance import write_provenance
@@ -93,7 +94,7 @@ def write_model(
 def write_config(
     model: Any, out: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None
 ) -> None:
-    """Write a model's config.json.
+    """Write a model's config.json, and generation_config.json if it was read.
 
     Args:
         model: the model.
@@ -106,6 +107,9 @@ def write_config(
     config = {**model.config.to_hf(), "dtype": written}
     config.pop("torch_dtype", None)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if generation := model.config.raw.get(GENERATION_KEY):
+        text = json.dumps(generation, indent=2) + "\n"
+        (out / GENERATION_FILE).write_text(text, encoding="utf-8")
 
 
 def _warn_of_changes(model: Any, out: Path) -> None:

@@ -24,6 +24,7 @@ from bmforge.errors import ConfigError
 from bmforge.host_tuning import return_freed_memory
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
+from bmforge.models.config_file import GENERATION_FILE
 from bmforge.models.formats.compressed_write import save_compressed
 from bmforge.models.formats.convert import find_companions, write_directory
 from bmforge.models.hub import find_model
@@ -237,7 +238,7 @@ def _train_phase(config: CompressRunConfig, phase: Phase, source: Path, place: P
 
 def _copy_companions(source: Path, export: Path) -> None:
     """Give a phase's model its tokenizer where the run's data brought none."""
-    if not find_companions(export):
+    if set(find_companions(export)) <= {GENERATION_FILE}:
         for name in find_companions(source):
             shutil.copyfile(source / name, export / name)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bmforge.errors import BmforgeError
-from bmforge.infer.chat import encode_said, find_ends
+from bmforge.infer.chat import encode_messages, find_ends
 from bmforge.infer.openbmb.chat import ChatConfig, join_history
 from bmforge.serve.errors import RequestError
 from bmforge.serve.openai_types import Message
@@ -92,8 +92,9 @@ class Prompter:
             )
         said = [normalize_message(m.model_dump(exclude_none=True)) for m in messages]
         try:
-            text = self.template.render(said, add_generation_prompt=True, tools=tools, **variables)
-            ids = encode_said(text + begin, model, tokenizer)
+            ids = encode_messages(
+                self.template, said, model, tokenizer, tools, begin, **variables
+            )
             mark = self.template.end_mark()
         except BmforgeError as error:
             raise RequestError(str(error), "messages", code="invalid_value") from error

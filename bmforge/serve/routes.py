@@ -203,7 +203,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         for prompt in body.prompts:
             ids = prompt
             if isinstance(prompt, str):
-                ids = await serving.tokenize(partial(engine.tokenizer.encode, prompt))
+                ids = await serving.tokenize(partial(engine.tokenizer.encode_prompt, prompt))
             most = longest_answer(body.max_tokens or _COMPLETION_TOKENS, len(ids), engine, config)
             options = to_options(body, engine, most, None, body.logprobs)
             told = options, rule, key_of(request), config.request_s, served.delta

@@ -92,6 +92,33 @@ class Tokenizer(ABC):
         """Return the token ids of every text."""
         return [self.encode(text) for text in texts]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, with the special tokens that models expect around it.
+
+        The ids equal those of transformers' ``tokenizer(text).input_ids``. OpenBMB's own tokenizers
+        add none here: the prompt format of each of their models adds them.
+        """
+        return self.encode(text)
+
+    @cached_property
+    def prompt_prefix(self) -> list[int]:
+        """Special tokens that `encode_prompt` puts in front of a text, such as a begin token."""
+        body, whole = self.encode("a"), self.encode_prompt("a")
+        starts = range(len(whole) - len(body) + 1)
+        return next((whole[:at] for at in starts if whole[at : at + len(body)] == body), [])
+
+    def escape_specials(self, text: str) -> str:
+        """Mark the names of special tokens in a text, so that `encode_chat` reads characters."""
+        return text
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the token ids of a conversation that a chat template has written.
+
+        Names of special tokens become these tokens, except where `escape_specials` marked them.
+        No special tokens are added: the template writes its own.
+        """
+        return self.encode(text)
+
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of untrusted texts, all below `vocab_size`.
 

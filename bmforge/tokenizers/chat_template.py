@@ -50,6 +50,7 @@ class ChatTemplate:
     def __init__(
         self, source: str | None, tokenizer: Tokenizer, limits: TemplateLimits | None = None
     ) -> None:
+        self._tokenizer = tokenizer
         tokens = tokenizer.special_ids
         self._marks = {
             f"{role}_token": tokenizer.decode([tokens[role]]) if role in tokens else ""
@@ -94,10 +95,45 @@ class ChatTemplate:
             lines.append(f"{message['role'].capitalize()}: {message['content']}{end}\n")
         return "".join([*lines, "Assistant:" if values["add_generation_prompt"] else ""])
 
+    def encode(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        begin: str = "",
+        **variables: Any,
+    ) -> tuple[str, list[int]]:
+        """Return a conversation up to the assistant's answer, as text and as token ids.
+
+        The name of a special token inside a message is encoded as characters, so that nobody can
+        forge the end of a message.
+
+        Args:
+            messages, tools, variables: as in `render`.
+            begin: first words of the answer.
+
+        Raises:
+            DataError: as `render` does.
+        """
+        escaped = [_escape(self._tokenizer, message) for message in messages]
+        text = self.render(escaped, add_generation_prompt=True, tools=tools, **variables)
+        text += self._tokenizer.escape_specials(begin)
+        return text, self._tokenizer.encode_chat(text)
+
     def end_mark(self) -> str:
         """Return the text that the template writes after the last answer."""
         example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "answer"}]
         return self.render(example).rpartition("answer")[2]
+
+
+def _escape(tokenizer: Tokenizer, value: Any) -> Any:
+    """Return a message whose texts have the names of special tokens escaped; its role stays."""
+    if isinstance(value, str):
+        return tokenizer.escape_specials(value)
+    if isinstance(value, Mapping):
+        return {k: v if k == "role" else _escape(tokenizer, v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape(tokenizer, item) for item in value]
+    return value
 
 
 def _plain_source(marks: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,9 @@ from bmforge.tokenizers.tokenizer_json import (
 
 __all__ = ["FastTokenizer"]
 
-_UNSEEN = "\U0010ffff"  # a noncharacter, which occurs in no text
+# Noncharacters of Unicode, which no text holds: in front of an alias of a special token, in front
+# of the name of a piece that no text may reach, and behind the first character of an escaped name.
+_UNSEEN, _HIDDEN, _ESCAPE = "\U0010ffff", "\U0010fffe", "\U000ffffe"
 
 
 class FastTokenizer(Tokenizer):
@@ -143,6 +146,81 @@ class FastTokenizer(Tokenizer):
         except (TypeError, UnicodeError) as error:
             raise unreadable_text(texts, error) from error
         return [encoding.ids for encoding in encoded]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, with the special tokens of the post-processor.
+
+        ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json replace the post-processor
+        where one of them is given, as in transformers.
+
+        Raises:
+            DataError: a text has half of a surrogate pair.
+        """
+        settings = self.settings["config"]
+        if "add_bos_token" in settings or "add_eos_token" in settings:
+            begin = self.bos_id if settings.get("add_bos_token") else None
+            end = self.eos_id if settings.get("add_eos_token") else None
+            return [id for id in (begin, *self.encode(text), end) if id is not None]
+        try:
+            ids: list[int] = self._tokenizer.encode(text).ids
+        except (TypeError, UnicodeError) as error:
+            raise unreadable_text([text], error) from error
+        return ids
+
+    def escape_specials(self, text: str) -> str:
+        """Mark the names of special tokens in a text, so that `encode_chat` reads characters."""
+        text = text.replace(_ESCAPE, "")
+        if self._special_names is None:
+            return text
+        return self._special_names.sub(lambda name: name[0][0] + _ESCAPE + name[0][1:], text)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the token ids of a conversation that a chat template has written.
+
+        Where a message holds the name of a special token, the template's own special tokens get
+        aliases, so that the name in the message is left to the model's vocabulary.
+        """
+        if _ESCAPE not in text or self._special_names is None:
+            return self.encode(text.replace(_ESCAPE, ""))
+        text = self._special_names.sub(lambda name: _UNSEEN + name[0], text).replace(_ESCAPE, "")
+        tokenizer, ids = self._aliased_tokenizer
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        return [ids.get(id, id) for id in encoded.ids]
+
+    @cached_property
+    def _special_names(self) -> re.Pattern[str] | None:
+        """Expression that finds the names of special tokens, the longest first."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names))) if names else None
+
+    @cached_property
+    def _aliased_tokenizer(self) -> tuple[Any, dict[int, int]]:
+        """The tokenizer with aliases for its special tokens, and alias id -> id of the token."""
+        settings = json.loads(self._content)
+        model = settings["model"]
+        special = {t["content"]: t for t in settings.get("added_tokens", ()) if t["special"]}
+        if model.get("type") == "Unigram":  # pieces that text must not reach
+            model["vocab"] = [
+                [_HIDDEN + name if name in special else name, score]
+                for name, score in model["vocab"]
+            ]
+        settings["added_tokens"] = [t for t in settings["added_tokens"] if not t["special"]]
+        settings["post_processor"] = None
+        tokenizer = open_tokenizer_json(json.dumps(settings).encode(), Path(TOKENIZER_FILE))
+        from tokenizers import AddedToken
+
+        options = ("single_word", "lstrip", "rstrip", "normalized")
+        tokenizer.add_special_tokens(
+            [
+                AddedToken(_UNSEEN + name, special=True, **{key: t[key] for key in options})
+                for name, t in special.items()
+            ]
+        )
+        added = {t["content"]: t["id"] for t in settings["added_tokens"]}
+        ids = {tokenizer.token_to_id(_UNSEEN + name): t["id"] for name, t in special.items()}
+        # Without the special tokens the other added tokens may have moved up.
+        return tokenizer, ids | {tokenizer.token_to_id(name): id for name, id in added.items()}
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts, with special tokens' names encoded as characters.

@@ -261,7 +261,7 @@ def test_full_context(model: GPT2) -> None:
         ({"temperature": 0.5}, "temperature=0.5 needs do_sample=True"),
         ({"top_k": 5, "seed": 1}, "top_k=5 needs do_sample=True; seed=1 needs"),
         ({"length_penalty": 2.0}, "need num_beams above 1"),
-        ({"num_beams": 2, "on_token": print}, "on_token cannot follow num_beams=2"),
+        ({"num_beams": 2, "on_token": print}, "on_token and stop cannot follow num_beams=2"),
     ],
 )
 def test_bad_options(model: GPT2, options: dict[str, Any], message: str) -> None:

@@ -230,6 +230,8 @@ def test_others_just_go_on() -> None:
         def encode(self, text: str) -> list[int]:
             return [ord(letter) - 97 for letter in text]
 
+        encode_prompt = encode
+
         def decode(self, ids: list[int]) -> str:
             return "".join(chr(97 + id) for id in ids)
 

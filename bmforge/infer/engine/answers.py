@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.errors import ConfigError
 from bmforge.infer.engine.constraint import Matcher
 from bmforge.infer.engine.request import Completion, FinishReason, Piece, TokenLogprob
 from bmforge.infer.engine.text_stream import TextStream, token_data
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.sampling import draw_number, draw_token, narrow_scores, process_scores
+from bmforge.infer.sampling import (
+    check_scores,
+    draw_number,
+    draw_token,
+    narrow_scores,
+    process_scores,
+)
 
 __all__ = ["Answer", "Vocabulary"]
 
@@ -46,9 +51,11 @@ class Vocabulary:
         token = self._tokens.get(id)
         return b"" if token is None else token_data(self.tokenizer, token, id)
 
-    def stream(self, stops: Sequence[str], hidden: Sequence[int]) -> TextStream:
-        """Return what turns ids into text as they come."""
-        return TextStream(self.tokenizer or _NoText(), stops, hidden)
+    def stream(
+        self, stops: Sequence[str], hidden: Sequence[int], before: Sequence[int]
+    ) -> TextStream:
+        """Return the incremental decoder of one answer; see `TextStream` for the arguments."""
+        return TextStream(self.tokenizer or _NoText(), stops, hidden, before)
 
 
 class _NoText:
@@ -67,6 +74,7 @@ class Answer:
         prompt: ids that count as repeated.
         vocabulary: what tokens stand for.
         hidden: ids that stand for no text.
+        before: ids of the text that the answer continues.
         matcher: what it must be a case of.
 
     Attributes:
@@ -83,6 +91,7 @@ class Answer:
         prompt: Sequence[int],
         vocabulary: Vocabulary,
         hidden: Sequence[int] = (),
+        before: Sequence[int] = (),
         matcher: Matcher | None = None,
     ) -> None:
         self.index, self.config = index, config
@@ -90,7 +99,8 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.cached, self.is_told = 0, False
         self._prompt, self._vocabulary, self._matcher = list(prompt), vocabulary, matcher
-        self._stream = vocabulary.stream(config.stop_strings, (*config.eos_tokens, *hidden))
+        ends = (*config.eos_tokens, *hidden)
+        self._stream = vocabulary.stream(config.stop_strings, ends, before)
         self._looks_back = bool(config.given(*_OF_ROWS))
         self._logprobs: list[TokenLogprob] = []
         self._told = 0  # ids that pieces have told
@@ -139,14 +149,9 @@ class Answer:
             barred = torch.ones_like(row, dtype=torch.bool)
             barred[0, :count] = ~self._allowed[:count].to(row.device)
             row = row.masked_fill(barred, -torch.inf)
-        best = int(row.argmax())
-        if not row[0, best].isfinite():
-            raise ConfigError(
-                "no token is left that may come next, or the model's scores are not finite: what "
-                "is forbidden (bad words, biases, repeats) and the constraint exclude each other."
-            )
+        check_scores(row)
         if not config.do_sample:
-            return best
+            return int(row.argmax())
         probabilities = narrow_scores(row, config)[0].softmax(-1)
         assert config.seed is not None
         return draw_token(probabilities, draw_number(config.seed, self.index, len(self.ids)))

@@ -1,9 +1,9 @@
-"""Whether a model is still the one that computed what is kept of it.
+"""Detects that a model's weights or structure changed, so that cached keys and values are dropped.
 
-A tensor counts how often it was written to; what is put elsewhere by `Tensor.data`, or into another
-tensor, lies at another place. Deltas are weighed, hooks come and layers are replaced by attributes
-of modules. Weights that come from elsewhere when their block runs lie somewhere else every time, so
-of these the place does not count.
+Compared are the modules, their plain attributes and hooks, and of every tensor its identity,
+version, address and a checksum of its content. The checksum is needed because fused optimizers,
+``Tensor.data`` and NumPy write without raising ``Tensor._version``. Streamed weights have another
+address in every step, so neither their address nor their content counts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bmforge.shards import is_streamed
@@ -20,30 +21,34 @@ __all__ = ["Changes"]
 
 _PLAIN = {bool, int, float, str, type(None)}
 _PLACED = (Tensor, nn.Parameter)
+_COLUMNS, _SAMPLES = 1024, 64
+_GOLDEN, _MIXER = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 class Changes:
-    """Notices that a model would answer otherwise than it did.
-
-    What is written through `Tensor.data` into the same memory leaves no trace and is not noticed.
+    """Compares a model with its last known state.
 
     Args:
-        model: as it is now.
+        model: the model, in its present state.
+        is_shared: the caller holds the model and may write any element of it, so checksums cover
+            all elements. Otherwise frozen tensors are sampled, which costs a thousandth of that:
+            nobody but this package holds the weights that it read from a directory.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._remember()
+    def __init__(self, model: nn.Module, is_shared: bool = True) -> None:
+        self._model, self._is_shared = model, is_shared
+        self._remember(_find_facts(model, is_shared))
 
     def since_last(self) -> bool:
-        """Tell whether something differs from when this was asked last."""
-        if self._facts == _find_facts(self._model) and self._is_whole():
+        """Return True if the model changed since the last call."""
+        facts = _find_facts(self._model, self._is_shared)
+        if self._facts == facts and self._is_whole():
             return False
-        self._remember()
+        self._remember(facts)
         return True
 
-    def _remember(self) -> None:
-        self._facts = _find_facts(self._model)
+    def _remember(self, facts: list[Any]) -> None:
+        self._facts = facts
         # While all of them live no other object has the identity of one. They may go meanwhile.
         self._objects = [weakref.ref(one) for one in _find_objects(self._model)]
 
@@ -57,8 +62,8 @@ def _find_objects(model: nn.Module) -> Iterator[Any]:
     yield from model.buffers()
 
 
-def _find_facts(model: nn.Module) -> list[Any]:
-    """Return what tells a model from another one; asked for often, so it is one plain loop."""
+def _find_facts(model: nn.Module, is_shared: bool) -> list[Any]:
+    """Return the facts of a model that are compared; one plain loop, as it runs often."""
     facts: list[Any] = []
     left = [model]
     while left:
@@ -73,13 +78,48 @@ def _find_facts(model: nn.Module) -> list[Any]:
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is not None:
-                    facts += _place_of(tensor)
+                    facts += _facts_of(tensor, is_shared)
         left += [child for child in module._modules.values() if child is not None]
     return facts
 
 
-def _place_of(tensor: Tensor) -> tuple[int, int, int]:
-    """Return which tensor it is, how often it was written to, and where it lies."""
+def _facts_of(tensor: Tensor, is_shared: bool) -> tuple[int, int, int, int]:
+    """Return the identity, version, address and checksum of a tensor."""
     version = 0 if tensor.is_inference() else tensor._version
-    lies = type(tensor) in _PLACED and not is_streamed(tensor)
-    return id(tensor), version, tensor.data_ptr() if lies else 0
+    if type(tensor) not in _PLACED or is_streamed(tensor) or tensor.is_meta:
+        return id(tensor), version, 0, 0
+    is_sampled = not is_shared and not tensor.requires_grad
+    return id(tensor), version, tensor.data_ptr(), _checksum(tensor.detach(), is_sampled)
+
+
+def _checksum(tensor: Tensor, is_sampled: bool) -> int:
+    """Return a linear hash of a tensor's bytes modulo 2**64: each place has a weight of its own.
+
+    The weight of place (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c, so that
+    sums over rows and columns suffice and exchanged neurons are noticed too.
+    """
+    data = tensor.reshape(-1)
+    if is_sampled:
+        # An odd stride, so that not the same column of every row is read.
+        data = data[:: max(1, data.numel() // _SAMPLES) | 1]
+    data = data.contiguous().view(torch.uint8)
+    if data.data_ptr() % 8:
+        data = data.clone()
+    whole = data.numel() // 8
+    total = data[8 * whole :].long().sum()
+    rows = whole // _COLUMNS
+    words = data[: 8 * whole].view(torch.int64)
+    table = words[: rows * _COLUMNS].view(rows, _COLUMNS)
+    for sums in (table.sum(1), table.sum(0), words[rows * _COLUMNS :]):
+        total = total + (sums * _weights(sums)).sum()
+    return int(total)
+
+
+def _weights(like: Tensor) -> Tensor:
+    """Return an odd pseudo-random multiplier for each place.
+
+    Source: Steele et al., "Fast splittable pseudorandom number generators" (2014), its mixing.
+    """
+    mixed = torch.arange(1, len(like) + 1, device=like.device) * _GOLDEN
+    mixed = (mixed ^ (mixed >> 30)) * _MIXER
+    return (mixed ^ (mixed >> 27)) | 1

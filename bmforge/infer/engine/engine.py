@@ -29,12 +29,11 @@ from bmforge.infer.engine.packed_place import make_packed_place
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
-from bmforge.infer.engine.stream import stream_text
+from bmforge.infer.engine.stream import continue_prompts, stream_text
 from bmforge.infer.engine.tasks import Work
 from bmforge.infer.engine.weights import place_, read_weights_
 from bmforge.infer.generate import generate
 from bmforge.infer.openbmb.documents import fill_documents
-from bmforge.infer.openbmb.texts import write_text
 from bmforge.infer.talk import Talk, TalkInTurns, open_talk
 from bmforge.logging import get_logger
 from bmforge.memory.direct_read import DirectReads
@@ -200,12 +199,15 @@ class Engine:
         """Continue prompts.
 
         Args:
-            prompts: a text or texts, which are read and written in the form of the model's original
-                (`write_text`); or token ids (B, T), as `bmforge.infer.generate` takes them.
+            prompts: a text or a list of texts, in the prompt format of the model's family
+                (`write_text`); a list of token ids, or of such lists; or a tensor (B, T), as
+                `bmforge.infer.generate` takes it.
             options: fields of `GenerationConfig`; with ids `attention_mask` and `on_token` too.
 
         Returns:
-            a text for a text, texts for texts, ids for ids.
+            the prompt with its continuation in the prompt's form: a text, a list of ids or a
+            tensor, and a list of them for a list. With `num_return_sequences` above 1 each text
+            or list of ids becomes a list.
 
         Raises:
             ConfigError: no prompt, an empty one, more rows or tokens than were planned for, or an
@@ -215,11 +217,7 @@ class Engine:
         with self.turn("generate", delta=delta) as model:
             if isinstance(prompts, Tensor):
                 return generate(model, prompts.to(self.device), **options)
-            texts = [prompts] if isinstance(prompts, str) else list(prompts)
-            if not texts:
-                raise ConfigError("there is no prompt; give at least one.")
-            written = [write_text(model, self.tokenizer, text, **options) for text in texts]
-            return written[0] if isinstance(prompts, str) else written
+            return continue_prompts(model, lambda: self.tokenizer, prompts, **options)
 
     def stream(self, prompt: str, *, delta: DeltaChoice = None, **options: Any) -> Iterator[str]:
         """Yield what is written after a prompt, piece by piece, as it is chosen.
@@ -277,6 +275,7 @@ class Engine:
                     is_limited=self._guard is not None,
                     turn=self._hold.shared,
                     draft=self._draft,
+                    is_shared=self._directory is None,
                 )
             return self._requests
 

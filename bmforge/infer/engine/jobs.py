@@ -113,6 +113,7 @@ class PackedJobs:
         config: how many at once.
         total_tokens: keys and values there is room for.
         draft: a small model that guesses; None has none.
+        is_shared: the caller holds the model and may write any of its weights.
 
     Attributes:
         jobs: those that are not done.
@@ -120,7 +121,12 @@ class PackedJobs:
     """
 
     def __init__(
-        self, model: Any, config: RequestsConfig, total_tokens: int, draft: Any = None
+        self,
+        model: Any,
+        config: RequestsConfig,
+        total_tokens: int,
+        draft: Any = None,
+        is_shared: bool = True,
     ) -> None:
         self._model, self._config, self._small = model, config, draft
         self._draft: Draft | None = None
@@ -128,7 +134,7 @@ class PackedJobs:
         self.pages = Pages(pages_of(total_tokens))
         self.jobs: list[Job] = []
         self._step: PackedStep | None = None
-        self._changes = Changes(model)
+        self._changes = Changes(model, is_shared)
         self._scheduler = Scheduler(self.pages, config.max_running, config.step_tokens)
 
     @property

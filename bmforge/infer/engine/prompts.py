@@ -78,7 +78,7 @@ class Reader:
             ShapeError: ids outside of the vocabulary.
         """
         model, options = self._model, request.options
-        config = complete_config(model, self._with_ends(options), tells=True)
+        config = complete_config(model, options, tokenizer=self._tokenizer, returns_text=True)
         if config.seed is None and config.do_sample:
             config = config.replace(seed=secrets.randbits(63))
         self._check(request, config)
@@ -98,14 +98,6 @@ class Reader:
         answers = self._answers(request, config, told, hidden)
         return Ready(request, tuple(ids), config, answers, is_packed, deltas)
 
-    def _with_ends(self, options: GenerationConfig) -> GenerationConfig:
-        """Add the tokenizer's end token to the model's where none is named."""
-        end = None if self._tokenizer is None else self._tokenizer.eos_id
-        if options.eos_token_id is not None or end is None:
-            return options
-        known = complete_config(self._model, options.replace(min_new_tokens=0), tells=True)
-        return options.replace(eos_token_id=tuple(dict.fromkeys((end, *known.eos_tokens))))
-
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
@@ -118,14 +110,16 @@ class Reader:
             return ids, config, ()
         if tokenizer is None:
             raise ConfigError("a text needs a tokenizer: give ids, or Engine(model, tokenizer=...)")
-        ids = tuple(tokenizer.encode(prompt))
-        if not ids:
+        is_span = isinstance(tokenizer, CPM2Tokenizer) and model.traits.reads == "apart"
+        has_form = is_span or model.traits.objective == "hidden tokens"
+        ids = tuple(tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt))
+        if not ids or not prompt:
             raise ConfigError("the prompt is empty; give a text.")
         marks = [tokenizer.bos_id, tokenizer.pad_id]
         hidden = [id for id in marks if id is not None]
         if model.traits.objective == "hidden tokens":
             return tuple(read_hidden(tokenizer, ids)), config, hidden
-        if isinstance(tokenizer, CPM2Tokenizer) and model.traits.reads == "apart":
+        if is_span:
             source, ends = read_span(model, tokenizer, ids)
             more = tuple(dict.fromkeys((*config.eos_tokens, *ends)))
             return (
@@ -194,6 +188,7 @@ class Reader:
                 self._rules[ends] = Rules(self._tokenizer, self._model.config.vocab_size, ends)
             matcher = self._rules[ends].open(request.constraint)
         known: Sequence[int] = ids
+        before = () if self._model.traits.reads == "apart" else ids
         if self._model.traits.reads == "apart":
             known = (self._model.config.decoder_start_token_id,)
         return tuple(
@@ -203,6 +198,7 @@ class Reader:
                 known,
                 self._vocabulary,
                 hidden,
+                before,
                 None if matcher is None else matcher.copy(),
             )
             for index in range(config.num_return_sequences)

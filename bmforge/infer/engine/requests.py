@@ -37,6 +37,7 @@ def open_requests(
     is_limited: bool,
     turn: Callable[[], AbstractContextManager[Any]],
     draft: Any = None,
+    is_shared: bool = True,
 ) -> Requests:
     """Return what runs requests for a model.
 
@@ -47,6 +48,7 @@ def open_requests(
         is_limited: it has a budget.
         turn: has the model for itself.
         draft: a small model that guesses; None has none.
+        is_shared: the caller holds the model and may write any of its weights.
     """
     try:
         tokenizer = None if open_tokenizer is None else open_tokenizer()
@@ -58,7 +60,7 @@ def open_requests(
     requests = config.requests
     most = config.max_rows if is_limited else requests.max_running
     encodings = Encodings(model, most, max(requests.step_tokens, config.tokens_of(model)))
-    packed = PackedJobs(model, requests, total, draft)
+    packed = PackedJobs(model, requests, total, draft, is_shared)
     return Requests(model, reader, tokenizer, requests, packed, turn, encodings)
 
 

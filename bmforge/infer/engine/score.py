@@ -43,6 +43,10 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
     with evaluating(model), torch.no_grad(), leave_out_balance(model):
         for number, pair in enumerate(pairs):
             prompt, text = (tokenizer.encode(part) for part in pair)
+            if prompt and model.traits.reads == "apart":
+                prompt = tokenizer.encode_prompt(pair[0])
+            elif prompt:
+                prompt = [*tokenizer.prompt_prefix, *prompt]
             if not prompt or not text:
                 raise DataError(
                     f"pair {number} has {len(prompt)} tokens of prompt and {len(text)} of text; "

@@ -1,18 +1,46 @@
-"""The text behind a prompt, piece by piece, of an engine that does nothing else meanwhile."""
+"""Continues prompts for an engine that runs nothing else meanwhile: whole, or piece by piece."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from bmforge.errors import ConfigError
+from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.engine.text_stream import TextStream
-from bmforge.infer.generate import stream_tokens
+from bmforge.infer.generate import generate, stream_tokens
+from bmforge.infer.openbmb.texts import write_texts
 from bmforge.infer.options import GenerationConfig
 
-__all__ = ["stream_text"]
+__all__ = ["continue_prompts", "stream_text"]
+
+
+def continue_prompts(
+    model: Any, open_tokenizer: Callable[[], Any], prompts: Any, **options: Any
+) -> Any:
+    """Continue a text, a list of token ids, or a list of either; see `Engine.generate`.
+
+    Raises:
+        ConfigError: no prompt, an empty one, or an option that does not fit.
+    """
+    if isinstance(prompts, str):
+        texts = write_texts(model, open_tokenizer(), prompts, **options)
+        return texts if len(texts) > 1 else texts[0]
+    prompts = list(prompts)
+    if not prompts:
+        raise ConfigError("there is no prompt; give at least one.")
+    if type(prompts[0]) is not int:
+        return [continue_prompts(model, open_tokenizer, prompt, **options) for prompt in prompts]
+    if not all(type(id) is int for id in prompts):
+        raise ConfigError(
+            f"prompts={str(prompts)[:60]!r} must be a text, a list of token ids, a list of either, "
+            "or a tensor of shape (B, T)."
+        )
+    device = next(model.parameters()).device
+    rows = generate(model, torch.tensor([prompts], device=device), **options).tolist()
+    return rows if len(rows) > 1 else rows[0]
 
 
 def stream_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[str]:
@@ -21,14 +49,20 @@ def stream_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iter
     Raises:
         ConfigError: the prompt is empty, or an option does not fit.
     """
-    ids = tokenizer.encode(prompt)
-    if not ids:
+    ids = tokenizer.encode_prompt(prompt)
+    if not ids or not prompt:
         raise ConfigError("the prompt is empty; give a text.")
-    if tokenizer.eos_id is not None:
-        options.setdefault("eos_token_id", tokenizer.eos_id)
-    rows, text = torch.tensor([ids], device=next(model.parameters()).device), TextStream(tokenizer)
-    for token in stream_tokens(model, rows, GenerationConfig(**options)):
+    config = GenerationConfig(**options)
+    if config.eos_token_id is None:
+        config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))
+    marks = [*config.eos_tokens, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
+    before = [] if model.traits.reads == "apart" else ids
+    text = TextStream(tokenizer, config.stop_strings, marks, before)
+    rows = torch.tensor([ids], device=next(model.parameters()).device)
+    for token in stream_tokens(model, rows, config.replace(stop_strings=())):
         if piece := text.add([int(token[0])]):
             yield piece
+        if text.is_stopped:
+            return
     if piece := text.finish():
         yield piece

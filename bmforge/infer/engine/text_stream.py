@@ -27,23 +27,50 @@ class TextStream:
         tokenizer: the model's.
         stops: the text ends in front of the first of them that comes.
         hidden: ids that stand for no text.
+        before: ids of the prompt. The text is what the new ids add to the text of all of them: a
+            SentencePiece decoder drops the space in front of the first token alone.
 
     Attributes:
         text: all that was shown.
         is_stopped: a stop string came; nothing is shown any more.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), hidden: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        hidden: Sequence[int | None] = (),
+        before: Sequence[int] = (),
+    ) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._hidden = frozenset(id for id in hidden if id is not None)
-        self._ids: list[int] = []
-        self._known = 0  # so many ids have their text
+        self._ids, self._known = self._context(before)  # `_known` of the ids have their text
         # Where characters ended: what `_known` was. Decoding begins at the first of them, as some
         # decoders take all bytes in a row for broken where those of one character are not whole.
-        self._ends = [0]
-        self._before = ""  # the text of some of them, the last ones
+        self._ends = [0, self._known] if self._known else [0]
+        self._before = self._tokenizer.decode_written(self._ids[: self._known])
         self._written = ""  # behind what was shown
         self.text, self.is_stopped = "", False
+
+    def _context(self, prompt: Sequence[int]) -> tuple[list[int], int]:
+        """Return the last ids of a prompt, and how many of them end with a whole character.
+
+        The ids begin where a character begins, if one of the last tokens does.
+        """
+        ids = [id for id in prompt if id not in self._hidden]
+        known = len(ids)
+        while known and len(ids) - known < _BEFORE and self._is_broken(ids[:known][-_BEFORE:], -1):
+            known -= 1
+        if self._is_broken(ids[:known][-_BEFORE:], -1):
+            known = len(ids)
+        starts = range(max(0, known - _BEFORE), max(-1, known - 2 * _BEFORE), -1)
+        begin = next((at for at in starts if not self._is_broken(ids[at:known], 0)), starts[0])
+        return ids[begin:], known - begin
+
+    def _is_broken(self, ids: Sequence[int], place: int) -> bool:
+        """Return True if the text of ids begins (0) or ends (-1) with part of a character."""
+        text: str = self._tokenizer.decode_written(ids)
+        return bool(text) and text[place] == _BROKEN
 
     def add(self, ids: Sequence[int]) -> str:
         """Take tokens; return what can be shown now."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.sampling import penalize_repetition
+from bmforge.infer.sampling import check_scores, penalize_repetition
 
 __all__ = ["search_hypotheses"]
 
@@ -59,6 +59,7 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
         if config.repetition_penalty != 1.0 and step:
             written = rows[:, length:]
             scores = penalize_repetition(scores, written, config.repetition_penalty, nothing)
+        check_scores(scores)
         total = scores.log_softmax(-1) + running[:, None]
         best, places = total.flatten().topk(2 * width)
         possible = _per_token(float(best[0]), max(step, 1), config)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.decoder import Decoder
+from bmforge.infer.end_tokens import find_end_tokens
+from bmforge.infer.engine.text_stream import TextStream
 from bmforge.infer.generate import check_prompt, complete_config, generate, run_decoder
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.infer.openbmb.documents import fill_each
@@ -29,7 +31,14 @@ from bmforge.models.causal_lm import CausalLM
 from bmforge.surgery import evaluating
 from bmforge.tokenizers import CPM2Tokenizer, CPMBeeTokenizer
 
-__all__ = ["answer_document", "read_hidden", "read_span", "start_hidden", "write_text"]
+__all__ = [
+    "answer_document",
+    "read_hidden",
+    "read_span",
+    "start_hidden",
+    "write_text",
+    "write_texts",
+]
 
 _CONTINUE = "往后写约100字"  # CPM-Bee's own words for it
 # What is not given, by the objective or the tokenizer of a family's traits.
@@ -42,48 +51,105 @@ _DRAWS = ("CPM1Tokenizer",)
 
 
 def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
-    """Return a prompt with what a model writes after it, or what it writes as an answer.
+    """Return a prompt with its continuation, or the answer of a model that answers.
 
     Args:
-        model: any that writes text.
-        tokenizer: its own.
-        prompt: the text; CPM-Bee's language and special tokens in it are characters.
-        options: fields of `GenerationConfig`; what is left out is as in the family's original, or
-            else greedy.
+        model: any model that generates text.
+        tokenizer: the model's.
+        prompt: the text; the names of CPM-Bee's languages and special tokens in it are characters.
+        options: fields of `GenerationConfig`; a missing one is as in the family's original code, or
+            else in the model's generation_config.json.
 
     Raises:
         ConfigError: an option that does not fit, or a prompt without tokens.
         DataError: a text that is longer than CPM-Bee's window.
         ShapeError: ids that the model does not have.
     """
+    return write_texts(model, tokenizer, prompt, **options)[0]
+
+
+def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list[str]:
+    """Return a prompt with each of ``num_return_sequences`` continuations; see `write_text`."""
     traits = model.traits
     if traits.objective == "documents":
-        return answer_document(model, tokenizer, prompt, options)
-    ids = tokenizer.encode(prompt)
-    if not ids:
+        return [answer_document(model, tokenizer, prompt, options)]
+    is_span = isinstance(tokenizer, CPM2Tokenizer) and traits.reads == "apart"
+    has_form = is_span or traits.objective == "hidden tokens"
+    ids = tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt)
+    if not ids or not prompt:
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
-    if tokenizer.eos_id is not None:
-        options.setdefault("eos_token_id", tokenizer.eos_id)
     options = _complete(options, (traits.objective, traits.tokenizer))
+    if options.get("eos_token_id") is None:
+        options["eos_token_id"] = find_end_tokens(model.config, tokenizer)
+    if has_form and options.get("stop_strings"):
+        raise ConfigError(
+            f"stop_strings={options['stop_strings']!r} have no effect on the search of a "
+            f"{type(model).__name__}. Leave them out, or use Engine.submit."
+        )
     if traits.objective == "hidden tokens":
-        return _continue_hidden(model, tokenizer, ids, options)
-    if isinstance(tokenizer, CPM2Tokenizer) and traits.reads == "apart":
-        return _write_span(model, tokenizer, ids, options)
-    return _show(tokenizer, generate(model, torch.tensor([ids]), **options)[0].tolist())
+        return [_continue_hidden(model, tokenizer, ids, options)]
+    if is_span:
+        return [_write_span(model, tokenizer, ids, options)]
+    return _continue_texts(model, tokenizer, ids, options)
+
+
+def _continue_texts(
+    model: Any, tokenizer: Any, ids: Sequence[int], options: dict[str, Any]
+) -> list[str]:
+    """Return the prompt with each continuation, which ends in front of the first stop string."""
+    config = GenerationConfig(**options)
+    stops, config = config.stop_strings, config.replace(stop_strings=())
+    if stops and config.num_beams > 1:
+        raise ConfigError(
+            f"num_beams={config.num_beams} and stop_strings exclude each other: the text of a beam "
+            "search is known only at its end. Leave one of them out."
+        )
+    is_apart = model.traits.reads == "apart"
+    before = [] if is_apart else ids
+    hidden = [*config.eos_tokens, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
+    streams: list[TextStream] = []
+
+    def read(tokens: Tensor) -> Tensor:
+        while len(streams) < len(tokens):
+            streams.append(TextStream(tokenizer, stops, hidden, before))
+        for stream, token in zip(streams, tokens.tolist(), strict=True):
+            stream.add([token])
+        return torch.tensor([stream.is_stopped for stream in streams], device=tokens.device)
+
+    device = next(model.parameters()).device
+    rows = generate(
+        model, torch.tensor([ids], device=device), config=config, stop=read if stops else None
+    )
+    begin = 1 if is_apart else len(ids)
+    if not stops:
+        streams = [TextStream(tokenizer, (), hidden, before) for _ in rows]
+        for stream, row in zip(streams, rows[:, begin:].tolist(), strict=True):
+            stream.add(_cut_at(row, config.eos_tokens))
+    for stream in streams:
+        stream.finish()
+    shown = "" if is_apart else _show(tokenizer, ids)
+    return [shown + stream.text for stream in streams]
+
+
+def _cut_at(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+    """Return the ids in front of the first end token."""
+    return ids[: next((at for at, id in enumerate(ids) if id in ends), len(ids))]
 
 
 def _complete(options: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return options with the original's where none is given."""
+    """Return options with those of the family's original code where none is given."""
     searches = options.get("num_beams", 1) > 1
-    draws = options.get("do_sample", not searches and any(name in _DRAWS for name in names))
-    table = _DRAWING if draws else _SEARCHING
-    found = {key: value for name in names for key, value in table.get(name, {}).items()}
-    return {"do_sample": draws, **found, **options}
+    samples = options.get("do_sample", not searches and any(name in _DRAWS for name in names))
+    table = _DRAWING if samples else _SEARCHING
+    defaults = {key: value for name in names for key, value in table.get(name, {}).items()}
+    if samples or defaults:
+        defaults["do_sample"] = samples
+    return {**defaults, **options}
 
 
 def _show(tokenizer: Any, ids: Sequence[int]) -> str:
     marks = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    return tokenizer.decode_written([id for id in ids if id not in marks])
+    return str(tokenizer.decode_written([id for id in ids if id not in marks]))
 
 
 def answer_document(
@@ -171,7 +237,7 @@ def _write_span(
 ) -> str:
     """Write what stands at the end of a text: EVA's answer, or CPM-2's first cut-out span."""
     source, ends = read_span(model, tokenizer, ids)
-    options["eos_token_id"] = (options["eos_token_id"], *ends)
+    options["eos_token_id"] = (*GenerationConfig(**options).eos_tokens, *ends)
     out = generate(model, torch.tensor([source]), **options)[0, 1:].tolist()
     return _show(tokenizer, [id for id in out if id not in tokenizer.sentinel_ids[:2]])
 

@@ -10,6 +10,7 @@ import torch
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models.base import Model
+from bmforge.models.config_file import GENERATION_FILE
 from bmforge.models.formats.convert import find_companions, find_dtype
 from bmforge.models.formats.gguf_write import GgufType, check_target, write_gguf
 from bmforge.models.formats.hf_format import WeightFiles
@@ -57,7 +58,9 @@ def export_gguf(
         source = find_model(model)
         dtype = torch.float32 if is_gguf(source) else find_dtype(WeightFiles(source))
         model = AutoModel.from_pretrained(source, dtype=dtype, allow_unknown=allow_unknown)
-        if tokenizer is None and (is_gguf(source) or find_companions(source)):
+        if tokenizer is None and (
+            is_gguf(source) or set(find_companions(source)) - {GENERATION_FILE}
+        ):
             tokenizer = AutoTokenizer.from_pretrained(source)
             template = find_template(source)
     tokens: dict[str, Any] | None = None

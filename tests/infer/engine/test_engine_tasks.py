@@ -34,6 +34,9 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [3 if letter == "_" else 10 + ord(letter) - ord("a") for letter in text]
 
+    encode_prompt = encode
+    prompt_prefix = ()
+
     def encode_batch(self, texts: Any) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 

@@ -288,6 +288,9 @@ class Numbers:
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
+    encode_prompt = encode
+    prompt_prefix = ()
+
     def decode(self, ids: Any) -> str:
         return " ".join(str(int(id)) for id in ids)
 

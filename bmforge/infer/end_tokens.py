@@ -1,0 +1,32 @@
+"""The end tokens of a model: one rule for every way to generate text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bmforge.models.config import ModelConfig
+
+__all__ = ["find_end_tokens"]
+
+
+def find_end_tokens(config: ModelConfig, tokenizer: Any = None) -> tuple[int, ...]:
+    """Return the ids that end a text, in order and without duplicates.
+
+    They are ``eos_token_id`` of generation_config.json and of config.json, and the tokenizer's end
+    token. Llama 3 Instruct, for example, names three in its config and one in its tokenizer.
+
+    Args:
+        config: of the model.
+        tokenizer: the model's; None where only token ids are generated.
+    """
+    sources = [config.generation_defaults, config.raw, vars(config)]
+    ids = [id for source in sources for id in _as_ids(source.get("eos_token_id"))]
+    if tokenizer is not None:
+        ids += _as_ids(tokenizer.eos_id)
+    return tuple(dict.fromkeys(ids))
+
+
+def _as_ids(value: Any) -> Iterator[int]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return (id for id in values if isinstance(id, int) and id >= 0)

@@ -1,0 +1,86 @@
+"""Reads a model's generation_config.json as options of `GenerationConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.models.config import ModelConfig
+
+__all__ = ["read_generation_defaults"]
+
+# Fields that mean the same here under the same name. End and padding tokens are read elsewhere.
+_SAME = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
+    "num_return_sequences",
+)
+# Fields by which transformers changes tokens and that are not supported -> values without effect.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "min_length": (0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "exponential_decay_length_penalty": (),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "sequence_bias": ({}, []),
+    "guidance_scale": (1.0,),
+    "watermarking_config": (),
+    "dola_layers": (),
+    "penalty_alpha": (0.0,),
+    "diversity_penalty": (0.0,),
+    "num_beam_groups": (1,),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "remove_invalid_values": (False,),
+    "renormalize_logits": (False,),
+    "token_healing": (False,),
+    "max_time": (),
+}
+
+
+def read_generation_defaults(config: ModelConfig) -> dict[str, Any]:
+    """Return the options that a model's author published, by their names in `GenerationConfig`.
+
+    ``max_length`` is not read: the number of new tokens is `max_new_tokens`.
+
+    Args:
+        config: of the model; `ModelConfig.generation_defaults` holds the published fields.
+
+    Raises:
+        ConfigError: a published field changes the tokens and is not supported.
+    """
+    published = config.generation_defaults
+    problems = [
+        f"{name}={published[name]!r}"
+        for name, neutral in _UNSUPPORTED.items()
+        if published.get(name) is not None and published[name] not in neutral
+    ]
+    if problems:
+        raise ConfigError(
+            f"generation_config.json sets what is not supported here: {', '.join(problems)}. "
+            "Remove it from the file, or set model.config.raw['generation_config'] = {}."
+        )
+    options = {name: published[name] for name in _SAME if published.get(name) is not None}
+    if isinstance(options.get("top_k"), int) and options["top_k"] < 1:
+        del options["top_k"]
+    words = [tuple(word) for word in published.get("bad_words_ids") or ()]
+    words += [(id,) for id in published.get("suppress_tokens") or ()]
+    if words:
+        options["bad_words_ids"] = tuple(words)
+    return options

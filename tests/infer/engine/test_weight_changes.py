@@ -1,0 +1,133 @@
+"""No cached key or value outlives a change of weights, whoever writes them.
+
+The reference is a fresh engine over the changed model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from bmforge.infer import Engine, GenerationConfig, Request
+from bmforge.infer.engine.changes import Changes
+from bmforge.models import Llama, LlamaConfig
+
+PROMPT = torch.randint(4, 90, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _model() -> Llama:
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_seq_len=96,
+        init_std=0.3,
+    )
+    return Llama.from_config(config, seed=1)
+
+
+def _train(make: Callable[[Any], Any]) -> Callable[[Llama], None]:
+    def write(model: Llama) -> None:
+        optimizer = make(model.requires_grad_(True).parameters())
+        ids = torch.tensor([PROMPT])
+        model.train()(ids, labels=ids).loss.backward()
+        optimizer.step()
+        model.eval()
+
+    return write
+
+
+@torch.no_grad()
+def _in_place(model: Llama) -> None:
+    model.layers["0"].attn.k_proj.weight.add_(0.1)
+
+
+def _data(model: Llama) -> None:
+    model.layers["0"].attn.k_proj.weight.data.add_(0.1)
+
+
+def _numpy(model: Llama) -> None:
+    array: Any = model.layers["1"].mlp.up_proj.weight.detach().numpy()
+    array *= 1.5
+
+
+def _one_element(model: Llama) -> None:
+    model.requires_grad_(False).layers["0"].attn.v_proj.weight.data[3, 5] += 2.0
+
+
+def _swap_neurons(model: Llama) -> None:
+    weight = model.layers["0"].mlp.up_proj.weight.data
+    weight[[0, 1]] = weight[[1, 0]]
+
+
+WRITERS: dict[str, Callable[[Llama], None]] = {
+    "adamw": _train(lambda p: torch.optim.AdamW(p, lr=0.02)),
+    "adamw, fused": _train(lambda p: torch.optim.AdamW(p, lr=0.02, fused=True)),
+    "adamw, foreach": _train(lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True)),
+    "sgd, fused": _train(lambda p: torch.optim.SGD(p, lr=0.5, fused=True)),
+    "in place": _in_place,
+    "data": _data,
+    "numpy": _numpy,
+    "one element of a frozen tensor": _one_element,
+    "exchanged neurons": _swap_neurons,
+}
+
+
+def _answer(engine: Engine) -> tuple[Any, int]:
+    options = GenerationConfig(max_new_tokens=6, logprobs=0, eos_token_id=())
+    answer = engine.submit(Request(PROMPT, options)).wait()[0]
+    assert answer.logprobs is not None
+    return (answer.ids, [token.logprob for token in answer.logprobs]), answer.cached_tokens
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_prefixes_go_with_the_weights(name: str) -> None:
+    model = _model()
+    with Engine(model) as engine:
+        first, _ = _answer(engine)
+        again, cached = _answer(engine)
+        assert cached > 0
+        WRITERS[name](model)
+        after, cached = _answer(engine)
+    with Engine(model) as engine:
+        fresh, _ = _answer(engine)
+    assert again == first
+    assert cached == 0
+    assert after == fresh != first
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64]),
+    data=st.data(),
+)
+def test_every_single_write_is_noticed(
+    shape: list[int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    module = nn.Module()
+    tensor = torch.randint(-9, 9, shape).to(dtype)
+    module.register_buffer("weight", tensor)
+    changes = Changes(module)
+    assert not changes.since_last()
+    before = tensor.clone()
+    array: Any = tensor.view(torch.int8).numpy().reshape(-1)
+    at = data.draw(st.integers(0, array.size - 1))
+    array[at] = np.int8(array[at] ^ data.draw(st.integers(1, 127)))
+    assert not torch.equal(_bytes(before), _bytes(tensor))
+    assert changes.since_last()
+    assert not changes.since_last()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
