@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,19 +47,33 @@ _KINDS = {
     "Q5_0": (6, 32, 22),
     "Q5_1": (7, 32, 24),
     "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
+    "IQ2_XXS": (16, 256, 66),
+    "IQ2_XS": (17, 256, 74),
+    "IQ3_XXS": (18, 256, 98),
+    "IQ1_S": (19, 256, 50),
+    "IQ4_NL": (20, 32, 18),
+    "IQ3_S": (21, 256, 110),
+    "IQ2_S": (22, 256, 82),
+    "IQ4_XS": (23, 256, 136),
+    "IQ1_M": (29, 256, 56),
     "BF16": (30, 1, 2),
+    "TQ1_0": (34, 256, 54),
+    "TQ2_0": (35, 256, 66),
+    "MXFP4": (39, 32, 17),
+    "NVFP4": (40, 64, 36),
 }
 BLOCKS: dict[str, tuple[int, int]] = {kind: place[1:] for kind, place in _KINDS.items()}
 _BY_NUMBER = {number: kind for kind, (number, _, _) in _KINDS.items()}
 # Names of unsupported kinds, for error messages.
 _OTHERS = {
-    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS"},
-    **{19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16"},
-    **{26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+    **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
 }
+_PART = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
 
 
 class GgufTensor(NamedTuple):
@@ -69,12 +84,14 @@ class GgufTensor(NamedTuple):
         shape: shape in torch's order: values of the last dimension are contiguous.
         start: offset of its first byte in the file.
         size: size in bytes.
+        path: another part of a split file that contains it; None is the file itself.
     """
 
     kind: str
     shape: tuple[int, ...]
     start: int
     size: int
+    path: Path | None = None
 
 
 class GgufHeader(NamedTuple):
@@ -105,11 +122,59 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
         CheckpointError: no such file, not GGUF, truncated, or inconsistent.
     """
     path = Path(path)
+    header = _read_file(path)
+    parts = header.metadata.get("split.count", 1)
+    return header if parts in (0, 1) else _join_parts(header, parts)
+
+
+def _read_file(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             return _read(file, os.fstat(file.fileno()).st_size, path)
     except OSError as error:
         raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}).") from error
+
+
+def _join_parts(first: GgufHeader, parts: Any) -> GgufHeader:
+    """Return the header of a split file: the first part's metadata and every part's tensors.
+
+    Raises:
+        CheckpointError: this is not the first part, or another one is missing or of another model.
+    """
+    path = first.path
+    name = _PART.fullmatch(path.name)
+    if name is None or type(parts) is not int or int(name[4]) != parts:
+        raise CheckpointError(
+            f"{str(path)!r} is one of split.count={parts} parts, whose names must end in "
+            "-00001-of-0000N.gguf. Give the parts their names, or join them with llama.cpp's "
+            "gguf-split --merge."
+        )
+    if first.metadata.get("split.no", 0) != 0 or int(name[2]) != 1:
+        raise CheckpointError(
+            f"{str(path)!r} is part {int(name[2])} of {parts} of a split file. Name the first "
+            f"part: {name[1]}00001{name[3]}."
+        )
+    tensors = dict(first.tensors)
+    for number in range(2, parts + 1):
+        part = _read_file(path.with_name(f"{name[1]}{number:05d}{name[3]}"))
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number - 1, parts):
+            raise CheckpointError(
+                f"{str(part.path)!r} is not part {number} of {parts}. Download the parts anew."
+            )
+        twice = tensors.keys() & part.tensors.keys()
+        if twice:
+            raise CheckpointError(
+                f"{str(part.path)!r} holds {min(twice)!r}, which another part holds too. Download "
+                "the parts anew."
+            )
+        tensors |= {key: value._replace(path=part.path) for key, value in part.tensors.items()}
+    count = first.metadata.get("split.tensors.count", len(tensors))
+    if count != len(tensors):
+        raise CheckpointError(
+            f"the parts of {str(path)!r} hold {len(tensors)} tensors, and split.tensors.count="
+            f"{count}. Download the parts anew."
+        )
+    return first._replace(tensors=tensors)
 
 
 def _read(file: BinaryIO, size: int, path: Path) -> GgufHeader:

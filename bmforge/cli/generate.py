@@ -11,7 +11,7 @@ from bmforge.cli.documents import print_filled
 from bmforge.cli.opening import opened_model, with_own_adapter
 from bmforge.cli.options import GenerateCommand
 from bmforge.errors import ConfigError
-from bmforge.infer.openbmb.texts import write_text
+from bmforge.infer.openbmb.texts import write_texts
 from bmforge.recipes.adapter_dirs import find_source
 from bmforge.tokenizers import AutoTokenizer
 
@@ -37,4 +37,4 @@ def run_generate(command: GenerateCommand) -> None:
         if command.chat and model.traits.objective not in OWN_FORMS:
             print(answer_once(model, tokenizer, source.tokenizer, prompt, **command.options()))
         else:
-            print(write_text(model, tokenizer, prompt, **command.options()))
+            print(*write_texts(model, tokenizer, prompt, **command.options()), sep="\n")

@@ -5,6 +5,7 @@ Options of `train` are the fields of its recipes' configs; see `train.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,22 +42,33 @@ Memory = Annotated[MemoryOptions, tyro.conf.arg(name="")]
 class GenerateCommand:
     """Continue a text, or fill the answers of documents.
 
+    Sampling options that are not given are those of the model's generation_config.json.
+
     Args:
         model: directory or hub id of a model with its tokenizer.
         prompt: the text; none reads standard input.
-        chat: the prompt is said to the model, by its chat template, and its answer printed alone.
-        document: of a CPM-Bee: a file with one document a line, {"input": "...", "<ans>": ""}; they
-            are printed with their answers.
-        max_new_tokens: at most so many tokens, in documents per answer.
-        num_beams: beam search with so many beams; 1 is greedy; none is 1, of CPM-Ant and CPM-Bee 3.
-        do_sample: draw instead of taking the likeliest; none draws of CPM-1.
-        temperature: of the drawing; none is 1, of CPM-1 and CPM-Ant 0.9.
-        top_k: draw among the k likeliest.
-        top_p: draw among the likeliest that make up this probability; none is 1, of CPM-Ant 0.9.
-        repetition_penalty: above 1, what was written becomes less likely.
-        seed: of the drawing.
+        chat: render the prompt with the model's chat template and print the answer alone.
+        document: for CPM-Bee: a file with one document per line, {"input": "...", "<ans>": ""},
+            which are printed with their answers.
+        max_new_tokens: maximum number of new tokens; for documents, per answer.
+        min_new_tokens: minimum number of new tokens before an end token.
+        num_beams: number of beams of a beam search; 1 is none (default 1; CPM-Ant and CPM-Bee: 3).
+        length_penalty: exponent of the length by which beam scores are divided (default 1).
+        num_return_sequences: number of continuations; needs sampling or as many beams (default 1).
+        do_sample: sample instead of greedy decoding (default off; on for CPM-1).
+        temperature: sampling temperature (default 1; CPM-1 and CPM-Ant: 0.9).
+        top_k: sample from the k most probable tokens.
+        top_p: sample from the most probable tokens whose probabilities sum to this (default 1;
+            CPM-Ant: 0.9).
+        min_p: sample from tokens with at least this fraction of the highest probability.
+        repetition_penalty: above 1, tokens that occurred become less probable (default 1).
+        presence_penalty: subtracted from the score of every token that was generated before.
+        frequency_penalty: subtracted from a token's score once per time it was generated.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice.
+        stop_strings: texts in front of which the continuation ends.
+        seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales one.
-        memory: how much the model may take.
+        memory: how much memory the model may take.
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -64,21 +76,30 @@ class GenerateCommand:
     chat: bool = False
     document: Path | None = None
     max_new_tokens: int = 100
+    min_new_tokens: int | None = None
     num_beams: int | None = None
+    length_penalty: float | None = None
+    num_return_sequences: int | None = None
     do_sample: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    repetition_penalty: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    stop_strings: tuple[str, ...] = ()
     seed: int = 0
     adapter: tuple[str, ...] = ()
     memory: Memory = field(default_factory=MemoryOptions)
 
     def options(self) -> dict[str, Any]:
-        """Return what `write_text` and `fill_documents` are told, but what is left to them."""
-        names = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_k", "top_p")
-        given = {name: getattr(self, name) for name in (*names, "repetition_penalty")}
-        return {name: value for name, value in given.items() if value is not None}
+        """Return the fields of `GenerationConfig` that were given."""
+        others = {"model", "prompt", "chat", "document", "seed", "adapter", "memory"}
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in given.items()
+                if name not in others and value not in (None, ())}  # fmt: skip
 
 
 @dataclass(kw_only=True)

@@ -15,8 +15,8 @@ import torch
 from bmforge.data.tasks.rows import decode_answer
 from bmforge.errors import ConfigError
 from bmforge.infer.end_tokens import find_end_tokens
-from bmforge.infer.engine.text_stream import TextStream
 from bmforge.infer.generate import generate
+from bmforge.infer.openbmb.texts import continue_ids
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.base import Model
 from bmforge.tokenizers import Tokenizer
@@ -134,7 +134,6 @@ class Conversation:
         """Generate the answer to a prompt; pieces of its text go to `on_text`."""
         model, tokenizer = self.model, self.tokenizer
         traits, ends = model.traits, find_ends(model, tokenizer, self._mark)
-        device = next(model.parameters()).device
         found: dict[str, Any] = {"eos_token_id": tuple(ends)} if ends else {}
         if self._limit is not None:
             most = min(self.options.max_new_tokens, self._limit - len(ids))
@@ -142,24 +141,20 @@ class Conversation:
                 "max_new_tokens": most,
                 "min_new_tokens": min(self.options.min_new_tokens, most),
             }
-        prompt = torch.tensor([ids], device=device)
-        streams = on_text is not None and self.streams
-        text_stream = TextStream(tokenizer, [self._mark] if self._mark else [], ends)
-
-        def show(tokens: torch.Tensor) -> None:
-            if on_text is not None and (piece := text_stream.add(tokens.tolist())):
-                on_text(piece)
-
-        found["on_token"] = show if streams else None
-        mask = torch.ones_like(prompt)
-        out = generate(model, prompt, mask, self.options, **found)[0].tolist()  # type: ignore[arg-type]
-        if streams and on_text is not None:
-            on_text(text_stream.finish())
+        options = self.options.replace(**found)
+        if options.num_return_sequences > 1:
+            raise ConfigError(
+                f"num_return_sequences={options.num_return_sequences}: a conversation goes on with "
+                "one answer. Leave it out."
+            )
         if traits.reads == "apart":
+            prompt = torch.tensor([ids], device=next(model.parameters()).device)
+            out = generate(model, prompt, torch.ones_like(prompt), options)[0].tolist()  # type: ignore[arg-type]
             return decode_answer(out[1:], tokenizer, traits.answer_sentinel)
-        new = out[len(ids) :]
-        stop = next((place for place, id in enumerate(new) if id in ends), len(new))
-        text = tokenizer.decode_written(new[:stop])
+        if self._mark and options.num_beams == 1:
+            options = options.replace(stop_strings=(*options.stop_strings, self._mark))
+        shown = on_text if self.streams else None
+        (text,) = continue_ids(model, tokenizer, ids, options, shown)
         return (text.partition(self._mark)[0] if self._mark else text).strip()
 
 

@@ -6,7 +6,6 @@ copied, and pages are read on first use. Other tensors are read into newly alloc
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.device import reads_are_free
 from bmforge.logging import get_logger
 from bmforge.models.formats.gguf_blocks import Groups
 from bmforge.models.formats.hf_format import WeightFiles
@@ -57,16 +55,12 @@ def load_weights_(
     unallocated = {name for name, tensor in persistent_tensors(model).items() if tensor.is_meta}
     materialize_(model, device, elsewhere)
     tensors = persistent_tensors(model)
-    if any(is_streamed(tensor) for tensor in tensors.values()):
-        unallocated.clear()  # streaming saves memory, and a file mapping counts as resident
-    uses = Counter(name for _, name in pairs)
     reads = []
     for rule, name in pairs:
         tensor = tensors[rule.ours]
-        if is_streamed(tensor):
-            continue
-        may_map = rule.ours in unallocated and rule.is_renaming and uses[name] == 1
-        if not (may_map and _map_(tensor, name, files)):
+        # Weights are read, never mapped: a mapped file that is cut while the process lives ends it
+        # with SIGBUS at the next access.
+        if not is_streamed(tensor):
             reads += _plan_reads(tensor, rule, name, files)
     run_reads(reads, "load weights", threads)
     for name in new_names + adapter_names:
@@ -176,16 +170,6 @@ def weight_reader(
     if new_names:
         get_logger().info("new head, randomly initialized: %s", ", ".join(new_names))
     return WeightReader(model, files, pairs, {*new_names, *adapter_names}, threads)
-
-
-def _map_(tensor: Tensor, name: str, files: WeightFiles) -> bool:
-    """Map a tensor to its bytes in the file if possible; return True if it is mapped."""
-    if not reads_are_free(tensor.data) or files.dtype(name) != tensor.dtype:
-        return False
-    mapped = files.map_tensor(name)
-    if mapped is not None:
-        tensor.data = mapped
-    return mapped is not None
 
 
 def _plan_reads(tensor: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> list[Read]:

@@ -44,20 +44,70 @@ class PreTokenizer(NamedTuple):
     """How a `tokenizer.ggml.pre` cuts text before its pairs are merged.
 
     Args:
-        expression: whose matches are the words; None is GPT-2's own.
-        composes: text is put into Unicode's form C first.
-        takes_words: a word that is a token is that token, whatever the pairs say.
+        expressions: each cuts the pieces of the one before; its matches and the rest are pieces.
+            None is the tokenizers library's own form of GPT-2's expression.
+        composes: text is normalized to Unicode's form C first.
+        takes_words: a word that is in the vocabulary is one token, whatever the merges are.
+        adds_begin: a begin token is in front of a prompt where the file does not say.
     """
 
-    expression: str | None = None
+    expressions: tuple[str, ...] | None = None
     composes: bool = False
     takes_words: bool = False
+    adds_begin: bool = False
 
 
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?" + _UPPER + "*" + _LOWER + "+%s"
+    r"|[^\r\n\p{L}\p{N}]?" + _UPPER + "+" + _LOWER + "*%s"
+    r"|\p{N}%s|" + _TAIL
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_MARKED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = PreTokenizer((_CUT % "{1,3}",), takes_words=True, adds_begin=True)
+_QWEN2 = PreTokenizer((_CUT % "",), composes=True)
+_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+# The names that llama.cpp's llama-vocab.cpp gives the same expression share an entry.
 PRE = {
     "gpt-2": PreTokenizer(),
-    "llama-bpe": PreTokenizer(_CUT % "{1,3}", takes_words=True),
-    "qwen2": PreTokenizer(_CUT % "", composes=True),
+    "llama-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_CUT % "{1,3}",))),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan"), PreTokenizer((_CUT % "",))),
+    **dict.fromkeys(("mpt", "olmo", "jais", "phi-2", "gigachat", "roberta-bpe"), PreTokenizer()),
+    **dict.fromkeys(("jina-es", "jina-de", "jina-v2-es", "jina-v2-de"), PreTokenizer()),
+    **dict.fromkeys(("modern-bert", "a.x-4.0", "mellum", "trillion"), PreTokenizer()),
+    **dict.fromkeys(
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _DIGITS
+    ),
+    "tekken": PreTokenizer((_CASED % ("", "", ""),), takes_words=True, adds_begin=True),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "kanana2"), PreTokenizer((_CASED % (_SUFFIX, _SUFFIX, "{1,3}"),))
+    ),
+    "qwen35": PreTokenizer((_MARKED,), composes=True),
+}
+# Keys of a tokenizer that are read, or that nothing computed depends on.
+_READ = {
+    *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
+    *("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces"),
+    *("precompiled_charsmap", "eot_token_id", "eom_token_id", "prefix_token_id"),
+    *("suffix_token_id", "middle_token_id", "mask_token_id"),
+    *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
+    *(f"{key}_token_id" for key in ROLE_KEYS.values()),
+}
+# Values with which other keys have no effect.
+_NEUTRAL: dict[str, Any] = {
+    "add_sep_token": False,
+    "escape_whitespaces": True,
+    "treat_whitespace_as_suffix": False,
 }
 
 
@@ -105,6 +155,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
             f"{str(header.path)!r} has a tokenizer of the kind {kind!r}; read are "
             f"{', '.join(_KINDS)}. Give the tokenizer of the model's own directory."
         )
+    _check_keys(header, kind)
     found = _read_vocabulary(header)
     try:
         tokenizer = build(found)
@@ -124,13 +175,39 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
             if token is None:
                 raise found.damaged(f"its {role} token has the id {id!r}, which no token has")
             roles[role] = token
-    settings = {name: header.metadata[f"tokenizer.ggml.{name}"]
-                for name in ("add_bos_token", "add_eos_token")
-                if isinstance(header.metadata.get(f"tokenizer.ggml.{name}"), bool)}  # fmt: skip
+    settings: dict[str, Any] = {
+        name: header.metadata.get(f"tokenizer.ggml.{name}", default)
+        for name, default in _added_tokens(header, kind).items()
+    }
+    settings = {name: value for name, value in settings.items() if isinstance(value, bool)}
     template = header.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template
     return GgufTokenizer(tokenizer.to_str().encode(), roles, settings)
+
+
+def _added_tokens(header: GgufHeader, kind: str) -> dict[str, bool | None]:
+    """Return which tokens llama.cpp adds to a prompt where the file does not say."""
+    rules = PRE.get(str(header.metadata.get("tokenizer.ggml.pre")))
+    begins = kind == "llama" or (kind == "gpt2" and rules is not None and rules.adds_begin)
+    return {"add_bos_token": begins or None, "add_eos_token": True if kind == "t5" else None}
+
+
+def _check_keys(header: GgufHeader, kind: str) -> None:
+    """Raise `DataError` for keys of the tokenizer that would change ids and are not supported."""
+    prefix = "tokenizer.ggml."
+    names = [key.removeprefix(prefix) for key in header.metadata if key.startswith(prefix)]
+    neutral = {**_NEUTRAL, **({"add_sep_token": True} if kind == "bert" else {})}
+    wrong = [
+        f"{prefix}{name}={header.metadata[prefix + name]!r}"
+        for name in names
+        if name not in _READ and neutral.get(name, ...) != header.metadata[prefix + name]
+    ]
+    if wrong:
+        raise DataError(
+            f"{str(header.path)!r} has keys of a tokenizer that are not supported: "
+            f"{', '.join(wrong)}. Give the tokenizer of the model's own directory."
+        )
 
 
 def _read_vocabulary(header: GgufHeader) -> _Vocabulary:
@@ -191,8 +268,9 @@ def _byte_pairs(found: _Vocabulary) -> Any:
     rules = PRE.get(name) if isinstance(name, str) else None
     if rules is None:
         raise DataError(
-            f"{str(found.path)!r} cuts text in the way tokenizer.ggml.pre={name!r}; known are "
-            f"{', '.join(PRE)}. Give the tokenizer of the model's own directory."
+            f"{str(found.path)!r} cuts text in the way tokenizer.ggml.pre={name!r}, which is not "
+            f"supported (supported: {', '.join(PRE)}). Give the tokenizer of the model's own "
+            "directory."
         )
     merges = found.metadata.get("tokenizer.ggml.merges", [])
     # A part of a pair may begin with a space, and never ends with one.
@@ -205,12 +283,12 @@ def _byte_pairs(found: _Vocabulary) -> Any:
     tokenizer = Tokenizer(model)
     if rules.composes:
         tokenizer.normalizer = norm.NFC()
-    if rules.expression is None:
+    if rules.expressions is None:
         tokenizer.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
     else:
-        cut = pre.Split(Regex(rules.expression), "isolated")
+        cuts = [pre.Split(Regex(expression), "isolated") for expression in rules.expressions]
         letters = pre.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre.Sequence([cut, letters])
+        tokenizer.pre_tokenizer = pre.Sequence([*cuts, letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

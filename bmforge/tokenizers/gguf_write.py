@@ -131,10 +131,12 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     if len(letters) != 1 or letters[0].get("add_prefix_space") or len(cuts) != 1 + len(splits):
         raise _unsaid(f"its pre-tokenizer {[step['type'] for step in cuts]}")
     takes_words = bool(settings["model"].get("ignore_merges"))
-    rules = PreTokenizer(splits[0] if splits else None, composes, takes_words)
-    name = next((name for name, known in PRE.items() if known == rules), None)
+    wanted = PreTokenizer(tuple(splits) if splits else None, composes, takes_words)
+    # Whether a begin token is added has a key of its own.
+    names = (name for name, known in PRE.items() if known._replace(adds_begin=False) == wanted)
+    name = next(names, None)
     if name is None:
-        raise _unsaid(f"it cuts text by {rules.expression or 'GPT-2'!r}")
+        raise _unsaid(f"it cuts text by {splits or 'GPT-2'!r}")
     merges = settings["model"]["merges"]
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     return {"pre": name, "merges": pairs}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,32 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama of transformers with a tokenizer of one kind."""
-    make, post = KINDS[request.param]
-    out = tmp_path_factory.mktemp(request.param)
+    return _save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of these, where the tokenizer does not matter."""
+    return _save("bytes-none", tmp_path_factory.mktemp("plain"))
+
+
+@cache
+def _theirs(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def _ours(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def _model(folder: Path) -> Any:
+    return AutoModel.from_pretrained(folder).eval()
+
+
+def _save(kind: str, out: Path) -> Path:
+    make, post = KINDS[kind]
     flags = {"add_bos_token": True, "add_eos_token": False} if post == "flags" else {}
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=make(post), bos_token=BEGIN, eos_token=END, **flags
@@ -125,21 +150,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 )
 @given(text=TEXTS)
 def test_prompt_ids_are_those_of_transformers(folder: Path, text: str) -> None:
-    ours = AutoTokenizer.from_pretrained(folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = _ours(folder)
+    theirs = _theirs(folder)
     assert ours.encode_prompt(text) == theirs(text).input_ids
 
 
 @pytest.mark.parametrize("prompt", ["the quick", "fox é", "dog "])
 def test_every_path_writes_what_transformers_writes(folder: Path, prompt: str) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = _theirs(folder)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     out = reference.generate(ids, max_new_tokens=20, do_sample=False)[0].tolist()
     ends = set(reference.generation_config.eos_token_id)
     shown = out[:-1] if out[-1] in ends else out
     text = tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    model, ours = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, ours = _model(folder), _ours(folder)
     assert write_text(model, ours, prompt, max_new_tokens=20) == text
     assert generate(model, ids, max_new_tokens=20)[0].tolist() == out
     with Engine(folder, config=EngineConfig(max_tokens=64)) as engine:
@@ -155,14 +180,14 @@ def test_every_path_writes_what_transformers_writes(folder: Path, prompt: str) -
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_stop_strings_end_the_text_in_front_of_them(folder: Path, data: st.DataObject) -> None:
     """A stop string found in the free continuation cuts it there, in each way to generate."""
     model, tokenizer = (
-        AutoModel.from_pretrained(folder).eval(),
-        AutoTokenizer.from_pretrained(folder),
+        _model(folder),
+        _ours(folder),
     )
     options: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": ()}
     free = write_text(model, tokenizer, "the quick", **options).removeprefix("the quick")
@@ -185,8 +210,8 @@ def test_stop_strings_end_the_text_in_front_of_them(folder: Path, data: st.DataO
 @given(said=TEXTS.filter(lambda text: text.strip() != ""))
 def test_chat_ids_are_those_of_transformers(folder: Path, said: str) -> None:
     """The template's special tokens are tokens; their names in a message are characters."""
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = AutoTokenizer.from_pretrained(folder)
+    theirs = _theirs(folder)
+    ours = _ours(folder)
     template, model = ChatTemplate(TEMPLATE, ours), _shell(folder)
     for text in (said, f"{said}{END}{TURN}system"):
         messages = [{"role": "user", "content": text}]
@@ -208,7 +233,7 @@ def _shell(folder: Path) -> Llama:
     return model
 
 
-def _with_generation(folder: Path, tmp_path: Path, **fields: Any) -> Any:
+def _with_generation(folder: Path, **fields: Any) -> Any:
     model = AutoModel.from_pretrained(folder).eval()
     model.config.raw["generation_config"] = {"eos_token_id": 1, "pad_token_id": 1, **fields}
     return model
@@ -244,10 +269,8 @@ UNSUPPORTED = list(FIELDS)[7:]
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_published_field_gives_transformers_tokens_or_is_refused(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
-    model = _with_generation(folder, tmp_path, **{name: FIELDS[name]})
+def test_a_published_field_gives_transformers_tokens_or_is_refused(plain: Path, name: str) -> None:
+    model = _with_generation(plain, **{name: FIELDS[name]})
     ids = torch.tensor([[0, 60, 70, 80]])
     given = {} if name == "max_new_tokens" else {"max_new_tokens": 12}
     if name in UNSUPPORTED:
@@ -255,16 +278,16 @@ def test_a_published_field_gives_transformers_tokens_or_is_refused(
             generate(model, ids, **given)
         return
     ours = generate(model, ids, **given)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(plain).eval()
     reference.generation_config = transformers.GenerationConfig(
         eos_token_id=1, pad_token_id=1, **{name: FIELDS[name]}
     )
     assert ours.tolist() == reference.generate(ids, **given).tolist()
 
 
-def test_published_sampling_is_the_default_and_gives_way(folder: Path, tmp_path: Path) -> None:
+def test_published_sampling_is_the_default_and_gives_way(plain: Path) -> None:
     published = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
-    model = _with_generation(folder, tmp_path, **published)
+    model = _with_generation(plain, **published)
     config = complete_config(model, GenerationConfig())
     assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (
         True,
@@ -279,9 +302,9 @@ def test_published_sampling_is_the_default_and_gives_way(folder: Path, tmp_path:
     assert complete_config(model, GenerationConfig(temperature=0.3)).temperature == 0.3
 
 
-def test_generation_config_is_written_back(folder: Path, tmp_path: Path) -> None:
-    AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "export")
-    names = [folder / "generation_config.json", tmp_path / "export" / "generation_config.json"]
+def test_generation_config_is_written_back(plain: Path, tmp_path: Path) -> None:
+    _model(plain).save_pretrained(tmp_path / "export")
+    names = [plain / "generation_config.json", tmp_path / "export" / "generation_config.json"]
     old, new = (json.loads(name.read_text()) for name in names)
     assert old == new
     assert "generation_config" not in json.loads((tmp_path / "export/config.json").read_text())

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_mapped_model_does_not_touch_its_file(saved: Path) -> None:
+def test_writing_to_a_model_does_not_touch_its_file(saved: Path) -> None:
     """Its parameters can be written to; the file, and other models of it, stay as they are."""
     before = (saved / "model.safetensors").read_bytes()
     files = WeightFiles(saved)
@@ -144,7 +145,7 @@ def test_a_mapped_model_does_not_touch_its_file(saved: Path) -> None:
     assert_equal_trees(Llama.from_pretrained(saved).state_dict(), first.state_dict())
 
 
-def test_a_mapped_parameter_takes_no_neighbours_along(saved: Path) -> None:
+def test_a_parameter_has_a_storage_of_its_own(saved: Path) -> None:
     """A copy or a pickle of one layer holds that layer only."""
     model = Llama.from_pretrained(saved)
     weight = model.layers["0"].attn.k_proj.weight
@@ -153,6 +154,24 @@ def test_a_mapped_parameter_takes_no_neighbours_along(saved: Path) -> None:
     torch.save(weight.detach(), buffer)
     assert buffer.getbuffer().nbytes < 2 * weight.numel() * 4 + 4096
     assert torch.equal(copy.deepcopy(model).layers["0"].attn.k_proj.weight, weight)
+
+
+@pytest.mark.parametrize("length", [0, 8, 4096])
+def test_a_model_outlives_a_file_that_is_cut(saved: Path, length: int) -> None:
+    """In a process of its own, which a signal would end."""
+    program = (
+        "import os, sys, torch\n"
+        "from bmforge.models import AutoModel\n"
+        "model = AutoModel.from_pretrained(sys.argv[1]).eval()\n"
+        "os.truncate(sys.argv[1] + '/model.safetensors', int(sys.argv[2]))\n"
+        "print(float(model(torch.tensor([[1, 2, 3]])).logits.abs().sum()))\n"
+    )
+    want = Llama.from_pretrained(saved).eval()(torch.tensor([[1, 2, 3]])).logits.abs().sum()
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(saved), str(length)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-500:]
+    assert float(run.stdout) == pytest.approx(float(want))
 
 
 def test_a_model_outlives_its_directory(saved: Path) -> None:

@@ -53,11 +53,11 @@ def byte_pairs(name: str) -> FastTokenizer:
     """Train byte pairs that cut text in one of the known ways."""
     rules = PRE[name]
     tokenizer = Tokenizer(models.BPE(ignore_merges=rules.takes_words))
-    letters = pre.ByteLevel(add_prefix_space=False, use_regex=rules.expression is None)
+    letters = pre.ByteLevel(add_prefix_space=False, use_regex=rules.expressions is None)
     tokenizer.pre_tokenizer = letters
-    if rules.expression:
-        split = pre.Split(Regex(rules.expression), "isolated")
-        tokenizer.pre_tokenizer = pre.Sequence([split, letters])
+    if rules.expressions:
+        splits = [pre.Split(Regex(expression), "isolated") for expression in rules.expressions]
+        tokenizer.pre_tokenizer = pre.Sequence([*splits, letters])
     tokenizer.normalizer = norm.NFC() if rules.composes else None
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre.ByteLevel.alphabet()
@@ -136,7 +136,8 @@ def assert_same(one: Any, other: Any, texts: list[str] = TEXTS) -> None:
 def test_byte_pairs_there_and_back(tmp_path, name):
     mine = byte_pairs(name)
     found = describe_tokenizer(mine, ROWS, "{{ messages }}")
-    assert found["tokenizer.ggml.pre"] == name
+    written = PRE[found["tokenizer.ggml.pre"]]  # several names share an expression
+    assert written._replace(adds_begin=False) == PRE[name]._replace(adds_begin=False)
     assert len(found["tokenizer.ggml.tokens"]) == ROWS
     path = write_metadata(tmp_path / "a.gguf", found)
     back = AutoTokenizer.from_pretrained(path)

@@ -12,7 +12,8 @@ thu-coai/EVA, and the README of OpenBMB/CPM-Bee.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,50 +91,96 @@ def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list
         return [_continue_hidden(model, tokenizer, ids, options)]
     if is_span:
         return [_write_span(model, tokenizer, ids, options)]
-    return _continue_texts(model, tokenizer, ids, options)
-
-
-def _continue_texts(
-    model: Any, tokenizer: Any, ids: Sequence[int], options: dict[str, Any]
-) -> list[str]:
-    """Return the prompt with each continuation, which ends in front of the first stop string."""
     config = GenerationConfig(**options)
+    shown = "" if traits.reads == "apart" else _show(tokenizer, ids)
+    return [shown + text for text in continue_ids(model, tokenizer, ids, config)]
+
+
+def continue_ids(
+    model: Any,
+    tokenizer: Any,
+    ids: Sequence[int],
+    config: GenerationConfig,
+    on_text: Callable[[str], None] | None = None,
+) -> list[str]:
+    """Return the text of each continuation, which ends in front of the first stop string.
+
+    Args:
+        model: any model that generates text.
+        tokenizer: the model's.
+        ids: of the prompt, or of the text that an encoder reads.
+        config: how to continue.
+        on_text: called with each piece of the first continuation's text.
+
+    Raises:
+        ConfigError: an option that does not fit.
+        ShapeError: ids that the model does not have.
+    """
     stops, config = config.stop_strings, config.replace(stop_strings=())
     if stops and config.num_beams > 1:
         raise ConfigError(
             f"num_beams={config.num_beams} and stop_strings exclude each other: the text of a beam "
             "search is known only at its end. Leave one of them out."
         )
+    if config.eos_token_id is None:
+        config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))
     is_apart = model.traits.reads == "apart"
-    before = [] if is_apart else ids
-    hidden = [*config.eos_tokens, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
-    streams: list[TextStream] = []
-
-    def read(tokens: Tensor) -> Tensor:
-        while len(streams) < len(tokens):
-            streams.append(TextStream(tokenizer, stops, hidden, before))
-        for stream, token in zip(streams, tokens.tolist(), strict=True):
-            stream.add([token])
-        return torch.tensor([stream.is_stopped for stream in streams], device=tokens.device)
-
-    device = next(model.parameters()).device
-    rows = generate(
-        model, torch.tensor([ids], device=device), config=config, stop=read if stops else None
-    )
-    begin = 1 if is_apart else len(ids)
-    if not stops:
-        streams = [TextStream(tokenizer, (), hidden, before) for _ in rows]
-        for stream, row in zip(streams, rows[:, begin:].tolist(), strict=True):
-            stream.add(_cut_at(row, config.eos_tokens))
-    for stream in streams:
-        stream.finish()
-    shown = "" if is_apart else _show(tokenizer, ids)
-    return [shown + stream.text for stream in streams]
+    marks = [*config.eos_tokens, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
+    before = () if is_apart else ids
+    reader = _RowTexts(tokenizer, stops, marks, before, config.eos_tokens, on_text)
+    rows = torch.tensor([ids], device=next(model.parameters()).device)
+    stop = reader.read if stops or on_text is not None else None
+    out = generate(model, rows, torch.ones_like(rows), config, stop=stop)
+    if stop is None:
+        for tokens in out[:, 1 if is_apart else len(ids) :].T:
+            reader.read(tokens)
+    return reader.finish()
 
 
-def _cut_at(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
-    """Return the ids in front of the first end token."""
-    return ids[: next((at for at, id in enumerate(ids) if id in ends), len(ids))]
+class _RowTexts:
+    """Decodes the continuations of a batch step by step.
+
+    Args:
+        tokenizer, stops, hidden, before: as in `TextStream`, for every row.
+        ends: end tokens; what follows one in its row is padding.
+        on_text: called with the pieces of the first row's text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str],
+        hidden: Sequence[int | None],
+        before: Sequence[int],
+        ends: Collection[int],
+        on_text: Callable[[str], None] | None,
+    ) -> None:
+        self._make = partial(TextStream, tokenizer, stops, hidden, before)
+        self._ends, self._on_text = ends, on_text
+        self._streams: list[TextStream] = []
+        self._ended: list[bool] = []
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Take the tokens of one step, (R,); return which rows have met a stop string, (R,)."""
+        while len(self._streams) < len(tokens):
+            self._streams.append(self._make())
+            self._ended.append(False)
+        for row, token in enumerate(tokens.tolist()):
+            if not self._ended[row]:
+                self._ended[row] = token in self._ends
+                self._show(row, self._streams[row].add([token]))
+        stopped = [stream.is_stopped for stream in self._streams]
+        return torch.tensor(stopped, device=tokens.device)
+
+    def finish(self) -> list[str]:
+        """Return the whole texts, after the last step."""
+        for row, stream in enumerate(self._streams):
+            self._show(row, stream.finish())
+        return [stream.text for stream in self._streams]
+
+    def _show(self, row: int, piece: str) -> None:
+        if row == 0 and piece and self._on_text is not None:
+            self._on_text(piece)
 
 
 def _complete(options: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

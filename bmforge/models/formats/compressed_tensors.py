@@ -219,9 +219,6 @@ class CompressedLinears:
         """Return fp32, in which values come."""
         return torch.float32
 
-    def map_tensor(self, name: str) -> Tensor | None:
-        """None: the values lie nowhere."""
-
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
         rows, columns = slices

@@ -25,7 +25,7 @@ from bmforge.models.formats.gguf_blocks import (
 )
 from bmforge.models.formats.gguf_config import find_architecture
 from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permuted, restore_rows
-from bmforge.models.formats.safe_file import MappedFile, identify
+from bmforge.models.formats.safe_file import CheckedFile, identify
 from bmforge.models.weights import WeightRule
 from bmforge.nn.packing import QuantSpec
 
@@ -37,7 +37,7 @@ _CHUNK_BYTES = 1 << 20
 _ROW_MATRIX = ".ffn_gate_inp_shexp.weight"
 
 
-class GgufFile(MappedFile):
+class GgufFile(CheckedFile):
     """One GGUF file; see `TensorFile`. Nothing is read of a tensor until asked for.
 
     Names are the file's, dims in torch's order, rows of query and key in the order of ours.
@@ -50,22 +50,13 @@ class GgufFile(MappedFile):
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                identity = identify(file.fileno())
-        except OSError as error:
-            raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}).") from error
-        super().__init__(path, identity)
+        super().__init__(path, _identify(path))
         self.header = read_gguf_header(path)
-        parts = self.header.metadata.get("split.count", 1)
-        if type(parts) is not int or parts > 1:
-            raise CheckpointError(
-                f"{str(path)!r} is one of several parts; join them with llama.cpp's gguf-split "
-                "--merge and name the whole."
-            )
         self.architecture = find_architecture(self.header)
         tensors = self.header.tensors
         self._entries = {name: tensors[name] for name in tensors if name not in ROPE_TENSORS}
+        others = {entry.path for entry in self._entries.values() if entry.path is not None}
+        self._parts = {part: CheckedFile(part, _identify(part)) for part in others}
         self._head_dims = {name: self._head_dim(name) for name in self._entries}
 
     @property
@@ -93,13 +84,6 @@ class GgufFile(MappedFile):
         """Return the names of tensors that only some heads use."""
         names = ("output", "cls", "cls.output")
         return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
-
-    def map_tensor(self, name: str) -> Tensor | None:
-        """Return a tensor whose memory is the file's, where it holds the values as they are."""
-        entry = self._entries[name]
-        if entry.kind not in FLOAT_KINDS or self._head_dims[name]:
-            return None
-        return self.map_place(name, entry.start, entry.size, self.dtype(name), self._shape(name))
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Read a slice into `target` (its shape, plain, on the CPU, contiguous, same dtype)."""
@@ -171,8 +155,9 @@ class GgufFile(MappedFile):
         breaks = (order.values.diff() > 2).nonzero().flatten() + 1
         out = torch.empty(len(rows), size, dtype=torch.uint8)
         try:
-            with self.path.open("rb", buffering=0) as file:
-                self.check_same(file.fileno())
+            checked = self if entry.path is None else self._parts[entry.path]
+            with checked.path.open("rb", buffering=0) as file:
+                checked.check_same(file.fileno())
                 for part in torch.tensor_split(torch.arange(len(rows)), breaks):
                     wanted = order.values[part]
                     first = int(wanted[0])
@@ -194,3 +179,16 @@ class GgufFile(MappedFile):
                 raise self.damaged("it ends too early")
             done += got
         return data
+
+
+def _identify(path: Path) -> tuple[int, int, int]:
+    """Return the identity of a file; see `safe_file.identify`.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return identify(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}).") from error

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bmforge.errors import MissingDependencyError
 from bmforge.gguf_header import BLOCKS
 from bmforge.nn.packing import QuantSpec
 
@@ -68,7 +69,23 @@ def read_values(kind: str, rows: Tensor) -> Tensor:
     """
     if kind in FLOAT_KINDS:
         return rows.view(FLOAT_KINDS[kind])
+    if kind not in _UNPACK:
+        return _dequantize(kind, rows)
     return unpack_blocks(kind, rows).values()
+
+
+def _dequantize(kind: str, rows: Tensor) -> Tensor:
+    """Return the values of a kind whose integers no packed layer here holds, by `gguf`'s tables.
+
+    Raises:
+        MissingDependencyError: the package `gguf` is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingDependencyError("gguf", "gguf", f"reading {kind} tensors") from error
+    values = gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(values).view(len(rows), -1).float()
 
 
 def unpack_blocks(kind: str, rows: Tensor) -> Groups:

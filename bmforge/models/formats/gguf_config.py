@@ -20,7 +20,14 @@ from bmforge.errors import CheckpointError, suggest
 from bmforge.gguf_header import GgufHeader, read_gguf_header
 from bmforge.models.formats.gguf_rope import read_rope
 
-__all__ = ["ARCHITECTURES", "Architecture", "find_architecture", "read_gguf_config", "to_raw"]
+__all__ = [
+    "ARCHITECTURES",
+    "SAMPLING_KEYS",
+    "Architecture",
+    "find_architecture",
+    "read_gguf_config",
+    "to_raw",
+]
 
 _MAX_NUMBER = 1 << 31
 _WIDTHS = {
@@ -219,14 +226,44 @@ def to_raw(header: GgufHeader) -> dict[str, Any]:
         raw["tie_word_embeddings"] = "output.weight" not in header.tensors
     _SPECIAL.get(found.name, _leave)(raw, own)
     if found.rotary:
-        raw |= read_rope(header, found.kind, raw.get("head_dim") or _head_dim(raw))
-        read = ("rope.freq_base", "rope.scaling.")
-        own.taken |= {key for key in own.names() if key.startswith(read)}
+        rope, keys = read_rope(header, found.kind, raw.get("head_dim") or _head_dim(raw))
+        raw |= rope
+        own.taken |= keys
     for key, value in found.alone.items():
         if own.number(key, value) != value:
             own.taken.remove(key)
     own.check_layers()
-    return raw | own.rest()
+    raw |= own.rest()
+    generation = _read_generation(header)
+    return {**raw, "generation_config": generation} if generation else raw
+
+
+# Published sampling options: their key behind "general.sampling." -> transformers' field.
+SAMPLING_KEYS = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "temp": "temperature",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def _read_generation(header: GgufHeader) -> dict[str, Any]:
+    """Return what generation_config.json would hold: end tokens and sampling options."""
+    metadata = header.metadata
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    fields: dict[str, Any] = {
+        "eos_token_id": list(dict.fromkeys(id for id in ends if type(id) is int))
+    }
+    for key, name in SAMPLING_KEYS.items():
+        value = metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float):
+            fields[name] = float(str(np.float32(value))) if isinstance(value, float) else value
+    if fields.keys() & {"top_k", "top_p", "min_p", "temperature"}:
+        fields["do_sample"] = fields.get("temperature", 1.0) > 0
+        if not fields["do_sample"]:
+            del fields["temperature"]
+    return {name: value for name, value in fields.items() if value != []}
 
 
 def _head_dim(raw: dict[str, Any]) -> int:

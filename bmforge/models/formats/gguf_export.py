@@ -10,8 +10,10 @@ import torch
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models.base import Model
+from bmforge.models.config import ModelConfig
 from bmforge.models.config_file import GENERATION_FILE
 from bmforge.models.formats.convert import find_companions, find_dtype
+from bmforge.models.formats.gguf_config import SAMPLING_KEYS
 from bmforge.models.formats.gguf_write import GgufType, check_target, write_gguf
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import AutoModel, find_model
@@ -66,6 +68,29 @@ def export_gguf(
     tokens: dict[str, Any] | None = None
     if tokenizer is not None:
         tokens = describe_tokenizer(tokenizer, model.config.vocab_size, template)
+        tokens |= _describe_generation(model.config, tokenizer.eos_id)
     else:
         get_logger().warning("%s: written without a tokenizer; it takes token ids only", path)
     return write_gguf(model, path, kind, tokens=tokens, overwrite=overwrite)
+
+
+def _describe_generation(config: ModelConfig, eos_id: int | None) -> dict[str, Any]:
+    """Return the keys of generation_config.json's end tokens and sampling options."""
+    published = config.generation_defaults
+    ids: list[int] = []
+    for source in (published, config.raw):
+        value = source.get("eos_token_id")
+        ids += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+    others = [id for id in dict.fromkeys(ids) if id != eos_id and 0 <= id < config.vocab_size]
+    if len(others) > 2:
+        get_logger().warning(
+            "GGUF holds three end tokens; these of the model's are left out: %s", others[2:]
+        )
+    roles = zip(("eot", "eom"), others, strict=False)
+    keys: dict[str, Any] = {f"tokenizer.ggml.{role}_token_id": id for role, id in roles}
+    if published.get("do_sample"):
+        for key, name in SAMPLING_KEYS.items():
+            if isinstance(published.get(name), int | float):
+                value = published[name]
+                keys[f"general.sampling.{key}"] = int(value) if key == "top_k" else float(value)
+    return keys

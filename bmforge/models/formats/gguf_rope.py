@@ -25,44 +25,87 @@ _LLAMA3 = {
 }
 
 
-def read_rope(header: GgufHeader, kind: str, head_dim: int) -> dict[str, Any]:
-    """Return config.json's rotary fields.
+def read_rope(header: GgufHeader, kind: str, head_dim: int) -> tuple[dict[str, Any], set[str]]:
+    """Return config.json's rotary fields, and the metadata keys that they account for.
+
+    A key that is not among these changes llama.cpp's numbers in a way that no field expresses.
 
     Args:
-        header: of a file.
+        header: of the file.
         kind: its architecture.
-        head_dim: dims that are turned.
+        head_dim: number of rotated dimensions.
+
+    Returns:
+        the fields; keys without the architecture's name.
 
     Raises:
-        CheckpointError: scaling that is not understood.
+        CheckpointError: a scaling type that is not supported, or a value that is no number.
     """
-    found = {k: v for k, v in header.metadata.items() if k.startswith(f"{kind}.rope.")}
-    numbers = {k.removeprefix(f"{kind}.rope."): v for k, v in found.items()}
-    theta = float(_number(header, numbers, "freq_base", 10000.0))
-    scaling = str(numbers.get("scaling.type", "none"))
-    freqs = _factors(header, "rope_freqs.weight", head_dim)
+    prefix = f"{kind}.rope."
+    values = {
+        key.removeprefix(prefix): value
+        for key, value in header.metadata.items()
+        if key.startswith(prefix)
+    }
+    theta = float(_number(header, values, "freq_base", 10000.0))
+    fields, read = _read_scaling(header, kind, values, theta, head_dim)
+    neutral = {key for key, value in _NEUTRAL.items() if values.get(key, value) == value}
+    keys = {f"rope.{key}" for key in ("freq_base", "scaling.type", *read, *neutral)}
+    return {"rope_theta": theta, "rope_scaling": fields}, keys
+
+
+# Values of keys with which they have no effect in llama.cpp.
+_NEUTRAL = {
+    "scaling.factor": 1.0,
+    "scaling.attn_factor": 1.0,
+    "scaling.yarn_ext_factor": 1.0,
+    "scaling.yarn_attn_factor": 1.0,
+    "scaling.yarn_log_multiplier": 0.0,
+}
+_ORIGINAL = "scaling.original_context_length"
+# Keys that llama.cpp reads for YaRN alone.
+_YARN = (_ORIGINAL, "scaling.yarn_beta_fast", "scaling.yarn_beta_slow")
+
+
+def _read_scaling(
+    header: GgufHeader, kind: str, values: dict[str, Any], theta: float, head_dim: int
+) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """Return config.json's rope_scaling and the keys behind "rope." that it accounts for."""
+    # A factor without a type is linear scaling in llama.cpp.
+    name = str(values.get("scaling.type", "linear" if "scaling.factor" in values else "none"))
+    frequencies = _factors(header, "rope_freqs.weight", head_dim)
     short = _factors(header, "rope_factors_short.weight", head_dim)
-    fields: dict[str, Any] | None = None
-    if freqs is not None:
-        fields = _from_frequencies(freqs, theta, header, kind)
-    elif short is not None:
+    if name not in ("none", "linear", "yarn", "longrope") or (name == "longrope" and short is None):
+        raise CheckpointError(
+            f"{str(header.path)!r} has the rotary scaling {name!r}, which is not supported "
+            "(supported: none, linear, yarn, longrope). Convert the model from its original files."
+        )
+    if frequencies is not None:
+        return _from_frequencies(frequencies, theta, header, kind), _YARN
+    if short is not None:
+        attention = _number(header, values, "scaling.attn_factor", 1.0)
         long = _factors(header, "rope_factors_long.weight", head_dim)
         fields = {"rope_type": "longrope", "short_factor": short, "long_factor": long or short}
-        fields["attention_factor"] = float(_number(header, numbers, "scaling.attn_factor", 1.0))
-    elif scaling in ("linear", "yarn"):
-        factor = float(_number(header, numbers, "scaling.factor", 1.0))
-        fields = {"rope_type": scaling, "factor": factor}
-    elif scaling != "none":
-        raise CheckpointError(
-            f"{str(header.path)!r} has rotary scaling {scaling!r}, which is not read."
-        )
-    if fields is not None and fields["rope_type"] in ("yarn", "longrope"):
-        original = _number(header, numbers, "scaling.original_context_length", 0)
-        fields.setdefault("original_max_position_embeddings", original or None)
-        for name in ("beta_fast", "beta_slow") if scaling == "yarn" else ():
-            if f"scaling.yarn_{name}" in numbers:
-                fields[name] = _number(header, numbers, f"scaling.yarn_{name}", 0.0)
-    return {"rope_theta": theta, "rope_scaling": fields}
+        fields |= {
+            "attention_factor": float(attention),
+            "original_max_position_embeddings": _number(header, values, _ORIGINAL, 0) or None,
+        }
+        return fields, (*_YARN, "scaling.attn_factor")
+    if name == "none":
+        return None, (*_YARN, "scaling.factor")
+    factor = float(_number(header, values, "scaling.factor", 1.0)) or 1.0
+    if name == "linear":
+        return {"rope_type": "linear", "factor": factor}, (*_YARN, "scaling.factor")
+    fields = {"rope_type": "yarn", "factor": factor}
+    fields["original_max_position_embeddings"] = _number(header, values, _ORIGINAL, 0) or None
+    for beta in ("beta_fast", "beta_slow"):
+        if f"scaling.yarn_{beta}" in values:
+            fields[beta] = _number(header, values, f"scaling.yarn_{beta}", 0.0)
+    if "scaling.attn_factor" in values:
+        # llama.cpp multiplies YaRN's own factor on cosines and sines by it.
+        own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        fields["attention_factor"] = own * _number(header, values, "scaling.attn_factor", 1.0)
+    return fields, (*_YARN, "scaling.factor", "scaling.attn_factor")
 
 
 def _number(header: GgufHeader, numbers: dict[str, Any], key: str, default: float) -> Any:
@@ -82,7 +125,7 @@ def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None
             f"{name} in {str(header.path)!r} is {place.shape} in {place.kind}; needed is one "
             f"number in F32 for each of {head_dim // 2} frequencies."
         )
-    with header.path.open("rb") as file:
+    with (place.path or header.path).open("rb") as file:
         file.seek(place.start)
         data = bytearray(file.read(place.size))
     if len(data) != place.size:

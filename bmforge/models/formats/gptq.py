@@ -219,9 +219,6 @@ class PackedLinears:
         """Return fp32, in which values come."""
         return torch.float32
 
-    def map_tensor(self, name: str) -> Tensor | None:
-        """None: the values lie nowhere."""
-
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
         inputs, group = slices[1], self._group(self.shapes[name][1])

@@ -96,9 +96,6 @@ class _PickledFile:
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
 
-    def map_tensor(self, name: str) -> Tensor | None:
-        """Return None: tensors in a pickle may share memory."""
-
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         target.copy_(self._tensors[name][slices])
 
@@ -212,10 +209,6 @@ class WeightFiles:
         file = self._files[name]
         assert isinstance(file, _HOLDS_INTEGERS)
         return file.read_groups(name, slices)
-
-    def map_tensor(self, name: str) -> Tensor | None:
-        """Return a tensor that is mapped from the file; see `SafeFile.map_tensor`."""
-        return self._files[name].map_tensor(name)
 
     def plan_read(self, name: str, slices: tuple[slice, ...], target: Tensor) -> Read:
         """Return a `Read` of a slice of a tensor into `target`, for `run_reads`."""

@@ -130,9 +130,6 @@ class MegatronShards:
         """Return the dtype of a stored tensor."""
         return self._shards[0][name].dtype
 
-    def map_tensor(self, name: str) -> Tensor | None:
-        """Return None: a tensor is split over several files."""
-
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Copy a slice of the unsplit tensor into `target`, from all shards that overlap it."""
         for shard, source, place in self._pieces(name):

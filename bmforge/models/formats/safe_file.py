@@ -29,7 +29,7 @@ from bmforge.logging import track
 
 __all__ = [
     "FileReads",
-    "MappedFile",
+    "CheckedFile",
     "Read",
     "SafeFile",
     "TensorFile",
@@ -79,8 +79,8 @@ class FileReads(Protocol):
         """Fill `target` from `offset` on; raises `OSError` if the file is too short."""
 
 
-class MappedFile:
-    """File with tensors that are read or mapped; changes after opening are an error.
+class CheckedFile:
+    """A file of tensors that must stay the same file while it is read.
 
     Args:
         path: path of the file.
@@ -90,29 +90,6 @@ class MappedFile:
     def __init__(self, path: Path, identity: tuple[int, int, int]) -> None:
         self.path = path
         self._identity = identity
-        self._storage: torch.UntypedStorage | None = None
-        self._mapped: set[str] = set()
-
-    def map_place(
-        self, name: str, start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> Tensor | None:
-        """Return a tensor that is mapped from the file: pages are loaded on first use.
-
-        Writing to it changes only this tensor's memory, not the file (copy on write). None if the
-        tensor is not aligned to its element size in the file.
-        """
-        if start % dtype.itemsize or not size:
-            return None
-        if self._storage is None or name in self._mapped:  # tensors must not share memory
-            with self.path.open("rb") as file:
-                self.check_same(file.fileno())
-                length = os.fstat(file.fileno()).st_size
-            self._storage = torch.UntypedStorage.from_file(str(self.path), False, length)
-            self._mapped.clear()
-        self._mapped.add(name)
-        # A separate storage, so that copying or pickling the tensor does not include others.
-        part: Any = self._storage[start : start + size]
-        return torch.empty(0, dtype=dtype).set_(part).view(shape)
 
     def check_same(self, descriptor: int) -> None:
         """Raise `CheckpointError` if an opened file is not the original one."""
@@ -124,7 +101,7 @@ class MappedFile:
         return _damaged(self.path, reason)
 
 
-class SafeFile(MappedFile):
+class SafeFile(CheckedFile):
     """One safetensors file; tensors are read lazily.
 
     Args:
@@ -173,11 +150,6 @@ class SafeFile(MappedFile):
                 f"{name} in {str(self.path)!r} has dtype {kind}; known: {', '.join(_DTYPES)}."
             )
         return _DTYPES[kind]
-
-    def map_tensor(self, name: str) -> Tensor | None:
-        """Return a tensor that is mapped from the file; see `MappedFile.map_place`."""
-        entry = self._entries[name]
-        return self.map_place(name, entry.start, entry.size, self.dtype(name), entry.shape)
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
@@ -230,9 +202,6 @@ class TensorFile(Protocol):
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a stored tensor."""
-
-    def map_tensor(self, name: str) -> Tensor | None:
-        """Return an unshared tensor that is mapped from the file, or None."""
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
