@@ -132,8 +132,8 @@ def _package_keys() -> list[str]:
         texts = (
             [v for v in vars(group).values() if isinstance(v, str)] if type(group) is type else []
         )
-        names += [text.format(arch="llama") for text in texts if text.startswith("{arch}.")]
-    return sorted(set(names))
+        names += [text.replace("{arch}", "llama") for text in texts if text.startswith("{arch}.")]
+    return sorted(name for name in set(names) if "{" not in name)
 
 
 def test_keys_of_the_package_are_read_or_refused(folder: Path) -> None:

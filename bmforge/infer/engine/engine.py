@@ -1,4 +1,4 @@
-"""`Engine`: a model in a budget of bytes, and everything that it is asked for."""
+"""`Engine`: runs a model within a memory budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bmforge.infer.engine.encodings import Encoding
 from bmforge.infer.engine.hold import Hold
 from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
 from bmforge.infer.engine.memory_plan import MemoryPlan
-from bmforge.infer.engine.packed_place import make_packed_place
+from bmforge.infer.engine.packed_place import make_packed_place, reporting_full_disk
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
@@ -45,6 +45,7 @@ from bmforge.models.pack import PackedReader
 from bmforge.models.quantize import quantize_, quantize_directory
 from bmforge.nn.packing import QuantSpec
 from bmforge.settings import TalkConfig
+from bmforge.surgery import persistent_tensors
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tune.delta.choose import DeltaChoice, check_names, choosing_deltas
 
@@ -52,40 +53,38 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Runs a model whose weights need not fit: blocks that do not come and go, in order.
+    """Runs a model within a memory budget: generation, embeddings, scores and conversations.
 
-    A call of the model has the bits of the same model without a budget; tokens are written from
-    scores that are the same to rounding (`native_step`). One request at a time, but for those that
-    are submitted: they run beside each other. `delta=` of whatever is asked names the deltas that
-    work for it: one, several, () for the base alone; None takes the model as it stands.
+    Blocks that do not fit are streamed from the host or the disk in every pass, with the results of
+    the same model without a budget (up to rounding: `native_step`). Calls run one at a time;
+    submitted requests are batched. ``delta=`` names the adapters of a call: one, several, or () for
+    the base model alone; None is the model as it is.
 
     Args:
-        model: directory, hub id or short name, which is opened; or any module with repeated blocks,
-            which is placed as planned and stays the same object.
-        device_budget_bytes: for weights, slots, keys and values, and the largest step, of every
-            device; None takes what is free.
-        host_budget_bytes: of host memory, where the device is another; None takes half of what is
-            free.
-        quantize: a scheme (`nn.packing.PRESETS`) by which the weights are packed first: of a module
-            in place; of a directory into a temporary one, a tensor at a time, which lies in
-            `EngineConfig.spill_directory`; one whose process was killed goes when the next engine
-            opens. `quantize_directory` does it once and for all.
-        dtype: of the weights; None takes fp32, or what a module has.
-        devices: accelerators, by number or name, over which blocks are divided in their order: one
-            is filled after the other, and where not all fit, each brings its own as they come and
-            go; ``"cpu"`` may be among them. None takes one.
-        tokenizer: None takes the one beside the weights.
-        config: what is asked of it.
-        options: of `Model.from_pretrained`, such as `head` or `allow_unknown`.
+        model: directory, hub id or short name of a model; or a module with repeated blocks, which
+            is placed as planned and stays the same object.
+        device_budget_bytes: budget of every device for weights, streaming buffers, KV cache and
+            activations (default: the free memory).
+        host_budget_bytes: budget of host memory if the device is an accelerator (default: half of
+            the free memory).
+        quantize: scheme (`nn.packing.PRESETS`) to quantize the weights with; those of a directory
+            are written, one tensor at a time, into `EngineConfig.spill_directory`. To keep them,
+            call `quantize_directory`.
+        dtype: dtype of the weights (default: fp32, or the module's).
+        devices: accelerators, by number or name, that are filled with blocks one after the other;
+            "cpu" may be one (default: one device).
+        tokenizer: tokenizer (default: the model directory's).
+        config: limits of the engine.
+        options: arguments of `Model.from_pretrained`, such as `head` or `allow_unknown`.
 
     Attributes:
-        plan: where everything is; prints as a table.
-        model: the plain module, in eval mode, for everything else that can be done with it. What
-            was opened has no parameter that takes gradients, until it is told to.
+        plan: placement of the blocks; prints as a table.
+        model: the plain module, in eval mode. The parameters of an opened directory do not require
+            gradients.
 
     Raises:
-        ConfigError: a budget that is too small, which says the smallest that works, before anything
-            is read; one that is out of range; or a model that is laid out over processes.
+        ConfigError: a budget that is too small (the message names the smallest that works, before
+            anything is read) or out of range; or a model that is parallelized over processes.
         CheckpointError: the weights do not fit the model, or are damaged.
     """
 
@@ -156,11 +155,13 @@ class Engine:
         """Return the model of a directory on meta, and what gives it its weights by a plan."""
         self._directory = source = find_model(name)
         if quantize is not None:
-            plan(PackedReader(*AutoModel.describe_pretrained(source, **options), quantize).model)
+            described = PackedReader(*AutoModel.describe_pretrained(source, **options), quantize)
+            plan(described.model)
             packed, give_back = make_packed_place(self.config.spill_directory)
             self._given.callback(give_back)
-            allowed, target = options.get("allow_unknown", ()), packed / "model"
-            source = quantize_directory(source, target, quantize, allow_unknown=allowed)
+            allowed = options.get("allow_unknown", ())
+            with reporting_full_disk(packed, persistent_tensors(described.model).values()):
+                source = quantize_directory(source, packed / "m", quantize, allow_unknown=allowed)
         made, files = AutoModel.describe_pretrained(
             source, dtype=dtype or torch.float32, reads=DirectReads(), **options
         )

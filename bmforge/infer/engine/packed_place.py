@@ -6,14 +6,20 @@ lives, and whoever makes the next directory in the same place removes those that
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
+from bmforge.memory.spill import format_bytes
 
 fcntl: Any
 try:
@@ -21,7 +27,7 @@ try:
 except ImportError:  # no such locks here: what is left behind stays
     fcntl = None
 
-__all__ = ["make_packed_place"]
+__all__ = ["make_packed_place", "reporting_full_disk"]
 
 _PREFIX = "bmforge-packed-"
 
@@ -35,7 +41,13 @@ def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
     parent = Path(tempfile.gettempdir() if folder is None else folder)
     _remove_abandoned(parent)
     while True:
-        place = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        try:
+            place = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        except OSError as error:
+            raise ConfigError(
+                f"EngineConfig.spill_directory={str(parent)!r} cannot be used ({error.strerror}). "
+                "Name a directory that exists and can be written."
+            ) from error
         descriptor = None if fcntl is None else os.open(place, os.O_RDONLY)
         if descriptor is None or _hold(place, descriptor):
             break
@@ -47,6 +59,30 @@ def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
             os.close(descriptor)
 
     return place, give_back
+
+
+@contextmanager
+def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[None]:
+    """Raise `ConfigError` if a disk has less room than packed weights need, or becomes full.
+
+    Args:
+        folder: directory that they are written to.
+        weights: the packed weights, which may be on meta.
+    """
+    needed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < needed_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
+            raise
+        raise ConfigError(
+            f"EngineConfig.spill_directory={str(folder.parent)!r} has {format_bytes(free_bytes)} "
+            f"free and {format_bytes(needed_bytes)} are needed ({error.strerror}). Free some, or "
+            "name a directory on another disk."
+        ) from error
 
 
 def _hold(place: Path, descriptor: int) -> bool:

@@ -349,6 +349,8 @@ class _Metadata:
         out = {}
         for key in self.names():
             value = self.header.metadata[f"{self.kind}.{key}"]
+            if key.startswith("rope.") and isinstance(value, int | float) and not value:
+                value = str(value)  # a config accepts unknown fields that are 0, as without effect
             if key not in self.taken:
                 out[f"{self.kind}.{key}"] = value if not hasattr(value, "tolist") else "an array"
         return out
