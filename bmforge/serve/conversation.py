@@ -92,9 +92,7 @@ class Prompter:
             )
         said = [normalize_message(m.model_dump(exclude_none=True)) for m in messages]
         try:
-            ids = encode_messages(
-                self.template, said, model, tokenizer, tools, begin, **variables
-            )
+            ids = encode_messages(self.template, said, model, tokenizer, tools, begin, **variables)
             mark = self.template.end_mark()
         except BmforgeError as error:
             raise RequestError(str(error), "messages", code="invalid_value") from error

@@ -145,7 +145,10 @@ def test_keys_of_the_package_are_read_or_refused(folder: Path) -> None:
     for key in _package_keys():
         if key in present:
             continue
-        raw = read_gguf_config(_write(folder, {key: 3}))
+        try:
+            raw = read_gguf_config(_write(folder, {key: 3}))
+        except BmforgeError:
+            continue
         if raw == plain:
             silent.append(key.removeprefix("llama."))
     assert set(silent) <= WITHOUT_EFFECT, set(silent) - WITHOUT_EFFECT
