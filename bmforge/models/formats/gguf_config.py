@@ -336,7 +336,7 @@ class _Metadata:
 
     def check_layers(self) -> None:
         """Raise where there are not even as many tensors as layers, before those are made."""
-        for key in ("block_count", "decoder_block_count"):
+        for key in {"block_count", "decoder_block_count"} & self.taken:
             count = self.number(key, 0)
             if count > len(self.header.tensors):
                 raise CheckpointError(
