@@ -208,7 +208,7 @@ def test_refused_by_name(tmp_path):
     """Other ways to cut, other kinds, and what contradicts itself."""
     usual = describe_tokenizer(byte_pairs("gpt-2"), ROWS)
     for changes, said in (
-        ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre='deepseek-llm'; known are gpt-2"),
+        ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre='deepseek-llm', which is not supported"),
         ({"pre": 3}, "pre=3"),
         ({"model": "rwkv"}, "kind 'rwkv'"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token is there twice"),
