@@ -1,11 +1,11 @@
 // Attention over whole sequences on a CPU: softmax(scale q k^T + mask) v, and its gradients.
 //
-// Scores exist one tile at a time and are made again in backward from the kept log-sum-exp, as in
-// FlashAttention (Dao et al. 2022). All arithmetic is fp32, also of bf16 tensors. One thread takes
-// one row's key-value head with all query heads that share it, so sums never depend on threads.
-// floats.hpp stands before it.
+// Scores are computed one tile at a time, and recomputed in backward from the log-sum-exp, as in
+// FlashAttention (Dao et al. 2022). Arithmetic is fp32, also for bf16 tensors. One thread processes
+// one key-value head with all query heads that share it, so sums do not depend on the thread count.
+// floats.hpp is included before this file.
 
-// Rows and vectors of one block of sums, which fill the registers.
+// Rows and vectors of one block of accumulators, which fill the registers.
 #if defined(__AVX512F__)
 constexpr int ROWS = 6, VECS = 4;
 #elif defined(__AVX2__)
@@ -13,7 +13,7 @@ constexpr int ROWS = 6, VECS = 2;
 #else
 constexpr int ROWS = 4, VECS = 2;
 #endif
-constexpr int TILE = 64;  // queries and keys of a tile of scores
+constexpr int TILE = 64;  // queries and keys per tile of scores
 
 // c (rows x vecs * W) = or += a (rows x depth, any strides) times b (depth rows, ldb apart).
 template <int rows, int vecs>
@@ -73,7 +73,7 @@ struct Array {
   int64_t row, head, token;
 };
 
-// Bytes (batch, queries, keys), 1 where a query may look; no data lets all look.
+// Bytes (batch, queries, keys), 1 where a query attends to a key; without data all are 1.
 struct Mask {
   const uint8_t* data;
   int64_t row, query;
@@ -102,7 +102,7 @@ static void write_tokens(const Array& x, int64_t row, int64_t head, int64_t firs
   }
 }
 
-// Tiles of keys, each (width, TILE); tokens that are not there are zeros.
+// Tiles of keys, each (width, TILE); padded with zeros.
 template <typename E>
 static void read_turned(const Array& x, int64_t row, int64_t head, int64_t count, int64_t width,
                         float* out) {
@@ -115,7 +115,7 @@ static void read_turned(const Array& x, int64_t row, int64_t head, int64_t count
 
 enum class Sight { none, some, all };
 
-// Which of a tile's keys its queries see.
+// The keys of a tile that its queries attend to.
 static Sight look(const Shape& s, const Mask& mask, int64_t row, int64_t query, int queries,
                   int64_t key, int keys) {
   if (s.causal && key > query + queries - 1) return Sight::none;
@@ -130,7 +130,7 @@ static Sight look(const Shape& s, const Mask& mask, int64_t row, int64_t query, 
   return seen == (int64_t)queries * TILE && !s.causal ? Sight::all : Sight::some;
 }
 
-// Put `hidden` where a query may not look.
+// Write `hidden` where a query does not attend to a key.
 static void hide(const Shape& s, const Mask& mask, int64_t row, int64_t query, int queries,
                  int64_t key, int keys, float hidden, float* scores) {
   for (int i = 0; i < queries; i++) {
@@ -145,8 +145,8 @@ static void hide(const Shape& s, const Mask& mask, int64_t row, int64_t query, i
   }
 }
 
-// Which weights dropout keeps is a function of the seed and the weight's place, so that backward
-// finds the same; both hashes are the last steps of well-known generators.
+// The dropout mask is a hash of the seed and the position of the weight, so that backward computes
+// the same one; the hashes are the finalizers of two known generators.
 static inline uint32_t hash_line(const Shape& s, int64_t row, int64_t head, int64_t query) {
   const uint64_t line = (row * s.heads + head) * s.queries + query + 1;
   uint64_t x = (uint64_t)s.seed + line * 0x9e3779b97f4a7c15u;  // SplitMix64 (Steele et al. 2014)
@@ -155,19 +155,19 @@ static inline uint32_t hash_line(const Shape& s, int64_t row, int64_t head, int6
   return (uint32_t)(x ^ (x >> 31));
 }
 
-// Factors of W weights from that of `key` on: 0 or 1 / (1 - dropout).
+// Dropout factors of W weights from `key` on: 0 or 1 / (1 - dropout).
 static inline Vec keep(const Shape& s, uint32_t line, int64_t key) {
   Words x;
   for (int i = 0; i < W; i++) x[i] = i;
   x = (x + (uint32_t)key) * 0x9e3779b9u + line;
-  x = (x ^ (x >> 16)) * 0x85ebca6bu;  // MurmurHash3's end (Appleby)
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;  // finalizer of MurmurHash3 (Appleby)
   x = (x ^ (x >> 13)) * 0xc2b2ae35u;
-  x = (x ^ (x >> 16)) >> 8;  // 24 bits, which a float holds exactly
+  x = (x ^ (x >> 16)) >> 8;  // 24 bits, which are exact in a float
   const Vec drawn = __builtin_convertvector((Ints)x, Vec);
   return choose(drawn >= s.dropout * 16777216.0f, Vec{} + 1.0f / (1.0f - s.dropout), Vec{});
 }
 
-// One more tile of a row's softmax: weights in place of scores, what was summed is scaled down.
+// Add a tile to the running softmax of a row: scores become weights, previous sums are rescaled.
 static void soften(const Shape& s, uint32_t line, int64_t key, float* scores, float* largest,
                    float* total, float* sums) {
   Vec top = load(scores);
@@ -177,7 +177,7 @@ static void soften(const Shape& s, uint32_t line, int64_t key, float* scores, fl
   }
   float now = *largest;
   for (int i = 0; i < W; i++) now = std::max(now, top[i]);
-  if (now == -INFINITY) {  // nothing was seen yet
+  if (now == -INFINITY) {  // no visible key so far
     std::fill(scores, scores + TILE, 0.0f);
     return;
   }
@@ -196,7 +196,7 @@ static void soften(const Shape& s, uint32_t line, int64_t key, float* scores, fl
   *total += sum(added);
 }
 
-// A row's weights again in place of scores, and gradients of scores in place of those of weights.
+// Recompute a row's weights from scores, and gradients of scores from those of weights.
 static void unsoften(const Shape& s, uint32_t line, int64_t key, float lse, float common,
                      float* weights, float* of_scores) {
   for (int j = 0; j < TILE; j += W) {
@@ -277,7 +277,7 @@ static void backward_head(const Shape& s, const Array& q, const Array& k, const 
     for (int64_t first = 0; first < s.queries; first += TILE) {
       const int count = std::min<int64_t>(TILE, s.queries - first);
       float common[TILE];
-      // The outputs stand where the queries' gradients will.
+      // The outputs are stored where the gradients of the queries will be.
       read_tokens<E>(out, row, head, first, count, width, 1.0f, of_query);
       read_tokens<E>(grad, row, head, first, count, width, 1.0f, of_out);
       for (int i = 0; i < count; i++) {
@@ -313,12 +313,12 @@ static void backward_head(const Shape& s, const Array& q, const Array& k, const 
       for (int64_t h = 0; h < count * width; h++) of_query[h] *= s.scale;
       write_tokens<E>(grad_q, row, head, first, count, width, of_query);
     }
-  // The queries were scaled, so the keys' gradients are.
+  // The queries were scaled, so the gradients of the keys are too.
   write_tokens<E>(grad_k, row, shared, 0, s.keys, width, of_keys);
   write_tokens<E>(grad_v, row, shared, 0, s.keys, width, of_values);
 }
 
-// Floats that one thread needs beside the tensors.
+// Floats of scratch memory per thread.
 extern "C" int64_t attention_scratch(const Shape* s, int backward) {
   const int64_t size = (s->keys + TILE - 1) / TILE * TILE * s->width, tile = TILE * s->width;
   return backward ? 5 * size + 3 * tile + 2 * TILE * TILE : 2 * size + 2 * tile + TILE * TILE;

@@ -1,11 +1,11 @@
-// Vectors of floats: what the kernels of attention and of what works row by row share.
+// Vectors of floats, used by the kernels of attention and of row-wise operations.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-// Floats in a vector.
+// floats per vector
 #if defined(__AVX512F__)
 constexpr int W = 16;
 #elif defined(__AVX2__)
@@ -37,11 +37,11 @@ static inline void narrow(float value, uint16_t* at) {
   *at = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (uint16_t)rounded;
 }
 
-// exp of what is not above 88: 2^n times the polynomial of Cephes' expf (Moshier), 1 ulp or so.
+// exp for arguments up to 88: 2^n times the polynomial of Cephes' expf (Moshier), about 1 ulp.
 static inline Vec exponential(Vec x) {
   const Ints large = x > -87.0f;
   x = choose(large, x, Vec{} - 87.0f);
-  const Vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the low bits hold n
+  const Vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: n is in the low bits
   const Vec n = shifted - 12582912.0f;
   const Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;

@@ -1,14 +1,14 @@
-// Sixteen lanes, one for every row of a panel, on three instruction sets.
+// Sixteen lanes, one per row of a panel, for three instruction sets.
 //
 // A block is 64 bytes: lane r has bytes 4r to 4r + 3, four columns of row r. `dot` adds the products
-// of a lane's four bytes and four activations, which are the same for all lanes. Integer sums are
-// exact; float operations are single multiplications and additions, never contracted; so all three
-// instruction sets give the same bits.
+// of a lane's four bytes with four activations, which are common to all lanes. Integer sums are
+// exact; float operations are single multiplications and additions, never fused; so all three
+// instruction sets give identical bits.
 
 #include <cstdint>
 #include <cstring>
 
-struct Bf16 { uint16_t bits; };  // a float's first half
+struct Bf16 { uint16_t bits; };  // upper half of a float
 
 #if defined(__AVX2__)
 
@@ -24,13 +24,13 @@ static inline float sum_eight(__m256 x) {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
-// What is added to a signed byte before it is multiplied, and taken off again by `begin`.
+// Offset added to signed bytes before they are multiplied; `begin` subtracts its effect.
 static const int BYTE_SHIFT = 128;
 typedef __m512 Floats;
 typedef __m512i Ints;
 typedef __m512i Block;
-typedef __m512i Shorts;  // sums on the way to Ints
-static const int MOST_PANELS = 2, MOST_TOKENS = 6;  // of a tile whose sums fit into the registers
+typedef __m512i Shorts;  // partial sums for Ints
+static const int MOST_PANELS = 2, MOST_TOKENS = 6;  // tile sizes whose sums fit into the registers
 
 static inline Floats floats(float value) { return _mm512_set1_ps(value); }
 static inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -45,7 +45,7 @@ static inline Floats load(const int8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
 static inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
-// The lanes' sum: lane i and i + 8 first, then i and i + 4, and so on.
+// Sum of the lanes: lanes i and i + 8 first, then i and i + 4, and so on.
 static inline float sum(Floats x) {
   const __m256 high = _mm512_castps512_ps256(_mm512_shuffle_f32x4(x, x, 0x4e));
   return sum_eight(_mm256_add_ps(_mm512_castps512_ps256(x), high));
@@ -63,7 +63,7 @@ static inline Block high_nibbles(Block x) { return low_nibbles(_mm512_srli_epi16
 static inline Block ready_bytes(Block x) {
   return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80));
 }
-// By hand: around the intrinsic gcc copies every sum twice.
+// Assembly, since with the intrinsic gcc copies every sum twice.
 static inline Ints dot(Ints sum, Block x, int32_t four) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(_mm512_set1_epi32(four)));
   return sum;
@@ -76,7 +76,7 @@ static inline Ints end_shorts(Ints, Shorts part) { return part; }
 static inline Shorts dot_nibbles(Shorts sum, Block x, int32_t four) { return dot(sum, x, four); }
 static inline Block less_eight(Block x) { return _mm512_sub_epi8(x, _mm512_set1_epi8(8)); }
 
-// Column `j` of the four in a lane, as a float.
+// Column `j` of four in a lane, as a float.
 template <int j>
 static inline Floats column(Block x) {
   return as_floats(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * j), 24));
@@ -139,7 +139,7 @@ static inline Block high_nibbles(Block x) {
 static inline Block ready_bytes(Block x) {
   return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(x.b)};
 }
-// |w| * (x with w's sign): two products are at most 2 * 128 * 127, which 16 bits hold.
+// |w| * (x with the sign of w): two products are at most 2 * 128 * 127, which fits 16 bits.
 static inline __m256i dot_half(__m256i sum, __m256i ready, __m256i bytes, __m256i four) {
   const __m256i pairs = _mm256_maddubs_epi16(ready, _mm256_sign_epi8(four, bytes));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -151,7 +151,7 @@ static inline Ints dot_bytes(Ints sum, Block ready, Block bytes, int32_t four) {
 static inline Shorts begin_shorts(Ints) {
   return {_mm256_setzero_si256(), _mm256_setzero_si256()};
 }
-// Eight of these, 8 * 2 * 15 * 127, stay below 2^15.
+// Eight of these are at most 8 * 2 * 15 * 127 < 2^15.
 static inline Shorts dot_nibbles(Shorts sum, Block x, int32_t four) {
   const __m256i y = _mm256_set1_epi32(four);
   return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(x.a, y)),
@@ -188,7 +188,7 @@ static inline float widen(uint16_t half) {
   if (rest >= 0x7c00) bits += (255 - 31 - (127 - 15)) << 23;
   float value;
   memcpy(&value, &bits, 4);
-  if (rest < 0x0400) value = (float)rest * 5.9604644775390625e-8f;  // below the normal ones
+  if (rest < 0x0400) value = (float)rest * 5.9604644775390625e-8f;  // subnormal
   memcpy(&bits, &value, 4);
   bits |= sign;
   memcpy(&value, &bits, 4);

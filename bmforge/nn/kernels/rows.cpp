@@ -1,7 +1,7 @@
-// Products of plain weights, as torch lays them out, with one to a few tokens.
+// Products of plain weights in torch's layout with one to a few tokens.
 //
-// Every result is summed in one order: four sums of sixteen lanes, 64 columns a step, are added as
-// pairs, and then the lanes; so the number of tokens and the instruction set change no bit.
+// Every result is summed in a fixed order: four sums of sixteen lanes, 64 columns per step, added
+// in pairs, and then the lanes; so results do not depend on token count or instruction set.
 
 #include <unistd.h>
 
@@ -16,9 +16,9 @@ enum Kind { FP32, BF16, FP16, PACKED };
 
 static const int STEP = 64;  // columns
 static const int FLOAT_TOKENS = 4;
-static const int ROW_SUMS = 16;  // rows times tokens whose sums wait for the next columns
+static const int ROW_SUMS = 16;  // rows times tokens whose sums are kept in registers
 
-// Bytes of a core's nearest cache.
+// Bytes of a core's L1 cache.
 static int64_t nearest_bytes() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
   static const int64_t told = sysconf(_SC_LEVEL1_DCACHE_SIZE);
@@ -28,7 +28,7 @@ static int64_t nearest_bytes() {
   return told > 0 ? told : 32 << 10;
 }
 
-// What is left of a row behind whole steps, with zeros behind it.
+// The rest of a row after whole steps, padded with zeros.
 template <typename E>
 static inline void copy_rest(const E* from, int64_t count, E* to) {
   memset(to, 0, STEP * sizeof(E));
@@ -44,8 +44,8 @@ static inline void add_step(Floats (*total)[4], const E* w, const float* x, int6
   }
 }
 
-// Some columns of a row times T tokens, added to `total`; a last step is filled up with zeros.
-// Memory is asked for what comes next: a little ahead, or, of divided rows, the next part.
+// Add some columns of a row times T tokens to `total`; the last step is padded with zeros.
+// Prefetches a little ahead or, if rows are split, the next part.
 template <int T, bool DIVIDED, typename E>
 static inline void add_columns_of(const E* w, const E* next, int64_t count, const float* x,
                                   int64_t stride, Floats (*total)[4]) {
@@ -69,7 +69,7 @@ static inline float sum_lanes(const Floats* total) {
   return sum(add(add(total[0], total[1]), add(total[2], total[3])));
 }
 
-// Rows times T tokens, whose results are `apart` floats from each other.
+// Rows times T tokens, with results `apart` floats apart.
 template <int T, typename E>
 static void multiply_whole_rows(const E* w, int64_t rows, int64_t columns, const float* x,
                                 float* out, int64_t apart) {
@@ -82,8 +82,8 @@ static void multiply_whole_rows(const E* w, int64_t rows, int64_t columns, const
   }
 }
 
-// The same, part by part of the columns, for a few rows at a time: a part of what goes in stays in
-// the nearest cache while that of each row passes by.
+// The same, one part of the columns at a time, for a few rows: that part of the input stays in the
+// L1 cache for all of these rows.
 template <int T, typename E>
 static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, const float* x,
                                   float* out, int64_t apart) {
@@ -102,7 +102,7 @@ static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, con
       for (int64_t row = 0; row < few; row++) {
         const E* from = w + row * columns + first;
         const E* next = row + 1 < few ? from + columns : next_part;
-        if constexpr (T == 1) {  // waits for memory, and longer with its sums in registers: measured
+        if constexpr (T == 1) {  // memory-bound, and measured to be slower with sums in registers
           add_columns_of<T, true>(from, next, count, x + first, columns, total[row]);
         } else {
           Floats own[T][4];
@@ -120,26 +120,26 @@ static void multiply_divided_rows(const E* w, int64_t rows, int64_t columns, con
   }
 }
 
-// Rows that pass once, with all tokens.
+// One pass over the rows, with all tokens.
 template <int T, typename E>
 static void multiply_once(const E* w, int64_t rows, int64_t columns, const float* x, float* out,
                           int64_t apart) {
-  // Whether the nearest cache keeps what goes in from one row to the next.
+  // Whether the L1 cache keeps the input from one row to the next.
   const int64_t pass_by = columns * (int64_t)(T * sizeof(float) + sizeof(E));
   const bool stays = pass_by <= nearest_bytes() * 3 / 4;
   if (stays) multiply_whole_rows<T>(w, rows, columns, x, out, apart);
   else multiply_divided_rows<T>(w, rows, columns, x, out, apart);
 }
 
-// f with a number of tokens, 1 to FLOAT_TOKENS, that the compiler knows.
+// Call f with the number of tokens, 1 to FLOAT_TOKENS, as a compile-time constant.
 template <int T = FLOAT_TOKENS, typename F>
 static inline void with_tokens(int64_t count, F f) {
   if (count == T) f(std::integral_constant<int, T>());
   else if constexpr (T > 1) with_tokens<T - 1>(count, f);
 }
 
-// Rows from `first` to `last` times all tokens; results of a token are `apart` floats behind those
-// of the one before. Some rows stay near the core while many tokens pass by, a few at a time.
+// Rows `first` to `last` times all tokens; results of consecutive tokens are `apart` floats apart.
+// Processes a few rows at a time, so that they stay in cache for all tokens.
 template <typename E>
 static void multiply_some_rows(const E* weight, int64_t columns, int64_t first, int64_t last,
                                const float* x, int64_t tokens, float* out, int64_t apart) {

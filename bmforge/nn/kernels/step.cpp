@@ -1,11 +1,11 @@
-// Blocks of a transformer for one to a few tokens, in one call: see infer/engine/native_step.py.
+// Transformer blocks for one to a few tokens, in one call: see infer/engine/native_step.py.
 //
-// All threads go through the blocks together. What goes into products is small: each thread makes it
-// for itself. Rows of a product are divided, and what they are for is done by who has them.
+// All threads process the blocks together. Inputs of products are small, so each thread computes
+// its own copy. Rows of a product are split over the threads, and each uses its own results.
 
 #include <omp.h>
 
-// A linear layer: a plain weight, or a packed one with scales.
+// A linear layer: a plain weight, or a packed weight with scales.
 struct Matrix {
   const void *weight, *scales, *minima;
   Vector bias;
@@ -18,7 +18,7 @@ struct AttentionPart {
   Matrix query, key, value, out;
   int64_t heads, shared_heads, width;
   float scale, in_scale, add_scale;
-  int32_t exists, causal, interleaved, mask;  // which of a run's masks
+  int32_t exists, causal, interleaved, mask;  // mask: number of one of the run's masks
 };
 
 struct FeedPart {
@@ -30,7 +30,7 @@ struct FeedPart {
 
 enum NormPlace { BEFORE, AFTER, PARALLEL };
 
-// The feed-forward part's experts; its own matrices are then those of the expert for all tokens.
+// Experts of the feed-forward layer; its own matrices are then those of the shared expert.
 struct Experts {
   Matrix router, shared_gate;
   const Matrix *gates, *ups, *downs;
@@ -41,29 +41,29 @@ struct Experts {
 struct Layer {
   AttentionPart attn, cross;
   FeedPart feed;
-  const Experts* experts;  // or null
+  const Experts* experts;  // may be null
   float sum_scale;
-  int32_t norm_place, bias;  // which of a run's biases
+  int32_t norm_place, bias;  // bias: number of one of the run's biases
 };
 
 struct Run {
   const Layer* layers;
-  const Past *own, *memory;  // of each layer
+  const Past *own, *memory;  // one per layer
   const Mask* masks;
   const Bias* biases;
-  const Place* places;     // of each token, those of all rows
-  const int64_t* windows;  // by the number of a mask: how many keys a token sees; or null
+  const Place* places;     // one per token of all rows
+  const int64_t* windows;  // number of visible keys per token, by mask number; may be null
   Mask memory_mask;
   Rope rope;
-  float* x;       // (rows * tokens, hidden), what goes in and comes out
-  uint8_t* room;  // of step_room_bytes
-  // `stored` keys are in the caches already; `length` is that of the longest keys.
+  float* x;       // (rows * tokens, hidden), input and output
+  uint8_t* room;  // scratch memory of step_room_bytes
+  // `stored` keys are already in the caches; `length` is the maximum number of keys.
   int64_t count, rows, tokens, hidden, stored, page_tokens, memory_length, length;
-  int64_t widest, heads_width, keys_width, inner, experts, per_token;  // of all layers
+  int64_t widest, heads_width, keys_width, inner, experts, per_token;  // maxima over the layers
   int32_t threads;
 };
 
-// Floats that all threads share, (tokens, width) each, and those of one thread.
+// Floats shared by all threads, (tokens, width) each, and those of one thread.
 struct Room {
   float *query, *key, *value, *up, *gate, *sums, *parts, *routed, *gating, *weights;
   float *normed, *entered, *scores, *vectors;
@@ -74,9 +74,9 @@ struct Room {
 struct Thread {
   const Run& run;
   Room room;
-  int64_t count;  // of tokens, those of all rows
+  int64_t count;  // tokens of all rows
   Activations a;
-  const float* quantized_from;  // what `a` was made of, by which groups
+  const float* quantized_from;  // input of the last quantization, and its group size
   int64_t quantized_group;
 };
 
@@ -135,7 +135,7 @@ static Room divide_room(const Run& r, int thread) {
   return room;
 }
 
-// Bring what goes into a product into the form that the matrix takes.
+// Convert the input of a product to the format of the matrix.
 static void enter(Thread& t, const Matrix& m, const float* x) {
   if (m.kind != PACKED || m.keeps_floats) return;
   if (t.quantized_from == x && t.quantized_group == m.group) return;
@@ -145,7 +145,7 @@ static void enter(Thread& t, const Matrix& m, const float* x) {
   t.quantized_group = m.group;
 }
 
-// Panels of a product for all tokens, biases included; results of a token are m.rows floats.
+// Panels of a product for all tokens, with biases; results of a token are m.rows floats.
 static void multiply_some(Thread& t, const Matrix& m, const float* x, int64_t first, int64_t end,
                           float* out) {
   const int64_t low = first * PANEL, high = std::min(end * PANEL, m.rows);
@@ -168,7 +168,7 @@ static void multiply_some(Thread& t, const Matrix& m, const float* x, int64_t fi
   }
 }
 
-// Divide the panels of a matrix over the threads; who is done goes on.
+// Distribute the panels of a matrix over the threads dynamically.
 template <typename F>
 static void for_panels(const Thread& t, const Matrix& m, F f) {
   const int64_t panels = (m.rows + PANEL - 1) / PANEL;
@@ -208,7 +208,7 @@ static const float* scaled(Thread& t, const float* x, float factor) {
   return t.room.entered;
 }
 
-// What a part reads: the residual, through its norm where that stands before the part.
+// Input of a layer: the residual, normalized if the norm comes first.
 static const float* read_residual(Thread& t, const Norm& norm, int place, float factor) {
   const int64_t hidden = t.run.hidden;
   t.quantized_from = nullptr;
@@ -231,7 +231,7 @@ static void end_part(Thread& t, const Norm& norm, int place) {
   }
 }
 
-// Put a token's new keys and values of a head where the cache keeps them.
+// Store a token's new keys and values of a head in the cache.
 template <typename E>
 static void keep(Thread& t, const AttentionPart& p, const Past& past, int64_t token, int64_t head) {
   const Run& r = t.run;
@@ -256,7 +256,7 @@ static void keep(Thread& t, const AttentionPart& p, const Past& past, int64_t to
   narrow_to(t.room.value + from, p.width, past.kind, (E*)past.values + to);
 }
 
-// Which keys a token may see: of its own sequence those before it, where no mask or bias is to say.
+// Keys visible to a token: those before it in its sequence, without masks and biases.
 static Stretch find_keys(const Run& r, const AttentionPart& p, const Past& past, int64_t token,
                          int64_t head, bool hides, bool is_own) {
   const Place& place = r.places[token];
@@ -278,7 +278,7 @@ static void attend_token(Thread& t, const Layer& layer, const AttentionPart& p, 
                          int64_t token, int64_t head, bool is_own) {
   const Run& r = t.run;
   const Mask& mask = is_own ? r.masks[p.mask] : r.memory_mask;
-  const Bias& bias = r.biases[is_own ? layer.bias : 0];  // the first one adds nothing
+  const Bias& bias = r.biases[is_own ? layer.bias : 0];  // the first bias is empty
   const int64_t group = p.heads / p.shared_heads, at = head * past.head;
   const int64_t row = token / r.tokens, i = token % r.tokens;
   const bool hides = is_own && p.causal && !mask.data && !bias.data;

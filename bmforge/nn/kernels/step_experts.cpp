@@ -1,9 +1,9 @@
-// The feed-forward part of a block that is made of experts, of which each token has some.
+// Feed-forward layer with experts, of which each token uses some.
 //
-// Every thread sorts the tokens by expert for itself; an expert's rows of a product are divided.
-// What a token gets is added up in the order of its choices, so it does not depend on other tokens.
+// Every thread sorts the tokens by expert itself; the rows of an expert's products are split.
+// A token's outputs are summed in the order of its choices, independent of other tokens.
 
-// Scores become the k best experts and their weights: the softmax's, or its share of the chosen.
+// Select the k best experts and their weights: softmax, over all experts or over the selected.
 static void choose_experts(const Experts& e, float* scores, int32_t* chosen, float* weights) {
   const int64_t count = e.router.rows;
   float largest = scores[0];
@@ -24,7 +24,7 @@ static void choose_experts(const Experts& e, float* scores, int32_t* chosen, flo
     weights[j] = !e.weighs ? 1.0f : e.normalizes ? weights[j] / picked : weights[j];
 }
 
-// Numbers of choices (token * k + j) by expert, and where each expert's begin.
+// Choices (token * k + j) sorted by expert, and the first position of each expert.
 static void sort_choices(const Experts& e, const int32_t* chosen, int64_t count, int32_t* order,
                          int32_t* starts) {
   const int64_t experts = e.router.rows;
@@ -36,7 +36,7 @@ static void sort_choices(const Experts& e, const int32_t* chosen, int64_t count,
   starts[0] = 0;
 }
 
-// activation(gate) * up, or activation(up), of rows that lie one after the other.
+// activation(gate) * up, or activation(up), of contiguous rows.
 static void multiply_inner(Thread& t, const FeedPart& p, const Matrix& gate, const Matrix& up,
                            const float* x, float* gates, float* ups) {
   enter(t, up, x);
@@ -51,7 +51,7 @@ static void multiply_inner(Thread& t, const FeedPart& p, const Matrix& gate, con
   });
 }
 
-// What goes on behind the products of one expert, rows from `first` on, and of the next.
+// Remaining work after the products of one expert, from row `first` on, and of the next.
 template <typename F>
 static void for_experts(Thread& t, const Experts& e, F f) {
   const int64_t all = t.count;
@@ -133,7 +133,7 @@ static void feed(Thread& t, const Layer& layer, const float* x) {
 static void run_layer(Thread& t, const Layer& layer, const Past& own, const Past& memory) {
   const int place = layer.norm_place;
   if (place == PARALLEL) {
-    // The residual changes meanwhile; what its norm made of it is still here.
+    // The residual changes meanwhile; its normalized form is kept here.
     run_attention(t, layer, layer.attn, own, true, 1.0f);
     t.quantized_from = nullptr;
     feed(t, layer, scaled(t, t.room.normed, layer.feed.in_scale));

@@ -1,16 +1,16 @@
-// What a step is made of besides products: norms, activations, rotary positions, attention.
+// Operations of a step besides products: norms, activations, rotary positions, attention.
 //
-// Loops are over single operations in a fixed order, so that every instruction set gives one result.
+// Loops are over single operations in a fixed order, so that all instruction sets give one result.
 
 #include <cmath>
 
-// Numbers beside a matrix: fp32, bf16 or fp16; no data is none.
+// Vector of fp32, bf16 or fp16 numbers; may be empty.
 struct Vector {
   const void* data;
   int64_t kind;
 };
 
-static const int64_t BYTES = 4;  // of keys and values: integers, with a scale for each token
+static const int64_t BYTES = 4;  // dtype of keys and values: integers, with one scale per token
 
 static inline float widen_one(const void* data, int64_t kind, int64_t i) {
   if (kind == FP32) return ((const float*)data)[i];
@@ -21,7 +21,7 @@ static inline float widen_one(const void* data, int64_t kind, int64_t i) {
   return wide[0];
 }
 
-// Numbers as floats: where they are, or written to `room`.
+// Numbers as floats: in place, or converted to `room`.
 static const float* as_floats(const Vector& v, int64_t first, int64_t count, float* room) {
   if (v.kind == FP32) return (const float*)v.data + first;
   const uint16_t* from = (const uint16_t*)v.data + first;
@@ -32,7 +32,7 @@ static const float* as_floats(const Vector& v, int64_t first, int64_t count, flo
   return room;
 }
 
-// The sum of f(0) to f(count - 1): sixteen sums, then theirs as `sum` adds lanes.
+// Sum of f(0) to f(count - 1): sixteen partial sums, added in the order of `sum`.
 template <typename F>
 static inline float sum_of(int64_t count, F f) {
   float part[16] = {};
@@ -73,10 +73,10 @@ static void normalize(const Norm& norm, const float* x, int64_t count, float* ou
   }
 }
 
-// e^x; 0 below the smallest normal float. The series to the 7th power, for |rest| <= log(2) / 2.
+// e^x; 0 below the smallest normal float. Taylor series to x^7, for |rest| <= log(2) / 2.
 static inline float exponential(float x) {
   const float low = x < -87.0f ? -87.0f : x, held = low > 88.0f ? 88.0f : low;
-  const float shifted = held * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the last bit is worth 1
+  const float shifted = held * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the last bit is 1
   const float whole = shifted - 12582912.0f;
   const float rest = held - whole * 0.693359375f + whole * 2.12194440e-4f;
   float y = 1.0f / 5040.0f;
@@ -120,7 +120,7 @@ static inline void change_all(float* x, const float* times, int64_t count, F f) 
     for (int64_t i = 0; i < count; i++) x[i] = f(x[i]);
 }
 
-// x = activation(x), times another where there is one.
+// x = activation(x), times another vector if there is one.
 static void activate(int kind, float* x, const float* times, int64_t count) {
   if (kind == SILU) change_all(x, times, count, [](float v) { return v * sigmoid(v); });
   else if (kind == RELU) change_all(x, times, count, [](float v) { return v > 0 ? v : 0.0f; });
@@ -134,7 +134,7 @@ static void activate(int kind, float* x, const float* times, int64_t count) {
     });
 }
 
-// cos and sin of positions: (rows or 1, tokens, width); `row` is the stride of rows. No cos: none.
+// cos and sin of positions: (rows or 1, tokens, width); `row` is the row stride. May be null.
 struct Rope {
   const float *cos, *sin;
   int64_t row, width;
@@ -152,9 +152,9 @@ static void turn(const Rope& rope, int64_t row, int64_t token, bool interleaved,
   }
 }
 
-// Keys and values (pages, heads, tokens, width) of a kind; strides in elements, that of the width 1.
-// A page has as many tokens as a run says: a row of a batch is a single page.
-// Of bytes, each token's have a scale, (pages, heads, tokens).
+// Keys and values (pages, heads, tokens, width) of a dtype; strides in elements, 1 for the width.
+// The page size is a parameter of the run: a row of a batch is a single page.
+// Bytes have one scale per token, (pages, heads, tokens).
 struct Past {
   void *keys, *values;
   float *key_scales, *value_scales;
@@ -162,26 +162,26 @@ struct Past {
   int64_t scale_row, scale_head;
 };
 
-// Where a token is: the pages of its sequence, in order, and its number in it.
+// Position of a token: the pages of its sequence, in order, and its index.
 struct Place {
   const int32_t* pages;
   int64_t position;
 };
 
-// Where the keys from `first` to before `last` of a sequence lie.
+// Location of the keys from `first` to before `last` of a sequence.
 struct Stretch {
   const int32_t* pages;
   int64_t page_tokens, page_stride, stride, first, last;
-  const float *key_scales, *value_scales;  // of a head, or null
-  int64_t scale_stride;                    // of pages
+  const float *key_scales, *value_scales;  // of a head; may be null
+  int64_t scale_stride;                    // stride of pages
 };
 
-// The scale of a token's keys or values.
+// Scale of a token's keys or values.
 static inline float scale_of(const Stretch& s, const float* scales, int64_t j) {
   return scales[s.pages[j / s.page_tokens] * s.scale_stride + j % s.page_tokens];
 }
 
-// f(where the first lies, its number, the number behind the last) for keys side by side.
+// Call f(pointer to the first key, its index, end index) for every contiguous run of keys.
 template <typename E, typename F>
 static inline void for_pages(const Stretch& s, const E* from, F f) {
   for (int64_t j = s.first; j < s.last;) {
@@ -192,13 +192,13 @@ static inline void for_pages(const Stretch& s, const E* from, F f) {
   }
 }
 
-// Bytes (rows or 1, queries or 1, keys), 1 where a query may look; no data lets all look.
+// Bytes (rows or 1, queries or 1, keys), 1 where a query attends to a key; without data all are 1.
 struct Mask {
   const uint8_t* data;
   int64_t row, query;
 };
 
-// Added to scores: (rows or 1, heads, queries, keys); no data adds nothing.
+// Bias of scores: (rows or 1, heads, queries, keys); may be empty.
 struct Bias {
   const float* data;
   int64_t row, head, query;
@@ -217,8 +217,8 @@ static inline uint16_t to_half(float x) {
   const uint16_t sign = bits >> 16 & 0x8000;
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return sign | 0x7e00;
-  if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds beyond the largest
-  if (bits < 0x38800000) {  // below the normal ones: 0.5 has their last bit's place
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // overflow
+  if (bits < 0x38800000) {  // subnormal: the last bit of 0.5 has the right weight
     float size;
     memcpy(&size, &bits, 4);
     size += 0.5f;
@@ -247,7 +247,7 @@ static inline float dot(const float* x, const E* y, int64_t count, int64_t kind)
   return out;
 }
 
-// C times 16 columns of the weighed values.
+// C times 16 columns of the weighted values.
 template <int C, typename E>
 static inline void mix_columns(const float* weights, const E* values, const Stretch& s,
                                float* out) {
@@ -262,7 +262,7 @@ static inline void mix_columns(const float* weights, const E* values, const Stre
   for (int c = 0; c < C; c++) store(out + 16 * c, total[c]);
 }
 
-// softmax(scores) times values, written over the query. A key that is not seen has no score.
+// softmax(scores) times values, written over the query. Hidden keys have no scores.
 template <typename E>
 static void attend(float* query, const E* keys, const E* values, const Stretch& s, int64_t kind,
                    int64_t width, float scale, const uint8_t* seen, const float* bias,
