@@ -1,4 +1,4 @@
-"""Conversations as prompts: what a model reads, and what ends its answer."""
+"""Conversion of conversations to prompts, with the ends of their answers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Prompt", "Prompter"]
 
 
 class Prompt(NamedTuple):
-    """What is read, and what ends an answer.
+    """A prompt, and the ends of its answer.
 
     Attributes:
-        ids: of the conversation.
+        ids: token ids of the conversation.
         ends: tokens that end an answer.
-        stops: texts that do.
-        begins: what an answer may begin with that is not shown.
+        stops: strings that end an answer.
+        begins: prefix of the answer that is not shown.
     """
 
     ids: list[int]
@@ -37,15 +37,15 @@ class Prompt(NamedTuple):
 
 
 class Prompter:
-    """Writes conversations as a model's template, or its own form, has them.
+    """Converts conversations to prompts with a model's template or dialogue format.
 
     Args:
-        engine: with the model.
-        directory: of the model, where its template is; None takes a plain one.
-        config: the limits of a template.
+        engine: engine with the model.
+        directory: model directory with the template; None uses the default template.
+        config: limits of the template.
 
     Attributes:
-        template: what writes them; None for EVA, and for models that write no text.
+        template: the template; None for EVA, and for models that do not generate text.
     """
 
     def __init__(self, engine: AnyEngine, directory: Path | None, config: ServeConfig) -> None:
@@ -70,16 +70,16 @@ class Prompter:
         begin: str = "",
         **variables: Any,
     ) -> Prompt:
-        """Return a conversation as it is read.
+        """Return the prompt of a conversation.
 
         Args:
-            messages: what was said.
-            tools: that may be called.
+            messages: messages of the conversation.
+            tools: tools that may be called.
             begin: start of the answer, which the model continues.
             variables: further variables of the chat template, such as ``enable_thinking``.
 
         Raises:
-            RequestError: the model does not converse, or its template refuses.
+            RequestError: the model does not support chat, or its template raises an error.
         """
         model, tokenizer = self._engine.model, self._engine.tokenizer
         if model.traits.writes and model.traits.objective == "dialogues":
@@ -99,14 +99,14 @@ class Prompter:
         mark = mark.strip() or mark
         is_token = len(tokenizer.encode(mark)) == 1 if mark else True
         apart = model.traits.reads == "apart"
-        # As `decode_answer` reads an answer: what a decoder pads with is no part of one.
+        # As in `decode_answer`: a decoder's padding is not part of the answer.
         padding = [tokenizer.pad_id] if apart and tokenizer.pad_id is not None else []
         ends = tuple(dict.fromkeys([*find_ends(model, tokenizer, mark), *padding]))
         begins = model.traits.answer_sentinel.format(0) if apart else ""
         return Prompt(ids, ends, () if is_token or apart else (mark,), begins)
 
     def _write_dialogue(self, messages: Sequence[Message]) -> Prompt:
-        """Return the last utterances in EVA's form, as many as its window holds."""
+        """Return the last utterances in EVA's format, as many as fit into its window."""
         tokenizer = self._engine.tokenizer
         if any(message.role not in ("user", "assistant") for message in messages):
             raise RequestError(
