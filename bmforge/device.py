@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from bmforge.errors import ConfigError
+from bmforge.gpu_specs import peak_flops_by_name
 from bmforge.host_memory import data_room_bytes, host_memory_bytes, peak_resident_bytes
 from bmforge.native import processor_field
 
@@ -36,16 +37,6 @@ __all__ = [
     "wide_dtype",
 ]
 
-# Dense bf16/fp16 peak in FLOP/s without sparsity, from the vendors' data sheets.
-_PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "V100": 125e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo", "xpu": "xccl", "npu": "hccl"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -141,8 +132,7 @@ def peak_flops(device: torch.device) -> float | None:
     """Return the dense half-precision peak in FLOP/s, or None if it is unknown."""
     if device.type == "cpu":
         return None
-    name = device_name(device)
-    return next((flops for key, flops in _PEAK_FLOPS.items() if key in name), None)
+    return peak_flops_by_name(device_name(device))
 
 
 def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import time
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch.distributed as dist
 from bmforge.cli.plan import auto_layout
 from bmforge.device import default_device, device_name, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
+from bmforge.gpu_specs import DEVICES, Device, find_devices_by_name
 from bmforge.logging import get_logger
 from bmforge.parallel import init_distributed
-from bmforge.parallel.planner.hardware import DEVICES, Cluster, Device
+from bmforge.parallel.planner.hardware import Cluster
 from bmforge.recipes.start import traits_of
 
 __all__ = ["apply_auto_layout", "find_cluster_here"]
@@ -123,12 +123,8 @@ def _seconds(work: Any) -> float:
 
 def _find_accelerator(device: torch.device) -> Device:
     """Return the row of the table for an accelerator: by its name, then by its memory."""
-    name = device_name(device).lower().replace(" ", "").replace("-", "")
     size = torch.get_device_module(device).mem_get_info(device)[1] / _GIB
-    # The longest name that is in it: an A100 is no A10.
-    known = {key: re.sub(r"-\d+gb.*", "", key).replace("-", "") for key in DEVICES}
-    longest = max((len(stem) for stem in known.values() if stem in name), default=0)
-    kinds = [DEVICES[k] for k, stem in known.items() if stem in name and len(stem) == longest]
+    kinds = find_devices_by_name(device_name(device))
     if not kinds:
         raise ConfigError(
             f"layout=auto: {device_name(device)!r} is not in the table ({', '.join(DEVICES)}). "
