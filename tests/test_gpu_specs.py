@@ -53,7 +53,7 @@ UNKNOWN = (
 
 @pytest.mark.parametrize("name", DATA_SHEETS)
 def test_peaks_are_those_of_the_data_sheets(name: str) -> None:
-    with mock.patch.object(device, "device_name", lambda _: name):
+    with mock.patch.object(device, "device_name", return_value=name):
         run = device.peak_flops(torch.device("meta"))
     assert run == pytest.approx(DATA_SHEETS[name] * 1e12, rel=5e-3)
     plans = {find_device(one.name).peak_flops("bf16") for one in find_devices_by_name(name)}

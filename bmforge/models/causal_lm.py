@@ -274,23 +274,16 @@ class CausalLM(Model):
         weight = self.spec.balance_weight
         if weight is None or self.sum_statistics is None:
             return out
-        counted = self._count_tokens(out, attention_mask, labels)
+        # As in transformers, every token counts that is not masked, with a label or without.
+        counted = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask
+        if counted is not None and out.last_hidden_state is not None:
+            counted = counted[:, -out.last_hidden_state.shape[1] :]
         share, whole, labelled, parts = self._find_balance(routed, counted, labels)
         aux_loss = whole + parts * (share - share.detach())  # gradient averaged over the parts
         if out.loss is None or labels is None:
             return out._replace(aux_loss=aux_loss)
         own_loss = aux_loss if num_items is None else share * (labelled / num_items)
         return out._replace(loss=out.loss + weight * own_loss, aux_loss=aux_loss)
-
-    def _count_tokens(
-        self, out: ModelOutput, attention_mask: Tensor | None, labels: Tensor | None
-    ) -> Tensor | None:
-        """Return 1 for tokens that count, 0 for padding and for sequences without labels."""
-        rows = None if labels is None else (labels != IGNORE_INDEX).any(1, keepdim=True)
-        if attention_mask is None or out.last_hidden_state is None:
-            return None if rows is None else rows.expand_as(labels)  # type: ignore[arg-type]
-        mask = attention_mask[:, -out.last_hidden_state.shape[1] :]
-        return mask if rows is None else mask * rows
 
     def _find_balance(
         self, routed: list[Tensor], counted: Tensor | None, labels: Tensor | None

@@ -104,7 +104,8 @@ def test_resume_is_bit_identical(make_store, prefetch_steps: int) -> None:
         )  # fmt: skip
 
     whole = collect(loader(), 40)  # several epochs
-    assert tuple(whole[0][0]) == KEYS
+    assert tuple(whole[0][0]) == (*KEYS, "attention_mask")  # 5 rows in micro-batches of 2
+    assert [b["attention_mask"].sum().item() for b in whole[0]] == [32, 32, 16]
     for stop in (0, 1, 17):
         first = loader()
         assert same(list(itertools.islice(first, stop)), whole[:stop])

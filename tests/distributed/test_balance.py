@@ -1,4 +1,4 @@
-"""The balance of experts is that of all real tokens of a step, however these are divided.
+"""The balance of experts is that of all unmasked tokens of a step, however these are divided.
 
 The reference adds the formula of the Switch paper for the whole batch to the loss of a plain model
 that knows no balance.
@@ -44,12 +44,12 @@ def make_model(balances: bool) -> Mixtral:
 
 
 def make_rows(is_masked: bool) -> dict[str, Tensor]:
-    """Five rows with unequal numbers of labels, then three that only fill up."""
+    """Five rows with unequal numbers of labels, one without, then three that only fill up."""
     ids = torch.randint(0, 29, (ROWS, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[0, 6:] = mask[3, 3:] = 0
+    mask[0, 6:] = mask[3, 3:] = mask[REAL:] = 0
     labels = ids.masked_fill(mask == 0, -100)
-    labels[1, :5] = labels[REAL:] = -100
+    labels[1, :5] = labels[2] = labels[REAL:] = -100
     rows = {"input_ids": ids, "labels": labels}
     return {**rows, "attention_mask": mask} if is_masked else rows
 
@@ -66,7 +66,8 @@ def switch_balance(router_logits: tuple[Tensor, ...], counted: Tensor) -> Tensor
 def want(is_masked: bool) -> dict[str, Tensor]:
     model = make_model(balances=False)
     init_weights_(model, seed=3)
-    rows = {name: tensor[:REAL] for name, tensor in make_rows(is_masked).items()}
+    count = REAL if is_masked else ROWS  # only a mask tells filler rows from others
+    rows = {name: tensor[:count] for name, tensor in make_rows(is_masked).items()}
     out = model(**rows)
     counted = rows.get("attention_mask", torch.ones_like(rows["labels"]))
     loss = out.loss + WEIGHT * switch_balance(out.router_logits, counted)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,8 @@ class DataLoader:
     of shape (B, T): ``input_ids``; ``labels``, equal to them (the model shifts) but -100 in
     padding; with `reset_at_documents` also ``position_ids``, which restart behind each eos, and
     ``document_ids``, 0, 1, ... within the row; labels at the first token of a document are then
-    -100, so that nothing is predicted across a boundary.
+    -100, so that nothing is predicted across a boundary. Where G is no multiple of
+    micro_batch_size * world, also ``attention_mask``, which is 0 in the filler rows.
 
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
@@ -195,9 +197,22 @@ class _StepMaker:
         if real:
             rows[:real] = self.dataset.training_rows(first_sample + slots[:real], self.seed)
         lengths = np.where(np.arange(len(slots)) < real, self.dataset.seq_len, 0)
-        whole = _batch(rows, lengths, self.eos_id)
+        whole = dict(_batch(rows, lengths, self.eos_id))
+        if len(slots) * self.world > self.global_batch_size:
+            # On all ranks and in all micro-batches alike: a pipeline wants equal inputs.
+            whole["attention_mask"] = _mask_rows(lengths, self.dataset.seq_len)
         parts = {key: value.split(self.micro_batch_size) for key, value in whole.items()}
         return [{key: parts[key][m] for key in parts} for m in range(self.micro_batches)]
+
+
+def _mask_rows(lengths: NDArray[np.int64], seq_len: int) -> Any:
+    """Return the attention mask of rows of these lengths.
+
+    Filler rows are masked, so that the balance loss of a mixture of experts leaves them out.
+    """
+    import torch
+
+    return torch.from_numpy((np.arange(seq_len) < lengths[:, None]).astype(np.int64))
 
 
 def iter_once(

@@ -6,14 +6,12 @@ hundreds of devices is built on a laptop, by the same code that will build it th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.layout import Layout, build_mesh
@@ -85,36 +83,12 @@ def dry_run(
         join_fakes(stage * beside, world_size)
         try:
             mesh = build_mesh(layout)
-            with _join_meshes_once():
-                parallelize(model, layout, mesh=mesh, **options)
+            parallelize(model, layout, mesh=mesh, **options)
             axes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
             shares.append(_measure(model, stage * beside))
         finally:
             dist.destroy_process_group()
     return DryRun(axes, total, tuple(shares))
-
-
-@contextmanager
-def _join_meshes_once() -> Iterator[None]:
-    """Let torch join the same two meshes once.
-
-    `fully_shard` does it anew for every parameter, which is a third of a dry run's time. This is
-    for processes that are not there; a real start leaves torch as it is.
-    """
-    join = DeviceMesh._concatenate
-    joined: dict[tuple[int, ...], tuple[list[DeviceMesh], DeviceMesh]] = {}
-
-    def join_once(meshes: list[DeviceMesh]) -> DeviceMesh:
-        key = tuple(map(id, meshes))
-        if key not in joined:
-            joined[key] = meshes, join(meshes)  # kept as well: nothing else gets their ids
-        return joined[key][1]
-
-    DeviceMesh._concatenate = staticmethod(join_once)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
 
 
 def join_fakes(rank: int, world_size: int) -> None:

@@ -9,7 +9,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -25,7 +23,7 @@ from bmforge.parallel.planner.outcomes import Outcomes, tensors_of
 
 T = TypeVar("T")
 
-__all__ = ["FIRST_END", "INSIDE", "LAST_END", "PARTS", "Follower", "resizes_seen", "shapes_unseen"]
+__all__ = ["FIRST_END", "INSIDE", "LAST_END", "PARTS", "Follower"]
 
 PARTS = (
     "parameters",
@@ -41,12 +39,15 @@ INSIDE, FIRST_END, LAST_END = range(3)
 _ACTIVATIONS = PARTS.index("activations")
 _LOGITS, _COMMUNICATION = PARTS.index("logits"), PARTS.index("communication")
 _DEVICE = torch.ops.prim.device.default
+# DTensor computes the shape of a result by running the operator once more, which nobody else does.
+_SHAPE_PROPAGATION = -1
 # Files that allocate for themselves, wherever they are called from.
 _OWNERS = {
     "nn/losses.py": _LOGITS,
     "fsdp/_fully_shard": _COMMUNICATION,
     "parallel/collectives.py": _COMMUNICATION,
     "context/ring.py": _COMMUNICATION,
+    "tensor/_sharding_prop.py": _SHAPE_PROPAGATION,
 }
 _FRAMES = 12
 # Gloo makes a second buffer as large as what these gather or scatter, for as long as they run; its
@@ -81,9 +82,10 @@ class Follower(TorchDispatchMode):
     def __init__(self, copies: bool = False, outcomes: Outcomes | None = None) -> None:
         super().__init__()
         self.outcomes = outcomes or Outcomes()
-        self.copies, self.end, self.is_off = copies, INSIDE, False
+        self.copies, self.end = copies, INSIDE
         self.events: list[tuple[int, int, int]] = []
         self.alive: dict[int, _Storage] = {}
+        self.resizable: dict[int, _Storage] = {}
         self.flops = self.traffic_bytes = 0.0
 
     @classmethod
@@ -100,15 +102,17 @@ class Follower(TorchDispatchMode):
         if _has_shards(types):
             return NotImplemented
         kwargs = kwargs or {}
+        part = _part_of_caller(2)
+        self.note_resizes()
         out = self.outcomes.run(func, args, kwargs)
-        if self.is_off:
+        if part == _SHAPE_PROPAGATION:
             return out
         made = list(tensors_of(out))
         for tensor in made:
-            self._follow(tensor.untyped_storage())
+            self._follow(tensor.untyped_storage(), part)
         if self.copies and func._schema.name in _COPIED:
             self._copy(tensors_of((args, kwargs, out)))
-        self._count(func, args, kwargs, out, made)
+        self._count(func, args, kwargs, out, made, part)
         return out
 
     def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
@@ -140,6 +144,7 @@ class Follower(TorchDispatchMode):
 
     def assign(self, tensors: Iterable[Tensor], part: int, end: int) -> None:
         """Say afterwards what storages are, and whose."""
+        self.note_resizes()
         for tensor in tensors:
             found = self.alive.get(tensor.untyped_storage()._cdata)
             if found is not None and (found.part, found.end) != (part, end):
@@ -147,18 +152,24 @@ class Follower(TorchDispatchMode):
                     self.events[index] = (self.events[index][0], part, end)
                 found.part, found.end = part, end
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has another size now."""
-        found = self.alive.get(storage._cdata)
-        if found is not None:
-            self._note(found, storage.nbytes() - found.size)
+    def note_resizes(self) -> None:
+        """Note the storages that FSDP has freed or allocated since the last operator or mark.
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
+        It resizes the storages of gathered parameters, which no operator does.
+        """
+        for found in self.resizable.values():
+            storage = found.ref()
+            if storage is not None and storage.nbytes() != found.size:
+                self._note(found, storage.nbytes() - found.size)
+
+    def _follow(self, storage: torch.UntypedStorage, part: int) -> None:
         key = storage._cdata
         if key in self.alive:
             return
         reference = weakref.ref(storage, lambda _: self._forget(key))
-        found = self.alive[key] = _Storage(reference, 0, _part_of_caller(), self.end)
+        found = self.alive[key] = _Storage(reference, 0, part, self.end)
+        if part == _COMMUNICATION:
+            self.resizable[key] = found
         self._note(found, storage.nbytes())
 
     def _note(self, storage: _Storage, change: int) -> None:
@@ -168,6 +179,8 @@ class Follower(TorchDispatchMode):
             self.events.append((change, storage.part, storage.end))
 
     def _forget(self, key: int) -> None:
+        self.note_resizes()  # in the order in which they happened
+        self.resizable.pop(key, None)
         storage = self.alive.pop(key)
         self._note(storage, -storage.size)
 
@@ -176,7 +189,9 @@ class Follower(TorchDispatchMode):
         size = max(t.numel() * t.element_size() for t in sides)
         self.events += [(size, _COMMUNICATION, self.end), (-size, _COMMUNICATION, self.end)]
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor], part: int
+    ) -> None:
         formula = flop_registry.get(func._overloadpacket)
         if "scaled_dot_product" in func._schema.name:
             self.flops += _attention_flops(func._schema.name, args, kwargs)
@@ -185,15 +200,10 @@ class Follower(TorchDispatchMode):
         elif func._schema.name in _GROUPED:
             rows, other = args[0], args[1]
             self.flops += 2 * rows.numel() * other.shape[-2 if other.dim() == 3 else -1]
-        elif self._costs_traffic(func):
+        elif not _is_free(func) and part != _COMMUNICATION:
+            # What sharding copies overlaps with the products, on a stream of its own.
             moved = (*tensors_of((args, kwargs)), *made)
             self.traffic_bytes += sum(t.numel() * t.element_size() for t in moved)
-
-    def _costs_traffic(self, func: Any) -> bool:
-        """What sharding copies runs beside the products, on its own stream."""
-        if _is_free(func):
-            return False
-        return _part_of_caller(4) != _COMMUNICATION
 
 
 # Products of groups of rows with a matrix each: (S, D) x (E, F, D), and the matrices' gradients,
@@ -221,7 +231,7 @@ def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
     return products * 2 * math.prod(query.shape) * key.shape[2] / (2 if causal else 1)
 
 
-def _part_of_caller(above: int = 3) -> int:
+def _part_of_caller(above: int) -> int:
     """Return what an allocation is for, from the file that asks for it."""
     frame: Any = sys._getframe(above)
     for _ in range(_FRAMES):
@@ -237,40 +247,3 @@ def _part_of_caller(above: int = 3) -> int:
 @cache
 def _part_of_file(name: str) -> int | None:
     return next((part for file, part in _OWNERS.items() if file in name), None)
-
-
-@contextmanager
-def resizes_seen(follower: Follower) -> Iterator[None]:
-    """Let a follower see storages that are resized, which no operator does."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
-        out = resize(storage, size)
-        follower.resized(storage)
-        return out
-
-    torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-
-@contextmanager
-def shapes_unseen(follower: Follower) -> Iterator[None]:
-    """Let a follower not see how DTensor finds the shape of a result: once, by computing it."""
-    find = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def find_alone(*args: Any) -> Any:
-        follower.is_off = True
-        try:
-            return find(*args)
-        finally:
-            follower.is_off = False
-
-    owner: Any = ShardingPropagator
-    owner._propagate_tensor_meta_non_cached = find_alone
-    try:
-        yield
-    finally:
-        owner._propagate_tensor_meta_non_cached = find

@@ -34,8 +34,6 @@ from bmforge.parallel.planner.follow import (
     LAST_END,
     PARTS,
     Follower,
-    resizes_seen,
-    shapes_unseen,
 )
 from bmforge.parallel.planner.held import count_sharded, find_ends, held_bytes, local_bytes
 from bmforge.parallel.planner.outcomes import Outcomes
@@ -213,7 +211,7 @@ def _follow_step(
     with torch.no_grad():  # where a shard is taken out without noting it for autograd
         follower.know(local_tensor(t) for t in persistent_tensors(model).values())
     model.train()
-    with resizes_seen(follower), shapes_unseen(follower), follower:
+    with follower:
         if setting.accumulates and not setting.piped:
             _begin_gradients_(model)
             _assign(follower, model, owners)
@@ -345,5 +343,6 @@ class _Marks:
 
     def _note(self, stack: str, number: int, kind: str) -> None:
         seen = self.follower
+        seen.note_resizes()
         place = (self.micro_batch, stack, number, kind)
         self.found.append(Mark(*place, len(seen.events), seen.flops, seen.traffic_bytes))
