@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,13 +55,14 @@ PLACES = (
     "views",  # replaces parameters by their local shards
     "experts",  # selects the local experts
     "tokens",  # knows the length of sequences that are sharded over ranks
-    "delta rows",  # applies the adapters selected for this call
+    "selection",  # applies the adapters that a recomputed call selected
     "window",  # all-gathers the tokens of a sharded sequence
     "weights",  # streams the weights in
     "recompute",  # recomputes the forward in backward
     "activations",  # offloads activations saved for backward
     "device",  # moves inputs to the module's device
     "stages",  # runs all stages of a pipeline
+    "adapters",  # applies the adapters that the call selects
 )
 """Kinds of wrappers around a module's forward, from the innermost to the outermost."""
 
@@ -299,10 +301,12 @@ def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
         module.__dict__["forward"] = wrapping.own
     if not wrapping.wrappers:
         return
-    forward = module.forward
+    forward = own = module.forward
     module.__dict__[_WRAPPING] = wrapping
     for _, wrapper in wrappers_of(module):
         forward = partial(wrapper, forward)
+    # Programs such as `generate` of transformers look up arguments in the forward's signature.
+    forward.__signature__ = signature(own)  # type: ignore[attr-defined]
     module.__dict__["forward"] = wrapping.composed = forward
 
 

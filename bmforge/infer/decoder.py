@@ -13,9 +13,11 @@ from bmforge.infer.cache import KVCache
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.stack import span_of
+from bmforge.nn.adapter_selection import Selection
 from bmforge.parallel import pipeline_of
 from bmforge.records import Stack
-from bmforge.tune.delta import delta_rows as choose_rows
+from bmforge.tune.delta import select_adapters
+from bmforge.tune.delta.selection import per_sample_selection
 
 __all__ = ["Decoder", "Seq2SeqDecoder", "make_cache", "start_decoder"]
 
@@ -36,7 +38,7 @@ def start_decoder(
     input_ids: Tensor,
     mask: Tensor | None,
     max_new_tokens: int,
-    delta_rows: Sequence[str | None] | None = None,
+    adapter_names: Sequence[str | None] | None = None,
 ) -> tuple[Decoder, Tensor]:
     """Return a fresh decoder and the tokens to begin with.
 
@@ -53,9 +55,9 @@ def start_decoder(
         return start_foreign(model, mask, length, delta_rows), input_ids
     if model.traits.reads != "apart":
         length = input_ids.shape[1] + max_new_tokens
-        return Decoder(model, mask, length, delta_rows), input_ids
+        return Decoder(model, mask, length, adapter_names), input_ids
     start = torch.full_like(input_ids[:, :1], model.config.decoder_start_token_id)
-    return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens, delta_rows), start
+    return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens, adapter_names), start
 
 
 class Decoder:
@@ -65,8 +67,8 @@ class Decoder:
         model: gives the scores.
         mask: 1 for tokens, 0 for padding on the left; None when there is no padding.
         max_length: tokens in the longest row at the end.
-        delta_rows: name of a delta of the model, or None, for every row; None lets all rows have
-            what the model uses.
+        adapter_names: per row the name of an adapter, or None for the base model; None uses the
+            adapters that are enabled on the model.
 
     Shape:
         mask: (B, prompt length)
@@ -74,15 +76,16 @@ class Decoder:
 
     model: CausalLM | Seq2Seq
     _tokens: Tensor | None = None
+    _selection: Selection | None = None
 
     def __init__(
         self,
         model: CausalLM,
         mask: Tensor | None,
         max_length: int,
-        delta_rows: Sequence[str | None] | None = None,
+        adapter_names: Sequence[str | None] | None = None,
     ) -> None:
-        self.model, self.delta_rows = model, delta_rows
+        self.model, self.adapter_names = model, adapter_names
         self.cache = make_cache(model.layers, max_length)
         self._mask: Tensor | None = None
         if mask is not None:
@@ -119,8 +122,12 @@ class Decoder:
         return nullcontext() if step is None else step.undisturbed()
 
     def _chosen(self) -> dict[str, Any]:
-        """Return the argument that says which row has which delta, where rows were told."""
-        return {} if self.delta_rows is None else {"delta_rows": self.delta_rows}
+        """Return the model's argument `adapter_names`, if each sample has its own adapter."""
+        if self.adapter_names is None:
+            return {}
+        if self._selection is None:  # the same for every token, until rows are reordered
+            self._selection = per_sample_selection(self.model, self.adapter_names)
+        return {"adapter_names": self._selection}
 
     def reorder(self, rows: Tensor) -> None:
         """Go on with the old rows `rows` (B' of them) as the new rows."""
@@ -132,8 +139,9 @@ class Decoder:
             self._mask = self._mask.index_select(0, rows)
 
     def _reorder_choice(self, rows: Tensor) -> None:
-        if self.delta_rows is not None:
-            self.delta_rows = [self.delta_rows[row] for row in rows.tolist()]
+        if self.adapter_names is not None:
+            self.adapter_names = [self.adapter_names[row] for row in rows.tolist()]
+            self._selection = None
 
     def repeat(self, times: int, scores: Tensor) -> Tensor:
         """Go on with every row `times` times, as neighbours; `scores` are repeated likewise."""
@@ -152,7 +160,7 @@ class Seq2SeqDecoder(Decoder):
         source: what the encoder reads.
         mask: 1 for tokens of the source, 0 for padding; None when there is no padding.
         max_length: tokens in the longest target at the end, the start token included.
-        delta_rows: as of a `Decoder`.
+        adapter_names: as of a `Decoder`.
 
     Shape:
         source, mask: (B, S)
@@ -166,9 +174,9 @@ class Seq2SeqDecoder(Decoder):
         source: Tensor,
         mask: Tensor | None,
         max_length: int,
-        delta_rows: Sequence[str | None] | None = None,
+        adapter_names: Sequence[str | None] | None = None,
     ) -> None:
-        self.model, self.delta_rows = model, delta_rows
+        self.model, self.adapter_names = model, adapter_names
         self._mask = mask
         self._ids = source
         # The encoder's result is with some of a pipeline's stages only: they read it every time.
@@ -176,7 +184,7 @@ class Seq2SeqDecoder(Decoder):
         if not self._is_pipelined:
             assert model.decoder is not None
             self.cache = make_cache(model.decoder.layers, max_length)
-            with nullcontext() if delta_rows is None else choose_rows(model, delta_rows):
+            with nullcontext() if adapter_names is None else select_adapters(model, adapter_names):
                 self._source = model.encode(source, mask)
 
     def run(self, tokens: Tensor) -> Tensor:

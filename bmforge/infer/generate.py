@@ -37,7 +37,7 @@ def generate(
     attention_mask: Tensor | None = None,
     config: GenerationConfig | None = None,
     on_token: Callable[[Tensor], None] | None = None,
-    delta_rows: Sequence[str | None] | None = None,
+    adapter_names: Sequence[str | None] | None = None,
     stop: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
@@ -53,7 +53,7 @@ def generate(
             and is no end token) marks the padding.
         config: what to do; `GenerationConfig()` when not given.
         on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
-        delta_rows: name of a delta of the model, or None, for every prompt.
+        adapter_names: per prompt the name of an adapter of the model, or None for the base model.
         stop: stopping criterion: called with the (B * num_return_sequences,) tokens of every step,
             returns which rows end with them, as a tensor of booleans (not with beams).
         options: fields of `GenerationConfig` that replace those of `config`.
@@ -68,17 +68,20 @@ def generate(
             whose head does not write text.
         ShapeError: a prompt that is empty, padded on the right, or too long for the model.
     """
+    if "delta_rows" in options:  # the argument's name in earlier versions
+        adapter_names = options.pop("delta_rows")
     config = complete_config(model, (config or GenerationConfig()).replace(**options))
     if (on_token is not None or stop is not None) and config.num_beams > 1:
         raise ConfigError(
             f"on_token and stop cannot follow num_beams={config.num_beams}: the tokens of a beam "
             "search are known only at its end. Leave them out, or set num_beams=1."
         )
-    delta_rows = _known_rows(model, delta_rows)
+    adapter_names = _known_rows(model, adapter_names)
     input_ids, attention_mask, added = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
-        decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens, delta_rows)
+        length = config.max_new_tokens
+        decoder, start = start_decoder(model, input_ids, mask, length, adapter_names)
         padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
         with decoder.undisturbed() if on_token is None else nullcontext():
             ids = run_decoder(decoder, start, padding, config, on_token, stop)

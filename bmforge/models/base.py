@@ -34,6 +34,7 @@ from bmforge.models.split import split_modules, split_rules
 from bmforge.models.stack import check_ids, expert_names, find_heads, given_inputs
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, expand_rules
+from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.prompt import count_ids, look_up
 from bmforge.nn.quantized import PackedStore
@@ -219,14 +220,19 @@ class Model(ModelHooks, nn.Module):
         return self
 
     def remember_part_(
-        self, kind: str, where: Sequence[str], options: Mapping[str, Any], name: str
+        self,
+        kind: str,
+        where: Sequence[str],
+        options: Mapping[str, Any],
+        name: str,
+        weight: float = 1.0,
     ) -> None:
         """Record in the config that adapters were added, as a `Change` would.
 
         Args:
-            kind, where, options, name: fields of the `Change`.
+            kind, where, options, name, weight: fields of the `Change`.
         """
-        change = Change(kind, tuple(where), dict(options), name)
+        change = Change(kind, tuple(where), dict(options), name, weight)
         self.config = self.config.replace(changes=(*self.config.changes, change))
 
     def forget_part_(
@@ -234,7 +240,7 @@ class Model(ModelHooks, nn.Module):
     ) -> None:
         """Remove the record of adapters that were removed from the model."""
         removed = Change(kind, tuple(where), dict(options), name)
-        remaining = tuple(change for change in self.config.changes if change != removed)
+        remaining = tuple(c for c in self.config.changes if replace(c, weight=1.0) != removed)
         self.config = self.config.replace(changes=remaining)
 
     def weight_rules(self) -> list[WeightRule]:
@@ -347,6 +353,25 @@ class Model(ModelHooks, nn.Module):
     def active_rules(self) -> list[WeightRule]:
         """Return the expanded rules of this model's tensors (a tied tensor once)."""
         return self.expand(self.all_rules())
+
+    def published_rules(self) -> list[WeightRule]:
+        """Return the rules of this model before its layers were quantized.
+
+        Published checkpoints name the weight of a layer whatever its storage is here.
+        """
+        changed = changed_modules(self)
+        stored = {n: s for n, m in changed.items() if (s := linear_sizes(m)) is not None}
+        if not stored:
+            return self.active_rules()
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in persistent_tensors(self).items()
+            if (owner := name.rpartition(".")[0]) not in changed
+            or (owner in stored and name.endswith(".bias"))
+        }
+        shapes |= {f"{name}.weight": sizes[::-1] for name, sizes in stored.items()}
+        rules = self.all_rules()
+        return expand_rules(rules, shapes, (), split_rules(self, rules))
 
     def expand(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
         """Expand rules to every layer and tensor; changed modules keep this library's names."""

@@ -33,6 +33,7 @@ from bmforge.nn import (
     count_loads,
     rope_table,
 )
+from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.shard_hooks import Pass, pass_on
 
@@ -129,7 +130,7 @@ class CausalLM(Model):
     def position_limit(self) -> int | None:
         """Maximum input length with learned positions; None with rotary ones."""
         learned = self.spec.rope is None and self.spec.learned_positions
-        return self.config.max_seq_len if learned else None
+        return self.config.max_seq_len - self._prefix_length() if learned else None
 
     def forward(
         self,
@@ -182,6 +183,7 @@ class CausalLM(Model):
         self._check_length(past + inputs.shape[1])
         if position_ids is None:
             position_ids = self._count_positions(inputs, attention_mask, past)
+        position_ids = self.positions_behind_prefix(position_ids)
         span = span_of(self.layers)
         if span.first:
             x, *routed = self.arrived
@@ -356,6 +358,18 @@ class CausalLM(Model):
             return (shown.cumsum(1) * shown - 1)[:, past:]
         end = past + inputs.shape[1]
         return torch.arange(past, end, device=inputs.device)[None]
+
+    def positions_behind_prefix(self, position_ids: Tensor) -> Tensor:
+        """Return positions that count a trained prefix in front of the text, where it says so."""
+        length = self._prefix_length()
+        return position_ids + length if length else position_ids
+
+    def _prefix_length(self) -> int:
+        attentions: Any = (layer.attn for layer in self.layers.values())
+        prefix = next((attn.prefix for attn in attentions if attn is not None), None)
+        if not getattr(prefix, "shift_positions", False) or weight_of(prefix) == 0:
+            return 0
+        return int(prefix.length)
 
     def _windows(self) -> set[int | None]:
         """Return the window sizes of this stage's layers."""

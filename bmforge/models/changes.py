@@ -50,12 +50,14 @@ class Change:
         options: options of the kind.
         name: name of the added adapters, so that a module can have several; "" is the kind's
             default.
+        weight: factor on the output of the added adapters; 0 disables them.
     """
 
     kind: str
     where: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
     name: str = ""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         """Convert `where`, a glob or a list of globs, to a tuple."""
@@ -70,7 +72,8 @@ class Change:
 
     def to_json(self) -> dict[str, Any]:
         """Return the change as JSON values."""
-        named = {"name": self.name} if self.name else {}
+        named: dict[str, Any] = {"name": self.name} if self.name else {}
+        named |= {"weight": self.weight} if self.weight != 1 else {}
         return {"kind": self.kind, "where": list(self.where), "options": self.options, **named}
 
     @classmethod
@@ -82,7 +85,7 @@ class Change:
         """
         if not isinstance(value, dict):
             raise ConfigError(f"a change is a table with kind and where, not {value!r}.")
-        fields = {"kind", "where", "options", "name"}
+        fields = {"kind", "where", "options", "name", "weight"}
         if set(value) - fields or not {"kind", "where"} <= set(value):
             raise ConfigError(
                 f"a change has the fields {', '.join(sorted(fields))} (kind and where are "
@@ -122,6 +125,11 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
         kind.apply(model, names, options, change.name)
     except ConfigError as error:
         raise ConfigError(f"cannot apply change {change.kind!r} to {model_name}: {error}") from None
+    if change.weight != 1:
+        for module in model.modules():
+            own = {id(tensor) for tensor in module._parameters.values() if tensor is not None}
+            if hasattr(module, "adapter_weight") and not own & before:
+                module.adapter_weight = change.weight
     notes = changed_modules(model)
     for name, tensor in persistent_tensors(model).items():
         owner, _, key = name.rpartition(".")

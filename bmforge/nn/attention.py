@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ShapeError
+from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.attention_bias import biased_attention
 from bmforge.nn.host_attention import host_attention, takes_host_attention
 from bmforge.nn.linear import Linear
@@ -359,7 +360,7 @@ class Attention(nn.Module):
         # Without a prefix `mix` gets no such argument: a user's own `mix` need not support
         # prefixes.
         prefix = self.prefix
-        if prefix is None or getattr(prefix, "share", 1) == 0:
+        if prefix is None or weight_of(prefix) == 0:
             return self.mix(*arguments)
         return self.mix(*arguments, prefix())
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.nn.adapter_selection import choice_of, weight_of
 from bmforge.nn.channel import out_width
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.mlp import get_activation
@@ -201,7 +202,8 @@ class Bottleneck(BesidePart):
         """Add it."""
         (reader,) = self.reader
         if reader is not None:
-            h = reader.take()
+            samples = choice_of(self).samples
+            h = reader.take() if samples is None else reader.take()[samples]
         else:
             h = out if self.options.reads == "out" else inputs[0]
         return out + self(h).to(out.dtype)
@@ -226,8 +228,8 @@ class Reader(BesidePart):
         return {}
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Keep what went in."""
-        self.held[:] = [inputs[0]]
+        """Hold the module's input, unless the adapter is disabled in this call."""
+        self.held[:] = [inputs[0]] if weight_of(self) else []
         return out
 
     def take(self) -> Tensor:
@@ -245,7 +247,8 @@ class Reader(BesidePart):
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         """A copy holds nothing."""
         made = memo[id(self)] = Reader()
-        made.is_delta, made.share, made.training = self.is_delta, self.share, self.training
+        made.is_delta, made.adapter_weight = self.is_delta, self.adapter_weight
+        made.training = self.training
         return made
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
+from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.channel import Shift
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import check_classes, linear_cross_entropy
@@ -128,10 +129,9 @@ class LMHead(nn.Linear):
 
     def _shifts(self) -> list[Tensor]:
         """Return the biases of attached bias adapters, (V,) each."""
-        adapters = [
-            part for _, part in beside_parts(self) if isinstance(part, Shift) and part.share
-        ]
-        return [part() * part.share if part.share != 1 else part() for part in adapters]
+        shifts = (part for _, part in beside_parts(self) if isinstance(part, Shift))
+        weighted = [(part, weight_of(part)) for part in shifts]
+        return [part() * w if w != 1 else part() for part, w in weighted if w]
 
     def _added(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each low-rank adapter's hidden states, (..., R), and rows, (V, R).
@@ -141,7 +141,8 @@ class LMHead(nn.Linear):
         """
         factors = []
         for name, part in beside_parts(self):
-            if isinstance(part, Shift) or part.share == 0:
+            weight = weight_of(part)
+            if isinstance(part, Shift) or weight == 0:
                 continue
             if not isinstance(part, LowRank):
                 raise ConfigError(
@@ -149,7 +150,7 @@ class LMHead(nn.Linear):
                     "its fused loss supports low-rank and bias adapters only. Target other layers."
                 )
             low, up = part.factors(x)
-            low = low if part.share == 1 else low * part.share
+            low = low if weight == 1 else low * weight
             factors.append((low.to(x.dtype), up.to(x.dtype)))  # adapters may be wider
         return factors
 

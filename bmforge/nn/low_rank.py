@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.part import BesidePart, TensorNote, find_like
 from bmforge.shards import local_tensor
@@ -213,11 +214,13 @@ class LowRank(BesidePart):
         """Add it."""
         return out + self(inputs[0]).to(out.dtype)
 
-    def _joined(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+    def _joined(
+        self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor, weight: float
+    ) -> Tensor:
         if self.magnitude is not None:
-            return join_with_magnitude(self, module, inputs[0], out)
-        if self.share != 1:
-            return out + self.share * self(inputs[0]).to(out.dtype)
+            return join_with_magnitude(self, module, inputs[0], out, weight)
+        if weight != 1:
+            return out + weight * self(inputs[0]).to(out.dtype)
         return self.join(inputs, out)
 
     def extra_repr(self) -> str:
@@ -225,7 +228,9 @@ class LowRank(BesidePart):
         return f"rank={self.down.shape[0]}, scale={self.scale}, dropout={self.dropout}"
 
 
-def join_with_magnitude(part: LowRank, module: Any, x: Tensor, out: Tensor) -> Tensor:
+def join_with_magnitude(
+    part: LowRank, module: Any, x: Tensor, out: Tensor, adapter_weight: float
+) -> Tensor:
     """Return what the changed weight makes of x, its rows brought to lengths that are trained.
 
     The lengths that the rows have are taken as constants, as the paper does (section 4.3).
@@ -246,7 +251,7 @@ def join_with_magnitude(part: LowRank, module: Any, x: Tensor, out: Tensor) -> T
     plain = out if bias is None else out - bias
     changed = (factor * (plain.to(low.dtype) + F.linear(low, up))).to(out.dtype)
     changed = changed if bias is None else changed + bias
-    return changed if part.share == 1 else out + part.share * (changed - out)
+    return changed if adapter_weight == 1 else out + adapter_weight * (changed - out)
 
 
 @torch.no_grad()
@@ -352,5 +357,5 @@ class ExpertsLowRank(BesidePart):
         x = x.to(getattr(self, f"{key}_down").dtype)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        low = grouped_linear(x, getattr(self, f"{key}_down"), ends) * (self.scale * self.share)
+        low = grouped_linear(x, getattr(self, f"{key}_down"), ends) * (self.scale * weight_of(self))
         return grouped_linear(low, getattr(self, f"{key}_up"), ends).to(dtype)

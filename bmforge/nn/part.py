@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.nn.adapter_selection import choice_of
 
 __all__ = [
     "BesidePart",
     "Derived",
-    "NoRows",
     "TensorNote",
     "attach_part_",
     "beside_parts",
@@ -94,19 +94,14 @@ class BesidePart(nn.Module):
         saved_alone: whether its tensors make sense in a file without the model's.
         enters: whether it changes what goes into the module, by `enter`.
         is_delta: it came beside a finished model: files of that one need not have its tensors.
-        share: factor on what it changes; 0 leaves it out.
-        rows: numbers of the batch's rows that it works on; None is all.
-        group: joins several parts, each for its rows, in calls without gradients; None where it
-            works alone.
+        adapter_weight: factor on its output, unless the call selects another; 0 disables it.
     """
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({""})
     saved_alone: ClassVar[bool] = True
     enters: ClassVar[bool] = False
     is_delta: bool = False
-    share: float = 1.0
-    rows: Tensor | None = None
-    group: Any = None
+    adapter_weight: float = 1.0
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Say what is to be known of the part's own tensors, by name."""
@@ -126,30 +121,24 @@ class BesidePart(nn.Module):
         raise TypeError(f"{type(self).__name__} defines no enter")
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Do `join` for the share and the rows that this part has; `module` is beside what."""
-        if self.group is not None and not torch.is_grad_enabled() and inputs[0].dim() == 3:
-            grouped: Tensor = self.group.join(inputs, out)
+        """Return the output of `module` with this part applied as the current call selects it."""
+        weight, samples, batched = choice_of(self)
+        if batched is not None and not torch.is_grad_enabled() and inputs[0].dim() == 3:
+            grouped: Tensor = batched.join(inputs, out)
             return grouped
-        if self.share == 0:
+        if weight == 0:
             return out
-        if self.rows is not None:
-            rows = self.rows.to(out.device)
-            own = self._joined(module, (inputs[0][rows], *inputs[1:]), out[rows])
-            return out.index_copy(0, rows, own)
-        return self._joined(module, inputs, out)
+        if samples is None:
+            return self._joined(module, inputs, out, weight)
+        samples = samples.to(out.device)
+        own = self._joined(module, (inputs[0][samples], *inputs[1:]), out[samples], weight)
+        return out.index_copy(0, samples, own)
 
-    def _joined(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+    def _joined(
+        self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor, weight: float
+    ) -> Tensor:
         joined: Tensor = self.join(inputs, out)
-        return joined if self.share == 1 else out + self.share * (joined - out)
-
-
-class NoRows:
-    """The group of a part whose rows another part joins."""
-
-    @staticmethod
-    def join(inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Add nothing."""
-        return out
+        return joined if weight == 1 else out + weight * (joined - out)
 
 
 def beside_parts(module: nn.Module) -> Iterator[tuple[str, BesidePart]]:
@@ -175,18 +164,21 @@ def enter_parts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The hook before a module: let parts that enter it change its input."""
     x, *more = args
     for _, part in beside_parts(module):
-        if not part.enters or part.share == 0:
+        if not part.enters:
             continue
-        if part.rows is None:
-            x = _shared(x, part.enter(x), part.share)
+        weight, samples, _ = choice_of(part)
+        if weight == 0:
+            continue
+        if samples is None:
+            x = _weighted(x, part.enter(x), weight)
         else:
-            own = x[part.rows]
-            x = x.index_copy(0, part.rows, _shared(own, part.enter(own), part.share))
+            own = x[samples]
+            x = x.index_copy(0, samples, _weighted(own, part.enter(own), weight))
     return (x, *more)
 
 
-def _shared(x: Tensor, changed: Tensor, share: float) -> Tensor:
-    return changed if share == 1 else x + share * (changed - x)
+def _weighted(x: Tensor, changed: Tensor, weight: float) -> Tensor:
+    return changed if weight == 1 else x + weight * (changed - x)
 
 
 def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:

@@ -72,9 +72,11 @@ class PrefixOptions(LengthOptions):
         std: standard deviation of freshly drawn ones.
         inner: make them by two layers of this width while they are trained; 0 trains them
             themselves.
+        shift_positions: whether the text's positions start at `length`, as in PEFT, or at 0.
     """
 
     inner: int = 0
+    shift_positions: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -178,7 +180,8 @@ def put_prefixes_(
 
     def build(attn: Any) -> Prefix:
         heads = attn.k_proj.out_features // attn.head_dim
-        return Prefix(heads, options.length, attn.head_dim, options.std, options.inner)
+        sizes = heads, options.length, attn.head_dim
+        return Prefix(*sizes, options.std, options.inner, options.shift_positions)
 
     _fill_slots_(model, names, "prefix", Attention, build, name)
 

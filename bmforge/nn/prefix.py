@@ -32,23 +32,31 @@ class Prefix(nn.Module):
         std: of freshly drawn ones.
         inner: M, make them of P trained rows of M features by a layer, a tanh and another layer,
             which train more easily than the keys and values themselves; 0 trains these.
+        shift_positions: whether the text's positions start at P, as in PEFT, or at 0.
 
     Attributes:
         is_delta: it came beside a finished model: files of that one need not have its tensors.
-        share: 0 leaves it out.
+        adapter_weight: 1, or 0 to disable it, unless the call selects otherwise.
 
     Shape:
         returns two tensors (K, P, H)
     """
 
     is_delta: bool = False
-    share: float = 1.0
+    adapter_weight: float = 1.0
 
     def __init__(
-        self, num_kv_heads: int, length: int, head_dim: int, std: float = 0.02, inner: int = 0
+        self,
+        num_kv_heads: int,
+        length: int,
+        head_dim: int,
+        std: float = 0.02,
+        inner: int = 0,
+        shift_positions: bool = False,
     ) -> None:
         super().__init__()
-        self.std, self.inner = std, inner
+        self.std, self.inner, self.length = std, inner, length
+        self.shift_positions = shift_positions
         if not inner:
             self.key = nn.Parameter(torch.zeros(num_kv_heads, length, head_dim))
             self.value = nn.Parameter(torch.zeros(num_kv_heads, length, head_dim))

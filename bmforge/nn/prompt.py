@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.part import TensorNote
 
 __all__ = ["Prompt", "count_ids", "has_prompt", "look_up", "prompt_ids", "with_prompt"]
@@ -28,14 +29,14 @@ class Prompt(nn.Module):
 
     Attributes:
         is_delta: it came beside a finished model: files of that one need not have its tensors.
-        share: with 0 nobody puts its ids in front of a text.
+        adapter_weight: 1, or 0 to disable it, unless the call selects otherwise.
 
     Shape:
         rows: any, integers below P -> (..., D)
     """
 
     is_delta: bool = False
-    share: float = 1.0
+    adapter_weight: float = 1.0
 
     def __init__(self, length: int, width: int, std: float = 0.02) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ def with_prompt(
         ids, mask: (B, T) -> (B, P + T)
     """
     prompt = getattr(table, "prompt", None)
-    if prompt is None or not prompt.is_delta or prompt.share == 0:
+    if prompt is None or not prompt.is_delta or weight_of(prompt) == 0:
         return ids, mask, 0
     if ids.dim() != 2 or ids.is_floating_point() or has_prompt(table, ids):
         return ids, mask, 0

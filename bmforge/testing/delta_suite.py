@@ -30,8 +30,8 @@ from bmforge.tune.delta import (
     ParallelAdapter,
     Prefix,
     SoftPrompt,
-    delta_rows,
     load_delta,
+    select_adapters,
     use_deltas,
 )
 
@@ -177,7 +177,7 @@ class DeltaSuite:
             use_deltas(model, [name])
             want.append(_first(model(**inputs)))
         use_deltas(model, ["a", "b"])
-        with delta_rows(model, ["a", "b"]):
+        with select_adapters(model, ["a", "b"]):
             got = _first(model(**inputs))
         assert_close(got[0], want[0][0])
         assert_close(got[1], want[1][1])

@@ -63,7 +63,7 @@ def test_rows_of_deltas(has_grad: bool) -> None:
     fake.place_(model, FIRST, PLACES)
     for rows in (["one", "two"], ["two", None]):
         with fake, torch.set_grad_enabled(has_grad):
-            out = model(input_ids=fake.move(IDS, FIRST), delta_rows=rows).logits
+            out = model(input_ids=fake.move(IDS, FIRST), adapter_names=rows).logits
             assert out.device == FIRST
             if has_grad:
                 out.sum().backward()

@@ -28,7 +28,7 @@ from bmforge.compat.opendelta.visualization import Visualization
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.tune.delta import Delta, list_deltas, load_delta
-from bmforge.tune.delta.address import fits
+from bmforge.tune.delta.address import excludes_of, fits, known_names
 from bmforge.tune.delta.opendelta_format import old_type_of, opendelta_type
 
 __all__ = ["DeltaBase"]
@@ -86,12 +86,14 @@ class DeltaBase(nn.Module):
         )
         kept = {name: p.requires_grad for name, p in backbone_model.named_parameters()}
         take_parts_(backbone_model)
-        kind, told = opendelta_type(config.to_dict())
+        inner = self._backbone_of(backbone_model)
+        kind, told = opendelta_type(config.to_dict(), inner)
         told |= self._more(config)
         told["exclude"] = tuple(config.exclude_modules or ())
         if config.modified_modules is None:
             told["exclude"] = (*(told["exclude"] or _HEADS), *_EMBED_NORMS)
-        delta = kind(self._backbone_of(backbone_model), name=self._name(backbone_model), **told)
+        told["exclude"] = excludes_of(known_names(inner), told["exclude"])
+        delta = kind(inner, name=self._name(backbone_model), **told)
         self._hold_(backbone_model, delta, config, kept)
 
     def _hold_(

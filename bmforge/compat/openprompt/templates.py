@@ -180,5 +180,7 @@ class PrefixTuningTemplate(MixedTemplate):
         **options: Any,
     ) -> None:
         super().__init__(model, tokenizer, text, **options)
-        self.delta = Prefix(model, name="prefix_tuning", length=num_token, inner=mid_dim)
+        self.delta = Prefix(
+            model, name="prefix_tuning", length=num_token, inner=mid_dim, shift_positions=False
+        )
         self.prefix = nn.ParameterList(self.delta.parameters())

@@ -21,7 +21,7 @@ from bmforge.infer.engine.encode import Pooling, check_pooling, pool, read_state
 from bmforge.infer.engine.packed_step import shares_passes
 from bmforge.infer.engine.tasks import Task
 from bmforge.surgery import evaluating
-from bmforge.tune.delta.choose import DeltaNames, choosing_deltas
+from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
 __all__ = ["Encoding", "Encodings"]
 

@@ -47,7 +47,7 @@ from bmforge.nn.packing import QuantSpec
 from bmforge.settings import TalkConfig
 from bmforge.surgery import persistent_tensors
 from bmforge.tokenizers import AutoTokenizer
-from bmforge.tune.delta.choose import DeltaChoice, check_names, choosing_deltas
+from bmforge.tune.delta.selection import DeltaChoice, check_names, choosing_deltas
 
 __all__ = ["Engine"]
 

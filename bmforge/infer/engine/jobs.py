@@ -20,7 +20,7 @@ from bmforge.infer.engine.rows import Rows
 from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
 from bmforge.infer.engine.speculate import Ahead, Lookup
 from bmforge.memory.packed import packed_bytes
-from bmforge.tune.delta.choose import DeltaNames, tell_choice
+from bmforge.tune.delta.selection import DeltaNames, tell_choice
 
 __all__ = ["Job", "PackedJobs"]
 

@@ -25,7 +25,7 @@ from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
 from bmforge.records import laid_out
-from bmforge.tune.delta.choose import DeltaNames, choosing_deltas
+from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
 __all__ = ["PackedStep", "can_pack", "shares_passes"]
 
@@ -113,10 +113,9 @@ class PackedStep:
         given = list(zip(rows, tokens, wanted, strict=True))
         names = [None] * len(given) if deltas is None else list(deltas)
         found: dict[int, Tensor] = {}
-        with choosing_deltas(self.model) as choose:
-            for numbers in self._divide(names):
-                choose(names[numbers[0]])
-                some = zip(*(given[number] for number in numbers), strict=True)
+        for numbers in self._divide(names):
+            some = zip(*(given[number] for number in numbers), strict=True)
+            with choosing_deltas(self.model, names[numbers[0]]):
                 found.update(zip(numbers, self._run_together(*some), strict=True))
         return [found[number] for number in range(len(given))]
 
@@ -135,6 +134,7 @@ class PackedStep:
         model, device = self.model, self.cache.device
         ids = torch.tensor([[id for row in tokens for id in row]], device=device)
         positions = torch.tensor([[n for r in rows for n in range(r.start, r.end)]], device=device)
+        positions = model.positions_behind_prefix(positions)
         x = self._enter(ids, positions)
         rope = model.spec.rope
         table = None if rope is None else rope_table(rope, positions, x.dtype)

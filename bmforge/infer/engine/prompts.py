@@ -18,7 +18,7 @@ from bmforge.infer.generate import check_prompt, complete_config
 from bmforge.infer.openbmb.texts import read_hidden, read_span
 from bmforge.infer.options import GenerationConfig
 from bmforge.tokenizers import CPM2Tokenizer
-from bmforge.tune.delta.choose import DeltaNames, check_names
+from bmforge.tune.delta.selection import DeltaNames, check_names
 from bmforge.tune.delta.soft_prompt import put_rows_before
 
 __all__ = ["Reader", "Ready", "is_document"]

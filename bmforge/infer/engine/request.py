@@ -15,7 +15,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.infer.options import GenerationConfig
 from bmforge.logging import get_logger
-from bmforge.tune.delta.choose import DeltaChoice
+from bmforge.tune.delta.selection import DeltaChoice
 
 __all__ = [
     "Completion",

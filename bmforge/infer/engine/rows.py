@@ -18,7 +18,7 @@ from bmforge.infer.generate import run_decoder
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.openbmb.texts import answer_document, start_hidden
 from bmforge.surgery import evaluating
-from bmforge.tune.delta.choose import choosing_deltas
+from bmforge.tune.delta.selection import choosing_deltas
 
 __all__ = ["Rows"]
 
@@ -40,8 +40,7 @@ class Rows:
 
     def step(self) -> bool:
         """Run until the model is to be called again; tell whether there is more to do."""
-        with choosing_deltas(self._model, self._ready.deltas):
-            return self._turns.step()
+        return self._turns.step()
 
     def stop(self) -> None:
         """End it; what is written stays."""
@@ -51,7 +50,9 @@ class Rows:
         model, ready = self._model, self._ready
         handle = model.register_forward_pre_hook(lambda *_: self._turns.pause())
         try:
-            with evaluating(model), torch.no_grad():
+            # The selection belongs to this thread, on which the model runs.
+            selected = choosing_deltas(model, ready.deltas)
+            with selected, evaluating(model), torch.no_grad():
                 if is_document(model, ready.request):
                     self._fill_document(ready.request.prompt)
                 elif ready.config.num_beams > 1:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from bmforge.infer.engine.turns import Turns
-from bmforge.tune.delta.choose import DeltaNames, choosing_deltas
+from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
 __all__ = ["Task", "Work"]
 
@@ -85,9 +85,7 @@ class Work(Task):
     def step(self) -> None:
         """Go on up to the next pass, or to the end."""
         try:
-            with choosing_deltas(self._model, self._deltas):
-                goes_on = self._turns.step()
-            if not goes_on:
+            if not self._turns.step():
                 self.finish(self._result)
         except Exception as error:
             self.fail(error)
@@ -99,6 +97,7 @@ class Work(Task):
     def _work(self) -> None:
         handle = self._model.register_forward_pre_hook(lambda *_: self._turns.pause())
         try:
-            self._result = self._function()
+            with choosing_deltas(self._model, self._deltas):
+                self._result = self._function()
         finally:
             handle.remove()

@@ -5,20 +5,22 @@ are in `bmforge.nn`.
 """
 
 from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
+from bmforge.tune.delta.base import init_deltas_
 from bmforge.tune.delta.bitfit import BitFit
 from bmforge.tune.delta.black_box import BlackBoxConfig, tune_black_box
 from bmforge.tune.delta.combine import combine_deltas
 from bmforge.tune.delta.compacter import Compacter
-from bmforge.tune.delta.delta import Delta, init_deltas_
+from bmforge.tune.delta.delta import Delta
 from bmforge.tune.delta.files import load_delta
 from bmforge.tune.delta.fingerprint import fingerprint_of
 from bmforge.tune.delta.held import find_delta
 from bmforge.tune.delta.ia3 import IA3
-from bmforge.tune.delta.lora import Lora
+from bmforge.tune.delta.layer_norm_tuning import LayerNormTuning
+from bmforge.tune.delta.lora import LoRA, Lora
+from bmforge.tune.delta.merge import merge_deltas, unmerge_deltas
 from bmforge.tune.delta.prefix import Prefix
-from bmforge.tune.delta.rows import delta_rows
+from bmforge.tune.delta.selection import list_deltas, select_adapters, use_deltas
 from bmforge.tune.delta.soft_prompt import SoftPrompt
-from bmforge.tune.delta.switch import list_deltas, use_deltas
 
 __all__ = [
     "IA3",
@@ -27,18 +29,22 @@ __all__ = [
     "BlackBoxConfig",
     "Compacter",
     "Delta",
+    "LayerNormTuning",
+    "LoRA",
     "Lora",
     "LowRankAdapter",
     "ParallelAdapter",
     "Prefix",
     "SoftPrompt",
     "combine_deltas",
-    "delta_rows",
     "find_delta",
     "fingerprint_of",
     "init_deltas_",
     "list_deltas",
     "load_delta",
+    "merge_deltas",
+    "select_adapters",
     "tune_black_box",
+    "unmerge_deltas",
     "use_deltas",
 ]

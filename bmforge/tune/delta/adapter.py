@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -64,7 +64,17 @@ class ParallelAdapter(Delta):
         targets = None if pairs is None else [second for _, second in pairs]
         super().__init__(model, targets, **options)
 
+    @classmethod
+    def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
+        """Attach it where a directory says: pairs of the module read and the module written."""
+        told = dict(options)
+        reads_at = told.pop("reads_at", {})
+        pairs = [(reads_at.get(n, n), n) for n in told.pop("targets")]
+        return cls(model, pairs, name=name, **told)
+
     def _settle_names(self) -> list[str]:
+        if self.pairs is None and not _has_mlps(self.model):
+            self.pairs = [("attn", "attn"), ("mlp.up", "mlp.down")]
         if self.pairs is None:
             return super()._settle_names()
         reads_at: dict[str, str] = {}
@@ -80,3 +90,11 @@ class ParallelAdapter(Delta):
             reads_at |= dict(zip(writes, reads, strict=True))
         self.options["reads_at"] = reads_at
         return list(reads_at)
+
+
+def _has_mlps(model: nn.Module) -> bool:
+    """Return True if the MLPs of a model are modules, as in all but BERT's relatives."""
+    try:
+        return bool(find_places(model, ("mlp",)))
+    except ConfigError:
+        return False

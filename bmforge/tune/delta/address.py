@@ -25,11 +25,13 @@ __all__ = [
     "ALL_LINEAR",
     "WORDS",
     "all_names",
+    "excludes_of",
     "find_called",
     "find_places",
     "find_wholes",
     "fits",
     "is_excluded",
+    "known_names",
     "published_names",
 ]
 
@@ -143,10 +145,7 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("ffn.lin2",),
         ("mlp.dense_4h_to_h", "mlp.fc_out"),
     ),
-    "norm": (
-        ("[r][^.]*norm",),
-        ("[r][^.]*(layernorm|layer_norm|LayerNorm)(_before|_after)?", "[r]ln_\\w+"),
-    ),
+    "norm": (("[r][^.]*[nN]orm(_before|_after)?", "[r]ln_\\w+"),),
     "embed": (
         ("embed",),
         ("embed_tokens", "shared"),
@@ -179,9 +178,20 @@ def is_excluded(name: str, exclude: Iterable[str]) -> bool:
     return any(name.startswith(one) or _hits(name, one) for one in exclude)
 
 
+def known_names(model: nn.Module) -> list[str]:
+    """Return the names of modules and parameters, and those of published checkpoints."""
+    own = [name for name, _ in model.named_modules() if name]
+    return [*own, *all_names(model), *(name for name, _ in model.named_parameters())]
+
+
+def excludes_of(known: Sequence[str], exclude: Iterable[str]) -> list[str]:
+    """Return the patterns of `exclude` that exclude something, common words always."""
+    return [one for one in exclude if one in WORDS or any(is_excluded(n, (one,)) for n in known)]
+
+
 def published_names(model: Any) -> dict[str, list[str]]:
     """Return what published checkpoints call modules of ours -> our names; {} for other models."""
-    rules = getattr(model, "active_rules", None)
+    rules = getattr(model, "published_rules", None)
     found: dict[str, list[str]] = {}
     for rule in rules() if callable(rules) else ():
         theirs, ours = rule.theirs.rpartition(".")[0], rule.ours.rpartition(".")[0]
@@ -214,6 +224,10 @@ def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[st
         for pairs in ([(n, [n]) for n in leaves], published.items())
     )
     ours = {inside: name for name, _ in model.named_modules() if (inside := holds.get(name))}
+    # A published attention that ends with its norm: what comes out of it comes out of the norm.
+    for inside, name in list(ours.items()):
+        if (norm := f"{name}_norm") in leaves:
+            ours.setdefault(inside | {norm}, norm)
     return {t: [ours[inside]] for t, inside in known.items() if inside in ours}
 
 
@@ -242,7 +256,8 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
     named = {n: p for n, p in model.named_parameters() if id(p) not in deltas}
     found: dict[str, nn.Parameter] = {}
     for target in targets:
-        mine = {n: p for n, p in named.items() if _hits(n, target)}
+        mine = {target: named[target]} if target in named else {}
+        mine = mine or {n: p for n, p in named.items() if _hits(n, target)}
         if not mine:  # parts that stand in the model for good, such as a template's rows
             parts = {n for n, m in model.named_modules() if hasattr(m, "is_delta")}
             mine = {
@@ -333,9 +348,9 @@ def _find_one(
     if target == ALL_LINEAR:
         return {name for name in linear if name in names} - kept
     for group in WORDS.get(target, ()):
-        found = {n for n in names if any(fits(n, pattern) for pattern in group)}
+        found = {n for n in names if any(fits(n, pattern) for pattern in group)} - kept
         if found:
-            return found - kept
+            return found
     found = {n for n in names if _hits(n, target)}
     if not found:
         found = {n for name in theirs if _hits(name, target) for n in published[name]}

@@ -9,7 +9,7 @@ import torch
 
 from bmforge import __version__
 from bmforge.errors import ConfigError, suggest
-from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.held import whole_model
 
 __all__ = ["CARD_FIELDS", "write_card"]
@@ -17,7 +17,7 @@ __all__ = ["CARD_FIELDS", "write_card"]
 CARD_FIELDS = ("base", "data", "license", "scores", "command")
 
 
-def write_card(delta: Delta, told: Mapping[str, Any]) -> str:
+def write_card(delta: AttachedDelta, told: Mapping[str, Any]) -> str:
     """Return a card in Markdown, with the head that hubs read.
 
     Args:

@@ -1,344 +1,70 @@
-"""What every delta does: find its places, put its parts there, freeze, detach, save.
-
-A delta is parts of one kind (`nn.part_kinds`) under one name, which are trained and saved alone. A
-type is a class that says which kind, which options and which places where nothing is said.
-"""
+"""The adapter class that users see: attaching (`base.py`), merging, saving and loading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bmforge.config import config_from_dict
-from bmforge.errors import ConfigError, suggest
-from bmforge.nn.low_rank import settle_magnitude_
-from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
-from bmforge.nn.part_kinds import PART_KINDS
-from bmforge.nn.random_init import draw_tensor_
-from bmforge.provenance import Provenance
-from bmforge.tune.delta.address import find_called, find_wholes
-from bmforge.tune.delta.held import (
-    Held,
-    deltas_of,
-    is_laid_out,
-    part_around,
-    refuse_laid_out,
-)
-from bmforge.tune.delta.rows import watch_rows_
+from bmforge.errors import ConfigError
+from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.files import load_delta, save_delta
+from bmforge.tune.delta.held import base_weights_of
+from bmforge.tune.delta.merge import check_attached, merge_, unmerge_
 
-__all__ = ["Delta", "init_deltas_"]
+__all__ = ["Delta"]
 
 
-class Delta:
-    """Parts of one kind beside modules of a model, under one name; they are put there at once.
+class Delta(AttachedDelta):
+    """An adapter: trained modules attached to a frozen base model, under one name.
 
-    The rest of the model is frozen. A delta is fp32 beside a base of half precision or of integers,
-    and casts what comes and goes.
-
-    Args:
-        model: any `nn.Module`; on meta or not, not laid out.
-        targets: what it stands beside, see `address`; None takes the type's usual places.
-        name: of the delta, and of its parts in the model.
-        exclude: beginnings of names, or targets, that are left out.
-        train_also: modules, or single parameters, that are trained whole and saved with the delta,
-            such as a new head.
-        seed: of what is drawn; see `init_deltas_`.
-        options: of the kind; see `nn.part_kinds`.
-
-    Attributes:
-        default_targets: common words for where it stands; those that a model lacks are passed over.
-        defaults: of the options.
-        stands_behind: its parts need what a module made as a whole, so beside the last projection
-            of an attention or MLP of ours they stand beside that one, which makes the same.
-        peft_type: what PEFT calls files of it, or what we do.
-        origin: the config of the file of PEFT's that it came from, and
-        extra: tensors there that are none of it; both are written back.
-        base_weights: what weights were before it was merged into them.
-        provenance: what it was made of, of a delta that was loaded.
-
-    Raises:
-        ConfigError: targets or options that do not fit the model, which is as it was then.
+    Arguments and attributes are those of `AttachedDelta`. Subclasses are the methods (LoRA, IA3,
+    ...): each names the kind of its modules, their default options and default targets.
     """
 
-    kind: ClassVar[str] = ""
-    default_targets: ClassVar[tuple[str, ...]] = ()
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    stands_behind: ClassVar[bool] = False
-    peft_type: ClassVar[str] = ""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        targets: Sequence[str] | str | None = None,
-        *,
-        name: str = "default",
-        exclude: Sequence[str] = (),
-        train_also: Sequence[str] = (),
-        seed: int = 0,
-        **options: Any,
-    ) -> None:
-        refuse_laid_out(model, f"attach a {type(self).__name__}")
-        self.model, self.name, self.seed = model, name, seed
-        self.targets = (targets,) if isinstance(targets, str) else targets
-        self.exclude, self.train_also = tuple(exclude), tuple(train_also)
-        if name in deltas_of(model):
-            raise ConfigError(
-                f"the model already has a delta {name!r}: give this one another name, or remove "
-                "that one."
-            )
-        self.options = self._settle_options({**self.defaults, **options})
-        self.weight, self.merged = 1.0, False
-        self.base_weights: dict[str, Tensor] = {}
-        self.provenance = Provenance()
-        self.origin: dict[str, Any] | None = None
-        self.extra: dict[str, Tensor] = {}
-        self.held: tuple[Held, ...] = ()
-        self._whole_names = frozenset(find_wholes(model, self.train_also))
-        self._put_(self._settle_names())
-        deltas_of(model)[name] = self
-        watch_rows_(model)
-        self.init_(seed)
-        self.freeze_()
-
-    # What a type may say otherwise.
-
-    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return options that the kind has."""
-        known = PART_KINDS[self.kind].options.__dataclass_fields__
-        for key in options:
-            if key not in known:
-                raise ConfigError(
-                    f"{type(self).__name__} has no option {key!r}.{suggest(key, known)} It has "
-                    f"{', '.join(known)}; besides targets, name, exclude, train_also and seed."
-                )
-        return options
-
-    def _settle_names(self) -> list[str]:
-        """Return the names of the modules beside which parts come to stand."""
-        given = self.default_targets if self.targets is None else tuple(self.targets)
-        found = find_called(self.model, given, self.exclude, self.targets is not None)
-        if self.targets is None:
-            found = [name for name in found if self._is_usual(self.model.get_submodule(name))]
-        if self.stands_behind:
-            found = list(dict.fromkeys(part_around(self.model, name) for name in found))
-        return found
-
-    def _is_usual(self, module: nn.Module) -> bool:
-        """Tell whether a module that a common word names can have a part where nothing is said."""
-        return True
-
-    # What all do.
-
-    def _put_(self, names: Sequence[str]) -> None:
-        kind = PART_KINDS[self.kind]
-        model = self.model
-        before = {id(module) for module in model.modules()}
-        is_slot = self.kind in ("prefix", "prompt")
-        options = config_from_dict(kind.options, dict(self.options), "options.")
-        try:
-            kind.apply(model, names, options, "" if is_slot else self.name)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{type(model).__name__} cannot have the {type(self).__name__} {self.name!r}: "
-                f"{error}"
-            ) from None
-        held = []
-        for name, module in model.named_modules():
-            owner, _, slot = name.rpartition(".")
-            if id(module) not in before and id(model.get_submodule(owner)) in before:
-                module.is_delta = True  # type: ignore[assignment]
-                held.append(Held(owner, slot, module))
-        self.held = tuple(held)
-        for parameter in self.parameters():
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()
-        self.record_(True)
-
-    def record_(self, is_there: bool) -> None:
-        """Let a model of ours remember the parts in its config, or forget them."""
-        tell = getattr(self.model, "remember_part_" if is_there else "forget_part_", None)
-        if callable(tell):
-            is_slot = self.kind in ("prefix", "prompt")
-            where = [held.owner for held in self.held if not held.slot.endswith("_reader")]
-            tell(self.kind, where, dict(self.options), "" if is_slot else self.name)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and parameter of all that its parts have; one that several have comes once."""
-        seen: set[int] = set()
-        for owner, slot, part in self.here():
-            for key, parameter in part.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"{owner}.{slot}.{key}", parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of its parts."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def names(self) -> list[str]:
-        """Return the names that its parts' tensors have in the model while it is attached."""
-        return [
-            f"{owner}.{slot}.{key}"
-            for owner, slot, part in self.held
-            for key, _ in part.named_parameters()
-        ]
-
-    def here(self) -> list[Held]:
-        """Return what stands, or stood, in the part of the model on this process (a pipeline's)."""
-        names = {name for name, _ in self.model.named_modules()}
-        return [held for held in self.held if held.owner in names]
-
-    def places(self) -> list[str]:
-        """Return the names of the modules beside which its parts stand."""
-        return [held.owner for held in self.held]
-
-    def init_(self, seed: int = 0) -> Self:
-        """Draw its tensors by their names, with the same result on every layout; return it."""
-        for owner, slot, part in self.here():
-            for key, note in tensor_notes(part).items():
-                tensor = getattr(part, key)
-                if not tensor.is_meta:
-                    draw_tensor_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
-            settle_magnitude_(self.model.get_submodule(owner), part)
-        return self
-
-    def freeze_(self, base: bool = True) -> Self:
-        """Train nothing of the model but deltas and what they train whole.
-
-        Args:
-            base: switch gradients of the base off; else on, for training all of it beside.
-        """
-        trained = {
-            id(parameter)
-            for delta in deltas_of(self.model).values()
-            for parameter in (*delta.parameters(), *delta.wholes().values())
-            if delta is self or parameter.requires_grad
-        }
-        for parameter in self.model.parameters():
-            wanted = id(parameter) in trained or (not base and parameter.is_floating_point())
-            parameter.requires_grad_(wanted)
-        return self
-
-    def train_also_(self, targets: Sequence[str]) -> Self:
-        """Train these modules or parameters whole, and save them with the delta; no others."""
-        self._whole_names = frozenset(find_wholes(self.model, targets))
-        self.train_also = tuple(targets)
-        return self
-
-    def requires_grad_(self, wanted: bool = True) -> Self:
-        """Say whether its parts are trained: False leaves it in the model, frozen."""
-        for parameter in self.parameters():
-            parameter.requires_grad_(wanted)
-        return self
-
-    def wholes(self) -> dict[str, nn.Parameter]:
-        """Return the parameters, by name, that are trained and saved whole (`train_also`)."""
-        named = self.model.named_parameters() if self._whole_names else ()
-        return {name: p for name, p in named if name in self._whole_names}
-
-    def is_attached(self) -> bool:
-        """Tell whether its parts stand in the model."""
-        return any(
-            self.model.get_submodule(owner)._modules.get(slot) is part
-            for owner, slot, part in self.here()
-        )
-
-    def detach(self) -> Self:
-        """Take its parts out of the model, which is then what it was; `attach` puts them back.
-
-        Of a model that is laid out they stay where they are, switched off.
-        """
-        if not self.is_attached():
-            raise ConfigError(f"delta {self.name!r} is detached already.")
-        self._refuse_merged("detach")
-        if is_laid_out(self.model):
-            self.weigh_(0.0)
-            return self
-        for owner, slot, part in self.held:
-            module = self.model.get_submodule(owner)
-            if isinstance(part, BesidePart):
-                detach_part_(module, slot)
-            else:
-                setattr(module, slot, None)
-        self.record_(False)
-        return self
-
     def attach(self) -> Self:
-        """Put its parts back where they were."""
-        if is_laid_out(self.model):
-            self.weigh_(1.0)
-            return self
-        if self.is_attached():
-            raise ConfigError(f"delta {self.name!r} is attached already.")
-        taken = [
-            held.owner
-            for held in self.held
-            if getattr(self.model.get_submodule(held.owner), held.slot, None) is not None
-        ]
-        if taken:
-            raise ConfigError(f"{taken[0]} has something else in the place of {self.name!r} now.")
-        for owner, slot, part in self.held:
-            module = self.model.get_submodule(owner)
-            if isinstance(part, BesidePart):
-                attach_part_(module, slot, part)
-            else:
-                setattr(module, slot, part)
-        self.record_(True)
-        return self
-
-    def remove(self) -> None:
-        """Detach it, where it is attached, and forget it."""
-        if self.is_attached():
-            self.detach()
-        deltas_of(self.model).pop(self.name, None)
-
-    def weigh_(self, weight: float) -> Self:
-        """Give what it changes a factor; 0 switches it off.
+        """Attach the modules again where they were.
 
         Raises:
-            ConfigError: keys and values, or rows, in front of a text cannot be weighed.
+            ConfigError: they are attached, or do not go with adapters that are merged now.
         """
-        if self.kind in ("prefix", "prompt") and weight not in (0, 1):
-            raise ConfigError(
-                f"a {type(self).__name__} is there or not: weight={weight} must be 0 or 1."
-            )
-        self.weight = weight
-        for held in self.held:
-            held.part.share = float(weight)
+        super().attach()
+        if base_weights_of(self.model):
+            try:
+                check_attached(self.model, self)
+            except ConfigError:
+                self.detach()
+                raise
         return self
-
-    def _refuse_merged(self, what: str) -> None:
-        if self.merged:
-            raise ConfigError(f"delta {self.name!r} is merged: call unmerge() before {what}.")
 
     def merge(self, dequantize: bool = False) -> Self:
-        """Put what it adds into the base's weights and take its parts out.
+        """Add the adapter to the base's weights, at its current weight, and detach its modules.
 
         Args:
-            dequantize: weights of torchao's kinds become plain ones first.
+            dequantize: replace torchao's quantized weights by plain ones first.
 
         Raises:
-            ConfigError: a type that no weight can hold, a weight that is stored otherwise, shared
-                or streamed, or a delta that is merged already.
+            ConfigError: a kind that no weight can hold; a weight that is quantized, shared or
+                streamed; an adapter that is merged or detached already; or one that can only be
+                merged together with others (`merge_deltas`). Nothing is changed then.
 
-        Memory: a copy of every weight that it changes, until `unmerge` or `forget_base`.
+        Memory: a copy of every changed weight, until it is unmerged.
         """
-        from bmforge.tune.delta.merge import merge_
-
-        merge_(self, dequantize)
+        merge_(self.model, [self], dequantize)
         return self
 
     def unmerge(self) -> Self:
-        """Give the base its weights back, to the bit, and attach the parts again."""
-        from bmforge.tune.delta.merge import unmerge_
+        """Take the adapter out of the base's weights and attach its modules again.
 
-        unmerge_(self)
+        Adapters may be unmerged in any order; after the last one the base is bit-identical to what
+        it was.
+
+        Raises:
+            ConfigError: an adapter that is not merged, or that can only be unmerged together with
+                others (`unmerge_deltas`). Nothing is changed then.
+        """
+        unmerge_(self.model, [self])
         return self
 
     def save(self, directory: str | Path, **card: Any) -> None:
@@ -348,8 +74,6 @@ class Delta:
             directory: made when it does not exist.
             card: what the card says besides what is known: base, data, license, scores, command.
         """
-        from bmforge.tune.delta.files import save_delta
-
         save_delta(self, Path(directory), card)
 
     @classmethod
@@ -359,42 +83,6 @@ class Delta:
         Raises:
             ConfigError: the directory has a delta of another type.
         """
-        from bmforge.tune.delta.files import load_delta
-
         delta = load_delta(model, directory, **options, kind=cls)
         assert isinstance(delta, cls)
         return delta
-
-    def describe(self) -> dict[str, Any]:
-        """Return what files say of it, but for its tensors."""
-        kind = PART_KINDS[self.kind]
-        settled = asdict(config_from_dict(kind.options, dict(self.options), "options."))
-        return {"type": type(self).__name__, "kind": self.kind, "options": settled}
-
-    def count_parameters(self) -> int:
-        """Return how many numbers are trained: of parts, and of what is trained whole."""
-        return sum(p.numel() for p in (*self.parameters(), *self.wholes().values()))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors by name, and those that are trained whole."""
-        return {**dict(self.named_parameters()), **self.wholes()}
-
-    def __repr__(self) -> str:
-        """Show what it is and where."""
-        state = "merged" if self.merged else "attached" if self.is_attached() else "detached"
-        return (
-            f"{type(self).__name__}({self.name!r}, {len(self.held)} places, "
-            f"{self.count_parameters()} parameters, {state})"
-        )
-
-
-def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Draw the tensors of all deltas of a model, with the same result on every layout.
-
-    Args:
-        model: with memory: after `load_weights_` where deltas were attached on meta.
-        seed: decides all of them.
-    """
-    for delta in deltas_of(model).values():
-        delta.init_(seed)
-    return model

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,32 +22,23 @@ from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import get_logger
-from bmforge.nn.packed_store import PackedStore
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.provenance import read_provenance
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta import peft_format, peft_write
-from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
-from bmforge.tune.delta.bitfit import BitFit
+from bmforge.tune.delta.base import AttachedDelta, adapter_types
 from bmforge.tune.delta.card import write_card
-from bmforge.tune.delta.compacter import Compacter
-from bmforge.tune.delta.delta import Delta
 from bmforge.tune.delta.fingerprint import fingerprint_of
 from bmforge.tune.delta.held import is_laid_out, whole_model
-from bmforge.tune.delta.ia3 import IA3
-from bmforge.tune.delta.lora import Lora
 from bmforge.tune.delta.opendelta_format import (
     is_opendelta,
     load_opendelta,
     opendelta_type,
     read_opendelta_config,
 )
-from bmforge.tune.delta.prefix import Prefix
-from bmforge.tune.delta.soft_prompt import SoftPrompt
 
 __all__ = [
     "CONFIG_NAME",
-    "TYPES",
     "WEIGHTS_NAME",
     "is_delta_dir",
     "load_delta",
@@ -54,28 +46,9 @@ __all__ = [
     "type_of_delta",
 ]
 
-CONFIG_NAME, WEIGHTS_NAME, CARD_NAME = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "README.md",
-)
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+OLD_WEIGHTS_NAME, CARD_NAME = "adapter_model.bin", "README.md"
 _OURS, _VERSION = "bmforge", 1
-
-TYPES: Mapping[str, type[Delta]] = {
-    t.__name__: t
-    for t in (
-        Lora,
-        Adapter,
-        LowRankAdapter,
-        Compacter,
-        ParallelAdapter,
-        BitFit,
-        IA3,
-        Prefix,
-        SoftPrompt,
-    )
-}
-_PEFT = {t.peft_type: t for t in TYPES.values()}
 
 
 def is_delta_dir(directory: str | Path) -> bool:
@@ -83,19 +56,24 @@ def is_delta_dir(directory: str | Path) -> bool:
     return (Path(directory) / CONFIG_NAME).exists()
 
 
-def save_delta(delta: Delta, directory: Path, told: Mapping[str, Any]) -> None:
+def save_delta(delta: AttachedDelta, directory: Path, told: Mapping[str, Any]) -> None:
     """Write a delta; see `Delta.save`. On a layout every process must call this."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mark: dict[str, Any] = {"version": _VERSION}
-    base = None if delta.origin is not None else _fingerprint_base(delta)
+    keeps_origin = delta.origin is not None and peft_write.can_write(delta)
+    base = None if keeps_origin else fingerprint_of(delta.model, peft_write.written_whole(delta))
     with _gathered(delta) as wholes:
-        if delta.origin is not None:
-            config, mark = dict(delta.origin), {}
+        if keeps_origin:
+            assert delta.origin is not None
+            config = dict(delta.origin)
             tensors = peft_write.write_tensors(delta, wholes)[0]
+            mark = peft_write.fold_weight_(config, delta)
         elif peft_write.can_write(delta):
             tensors, blocks, patterns = peft_write.write_tensors(delta, wholes)
             config = peft_write.write_config(delta, patterns, wholes)
+            mark |= {"shift_positions": True} if delta.kind == "prefix" else {}
             mark |= {"base": base} | ({"blocks": blocks} if blocks else {})
+            mark |= peft_write.fold_weight_(config, delta)
         else:
             tensors = _own_tensors(delta) | wholes
             kind = delta.peft_type if delta.peft_type.startswith("BMFORGE") else "BMFORGE_OTHER"
@@ -114,19 +92,8 @@ def save_delta(delta: Delta, directory: Path, told: Mapping[str, Any]) -> None:
     (directory / CARD_NAME).write_text(card, encoding="utf-8")
 
 
-def _fingerprint_base(delta: Delta) -> str | None:
-    """Return the fingerprint of an adapter's base model; None for a quantized base.
-
-    The adapter also fits the 16-bit weights that the quantized ones were made of, which have
-    another fingerprint.
-    """
-    if any(isinstance(module, PackedStore) for module in delta.model.modules()):
-        return None
-    return fingerprint_of(delta.model, delta.wholes())
-
-
 @contextmanager
-def _gathered(delta: Delta) -> Iterator[dict[str, Tensor]]:
+def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
     """Have a delta's parts whole and plain on every process; give what is trained whole.
 
     Comm: a gather of each tensor; of a pipeline an exchange of all of them.
@@ -160,7 +127,7 @@ def _gathered(delta: Delta) -> Iterator[dict[str, Tensor]]:
             part._parameters[key] = parameter
 
 
-def _own_tensors(delta: Delta) -> dict[str, Tensor]:
+def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
     """Return the parts' tensors by our names, without the delta's; a prefix is folded."""
     found: dict[str, Tensor] = {}
     for owner, slot, part in delta.held:
@@ -172,13 +139,14 @@ def _own_tensors(delta: Delta) -> dict[str, Tensor]:
     return found
 
 
-def _describe(delta: Delta) -> dict[str, Any]:
+def _describe(delta: AttachedDelta) -> dict[str, Any]:
     """Return what is needed to build the delta again."""
     told = delta.describe()
     if delta.kind == "prefix":
         told["options"]["inner"] = 0
     places = [h.owner for h in delta.held if not h.slot.endswith("_reader")]
-    return {**told, "version": _VERSION, "places": places, "train_also": list(delta.train_also)}
+    told |= {"version": _VERSION, "places": places, "weight": float(delta.weight)}
+    return {**told, "train_also": sorted(delta.wholes())}
 
 
 def load_delta(
@@ -187,9 +155,9 @@ def load_delta(
     *,
     name: str = "default",
     allow_other_base: bool = False,
-    kind: type[Delta] | None = None,
+    kind: type[AttachedDelta] | None = None,
     trainable: bool = True,
-) -> Delta:
+) -> AttachedDelta:
     """Put a saved delta of whatever type into a model.
 
     Args:
@@ -225,8 +193,8 @@ def _load(
     directory: Path,
     name: str,
     allow_other_base: bool,
-    kind: type[Delta] | None,
-) -> Delta:
+    kind: type[AttachedDelta] | None,
+) -> AttachedDelta:
     config, tensors, mark = _read(directory)
     ours = config.get(_OURS)
     for version in (mark.get("version", 0), (ours or {}).get("version", 0)):
@@ -241,12 +209,15 @@ def _load(
             f"{str(directory)!r} has a {delta_type.__name__}, not a {kind.__name__}. Use "
             "load_delta, which takes any."
         )
+    config = config | mark.get("unfolded", {})
     told = _told(ours) if ours else peft_format.options_of(model, config, tensors)
+    if "base" in mark and not ours and delta_type.kind == "prefix":
+        told["shift_positions"] = bool(mark.get("shift_positions"))
     blocks = mark.get("blocks", {})
     if blocks:
         _ranks_of_blocks(model, told, blocks)
     requires = {n: p.requires_grad for n, p in model.named_parameters()}
-    delta = _build(model, delta_type, name, told)
+    delta = delta_type.from_places(model, name, told)
     try:
         _check_base(delta, mark, directory, allow_other_base)
         found = (
@@ -260,13 +231,14 @@ def _load(
         for n, parameter in model.named_parameters():
             parameter.requires_grad_(requires.get(n, parameter.requires_grad))
         raise
-    if not ours and not mark and not config.get("target_parameters"):
+    delta.weigh_(float(ours.get("weight", 1.0) if ours else mark.get("weight", 1.0)))
+    if not ours and "base" not in mark and not config.get("target_parameters"):
         delta.origin = config
         delta.extra = {n: t for n, t in tensors.items() if n.endswith(".base_layer.weight")}
     return delta
 
 
-def type_of_delta(directory: str | Path) -> type[Delta]:
+def type_of_delta(directory: str | Path) -> type[AttachedDelta]:
     """Return the type of a saved delta: ours, PEFT's or OpenDelta's.
 
     Raises:
@@ -279,11 +251,13 @@ def type_of_delta(directory: str | Path) -> type[Delta]:
     return _type_of(_read(directory)[0], directory)
 
 
-def _type_of(config: Mapping[str, Any], directory: Path) -> type[Delta]:
+def _type_of(config: Mapping[str, Any], directory: Path) -> type[AttachedDelta]:
     ours = config.get(_OURS)
-    found = TYPES.get(ours["type"]) if ours else _PEFT.get(str(config.get("peft_type")))
+    types = adapter_types()
+    by_peft = {name: t for t in types.values() for name in (t.peft_type, *t.peft_reads)}
+    found = types.get(ours["type"]) if ours else by_peft.get(str(config.get("peft_type")))
     if found is None:
-        known = ", ".join(t for t in _PEFT if not t.startswith("BMFORGE"))
+        known = ", ".join(name for name in by_peft if not name.startswith("BMFORGE"))
         raise ConfigError(
             f"{str(directory)!r} is a {config.get('peft_type')!r}, which is not known to this "
             f"version of bmforge. Of PEFT's methods it knows {known}."
@@ -291,19 +265,10 @@ def _type_of(config: Mapping[str, Any], directory: Path) -> type[Delta]:
     return found
 
 
-def _build(model: nn.Module, kind: type[Delta], name: str, told: dict[str, Any]) -> Delta:
-    reads_at = told.pop("reads_at", {})
-    if kind is ParallelAdapter:
-        pairs = [(reads_at.get(n, n), n) for n in told.pop("targets")]
-        return ParallelAdapter(model, pairs, name=name, **told)
-    if kind is SoftPrompt:
-        told.pop("targets", None)
-    return kind(model, name=name, **told)
-
-
 def _told(ours: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(ours["options"])
-    known = {field.name for field in fields(PART_KINDS[ours["kind"]].options)}
+    kind = PART_KINDS.get(ours["kind"])
+    known = set() if kind is None else {field.name for field in fields(kind.options)}
     return {
         **{key: value for key, value in options.items() if key in known},
         "targets": list(ours["places"]),
@@ -331,42 +296,57 @@ def _ranks_of_blocks(
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
     """Return config, tensors and what we noted beside them."""
-    if not (directory / CONFIG_NAME).exists() or not (directory / WEIGHTS_NAME).exists():
+    weights = directory / WEIGHTS_NAME
+    old = directory / OLD_WEIGHTS_NAME
+    if not (directory / CONFIG_NAME).exists() or not (weights.exists() or old.exists()):
         raise CheckpointError(
             f"{str(directory)!r} holds no delta: {CONFIG_NAME} and {WEIGHTS_NAME} are needed."
         )
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
-        with safe_open(directory / WEIGHTS_NAME, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            mark = json.loads((file.metadata() or {}).get(_OURS, "{}"))
-    except (ValueError, SafetensorError, OSError) as error:
+        tensors, mark = _read_weights(weights) if weights.exists() else (_read_pickle(old), {})
+    except (ValueError, SafetensorError, OSError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"the delta in {str(directory)!r} is damaged: {error}.") from error
     if not isinstance(config, dict) or not isinstance(mark, dict):
         raise CheckpointError(f"{CONFIG_NAME} in {str(directory)!r} is no table.")
     return config, tensors, mark
 
 
-def _check_base(delta: Delta, mark: Mapping[str, Any], directory: Path, allowed: bool) -> None:
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads((file.metadata() or {}).get(_OURS, "{}"))
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    """Read PEFT's older form, without running code from it."""
+    tensors = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ValueError(f"{path.name} is not a table of tensors")
+    return tensors
+
+
+def _check_base(
+    delta: AttachedDelta, mark: Mapping[str, Any], directory: Path, allowed: bool
+) -> None:
     base = mark.get("base")
     here = None if base is None or allowed else fingerprint_of(delta.model, delta.wholes())
-    if here is None or here == base:
-        return
-    if any(isinstance(module, PackedStore) for module in delta.model.modules()):
+    if here is None and base is not None and not allowed:
         get_logger().warning(
-            "the delta in %s was trained on the base %s; this one has packed weights, of which it "
-            "cannot be told whether they are that base's",
+            "the adapter in %s was trained on the base %s, and it cannot be checked whether this "
+            "one, which is quantized, streamed or without memory, is the same",
             directory,
             base,
         )
-    else:
-        raise CheckpointError(
-            f"the delta in {str(directory)!r} was trained on another base: fingerprint {base}, "
-            f"this one's {here}. allow_other_base=True takes it all the same."
-        )
+    if here is None or here == base:
+        return
+    raise CheckpointError(
+        f"the adapter in {str(directory)!r} was trained on another base (fingerprint {base}; this "
+        f"model has {here}). Open its base, or pass allow_other_base=True."
+    )
 
 
-def _own_names(delta: Delta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _own_names(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Put the delta's name in, which files leave out."""
     owners = {held.owner: held for held in delta.held if held.slot == delta.name}
     found = {}
@@ -377,7 +357,7 @@ def _own_names(delta: Delta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-def _fill(delta: Delta, found: Mapping[str, Tensor], directory: Path) -> None:
+def _fill(delta: AttachedDelta, found: Mapping[str, Tensor], directory: Path) -> None:
     """Check tensors against those of the delta, and put them in."""
     own, known = delta.tensors(), set(delta.names())
     problems = [f"missing: {name}" for name in own if name not in found]

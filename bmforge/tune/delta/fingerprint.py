@@ -26,8 +26,8 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
         but: names of parameters that are trained whole.
 
     Returns:
-        16 hexadecimal digits; None where parameters are on meta, streamed, or elsewhere in a
-        pipeline.
+        16 hexadecimal digits; None where parameters are on meta, streamed, quantized, or elsewhere
+        in a pipeline: a quantized base cannot be compared with the plain one.
 
     Comm: of a model that is laid out, a gather of each parameter.
     """
@@ -46,8 +46,10 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
             continue
         if parameter.is_meta or is_streamed(parameter):
             return None
+        if is_torchao(parameter) or not parameter.is_floating_point():
+            return None
         whole = whole_tensor(parameter.detach())
-        values = (whole.dequantize() if is_torchao(whole) else whole).flatten()
+        values = whole.flatten()
         index = torch.tensor(sample_places(name, values.numel()), device=values.device)
         picked = values[index]
         picked = picked.to(torch.bfloat16) if picked.is_floating_point() else picked

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,10 +15,9 @@ from bmforge.nn.moe import MoE
 from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
 
-if TYPE_CHECKING:
-    from bmforge.tune.delta.delta import Delta
-
 __all__ = [
+    "AdapterLike",
+    "base_weights_of",
     "is_in_mixture",
     "Held",
     "delta_tensors",
@@ -29,7 +29,7 @@ __all__ = [
     "whole_model",
 ]
 
-_DELTAS = "_deltas"
+_DELTAS, _BASE_WEIGHTS = "_deltas", "_base_weights"
 
 
 class Held(NamedTuple):
@@ -46,10 +46,51 @@ class Held(NamedTuple):
     part: Any
 
 
-def deltas_of(model: nn.Module) -> dict[str, Delta]:
+class AdapterLike(Protocol):
+    """What a model's record knows of an adapter; `base.AttachedDelta` is one."""
+
+    kind: Any
+    name: str
+    weight: float
+    merged: bool
+    held: tuple[Held, ...]
+    options: Mapping[str, Any]
+
+    def is_attached(self) -> bool:
+        """Return True if its modules are attached."""
+        ...
+
+    def names(self) -> list[str]:
+        """Return the names of its tensors in the model."""
+        ...
+
+    def wholes(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the base that it trains whole."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield its parameters."""
+        ...
+
+    def check_weight(self, weight: float) -> None:
+        """Raise `ConfigError` for a weight that it cannot have."""
+        ...
+
+    def weigh_(self, weight: float) -> Self:
+        """Set the factor on its output."""
+        ...
+
+
+def deltas_of(model: nn.Module) -> dict[str, Any]:
     """Return the deltas of a model by name, detached ones included: its own record."""
-    found: dict[str, Delta] = model.__dict__.setdefault(_DELTAS, {})
+    found: dict[str, Any] = model.__dict__.setdefault(_DELTAS, {})
     return found
+
+
+def base_weights_of(model: nn.Module) -> dict[str, Any]:
+    """Return the base's value of every parameter that holds merged adapters, by name."""
+    weights: dict[str, Any] = model.__dict__.setdefault(_BASE_WEIGHTS, {})
+    return weights
 
 
 def delta_tensors(model: nn.Module) -> set[str]:
@@ -58,7 +99,7 @@ def delta_tensors(model: nn.Module) -> set[str]:
     return {name for delta in deltas for name in (*delta.names(), *delta.wholes())}
 
 
-def find_delta(model: nn.Module, name: str) -> Delta:
+def find_delta(model: nn.Module, name: str) -> Any:
     """Return a delta by its name.
 
     Raises:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from bmforge.tune.delta.delta import Delta
 
-__all__ = ["Lora"]
+__all__ = ["LoRA", "Lora"]
 
 
 class Lora(Delta):
@@ -22,3 +22,6 @@ class Lora(Delta):
     default_targets = ("attn.q", "attn.v")
     defaults = MappingProxyType({"rank": 8, "alpha": 16.0})
     peft_type = "LORA"
+
+
+LoRA = Lora

@@ -1,9 +1,14 @@
-"""Putting what deltas add into the base's weights, and taking it out again to the bit."""
+"""Merges adapters into the base weights, and unmerges them bit for bit, in any order.
+
+A merged weight is always computed from the base weight and the adapters that are merged then, in
+the order in which they apply, never from an earlier merged weight. Merging or unmerging is refused
+before anything changes if adapters that stay attached would compute something else afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,55 +17,336 @@ from bmforge.errors import ConfigError
 from bmforge.nn.bottleneck import Bottleneck
 from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
-from bmforge.nn.part import detach_part_
+from bmforge.nn.part import beside_parts, detach_part_
 from bmforge.provenance import Part, Provenance, warn_of_licences
 from bmforge.shards import is_streamed, local_box, local_tensor, whole_tensor
 from bmforge.surgery import shared_tensors
-from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.fingerprint import is_torchao
-from bmforge.tune.delta.held import Held, is_laid_out, whole_model
+from bmforge.tune.delta.held import (
+    Held,
+    base_weights_of,
+    deltas_of,
+    find_delta,
+    is_laid_out,
+    whole_model,
+)
 
-__all__ = ["merge_", "unmerge_"]
+__all__ = ["check_attached", "merge_", "merge_deltas", "unmerge_", "unmerge_deltas"]
+
+# Name of a module -> parameters of it that merging changes -> their values.
+Values = dict[str, dict[str, Tensor]]
 
 
-def merge_(delta: Delta, dequantize: bool = False) -> None:
-    """Merge a delta; see `Delta.merge`."""
-    if delta.merged:
-        raise ConfigError(f"delta {delta.name!r} is merged already.")
-    if not delta.is_attached():
-        raise ConfigError(f"delta {delta.name!r} is detached: attach it before merging.")
-    plain = {held.owner: _dequantized(delta, held, dequantize) for held in delta.here()}
-    changed = [pair for held in delta.here() for pair in _changes(delta, held, plain[held.owner])]
-    shared = shared_tensors(delta.model)
-    for name, tensor, _ in changed:
-        if id(tensor) in shared:
+def merge_deltas(
+    model: nn.Module, names: Sequence[str] | None = None, dequantize: bool = False
+) -> None:
+    """Merge several adapters at once; DoRA and IA3 next to others can only be merged together.
+
+    Args:
+        model: with adapters.
+        names: adapters to merge; None merges all attached ones.
+        dequantize: replace torchao's quantized weights by plain ones first.
+
+    Raises:
+        ConfigError: as `Delta.merge`.
+    """
+    if names is None:
+        names = [n for n, d in deltas_of(model).items() if d.is_attached() and not d.merged]
+    merge_(model, [find_delta(model, name) for name in names], dequantize)
+
+
+def unmerge_deltas(model: nn.Module, names: Sequence[str] | None = None) -> None:
+    """Unmerge several adapters at once.
+
+    Args:
+        model: with merged adapters.
+        names: adapters to unmerge; None unmerges all.
+
+    Raises:
+        ConfigError: as `Delta.unmerge`.
+    """
+    if names is None:
+        names = [name for name, delta in deltas_of(model).items() if delta.merged]
+    unmerge_(model, [find_delta(model, name) for name in names])
+
+
+def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool = False) -> None:
+    """Merge adapters; see `Delta.merge`."""
+    for delta in deltas:
+        if delta.merged:
+            raise ConfigError(f"adapter {delta.name!r} is merged already. Unmerge it first.")
+        if not delta.is_attached():
+            raise ConfigError(f"adapter {delta.name!r} is detached. Call attach() before merging.")
+    base, laid_out = base_weights_of(model), is_laid_out(model)
+    merged = [d for d in deltas_of(model).values() if d.merged]
+    targets = _targets(model, deltas)
+    for target in targets:
+        _check_exact(model, target, merged)
+        _check_exact(model, target, [*merged, *deltas])
+    plain = {t: w for t in targets if (w := _dequantized(model, t, dequantize)) is not None}
+    _check_weights(model, targets, deltas)
+    active = deltas if laid_out else [*merged, *deltas]
+    new = {t: _merged_values(model, t, active, plain.get(t)) for t in targets}
+    for target, weight in plain.items():
+        module: Any = model.get_submodule(target)
+        base[f"{target}.weight"] = module.weight
+        module.weight = nn.Parameter(weight, requires_grad=False)
+    for target, values in new.items():
+        for key, value in values.items():
+            tensor = _parameter(model, target, key)
+            if not laid_out:
+                base.setdefault(f"{target}.{key}", tensor.detach().clone())
+            _write_(tensor, value)
+    for delta in deltas:
+        _take_out_(delta)
+        _join_licences_(delta)
+        delta.merged = True
+
+
+def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
+    """Undo `merge_` for some of the merged adapters."""
+    for delta in deltas:
+        if not delta.merged:
+            raise ConfigError(f"adapter {delta.name!r} is not merged. There is nothing to undo.")
+    if is_laid_out(model):
+        raise ConfigError("a parallelized model cannot be unmerged. Load the base model again.")
+    base = base_weights_of(model)
+    merged = [d for d in deltas_of(model).values() if d.merged]
+    left = [d for d in merged if d not in deltas]
+    targets = _targets(model, deltas)
+    for target in targets:
+        _check_exact(model, target, merged)
+        _check_exact(model, target, left)
+    new = {t: _merged_values(model, t, left, None) for t in targets}
+    for target, chain in targets.items():
+        for key in _keys(model, target, chain):
+            name = f"{target}.{key}"
+            if key in new[target]:
+                _write_(_parameter(model, target, key), new[target][key])
+            elif isinstance(original := base.pop(name), nn.Parameter):
+                setattr(model.get_submodule(target), key, original)
+            else:
+                _write_(_parameter(model, target, key), original)
+    for delta in deltas:
+        delta.merged = False
+        delta.attach()
+
+
+def check_attached(model: nn.Module, delta: AttachedDelta) -> None:
+    """Raise `ConfigError` if an adapter just attached does not go with the merged ones."""
+    merged = [d for d in deltas_of(model).values() if d.merged]
+    for target in _targets(model, merged):
+        _check_exact(model, target, merged)
+
+
+class _Link(NamedTuple):
+    """One adapter module in the chain that a layer's output passes through."""
+
+    delta: AttachedDelta | None
+    owner: str
+    part: Any
+
+
+def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, list[_Link]]:
+    """Return module names whose parameters hold the merged adapters -> their adapter modules."""
+    targets: dict[str, list[_Link]] = {}
+    for delta in deltas:
+        for held in delta.here():
+            target = _target(model, held)
+            if target is None:
+                _refuse_part(delta, held.part)
+            targets.setdefault(target, []).append(_Link(delta, held.owner, held.part))  # type: ignore[arg-type]
+    return targets
+
+
+def _target(model: nn.Module, held: Held) -> str | None:
+    """Return the name of the module that can hold what an adapter module computes."""
+    if isinstance(held.part, (LowRank, ExpertsLowRank, Gain)):
+        return held.owner
+    if isinstance(held.part, Shift):
+        last = _last_of(model.get_submodule(held.owner))
+        return held.owner if last is None else f"{held.owner}.{last}"
+    return None
+
+
+def _refuse_part(delta: AttachedDelta, part: Any) -> None:
+    why = "it has an activation" if isinstance(part, Bottleneck) else "it is no matrix product"
+    raise ConfigError(
+        f"a {type(delta).__name__} cannot be merged into weights, because {why}. Save it next to "
+        "the model."
+    )
+
+
+def _chain(model: nn.Module, target: str) -> list[_Link]:
+    """Return all adapter modules that act on a layer's output, in the order in which they apply.
+
+    Those of the layer come before those of the attention or MLP that it ends; in each, those that
+    belong to no `Delta` first, then by attachment.
+    """
+    owners = [target]
+    around = target.rpartition(".")[0]
+    if around and _last_of(model.get_submodule(around)) == target.rpartition(".")[2]:
+        owners.append(around)
+    links = []
+    for owner in owners:
+        known = [
+            _Link(delta, owner, held.part)
+            for delta in deltas_of(model).values()
+            for held in delta.held
+            if held.owner == owner and (delta.merged or delta.is_attached())
+        ]
+        parts = {id(link.part) for link in known}
+        attached = (part for _, part in beside_parts(model.get_submodule(owner)))
+        links += [_Link(None, owner, part) for part in attached if id(part) not in parts]
+        links += known
+    return links
+
+
+def _is_additive(part: Any) -> bool:
+    """Return True if the part adds to the output a term that the output does not influence."""
+    if isinstance(part, LowRank):
+        return part.magnitude is None
+    if isinstance(part, Bottleneck):
+        return part.options.reads != "out" or part.reader[0] is not None
+    return isinstance(part, (Shift, ExpertsLowRank))
+
+
+def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta]) -> None:
+    """Raise `ConfigError` if merging changes what the adapters together compute.
+
+    Sums commute. Otherwise the merged modules must be the first of the chain: a DoRA takes the
+    norms of the base's rows, and a factor on the input is for all modules of the layer.
+    """
+    chain = _chain(model, target)
+    inside = [any(link.delta is one for one in merged) for link in chain]
+    if all(inside) or not any(inside) or all(_is_additive(link.part) for link in chain):
+        return
+    first, rest = chain[: sum(inside)], chain[sum(inside) :]
+    scales_input = any(isinstance(link.part, Gain) and link.part.enters for link in first)
+    takes_norms = any(getattr(link.part, "magnitude", None) is not None for link in rest)
+    if all(inside[: len(first)]) and not scales_input and not takes_norms:
+        return
+    names = [one.name for one in merged]
+    others = {n for link, i in zip(chain, inside, strict=True) if not i and (n := _name(link))}
+    raise ConfigError(
+        f"adapters {', '.join(map(repr, names))} cannot be merged at {target} while "
+        f"{', '.join(map(repr, sorted(others)))} stays attached: their order matters. Merge or "
+        "unmerge them together (merge_deltas, unmerge_deltas), or remove one."
+    )
+
+
+def _name(link: _Link) -> str:
+    return type(link.part).__name__ if link.delta is None else link.delta.name
+
+
+def _keys(model: nn.Module, target: str, chain: Iterable[_Link]) -> list[str]:
+    """Return the names of the parameters of a module that adapter modules change."""
+    module = model.get_submodule(target)
+    keys: dict[str, None] = {}
+    for link in chain:
+        part = link.part
+        if isinstance(part, ExpertsLowRank):
+            keys.update(dict.fromkeys(part.keys))
+            continue
+        if not isinstance(part, Shift):
+            keys["weight"] = None
+        has_bias = isinstance(getattr(module, "bias", None), Tensor)
+        needs = isinstance(part, Shift) or getattr(part, "bias", None) is not None
+        if needs and not has_bias:
             raise ConfigError(
-                f"{name} is tied to another weight, which merging would change as well. Open the "
-                "model with tie_word_embeddings=False, as two weights, before the delta comes."
+                f"{target}, a {type(module).__name__}, has no bias to merge into. Save the adapter "
+                "next to the model, or exclude such layers."
             )
-        if is_streamed(tensor):
-            raise ConfigError(f"{name} is streamed: merge before its blocks stream.")
-    kept: dict[str, Tensor] = {}
-    for owner, weight in plain.items():
-        if weight is not None:
-            module: Any = delta.model.get_submodule(owner)
-            kept[f"{owner}.weight"] = module.weight
-            module.weight = nn.Parameter(weight, requires_grad=False)
-    new = [(name, make()) for name, _, make in changed]
-    # Not `detach`: what is merged is no longer beside, on any layout.
-    with torch.no_grad():
-        for name, value in new:
-            tensor = _find(delta.model, name)
-            kept.setdefault(name, local_tensor(tensor.detach()).clone())
-            box = local_box(tensor)
-            local_tensor(tensor.detach()).copy_(value[box.slices])
-    _take_out_(delta)
-    _join_licences_(delta)
-    delta.base_weights, delta.merged = kept, True
+        if has_bias and (needs or not _is_additive(part)):
+            keys["bias"] = None
+    return list(keys)
 
 
-def _join_licences_(delta: Delta) -> None:
-    """Let a model of ours say what it is made of now."""
+def _merged_values(
+    model: nn.Module, target: str, merged: Sequence[AttachedDelta], plain: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the parameters of one module with these adapters in them; {} without adapters."""
+    chain = [link for link in _chain(model, target) if any(link.delta is one for one in merged)]
+    base = base_weights_of(model)
+
+    def original(key: str) -> Tensor:
+        value = base.get(f"{target}.{key}")
+        if key == "weight" and plain is not None:
+            return _wide(plain)
+        if value is not None and is_torchao(value):
+            value = value.dequantize()
+        return _wide(_parameter(model, target, key) if value is None else value)
+
+    values = {key: original(key) for key in _keys(model, target, chain)}
+    before = dict(values)
+    # Factors on the input come last: every module of the layer sees the scaled input.
+    for link in sorted(chain, key=lambda one: isinstance(one.part, Gain) and one.part.enters):
+        part, weight = link.part, float(link.part.adapter_weight)
+        if isinstance(part, ExpertsLowRank):
+            for key in part.keys:
+                up, down = (_wide(getattr(part, f"{key}_{side}")) for side in ("up", "down"))
+                values[key] = values[key] + part.scale * weight * (up @ down)
+        elif isinstance(part, LowRank):
+            _apply_low_rank(part, weight, values, before, model.get_submodule(target))
+        elif isinstance(part, Shift):
+            values["bias"] = values["bias"] + weight * whole_tensor(part.bias)
+        else:
+            _apply_gain(part, weight, values, model.get_submodule(target))
+    return values
+
+
+def _apply_low_rank(
+    part: LowRank, weight: float, values: dict[str, Tensor], base: dict[str, Tensor], module: Any
+) -> None:
+    """Add a LoRA to the values, or replace them by a DoRA's."""
+    up, down = _wide(part.up), _wide(part.down)
+    turned = isinstance(part, EmbeddingLowRank) or not hasattr(module, "out_features")
+    added = part.scale * (up @ down)
+    added = added.t() if turned else added
+    if part.magnitude is None:
+        values["weight"] = values["weight"] + weight * added
+        if part.bias is not None:
+            values["bias"] = values["bias"] + part.scale * weight * whole_tensor(part.bias)
+        return
+    norms = torch.linalg.vector_norm(base["weight"] + added, dim=0 if turned else 1)
+    factor = _wide(part.magnitude) / norms
+    changed = (values["weight"] + added) * (factor if turned else factor[:, None])
+    values["weight"] = values["weight"] + weight * (changed - values["weight"])
+    if "bias" in values:
+        changed = factor * (values["bias"] - base["bias"]) + base["bias"]
+        values["bias"] = values["bias"] + weight * (changed - values["bias"])
+
+
+def _apply_gain(part: Gain, weight: float, values: dict[str, Tensor], module: Any) -> None:
+    factor = 1 + weight * (_wide(part.weight) - 1)
+    is_plain = hasattr(module, "out_features")  # (out, in); transformers' Conv1D is (in, out)
+    by_row = part.enters != is_plain
+    values["weight"] = values["weight"] * (factor[:, None] if by_row else factor)
+    if "bias" in values and not part.enters:
+        values["bias"] = values["bias"] * factor
+
+
+def _check_weights(
+    model: nn.Module, targets: dict[str, list[_Link]], deltas: Sequence[AttachedDelta]
+) -> None:
+    """Raise `ConfigError` for weights that are shared with others, or are not in memory."""
+    shared = shared_tensors(model)
+    for target, chain in targets.items():
+        for key in _keys(model, target, chain):
+            tensor = _parameter(model, target, key)
+            if id(tensor) in shared:
+                raise ConfigError(
+                    f"{target}.{key} is tied to another weight, which merging would change as "
+                    "well. Open the model with tie_word_embeddings=False before attaching "
+                    f"{deltas[0].name!r}."
+                )
+            if is_streamed(tensor):
+                raise ConfigError(f"{target}.{key} is streamed. Merge before its blocks stream.")
+
+
+def _join_licences_(delta: AttachedDelta) -> None:
+    """Record in the model what a merged adapter was made of."""
     model: Any = delta.model
     base, said = getattr(model, "provenance", None), delta.provenance
     if base is None or not said:
@@ -73,8 +359,8 @@ def _join_licences_(delta: Delta) -> None:
     warn_of_licences(f"{type(model).__name__} with {delta.name}", model.provenance)
 
 
-def _take_out_(delta: Delta) -> None:
-    """Take the parts out of the model, also where it is laid out, and of its description."""
+def _take_out_(delta: AttachedDelta) -> None:
+    """Detach the adapter modules, on a parallelized model too, where `detach` only disables."""
     if not is_laid_out(delta.model):
         delta.detach()
         return
@@ -88,124 +374,21 @@ def _take_out_(delta: Delta) -> None:
     described.config = delta.model.config
 
 
-def unmerge_(delta: Delta) -> None:
-    """Undo `merge_`."""
-    if not delta.merged:
-        raise ConfigError(f"delta {delta.name!r} is not merged.")
-    if is_laid_out(delta.model):
-        raise ConfigError("a model that is laid out is merged for good: load it again.")
-    if not delta.base_weights:
-        raise ConfigError(f"delta {delta.name!r} has forgotten the base's weights.")
-    with torch.no_grad():
-        for name, value in delta.base_weights.items():
-            if isinstance(value, nn.Parameter):
-                owner, _, key = name.rpartition(".")
-                setattr(delta.model.get_submodule(owner), key, value)
-            else:
-                local_tensor(_find(delta.model, name).detach()).copy_(value)
-    delta.base_weights, delta.merged = {}, False
-    delta.attach()
+def _parameter(model: nn.Module, target: str, key: str) -> Tensor:
+    return getattr(model.get_submodule(target), key)  # type: ignore[no-any-return]
 
 
-def _find(model: nn.Module, name: str) -> Any:
-    owner, _, key = name.rpartition(".")
-    return getattr(model.get_submodule(owner), key)
-
-
-def _dequantized(delta: Delta, held: Held, allowed: bool) -> Tensor | None:
-    """Return the plain weight of a layer of torchao's; None for a layer that is plain already.
-
-    Raises:
-        ConfigError: a weight that is stored otherwise.
-    """
-    module: Any = delta.model.get_submodule(held.owner)
-    weight = getattr(module, "weight", None)
-    if hasattr(module, "packed") or (isinstance(weight, Tensor) and not weight.is_floating_point()):
-        raise ConfigError(
-            f"{held.owner} keeps its weight as integers, which cannot hold what a delta adds. Open "
-            "the model unquantised, merge, and quantise it then."
-        )
-    turn = getattr(weight, "dequantize", None)
-    if weight is None or type(weight) in (nn.Parameter, Tensor) or not is_torchao(weight):
-        return None
-    if not allowed:
-        raise ConfigError(
-            f"{held.owner} has a quantised weight ({type(weight).__name__}): merge(dequantize=True)"
-            " makes it a plain one."
-        )
-    assert turn is not None
-    return turn().detach()
-
-
-Change = tuple[str, Tensor, Any]
-
-
-def _changes(delta: Delta, held: Held, plain: Tensor | None) -> Iterator[Change]:
-    """Yield name, tensor and how to make its new whole values, of what one part changes.
-
-    Raises:
-        ConfigError: no weight can hold what the part does.
-    """
-    owner, _, part = held
-    module: Any = delta.model.get_submodule(owner)
-    if isinstance(part, ExpertsLowRank):
-        for key in part.keys:
-            stack = getattr(module, key)
-            yield f"{owner}.{key}", stack, lambda k=key, s=stack: _experts(part, k, s)
-    elif isinstance(part, LowRank):
-        yield f"{owner}.weight", module.weight, lambda: _low_rank(part, module, plain)
-        if part.bias is not None:
-            yield from _bias(
-                owner, module, lambda: part.scale * part.share * whole_tensor(part.bias)
-            )
-    elif isinstance(part, Shift):
-        last = _last_of(module)
-        name = owner if last is None else f"{owner}.{last}"
-        target = module if last is None else module.get_submodule(last)
-        yield from _bias(name, target, lambda: part.share * whole_tensor(part.bias))
-    elif isinstance(part, Gain):
-        yield from _gain(owner, module, part)
-    else:
-        why = "an activation stands in it" if isinstance(part, Bottleneck) else "it is no product"
-        raise ConfigError(
-            f"a {type(delta).__name__} cannot be merged into weights: {why}. Save it beside the "
-            "model."
-        )
+@torch.no_grad()
+def _write_(tensor: Tensor, value: Tensor) -> None:
+    box = local_box(tensor)
+    local = local_tensor(tensor.detach())
+    local.copy_(value[box.slices] if value.shape != local.shape else value)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Merge in fp32 at least, and round once."""
+    """Return the whole tensor in fp32 at least, so that the merged weight is rounded once."""
     whole = whole_tensor(tensor.detach())
     return whole if whole.dtype == torch.float64 else whole.float()
-
-
-def _low_rank(part: Any, module: Any, plain: Tensor | None) -> Tensor:
-    weight = module.weight if plain is None else plain
-    old, up, down = _wide(weight), _wide(part.up), _wide(part.down)
-    turned = isinstance(part, EmbeddingLowRank) or not hasattr(module, "out_features")
-    added = part.scale * (up @ down)
-    added = added.t() if turned else added
-    if part.magnitude is None:
-        return old + part.share * added
-    sums, dim = old + added, 0 if turned else 1
-    factor = _wide(part.magnitude) / torch.linalg.vector_norm(sums, dim=dim)
-    changed = sums * (factor if turned else factor[:, None])
-    return changed if part.share == 1 else old + part.share * (changed - old)
-
-
-def _experts(part: ExpertsLowRank, key: str, stack: Tensor) -> Tensor:
-    up, down = (_wide(getattr(part, f"{key}_{side}")) for side in ("up", "down"))
-    return _wide(stack) + part.scale * part.share * (up @ down)
-
-
-def _bias(name: str, module: Any, added: Any) -> Iterator[Change]:
-    bias = getattr(module, "bias", None)
-    if not isinstance(bias, Tensor):
-        raise ConfigError(
-            f"{name}, a {type(module).__name__}, has no bias to merge into. Save the delta beside "
-            "the model, or leave such layers out of its targets."
-        )
-    yield f"{name}.bias", bias, lambda: _wide(bias) + added()
 
 
 def _last_of(module: nn.Module) -> str | None:
@@ -216,18 +399,24 @@ def _last_of(module: nn.Module) -> str | None:
     return None
 
 
-def _gain(owner: str, module: Any, part: Gain) -> Iterator[Change]:
-    def make() -> Tensor:
-        factor = 1 + part.share * (_wide(part.weight) - 1)
-        is_plain = hasattr(module, "out_features")  # (out, in); transformers' Conv1D is (in, out)
-        by_row = part.enters != is_plain
-        return _wide(module.weight) * (factor[:, None] if by_row else factor)
+def _dequantized(model: nn.Module, target: str, allowed: bool) -> Tensor | None:
+    """Return the plain weight of a layer that torchao quantized; None for a plain layer.
 
-    yield f"{owner}.weight", module.weight, make
-    bias = getattr(module, "bias", None)
-    if bias is not None and not part.enters:
-        yield (
-            f"{owner}.bias",
-            bias,
-            lambda: _wide(bias) * (1 + part.share * (_wide(part.weight) - 1)),
+    Raises:
+        ConfigError: a weight of another quantized storage, or dequantizing is not allowed.
+    """
+    module: Any = model.get_submodule(target)
+    weight = getattr(module, "weight", None)
+    if hasattr(module, "packed") or (isinstance(weight, Tensor) and not weight.is_floating_point()):
+        raise ConfigError(
+            f"{target} has an integer weight, which cannot hold a merged adapter. Open the model "
+            "unquantized, merge, and quantize it afterwards."
         )
+    if weight is None or type(weight) in (nn.Parameter, Tensor) or not is_torchao(weight):
+        return None
+    if not allowed:
+        raise ConfigError(
+            f"{target} has a quantized weight ({type(weight).__name__}). merge(dequantize=True) "
+            "replaces it by a plain one."
+        )
+    return weight.dequantize().detach()  # type: ignore[no-any-return]

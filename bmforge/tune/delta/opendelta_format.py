@@ -19,14 +19,8 @@ from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.attention import Attention
-from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
-from bmforge.tune.delta.address import all_names
-from bmforge.tune.delta.bitfit import BitFit
-from bmforge.tune.delta.compacter import Compacter
-from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.lora import Lora
-from bmforge.tune.delta.prefix import Prefix
-from bmforge.tune.delta.soft_prompt import SoftPrompt
+from bmforge.tune.delta.address import all_names, excludes_of, known_names
+from bmforge.tune.delta.base import AttachedDelta, adapter_types
 
 __all__ = [
     "is_opendelta",
@@ -52,15 +46,16 @@ _COMMON = {
     "layer_norm@": "norm",
     "lm_head@.proj@": "lm_head",
 }
-_TYPES: Mapping[str, type[Delta]] = {
-    "lora": Lora,
-    "adapter": Adapter,
-    "low_rank_adapter": LowRankAdapter,
-    "compacter": Compacter,
-    "parallel_adapter": ParallelAdapter,
-    "bitfit": BitFit,
-    "prefix": Prefix,
-    "soft_prompt": SoftPrompt,
+# OpenDelta's type -> our class.
+_TYPES: Mapping[str, str] = {
+    "lora": "Lora",
+    "adapter": "Adapter",
+    "low_rank_adapter": "LowRankAdapter",
+    "compacter": "Compacter",
+    "parallel_adapter": "ParallelAdapter",
+    "bitfit": "BitFit",
+    "prefix": "Prefix",
+    "soft_prompt": "SoftPrompt",
 }
 _INSIDE = re.compile(
     r"(.*?)\.?(lora|adapter|low_rank_adapter|compactor|parallel_adapter|prefix|soft_prompt_layer)"
@@ -101,12 +96,14 @@ def read_opendelta_config(directory: Path) -> dict[str, Any]:
     return found
 
 
-def old_type_of(kind: type[Delta]) -> str | None:
+def old_type_of(kind: type[AttachedDelta]) -> str | None:
     """Return what OpenDelta calls a type of ours; None for one that it did not have."""
-    return next((name for name, ours in _TYPES.items() if ours is kind), None)
+    return next((name for name, ours in _TYPES.items() if ours == kind.__name__), None)
 
 
-def opendelta_type(config: Mapping[str, Any]) -> tuple[type[Delta], dict[str, Any]]:
+def opendelta_type(
+    config: Mapping[str, Any], model: nn.Module | None = None
+) -> tuple[type[AttachedDelta], dict[str, Any]]:
     """Return the type of a delta and what it is told, of OpenDelta's config.
 
     Raises:
@@ -119,20 +116,23 @@ def opendelta_type(config: Mapping[str, Any]) -> tuple[type[Delta], dict[str, An
     names = config.get("modified_modules")
     if kind == "soft_prompt":
         told["length"] = config.get("soft_token_num", 100)
-        return SoftPrompt, told
+        return adapter_types()["SoftPrompt"], told
     if kind == "parallel_adapter" and names:
-        told["pairs"] = _pairs(config)
+        told["pairs"] = _pairs(config, model)
     elif names and not (config.get("common_structure") and kind == "bitfit"):
         told["targets"] = [_COMMON.get(name, name) for name in names]
         told["exclude"] = tuple(config.get("exclude_modules") or ())
     told |= _OPTIONS[kind](config)
-    return _TYPES[kind], told
+    return adapter_types()[_TYPES[kind]], told
 
 
-def _pairs(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Where a parallel adapter reads and writes; its attention begins and ends with the norm."""
+def _pairs(config: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, str]]:
+    """Return where a parallel adapter reads and writes; its attention includes the norm."""
     backbone = str(config.get("backbone_class", ""))
     names = [_COMMON.get(name, name) for name in config.get("modified_modules") or ()]
+    if names[::2] == ["attn", "mlp.up"] and model is not None and not hasattr(model, "traits"):
+        attn = "[r]layer\\.0" if backbone.startswith("T5") else "attn"
+        return [(attn, attn), ("mlp.up", "mlp.down")]
     if names[::2] == ["attn", "mlp.up"]:
         if backbone.startswith("T5"):
             return [("attn_norm", "attn"), ("mlp", "mlp")]
@@ -173,11 +173,11 @@ _OPTIONS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         c, width=c.get("bottleneck_dim") or 24, scale=float(c.get("scaled") or 1.0)
     ),
     "bitfit": lambda c: {},
-    "prefix": lambda c: {"length": c.get("prefix_token_num", 6)},
+    "prefix": lambda c: {"length": c.get("prefix_token_num", 6), "shift_positions": False},
 }
 
 
-def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) -> Delta:
+def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) -> AttachedDelta:
     """Put a delta that OpenDelta has saved into a model of ours.
 
     Args:
@@ -192,14 +192,16 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) ->
     """
     config = read_opendelta_config(directory)
     tensors = torch.load(directory / _FILE, map_location="cpu", weights_only=True)
-    kind, options = opendelta_type(config)
-    if kind is BitFit:  # which biases there were depended on the backbone
+    kind, options = opendelta_type(config, model)
+    if kind.kind == "shift":  # which biases there were depended on the backbone
         known = all_names(model)
         owners = (name.rpartition(".")[0] for name in tensors)
         options = {"targets": [ours for theirs in owners for ours in known.get(theirs, [theirs])]}
     else:
         options["train_also"] = list(_wholes(model, tensors))
-    delta = kind(model, name=name, **options, **told)
+    if "exclude" in options:
+        options["exclude"] = excludes_of(known_names(model), options["exclude"])
+    delta: Any = kind(model, name=name, **options, **told)
     try:
         found = to_our_names(model, delta, tensors)
         own = delta.tensors()
@@ -222,7 +224,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) ->
 
 
 def to_our_names(
-    model: nn.Module, delta: Delta, tensors: Mapping[str, Tensor], minus_base: bool = True
+    model: nn.Module, delta: AttachedDelta, tensors: Mapping[str, Tensor], minus_base: bool = True
 ) -> dict[str, Tensor]:
     """Bring tensors, or their gradients, of OpenDelta's names into ours.
 
@@ -233,13 +235,13 @@ def to_our_names(
         minus_base: its biases stand in the place of the model's own, ours are added to them.
     """
     published = all_names(model)
-    found = {} if isinstance(delta, BitFit) else _wholes(model, tensors)
+    found = {} if delta.kind == "shift" else _wholes(model, tensors)
     reparams = {n.partition("reparams.")[2]: t for n, t in tensors.items() if "reparams." in n}
     if reparams:
         return {**found, **_fold(delta, reparams)}
     for name, tensor in tensors.items():
         match = _INSIDE.fullmatch(name)
-        if match is None and not isinstance(delta, BitFit):
+        if match is None and delta.kind != "shift":
             continue
         if match is None:
             found |= _biases(model, delta, published, name, tensor, minus_base)
@@ -253,10 +255,22 @@ def to_our_names(
         elif what == "lora":
             found |= _low_rank(model, delta, published.get(theirs, [theirs]), key, tensor)
         else:
-            own = {held.owner for held in delta.held}
-            place = _place(delta, theirs if theirs in own else _side(model, published, theirs))
+            place = _place(delta, _owner(model, delta, published, theirs))
             found[f"{place}.{key}"] = _as_heads(delta, tensor) if what == "prefix" else tensor
     return found
+
+
+def _owner(
+    model: nn.Module, delta: AttachedDelta, published: Mapping[str, list[str]], theirs: str
+) -> str:
+    """Return the name of the module here to which what was attached to `theirs` is attached."""
+    own = {held.owner for held in delta.held}
+    reads_at = delta.options.get("reads_at") or {}
+    written = [writes for writes, reads in reads_at.items() if reads == theirs]
+    mapped = [name for name in published.get(theirs, ()) if name in own]
+    if theirs in own and not written:
+        return theirs
+    return next(iter(written or mapped), "") or _side(model, published, theirs)
 
 
 def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -272,7 +286,7 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return found
 
 
-def _place(delta: Delta, beginning: str) -> str:
+def _place(delta: AttachedDelta, beginning: str) -> str:
     """Return the name of the part whose module's name begins so."""
     for owner, slot, part in delta.held:
         if owner.startswith(beginning) and list(part.parameters()):
@@ -296,7 +310,7 @@ def _side(model: nn.Module, published: Mapping[str, list[str]], theirs: str) -> 
 
 
 def _low_rank(
-    model: nn.Module, delta: Delta, names: list[str], key: str, tensor: Tensor
+    model: nn.Module, delta: AttachedDelta, names: list[str], key: str, tensor: Tensor
 ) -> dict[str, Tensor]:
     parts = [f"{n}.{delta.name}" for n in names]
     if key == "down":
@@ -307,7 +321,7 @@ def _low_rank(
 
 def _biases(
     model: nn.Module,
-    delta: Delta,
+    delta: AttachedDelta,
     published: Mapping[str, list[str]],
     name: str,
     tensor: Tensor,
@@ -328,13 +342,13 @@ def _biases(
     return found
 
 
-def _as_heads(delta: Delta, tensor: Tensor) -> Tensor:
+def _as_heads(delta: AttachedDelta, tensor: Tensor) -> Tensor:
     """Bring (P, heads * H) into (K, P, H)."""
     heads, _, width = delta.held[0].part.key.shape
     return tensor.unflatten(1, (heads, width)).transpose(0, 1)
 
 
-def _fold(delta: Delta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _fold(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the keys and values that its MLP makes of its embedding, for all layers."""
     mid = torch.tanh(
         tensors["wte.weight"] @ tensors["control_trans.0.weight"].T

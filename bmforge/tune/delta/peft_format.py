@@ -1,4 +1,4 @@
-"""PEFT's form of a delta: reading its config's fields and the names of its tensors.
+"""Reads PEFT's adapter directories: the config's fields and the names of its tensors.
 
 Tensors stand under the names of transformers' modules. Where that has one fused layer for several
 of ours (`c_attn` = q, k and v), one pair of factors becomes one of each of ours with the same
@@ -9,32 +9,26 @@ Source: PEFT 0.21, `utils/save_and_load.py` and the configs of its tuners.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.low_rank import LowRank, linear_sizes
+from bmforge.shards import Box
+from bmforge.surgery import persistent_tensors, shared_tensors
 from bmforge.tune.delta.address import fits, published_names
-from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.held import Held
 from bmforge.tune.delta.peft_experts import expert_owner, read_experts
+from bmforge.tune.delta.peft_fields import check_fields
 
 __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_factors_"]
 
 PREFIX = "base_model.model."
-# Fields of a LORA config that would change numbers, and the values that we know.
-_LORA_PLAIN: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
-    "trainable_token_indices": (None,),
-    "use_qalora": (False, None),
-    "use_bdlora": (None, False),
-    "megatron_config": (None,),
-    "arrow_config": (None,),
-}
 
 
 class Names:
@@ -50,6 +44,55 @@ class Names:
         own = {n: [n] for n, m in model.named_modules() if n and not hasattr(m, "tensor_notes")}
         self.ours: dict[str, list[str]] = published or own
         self.theirs = {n: t for t, names in self.ours.items() for n in names}
+        rules = getattr(model, "published_rules", None)
+        self.rules: dict[str, list[Any]] | None = None
+        if callable(rules):
+            self.rules = {}
+            for rule in rules():
+                self.rules.setdefault(rule.theirs, []).append(rule)
+        self.tied = _tied_names(model)
+
+    def read_whole(self, theirs: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return our parameters, by name, that a published parameter holds; {} if there are none.
+
+        Args:
+            theirs: published name of the parameter.
+            tensor: its value.
+
+        Raises:
+            CheckpointError: a value of another shape.
+        """
+        if self.rules is None:
+            known = dict(self.model.named_parameters())
+            return {theirs: tensor} if theirs in known else {}
+        shapes = {n: p.shape for n, p in persistent_tensors(self.model).items()}
+        pieces: dict[str, Tensor] = {}
+        for rule in self.rules.get(theirs, ()):
+            if rule.index is not None or rule.ours not in shapes:
+                return {}
+            shape = tuple(shapes[rule.ours])
+            if tuple(tensor.shape) != rule.source_shape(shape):
+                raise CheckpointError(
+                    f"{theirs} has the shape {tuple(tensor.shape)} in the file, but "
+                    f"{rule.source_shape(shape)} in this {type(self.model).__name__}. Resize the "
+                    "token embedding (resize_token_embeddings) or open the base of the adapter."
+                )
+            slices = rule.source_slices(Box((0,) * len(shape), shape))
+            pieces[rule.ours] = rule.source_view(tensor[slices])
+        return pieces
+
+    def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return published parameters, by name, that are made of these of ours."""
+        if self.rules is None:
+            return dict(tensors)
+        found: dict[str, Tensor] = {}
+        for theirs, rules in self.rules.items():
+            if all(rule.ours in tensors for rule in rules):
+                rows = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
+                parts = [rule.to_source(tensors[rule.ours]) for rule in rows]
+                joined = torch.cat(parts, rows[0].part_dim) if len(parts) > 1 else parts[0]
+                found[theirs] = joined.t().contiguous() if rows[0].transpose else joined
+        return found
 
     def of(self, name: str) -> str:
         """Return what files call a module of ours.
@@ -62,6 +105,18 @@ class Names:
         return self.theirs[name]
 
 
+def _tied_names(model: Any) -> dict[str, list[str]]:
+    """Return published names of tied parameters -> the other names that they have there."""
+    if not hasattr(model, "all_rules"):
+        return {}
+    theirs = {rule.ours: rule.theirs for rule in model.all_rules() if rule.is_renaming}
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in theirs:
+            groups.setdefault(id(parameter), []).append(theirs[name])
+    return {one: [n for n in group if n != one] for group in groups.values() for one in group}
+
+
 def rows_of(model: nn.Module, name: str) -> int:
     """Return how many features come out of a linear layer."""
     sizes = linear_sizes(model.get_submodule(name))
@@ -69,57 +124,83 @@ def rows_of(model: nn.Module, name: str) -> int:
     return sizes[1]
 
 
-def options_of(model: nn.Module, config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return what a delta of ours is told, of PEFT's config and its tensors' names.
+def options_of(
+    model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return the options of our adapter for PEFT's config and tensors.
 
     Raises:
-        ConfigError: a setting that would change numbers and that we do not have.
+        ConfigError: a field that would change numbers and that is not supported, by its name.
+        CheckpointError: tensors of modules that the model does not have.
     """
-    kind = config.get("peft_type")
-    if kind == "PROMPT_TUNING":
-        return {"length": config["num_virtual_tokens"]}
-    if kind == "PREFIX_TUNING":
-        if config.get("prefix_projection"):
-            raise ConfigError("prefix_projection=True: save it from PEFT in inference mode.")
-        return {"length": config["num_virtual_tokens"]}
-    names = Names(model)
-    bare = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in keys if ".lora_" in key}
-    bare |= {key.removeprefix(PREFIX).rpartition(".ia3_l")[0] for key in keys if ".ia3_l" in key}
-    experts = {name: ours for name in bare if (ours := expert_owner(model, name))}
-    bare -= experts.keys()
-    unknown = sorted(name for name in bare if name not in names.ours)
-    if unknown:
+    check_fields(config)
+    kind, names = str(config["peft_type"]), Names(model)
+    whole = _saved_whole(names, config, tensors)
+    told: dict[str, Any] = {"train_also": tuple(whole)}
+    if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
+        told["length"] = int(config["num_virtual_tokens"])
+        return told | ({"shift_positions": True} if kind == "PREFIX_TUNING" else {})
+    if kind == "LN_TUNING":
+        norms = {n for key in tensors for n in _norm_owners(names, key)}
+        return {**told, "targets": sorted(norms)}
+    modules = {name for key in tensors if (name := _module_of(key)) is not None}
+    experts = {name: ours for name in modules if (ours := expert_owner(model, name))}
+    modules -= experts.keys()
+    if unknown := sorted(name for name in modules if name not in names.ours):
         raise CheckpointError(
-            f"the delta stands beside {', '.join(unknown[:5])}, which this "
-            f"{type(model).__name__} has not."
+            f"the adapter is attached to {', '.join(unknown[:5])}, which this "
+            f"{type(model).__name__} does not have. Open the base model of the adapter."
         )
-    targets = [n for name in sorted(bare) for n in names.ours[name]]
-    told: dict[str, Any] = {"targets": [*targets, *sorted(set(experts.values()))]}
-    told["train_also"] = _saved_whole(names, keys)
+    targets = [n for name in sorted(modules) for n in names.ours[name]]
+    told["targets"] = [*targets, *sorted(set(experts.values()))]
     if kind == "IA3":
         feedforward = config.get("feedforward_modules") or []
-        into = [name for name in bare if _named(name, feedforward)]
+        into = [name for name in modules if _named(name, feedforward)]
         return {**told, "into": [n for name in into for n in names.ours[name]]}
-    for field, fine in _LORA_PLAIN.items():
-        if field in config and config[field] not in fine:
-            raise ConfigError(f"{field}={config[field]!r} is not known to this version of bmforge.")
-    told |= {"rank": config["r"], "alpha": float(config["lora_alpha"])}
-    told |= {"dropout": float(config.get("lora_dropout") or 0)}
+    return told | _low_rank_options(names, config, modules)
+
+
+def _low_rank_options(
+    names: Names, config: Mapping[str, Any], modules: Iterable[str]
+) -> dict[str, Any]:
+    told: dict[str, Any] = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
     told |= {
+        "dropout": float(config.get("lora_dropout") or 0),
         "root_scale": bool(config.get("use_rslora")),
         "magnitude": bool(config.get("use_dora")),
+        "bias": bool(config.get("lora_bias")),
     }
-    told["bias"] = bool(config.get("lora_bias"))
     for pattern, field in (("rank_pattern", "ranks"), ("alpha_pattern", "alphas")):
         given = config.get(pattern) or {}
         told[field] = {
-            n: value
-            for name in bare
-            for key, value in given.items()
-            if fits(name, key) or fits(name, f"[r]{key}")
+            n: given[key]
+            for name in modules
+            if (key := _first_pattern(name, given)) is not None
             for n in names.ours[name]
         }
     return told
+
+
+def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that an ending of the name matches, as PEFT chooses it."""
+    found = (key for key in patterns if re.match(rf"(.*\.)?({key})$", name))
+    return next(found, None)
+
+
+def _module_of(key: str) -> str | None:
+    """Return the published name of the module that a tensor of an adapter is attached to."""
+    bare = key.removeprefix(PREFIX)
+    for mark in (".lora_", ".ia3_l"):
+        if mark in bare:
+            return bare.rpartition(mark)[0]
+    return None
+
+
+def _norm_owners(names: Names, key: str) -> list[str]:
+    theirs, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
+    if is_there and theirs not in names.ours:
+        raise CheckpointError(f"{key} is of no module of this {type(names.model).__name__}.")
+    return names.ours[theirs] if is_there else []
 
 
 def _named(name: str, given: Any) -> bool:
@@ -128,22 +209,67 @@ def _named(name: str, given: Any) -> bool:
     return any(fits(name, one) for one in given)
 
 
-def _saved_whole(names: Names, keys: Iterable[str]) -> list[str]:
-    """Return the modules of ours that are in a file whole."""
+def _whole_key(key: str) -> str | None:
+    """Return the published name of a parameter that is saved whole; None for other tensors."""
+    if _module_of(key) is not None or key == "prompt_embeddings" or ".ln_tuning_layers." in key:
+        return None
+    bare = key.removeprefix(PREFIX) if key.startswith(PREFIX) else key.removeprefix("base_model.")
+    owner, _, leaf = bare.rpartition(".")
+    if owner.endswith(".base_layer"):
+        # The weight under an adapter is the base's, saved with a targeted embedding.
+        return f"{owner.removesuffix('.base_layer')}.{leaf}" if leaf == "bias" else None
+    return bare
+
+
+def _saved_whole(
+    names: Names, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the names of our parameters that a file has whole.
+
+    Raises:
+        CheckpointError: parameters that this model does not have.
+        ConfigError: a copy of one of two tied weights.
+    """
     found: dict[str, None] = {}
-    for key in keys:
-        theirs = key.removeprefix(PREFIX).rpartition(".")[0]
-        if ".lora_" not in key and ".ia3_l" not in key and not theirs.endswith(".base_layer"):
-            if theirs not in names.ours:
-                raise CheckpointError(
-                    f"{key} is of no module of this {type(names.model).__name__}."
-                )
-            found.update(dict.fromkeys(names.ours[theirs]))
+    for key, tensor in tensors.items():
+        theirs = _whole_key(key)
+        if theirs is None:
+            continue
+        ours = names.read_whole(theirs, tensor)
+        if not ours and not _is_copy(tensors, key):
+            raise CheckpointError(
+                f"{key} is of no module of this {type(names.model).__name__}. Open the base model "
+                "of the adapter, with the head that it was trained with (tie_word_embeddings=False "
+                "where its head is trained apart from its embedding)."
+            )
+        found.update(dict.fromkeys(ours))
+    _refuse_untied(names, config, found)
     return list(found)
 
 
+def _is_copy(tensors: Mapping[str, Tensor], key: str) -> bool:
+    """Return True if a file has a tensor twice, because it is tied in transformers."""
+    tensor = tensors[key]
+    others = (t for name, t in tensors.items() if name != key and t.shape == tensor.shape)
+    return any(torch.equal(tensor, other) for other in others)
+
+
+def _refuse_untied(names: Names, config: Mapping[str, Any], whole: Iterable[str]) -> None:
+    """Raise `ConfigError` where PEFT trains one of two tied weights alone."""
+    if config.get("ensure_weight_tying") or not config.get("modules_to_save"):
+        return
+    shared, named = shared_tensors(names.model), dict(names.model.named_parameters())
+    for name in whole:
+        if name in named and id(named[name]) in shared:
+            raise ConfigError(
+                f"modules_to_save={config['modules_to_save']} without ensure_weight_tying unties "
+                f"{name} in PEFT, but this {type(names.model).__name__} shares it. Open the model "
+                "with tie_word_embeddings=False."
+            )
+
+
 def read_tensors(
-    delta: Delta, tensors: Mapping[str, Tensor], blocks: Mapping[str, list[int]]
+    delta: AttachedDelta, tensors: Mapping[str, Tensor], blocks: Mapping[str, list[int]]
 ) -> dict[str, Tensor]:
     """Bring PEFT's tensors into our names.
 
@@ -152,10 +278,7 @@ def read_tensors(
         tensors: by PEFT's names.
         blocks: fused layer -> ranks of our parts of it, where we wrote them block by block.
     """
-    if "prompt_embeddings" in tensors:
-        return _read_prompt(delta, tensors["prompt_embeddings"])
     names, held = Names(delta.model), {one.owner: one for one in delta.held}
-    wholes = delta.wholes()
     stacks: dict[str, dict[str, dict[str, Tensor]]] = {}
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -175,11 +298,7 @@ def read_tensors(
                 found |= _split(parts, rows, leaf, tensor, blocks.get(theirs))
                 break
         else:
-            theirs, _, leaf = bare.rpartition(".")
-            if theirs.endswith("base_layer"):
-                continue
-            ours = [f"{n}.{leaf}" for n in names.ours.get(theirs, [theirs])]
-            found |= {n: tensor for n in ours if n in wholes} or {bare: tensor}
+            found |= _read_other(delta, names, key, tensor)
     for owner, pairs in stacks.items():
         place = f"{owner}.{held[owner].slot}"
         made = read_experts(place, held[owner].part, pairs)
@@ -187,10 +306,27 @@ def read_tensors(
     return found
 
 
-def _read_prompt(delta: Delta, rows: Tensor) -> dict[str, Tensor]:
+def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a tensor that is not of a module with an adapter, by our names."""
+    if key == "prompt_embeddings":
+        return _read_prompt(delta, tensor)
+    if ".ln_tuning_layers." in key:
+        (owner,) = _norm_owners(names, key)
+        return {f"{owner}.{key.rpartition('.')[2]}": tensor}
+    theirs = _whole_key(key)
+    return {} if theirs is None else names.read_whole(theirs, tensor)
+
+
+def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
     if delta.kind == "prompt":
         owner, slot, part = delta.held[0]
         return {f"{owner}.{slot}.weight": rows[: part.weight.shape[0]]}
+    heads, length, width = delta.held[0].part.key.shape
+    if tuple(rows.shape) != (length, 2 * len(delta.held) * heads * width):
+        raise CheckpointError(
+            f"prompt_embeddings has the shape {tuple(rows.shape)}, not "
+            f"{(length, 2 * len(delta.held) * heads * width)}. Open the base model of the adapter."
+        )
     found = {}
     each = rows.chunk(2 * len(delta.held), 1)  # layer by layer: keys, values
     for number, (owner, slot, part) in enumerate(delta.held):
@@ -242,7 +378,7 @@ def _split(
     }
 
 
-def tie_factors_(delta: Delta, blocks: Mapping[str, Any]) -> None:
+def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
     """Let parts that are one layer in files, with one `down`, have one here.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,50 +11,140 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import EmbeddingLowRank, LowRank
-from bmforge.tune.delta.delta import Delta
+from bmforge.surgery import shared_tensors
+from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.held import Held, whole_model
 from bmforge.tune.delta.peft_format import PREFIX, Names, rows_of
 
-__all__ = ["can_write", "write_config", "write_tensors"]
+__all__ = ["can_write", "written_whole", "fold_weight_", "write_config", "write_tensors"]
 
-_METHODS = ("LORA", "IA3", "PREFIX_TUNING", "PROMPT_TUNING")
+_METHODS = ("LORA", "IA3", "PREFIX_TUNING", "PROMPT_TUNING", "LN_TUNING")
+_PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
 
 
-def can_write(delta: Delta) -> bool:
-    """Tell whether PEFT has this delta's method, for all that this one does."""
-    if delta.peft_type not in _METHODS or any(map(_is_of_a_part(delta), delta.wholes())):
-        return False
-    if delta.peft_type in ("PREFIX_TUNING", "PROMPT_TUNING"):
-        traits = getattr(delta.model, "traits", None)
-        return delta.peft_type == "PROMPT_TUNING" or getattr(traits, "reads", "") != "apart"
+def can_write(delta: AttachedDelta) -> bool:
+    """Return True if PEFT computes the same from a directory of this adapter in its form."""
     model = whole_model(delta.model)
-    theirs = Names(model).theirs
-    if not _keep_their_form(model, delta.wholes()):
+    wholes = delta.wholes()
+    if delta.peft_type not in _METHODS or any(map(_is_of_a_part(delta), wholes)):
         return False
-    return all(held.owner in theirs and not hasattr(held.part, "keys") for held in delta.held)
+    if not _keeps_form(model, delta) or not _can_fold(delta):
+        return False
+    names = Names(model)
+    if delta.peft_type in _PROMPTS:
+        is_prefix = delta.peft_type == "PREFIX_TUNING"
+        return hasattr(model, "traits") and (
+            not is_prefix or bool(delta.options.get("shift_positions"))
+        )
+    if any(held.owner not in names.theirs or hasattr(held.part, "keys") for held in delta.held):
+        return False
+    return delta.kind != "low_rank" or all(
+        _is_one_layer(names.ours[theirs], parts)
+        for theirs, parts in _by_layer(names, delta).items()
+    )
 
 
-def _is_of_a_part(delta: Delta) -> Callable[[str], bool]:
+def _can_fold(delta: AttachedDelta) -> bool:
+    """Return True if PEFT can apply the adapter's weight: as a factor on alpha, or not at all."""
+    is_sum = delta.kind == "low_rank" and not delta.options.get("magnitude")
+    return delta.weight in (0, 1) or is_sum
+
+
+def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]:
+    """Multiply alpha by the adapter's weight; return what reading needs to undo it.
+
+    Args:
+        config: of PEFT's form, changed in place.
+        delta: the adapter; a disabled one keeps its alpha, since PEFT has no disabled state.
+    """
+    mark: dict[str, Any] = {"weight": float(delta.weight)} if delta.weight != 1 else {}
+    if delta.weight not in (0, 1):
+        pattern = config.get("alpha_pattern") or {}
+        mark["unfolded"] = {"lora_alpha": config["lora_alpha"], "alpha_pattern": pattern}
+        config["lora_alpha"] = config["lora_alpha"] * delta.weight
+        config["alpha_pattern"] = {n: alpha * delta.weight for n, alpha in pattern.items()}
+    return mark
+
+
+def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
+    """Return published module names -> the adapter modules that are attached to parts of each."""
+    groups: dict[str, list[Held]] = {}
+    for held in delta.held:
+        groups.setdefault(names.of(held.owner), []).append(held)
+    return groups
+
+
+def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
+    """Return True if the LoRAs of a fused layer's parts can be one LoRA of the fused layer."""
+    if len(owners) == 1:
+        return True
+    loras = [held.part for held in parts]
+    if len({part.scale for part in loras}) > 1:
+        return False
+    for key in ("magnitude", "bias"):
+        count = sum(getattr(part, key) is not None for part in loras)
+        if count and count != len(owners):
+            return False
+    return loras[0].magnitude is None or all(
+        torch.equal(part.down, loras[0].down) for part in loras if not part.down.is_meta
+    )
+
+
+def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
     """Return what tells of a parameter that a part of ours has it, which PEFT does not know."""
     model = whole_model(delta.model)
     return lambda name: hasattr(model.get_submodule(name.rpartition(".")[0]), "is_delta")
 
 
-def _keep_their_form(model: nn.Module, wholes: Iterable[str]) -> bool:
-    """Tell whether parameters trained whole are all of their modules, and as they are published."""
-    names = set(wholes)
-    for owner in {name.rpartition(".")[0] for name in names}:
+def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
+    """Return True if what is trained whole are whole modules of published checkpoints.
+
+    In a prompt's directory PEFT looks for the classification head alone.
+    """
+    wholes = set(delta.wholes())
+    if delta.peft_type == "LN_TUNING":
+        owners = tuple(f"{name}." for name in delta.places())
+        wholes = {name for name in wholes if not name.startswith(owners)}
+    if delta.origin is not None:  # came from PEFT
+        return True
+    heads = set(_heads(model))
+    shared, named = shared_tensors(model), dict(model.named_parameters())
+    for name in wholes:
+        owner = name.rpartition(".")[0]
         own = model.get_submodule(owner).named_parameters(recurse=False)
-        if any(f"{owner}.{key}" not in names for key, _ in own):
+        if any(f"{owner}.{key}" not in wholes for key, _ in own):
             return False
-    rules = getattr(model, "active_rules", None)
+        if delta.peft_type in _PROMPTS and name not in heads:
+            return False
+        if id(named[name]) in shared and delta.peft_type != "LORA":
+            return False
+    rules = getattr(model, "published_rules", None)
     if not callable(rules):
         return True
-    return names <= {rule.ours for rule in rules() if rule.is_renaming}
+    return wholes <= {rule.ours for rule in rules() if rule.is_renaming}
+
+
+def _heads(model: nn.Module) -> list[str]:
+    """Return the parameters of the head that PEFT saves with every adapter of this task."""
+    if _task(model) not in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"):
+        return []
+    names = Names(model)
+    found = []
+    for name, _ in model.named_parameters():
+        theirs = names.theirs.get(name.rpartition(".")[0], "")
+        if any(head in theirs for head in ("classifier", "score", "qa_outputs")):
+            found.append(name)
+    return found
+
+
+def written_whole(delta: AttachedDelta) -> set[str]:
+    """Return the names of the base's parameters that a directory of the adapter contains."""
+    is_prompt = delta.peft_type in _PROMPTS and can_write(delta)
+    return {*delta.wholes(), *(_heads(whole_model(delta.model)) if is_prompt else ())}
 
 
 def write_tensors(
-    delta: Delta, wholes: Mapping[str, Tensor]
+    delta: AttachedDelta, wholes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
     """Return PEFT's tensors of a delta, what was written block by block, and patterns of ranks.
 
@@ -64,15 +154,10 @@ def write_tensors(
         delta: with all its parts, whole.
         wholes: what is trained whole.
     """
-    if delta.kind == "prompt":
-        return {"prompt_embeddings": _prompt_rows(delta)}, {}, {}
-    if delta.kind == "prefix":
-        columns = [_columns(t) for held in delta.held for t in type(held.part).forward(held.part)]
-        return {"prompt_embeddings": torch.cat(columns, 1).contiguous()}, {}, {}
     names = Names(whole_model(delta.model))
-    groups: dict[str, list[Held]] = {}
-    for held in delta.held:
-        groups.setdefault(names.of(held.owner), []).append(held)
+    if delta.peft_type in _PROMPTS:
+        return _write_prompt(delta, names, wholes), {}, {}
+    groups = _by_layer(names, delta)
     found: dict[str, Tensor] = {}
     blocks: dict[str, list[int]] = {}
     ranks: dict[str, tuple[int, float]] = {}
@@ -89,13 +174,44 @@ def write_tensors(
         part = parts[0].part
         rank = next(t for n, t in made.items() if n.endswith(("lora_A.weight", "embedding_A")))
         ranks[theirs] = (rank.shape[0], _alpha(part.scale, rank.shape[0], delta))
-    for name, tensor in wholes.items():
-        owner, _, leaf = name.rpartition(".")
-        found[f"{PREFIX}{names.of(owner)}.{leaf}"] = tensor
-    return found, blocks, _patterns(ranks)
+    return found | _write_wholes(delta, names, wholes), blocks, _patterns(ranks)
 
 
-def _alpha(scale: float, rank: int, delta: Delta) -> float:
+def _write_wholes(
+    delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor], prefix: str = PREFIX
+) -> dict[str, Tensor]:
+    """Return what is trained whole by PEFT's names."""
+    found: dict[str, Tensor] = {}
+    places, norms = set(delta.places()), delta.peft_type == "LN_TUNING"
+    sources = names.sources_of(wholes)
+    for theirs, tensor in sources.items():
+        owner, _, leaf = theirs.rpartition(".")
+        inside = [n for n in names.ours.get(owner, ()) if n in places]
+        if norms and inside:
+            leaf = f"ln_tuning_layers.{leaf}"
+        elif inside:  # PEFT wraps the module that the adapter is attached to
+            leaf = f"base_layer.{leaf}"
+        found[f"{prefix}{owner}.{leaf}"] = tensor
+        for tied in names.tied.get(theirs, ()):
+            found[f"{prefix}{tied}"] = tensor.clone()
+    return found
+
+
+def _write_prompt(
+    delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return prompt embeddings, and the head, which PEFT expects in every file of its task."""
+    if delta.kind == "prompt":
+        found = {"prompt_embeddings": _prompt_rows(delta)}
+    else:
+        columns = [_columns(t) for held in delta.held for t in type(held.part).forward(held.part)]
+        found = {"prompt_embeddings": torch.cat(columns, 1).contiguous()}
+    named = dict(whole_model(delta.model).named_parameters())
+    heads = {n: named[n].detach() for n in _heads(whole_model(delta.model)) if not named[n].is_meta}
+    return found | _write_wholes(delta, names, {**heads, **wholes}, "base_model.")
+
+
+def _alpha(scale: float, rank: int, delta: AttachedDelta) -> float:
     return scale * (math.sqrt(rank) if delta.options.get("root_scale") else rank)
 
 
@@ -117,7 +233,7 @@ def _columns(heads: Tensor) -> Tensor:
     return heads.detach().transpose(0, 1).flatten(1)
 
 
-def _prompt_rows(delta: Delta) -> Tensor:
+def _prompt_rows(delta: AttachedDelta) -> Tensor:
     rows = delta.held[0].part.weight.detach()
     traits = getattr(delta.model, "traits", None)
     return torch.cat((rows, rows)) if getattr(traits, "reads", "") == "apart" else rows
@@ -174,7 +290,7 @@ def _join_low_rank(
 
 
 def write_config(
-    delta: Delta, patterns: Mapping[str, Any], wholes: Mapping[str, Tensor]
+    delta: AttachedDelta, patterns: Mapping[str, Any], wholes: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return what PEFT's adapter_config.json says of a delta."""
     config: dict[str, Any] = {
@@ -184,13 +300,19 @@ def write_config(
         "modules_to_save": None,
         "task_type": _task(delta.model),
     }
-    names = Names(whole_model(delta.model))
-    if wholes:
-        owners = [n.rpartition(".")[0] for n in wholes]
+    whole = whole_model(delta.model)
+    names, heads = Names(whole), _heads(whole)
+    if delta.peft_type not in _PROMPTS and not set(heads) <= set(wholes):
+        config["task_type"] = None  # with one, PEFT wants the head in the file
+    norms = delta.places() if delta.peft_type == "LN_TUNING" else []
+    owners = {n.rpartition(".")[0] for n in wholes} - set(norms)
+    if owners:
         config["modules_to_save"] = sorted({names.of(owner) for owner in owners})
     if delta.kind in ("prefix", "prompt"):
         return {**config, **_prompt_config(delta)}
     config["target_modules"] = sorted({names.of(place) for place in delta.places()})
+    if norms:
+        return config
     first: Any = delta.held[0]
     model: Any = whole_model(delta.model)
     rules = model.active_rules() if hasattr(model, "active_rules") else ()
@@ -210,10 +332,17 @@ def write_config(
         "use_dora": options["magnitude"],
         "lora_bias": options["bias"],
         "bias": "none",
+        "ensure_weight_tying": _trains_tied(whole, wholes),
     }
 
 
-def _prompt_config(delta: Delta) -> dict[str, Any]:
+def _trains_tied(model: nn.Module, wholes: Mapping[str, Tensor]) -> bool:
+    """Return True if a weight that is trained whole is tied to another."""
+    shared, named = shared_tensors(model), dict(model.named_parameters())
+    return any(id(named[name]) in shared for name in wholes if name in named)
+
+
+def _prompt_config(delta: AttachedDelta) -> dict[str, Any]:
     part: Any = delta.held[0].part
     sizes = delta.model.config  # type: ignore[union-attr]
     config: dict[str, Any] = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
+from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.prompt import has_prompt, prompt_ids
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta.delta import Delta
@@ -24,23 +25,26 @@ __all__ = ["SoftPrompt", "put_rows_before"]
 _OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0, "role_ids": 0}
 # Arguments that need not know of it.
 _OTHERS = {
-    *("labels", "decoder_input_ids", "decoder_attention_mask", "past_key_values", "use_cache"),
-    *(
-        "decoder_role_ids",
-        "cache",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "return_dict",
-        "num_items",
-    ),
-    *(
-        "decoder_role_ids",
-        "start_positions",
-        "end_positions",
-        "output_attentions",
-        "output_router_logits",
-    ),
-    *("encoder_outputs", "logits_to_keep", "encoder_last_hidden_state", "decoder_inputs_embeds"),
+    "adapter_names",
+    "labels",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "past_key_values",
+    "use_cache",
+    "decoder_role_ids",
+    "cache",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "return_dict",
+    "num_items",
+    "start_positions",
+    "end_positions",
+    "output_attentions",
+    "output_router_logits",
+    "encoder_outputs",
+    "logits_to_keep",
+    "encoder_last_hidden_state",
+    "decoder_inputs_embeds",
 }
 
 
@@ -66,6 +70,7 @@ class SoftPrompt(Delta):
     default_targets = ("embed",)
     defaults = MappingProxyType({"length": 100, "std": 0.5})
     peft_type = "PROMPT_TUNING"
+    peft_reads = ("P_TUNING",)
     scores: list[float]
 
     def __init__(self, model: nn.Module, *, words: Sequence[int] = (), **options: Any) -> None:
@@ -84,6 +89,11 @@ class SoftPrompt(Delta):
                 "positions."
             )
         super().__init__(model, **options)
+
+    @classmethod
+    def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
+        """Attach it to the token embedding, the only place that it can have."""
+        return cls(model, name=name, **{k: v for k, v in options.items() if k != "targets"})
 
     def init_(self, seed: int = 0) -> SoftPrompt:
         """Draw the rows, or take those of words."""
@@ -119,7 +129,7 @@ def put_prompt_first(
     """
     table = model.whole().embed
     prompt = getattr(table, "prompt", None)
-    if prompt is None or prompt.share == 0:
+    if prompt is None or weight_of(prompt) == 0:
         return None
     if args:
         told = signature(type(model).forward).parameters.items()

@@ -98,7 +98,9 @@ class PrefixTemplate(Template):
         **options: Any,
     ) -> None:
         super().__init__(text, tokenizer, model, **options)
-        self.delta = Prefix(model, name="prefix_template", length=length, inner=inner)
+        self.delta = Prefix(
+            model, name="prefix_template", length=length, inner=inner, shift_positions=False
+        )
         for parameter in super().soft_parameters:
             parameter.requires_grad_(True)
 

@@ -60,7 +60,7 @@ def test_rows_of_any_model() -> None:
         delta = Adapter(net, ["blocks.1.2"], name=name, width=2, seed=seed)
         nn.init.normal_(delta.held[0].part.up_weight)
     both = net(x)
-    out = net(x, delta_rows=["a", None, "b", "a"])
+    out = net(x, adapter_names=["a", None, "b", "a"])
     plain, _ = make()
     assert_close(out[1], plain(x)[1])
     assert not torch.allclose(out[0], both[0])

@@ -158,14 +158,6 @@ def their_delta(twin: Twin, config: Any) -> Any:
     return made
 
 
-def our_inputs(case: Case, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    if isinstance(case.config, peft.PrefixTuningConfig):
-        length = case.config.num_virtual_tokens  # where PEFT lets the text begin
-        places = torch.arange(length, length + batch["input_ids"].shape[1])
-        return {**batch, "position_ids": places.expand_as(batch["input_ids"])}
-    return batch
-
-
 def loss_of(case: Case, model: Any, batch: dict[str, Tensor]) -> Tensor:
     if isinstance(case.config, peft.PromptTuningConfig) and not hasattr(model, "peft_config"):
         # Ours leaves the first word out, which the prompt's last row could say: by PEFT's rule.
@@ -192,7 +184,7 @@ def test_three_steps_and_files(twins: dict[str, Twin], tmp_path: Path, name: str
         torch.optim.SGD([p for p in theirs.parameters() if p.requires_grad], 0.1),
     ]
     for _ in range(3):
-        losses = loss_of(case, model, our_inputs(case, batch)), loss_of(case, theirs, batch)
+        losses = loss_of(case, model, batch), loss_of(case, theirs, batch)
         assert_close(*losses, **LOOSE)
         for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""`delta_rows` as an argument of a model and of `generate`; prompts in front of what is written."""
+"""`adapter_names` as an argument of a model and of `generate`; soft prompts in generation."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def test_an_argument_of_a_call(recomputes: bool) -> None:
     model.zero_grad()
     if recomputes:
         apply_recompute_(model.layers.values())
-    out = model(IDS, delta_rows=rows).logits
+    out = model(IDS, adapter_names=rows).logits
     assert_close(out, want, rtol=1e-5, atol=1e-5)
     out.square().sum().backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert_close({name: parameter.grad}, {name: grads[name]}, rtol=1e-4, atol=1e-5)
     assert torch.equal(model(IDS).logits, both)
-    with pytest.raises(ShapeError, match="3 rows, delta_rows names 2"):
-        model(IDS, delta_rows=["a", "b"])
+    with pytest.raises(ShapeError, match="3 samples, adapter_names has 2"):
+        model(IDS, adapter_names=["a", "b"])
     with pytest.raises(ConfigError, match="no delta 'c'"):
-        model(IDS, delta_rows=["a", "b", "c"])
+        model(IDS, adapter_names=["a", "b", "c"])
     assert torch.equal(model(IDS).logits, both)
-    assert torch.equal(copy.deepcopy(model)(IDS, delta_rows=rows).logits, out)
+    assert torch.equal(copy.deepcopy(model)(IDS, adapter_names=rows).logits, out)
 
 
 def test_recomputing_has_the_choice_of_its_call() -> None:
@@ -92,7 +92,7 @@ def test_recomputing_has_the_choice_of_its_call() -> None:
         model: Any = with_two(llama())
         if recomputes:
             apply_recompute_(model.layers.values())
-        losses = [model(IDS, delta_rows=rows).logits.square().sum() for rows in CHOICES]
+        losses = [model(IDS, adapter_names=rows).logits.square().sum() for rows in CHOICES]
         plain = model(IDS).logits
         sum(losses).backward()
         found[recomputes] = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -124,14 +124,14 @@ def train_rows(layout: Layout, recomputes: bool, family: str) -> dict[str, torch
 
     def run(batch: Any) -> Any:
         told = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
-        return model(**told, delta_rows=CHOICES[int(batch["number"])]).loss
+        return model(**told, adapter_names=CHOICES[int(batch["number"])]).loss
 
     losses = run_step(model, run, batches)
     found = {f"loss {number}": loss for number, loss in enumerate(losses)}
     found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         told = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if family == "t5" else {})
-        found["logits"] = model(**told, delta_rows=CHOICES[0]).logits
+        found["logits"] = model(**told, adapter_names=CHOICES[0]).logits
         found["all"] = model(**told).logits
     return found
 
@@ -156,13 +156,13 @@ def test_what_each_row_writes(make: Any, num_beams: int) -> None:
     rows: list[str | None] = ["a", None, "b"]
     told: dict[str, Any] = {"max_new_tokens": 6, "num_beams": num_beams, "eos_token_id": 63}
     want = alone(model, rows, lambda: generate(model, IDS, **told, min_new_tokens=6))
-    got = generate(model, IDS, delta_rows=rows, **told, min_new_tokens=6)
+    got = generate(model, IDS, adapter_names=rows, **told, min_new_tokens=6)
     assert torch.equal(got, want)
     assert len({tuple(row) for row in want[:, -6:].tolist()}) > 1
     with pytest.raises(ConfigError, match="no delta 'c'"):
-        generate(model, IDS, delta_rows=["a", "c", "b"])
+        generate(model, IDS, adapter_names=["a", "c", "b"])
     bare = make()
-    none = generate(bare, IDS, delta_rows=[None, None, None], **told)
+    none = generate(bare, IDS, adapter_names=[None, None, None], **told)
     assert torch.equal(none, generate(bare, IDS, **told))
 
 
@@ -205,7 +205,7 @@ def test_a_prompt_needs_room() -> None:
     SoftPrompt(model, length=6)
     with pytest.raises(ConfigError, match="14 prompt tokens"):
         generate(model, IDS, max_new_tokens=4)
-    Prefix(model, name="front", length=2)
+    Prefix(model, name="front", length=2, shift_positions=False)
     assert generate(model, IDS, max_new_tokens=2).shape == (3, 10)
 
 

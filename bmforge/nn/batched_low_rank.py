@@ -1,0 +1,90 @@
+"""LoRA with another adapter per sample, computed as two batched products per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.nn.adapter_selection import AdapterChoice
+from bmforge.nn.low_rank import LowRank
+from bmforge.nn.part import BesidePart
+
+__all__ = ["BatchedLowRank", "batch_choices"]
+
+
+class BatchedLowRank:
+    """The low-rank factors of every sample of a batch, for calls without gradients.
+
+    Args:
+        parts: low-rank modules attached to one layer.
+        samples: indices of the samples that each of them applies to.
+        weights: factor on the output of each.
+        batch_size: number of samples.
+
+    Memory: two thin matrices per sample, padded to the largest rank.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[LowRank],
+        samples: Sequence[Sequence[int]],
+        weights: Sequence[float],
+        batch_size: int,
+    ) -> None:
+        first, rank = parts[0], max(part.down.shape[0] for part in parts)
+        self.down = first.down.new_zeros(batch_size, first.down.shape[1], rank)
+        self.up = first.up.new_zeros(batch_size, rank, first.up.shape[0])
+        for part, own, weight in zip(parts, samples, weights, strict=True):
+            index = torch.tensor(own, device=first.down.device)
+            size = part.down.shape[0]
+            self.down[index, :, :size] = part.down.detach().t() * (part.scale * weight)
+            self.up[index, :size] = part.up.detach().t()
+
+    def join(self, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Add each sample's low-rank product to the layer's output."""
+        low = torch.bmm(inputs[0].to(self.down.dtype), self.down)
+        if out.dtype == low.dtype:
+            return torch.baddbmm(out, low, self.up)
+        return out + torch.bmm(low, self.up).to(out.dtype)
+
+
+class _InBatch:
+    """Replaces a module whose product another module's `BatchedLowRank` already contains."""
+
+    @staticmethod
+    def join(inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Return the output unchanged."""
+        return out
+
+
+def batch_choices(
+    choices: dict[BesidePart, AdapterChoice], samples: dict[BesidePart, list[int]], batch_size: int
+) -> dict[BesidePart, AdapterChoice]:
+    """Return the choices of one layer's modules, batched if two or more plain LoRAs take part.
+
+    Args:
+        choices: of every module that takes part, in the order in which they apply.
+        samples: indices of the samples of each.
+        batch_size: number of samples.
+    """
+    plain = [part for part in choices if _is_plain(part)]
+    if len(plain) < 2 or len(plain) < len(choices):
+        return choices
+    weights = [choices[part].weight for part in plain]
+    batched = BatchedLowRank(plain, [samples[part] for part in plain], weights, batch_size)  # type: ignore[arg-type]
+    first, *others = plain
+    made = {first: choices[first]._replace(batched=batched)}
+    return made | {part: choices[part]._replace(batched=_InBatch) for part in others}
+
+
+def _is_plain(part: BesidePart) -> bool:
+    return (
+        type(part) is LowRank
+        and part.magnitude is None
+        and part.bias is None
+        and not (part.dropout and part.training)
+        and type(part.down) is torch.nn.Parameter
+    )

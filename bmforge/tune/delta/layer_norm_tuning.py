@@ -1,0 +1,113 @@
+"""LayerNorm tuning: the norms of a model are trained whole, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.shards import local_tensor
+from bmforge.tune.delta.delta import Delta
+from bmforge.tune.delta.held import deltas_of
+
+__all__ = ["LayerNormTuning"]
+
+
+class LayerNormTuning(Delta):
+    """Trains the weights and biases of norms in place; the base's values are kept for `detach`.
+
+    It has no options. Several of them on one model must not share norms.
+
+    Source: Zhao et al., "Tuning LayerNorm in attention" (2023); PEFT's LN_TUNING.
+    """
+
+    default_targets = ("norm",)
+    peft_type = "LN_TUNING"
+
+    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        if options:
+            raise ConfigError(
+                f"LayerNormTuning has no option {next(iter(options))!r} (it has none). Leave it "
+                "out."
+            )
+        return options
+
+    def _put_(self, names: Sequence[str]) -> None:
+        named = dict(self.model.named_parameters())
+        owners = tuple(f"{name}." for name in names)
+        own = {name for name in named if name.startswith(owners)}
+        for delta in deltas_of(self.model).values():
+            if shared := sorted(own & set(delta.wholes())):
+                raise ConfigError(
+                    f"{shared[0]} is trained whole by adapter {delta.name!r} already. Exclude it."
+                )
+        self.norm_names = list(names)
+        self._whole_names = self._whole_names | own
+        self._other = {name: named[name].detach().clone() for name in own}
+        self._attached = True
+
+    def places(self) -> list[str]:
+        """Return the names of the norms."""
+        return list(self.norm_names)
+
+    def is_attached(self) -> bool:
+        """Return True if the norms have their trained values."""
+        return self._attached
+
+    def detach(self) -> LayerNormTuning:
+        """Give the norms the base's values; `attach` gives them the trained ones again."""
+        if not self._attached:
+            raise ConfigError(f"adapter {self.name!r} is detached already.")
+        self._swap_()
+        return self
+
+    def attach(self) -> LayerNormTuning:
+        """Give the norms their trained values."""
+        if self._attached:
+            raise ConfigError(f"adapter {self.name!r} is attached already.")
+        self._swap_()
+        return self
+
+    @torch.no_grad()
+    def _swap_(self) -> None:
+        named = dict(self.model.named_parameters())
+        for name, other in self._other.items():
+            local = local_tensor(named[name].detach())
+            now = local.clone()
+            local.copy_(other)
+            self._other[name] = now
+        self._attached = not self._attached
+
+    def check_weight(self, weight: float) -> None:
+        """Raise `ConfigError` for a weight other than 0 or 1."""
+        if weight not in (0, 1):
+            raise ConfigError(
+                f"weight={weight} is not possible for the LayerNormTuning {self.name!r} (0 or 1). "
+                "Enable or disable it."
+            )
+
+    def weigh_(self, weight: float) -> LayerNormTuning:
+        """Enable (1) or disable (0) it."""
+        self.check_weight(weight)
+        if bool(weight) != self._attached:
+            self._swap_()
+        self.weight = weight
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the trained norms by name."""
+        return dict(self.wholes())
+
+    def describe(self) -> dict[str, Any]:
+        """Return what files say of it, except for its tensors."""
+        return {"type": type(self).__name__, "kind": self.kind, "options": {}}
+
+    def merge(self, dequantize: bool = False) -> LayerNormTuning:
+        """Refuse: the trained values are in the model already."""
+        raise ConfigError(
+            f"adapter {self.name!r} cannot be merged, because it trains the model's own norms. "
+            "Save the model: its norms have the trained values."
+        )

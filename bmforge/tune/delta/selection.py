@@ -1,0 +1,306 @@
+"""Which adapters take part in a call: `adapter_names` per sample, `select_adapters` for a block.
+
+`use_deltas` sets the weights that calls without a selection use. A selection is a value that a
+call passes on (`nn.adapter_selection`): it leaves nothing on the model or its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.nn.adapter_selection import (
+    AdapterChoice,
+    Selection,
+    active_selection,
+    run_with_selection,
+)
+from bmforge.nn.batched_low_rank import batch_choices
+from bmforge.nn.part import BesidePart
+from bmforge.surgery import wrap_forward_, wrappers_of
+from bmforge.tune.delta.held import (
+    AdapterLike,
+    Held,
+    deltas_of,
+    find_delta,
+    is_in_mixture,
+    whole_model,
+)
+
+__all__ = [
+    "BASE_NAME",
+    "AdapterNames",
+    "DeltaChoice",
+    "DeltaNames",
+    "accept_adapter_names_",
+    "check_names",
+    "choosing_deltas",
+    "list_deltas",
+    "per_sample_selection",
+    "select_adapters",
+    "tell_choice",
+    "use_deltas",
+]
+
+BASE_NAME = "__base__"
+"""Name of the model without adapters in `adapter_names`, as in PEFT; None means the same."""
+
+AdapterNames: TypeAlias = Sequence[str | None]
+
+DeltaChoice: TypeAlias = str | Sequence[str] | None
+"""One adapter name, several, () for the base model alone, or None for the model's own state."""
+
+DeltaNames: TypeAlias = tuple[str, ...] | None
+"""Names of the enabled adapters in attachment order; None for the model's own state."""
+
+# Wrappers under which a block may run a second time, in backward.
+_RUN_AGAIN = frozenset({"weights", "recompute"})
+# Arguments whose first dim is the batch.
+_BATCHES = ("input_ids", "decoder_input_ids", "inputs_embeds", "pixel_values")
+# The argument in which a call, or a block's call, carries its selection.
+_ARGUMENT = "adapter_names"
+
+
+def list_deltas(model: nn.Module) -> dict[str, Any]:
+    """Return the adapters of a model by name, in the order in which they were attached."""
+    return dict(deltas_of(model))
+
+
+def use_deltas(
+    model: nn.Module,
+    names: Sequence[str] | str,
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+) -> None:
+    """Enable these adapters for all later calls and disable all others.
+
+    Args:
+        model: with adapters; parallelized or not.
+        names: adapters to enable; () disables all.
+        weights: factor on the output of each, by name or in the order of `names`; None is 1.
+
+    Raises:
+        ConfigError: an unknown name, a weight that an adapter cannot have, or a merged adapter
+            whose weight would change. No adapter is changed then.
+    """
+    chosen = [names] if isinstance(names, str) else list(names)
+    for name in chosen:
+        find_delta(model, name)
+    if isinstance(weights, Mapping):
+        if unknown := [name for name in weights if name not in chosen]:
+            raise ConfigError(
+                f"weights has an unselected adapter: {unknown[0]!r} (names={chosen}). Add it to "
+                "names."
+            )
+        factors = {name: float(weights.get(name, 1.0)) for name in chosen}
+    else:
+        given = [1.0] * len(chosen) if weights is None else list(weights)
+        if len(given) != len(chosen):
+            raise ConfigError(
+                f"weights has {len(given)} values for {len(chosen)} adapters. Give one for each."
+            )
+        factors = dict(zip(chosen, map(float, given), strict=True))
+    adapters = deltas_of(model)
+    for name, delta in adapters.items():
+        delta.check_weight(factors.get(name, 0.0))
+    for name, delta in adapters.items():
+        delta.weigh_(factors.get(name, 0.0))
+
+
+@contextmanager
+def select_adapters(model: nn.Module, names: AdapterNames | Selection) -> Iterator[None]:
+    """Apply one adapter, or none, per sample to every call inside.
+
+    A model's call takes the same as ``model(..., adapter_names=[...])``, for that call and its
+    backward. Several users' adapters can so be trained in one batch, each on its own samples.
+
+    Args:
+        model: with adapters, all attached.
+        names: per sample the name of an adapter, or None or "__base__" for the base model.
+
+    Raises:
+        ConfigError: an unknown name, or an adapter that cannot differ between samples.
+    """
+    selection = names if isinstance(names, Selection) else per_sample_selection(model, names)
+    with run_with_selection(selection):
+        yield
+
+
+def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
+    """Return the selection that applies one adapter, or none, per sample.
+
+    Args:
+        model: with adapters.
+        names: as in `select_adapters`.
+
+    Raises:
+        ConfigError: as `select_adapters`.
+    """
+    rows = [None if name == BASE_NAME else name for name in names]
+    samples: dict[str, list[int]] = {name: [] for name in deltas_of(model)}
+    for number, name in enumerate(rows):
+        if name is not None:
+            _check_per_sample(model, find_delta(model, name))
+            samples[name].append(number)
+    device = next(model.parameters()).device
+    choices: dict[nn.Module, AdapterChoice] = {}
+    attached: dict[str, dict[BesidePart, AdapterChoice]] = {}
+    numbers: dict[BesidePart, list[int]] = {}
+    for name, delta in deltas_of(model).items():
+        mine = samples[name]
+        index = None if len(mine) == len(rows) else torch.tensor(mine, device=device)
+        choice = AdapterChoice((delta.weight or 1.0), index) if mine else AdapterChoice(0.0)
+        for owner, _, part in delta.held:
+            choices[part] = choice
+            if mine:
+                attached.setdefault(owner, {})[part] = choice
+                numbers[part] = mine
+    if not torch.is_grad_enabled():
+        for parts in attached.values():
+            choices |= batch_choices(parts, numbers, len(rows))
+    return Selection(choices, len(rows))
+
+
+def _check_per_sample(model: nn.Module, delta: AdapterLike) -> None:
+    """Raise `ConfigError` for an adapter that cannot differ between the samples of a batch."""
+    _check_available(delta)
+    whole = whole_model(model)
+    if not all(_has_samples(whole, held) for held in delta.held):
+        raise ConfigError(
+            f"adapter {delta.name!r}, a {type(delta).__name__}, applies to whole batches: it "
+            "changes a module whose inputs are not divided by sample. Use use_deltas."
+        )
+
+
+def _check_available(delta: AdapterLike) -> None:
+    if delta.merged or not delta.is_attached():
+        state = "merged" if delta.merged else "detached"
+        raise ConfigError(
+            f"adapter {delta.name!r} is {state} and cannot be selected. Call "
+            f"{'unmerge' if delta.merged else 'attach'}() first."
+        )
+
+
+def _has_samples(model: nn.Module, held: Held) -> bool:
+    """Return True if the first dim of the module's input is the batch."""
+    if not isinstance(held.part, BesidePart) or is_in_mixture(model, held.owner):
+        return False
+    return not getattr(model.get_submodule(held.owner), "asks_parts", False)
+
+
+def accept_adapter_names_(model: nn.Module) -> None:
+    """Let the call of a model take the argument `adapter_names`."""
+    if _prepare not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_prepare, with_kwargs=True, prepend=True)
+        wrap_forward_(model, _run, "adapters")
+
+
+def _prepare(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The hook before a model with adapters: check the names and make them a `Selection`."""
+    if "delta_rows" in kwargs:  # the argument's name in earlier versions
+        kwargs = dict(kwargs)
+        kwargs.setdefault(_ARGUMENT, kwargs.pop("delta_rows"))
+    names = kwargs.get(_ARGUMENT)
+    selection = active_selection() if names is None else names
+    if selection is None or (names is None and not _concerns(selection, module)):
+        return args, kwargs
+    if not isinstance(selection, Selection):
+        selection = per_sample_selection(module, selection)
+    named = (kwargs[name] for name in _BATCHES if isinstance(kwargs.get(name), Tensor))
+    first = next((x for x in args if isinstance(x, Tensor)), next(named, None))
+    count = selection.batch_size
+    if first is not None and count is not None and first.shape[0] != count:
+        raise ShapeError(f"the batch has {first.shape[0]} samples, adapter_names has {count}.")
+    if torch.is_grad_enabled():
+        _pass_to_recomputed_(module)
+    return args, {**kwargs, _ARGUMENT: selection}
+
+
+def _concerns(selection: Any, model: nn.Module) -> bool:
+    return any(held.part in selection.choices for d in deltas_of(model).values() for held in d.held)
+
+
+def _run(inner: Callable[..., Any], /, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
+    """The wrapper of a model with adapters: run it with the call's selection."""
+    if adapter_names is None:
+        return inner(*args, **kwargs)
+    with run_with_selection(adapter_names):
+        return inner(*args, **kwargs)
+
+
+def _pass_to_recomputed_(model: nn.Module) -> None:
+    """Let blocks that run again in backward take the selection of their first run.
+
+    It becomes an argument of the block, because the second run happens outside of the model's call
+    and, on accelerators, on another thread.
+    """
+    for block in model.modules():
+        places = {place for place, _ in wrappers_of(block)}
+        if places & _RUN_AGAIN and "selection" not in places:
+            wrap_forward_(block, _run, "selection")
+            block.register_forward_pre_hook(_give_selection, with_kwargs=True)
+
+
+def _give_selection(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The hook before a recomputed block: pass it the active selection."""
+    selection = active_selection()
+    return None if selection is None else (args, {**kwargs, _ARGUMENT: selection})
+
+
+def check_names(model: nn.Module, given: DeltaChoice) -> DeltaNames:
+    """Return adapter names in attachment order.
+
+    Args:
+        model: with adapters, or without.
+        given: adapters to enable.
+
+    Raises:
+        ConfigError: an unknown name, or an adapter that is merged or detached.
+    """
+    if given is None:
+        return None
+    names = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        _check_available(find_delta(model, name))
+    return tuple(name for name in deltas_of(model) if name in names)
+
+
+def tell_choice(model: nn.Module, names: DeltaNames) -> str:
+    """Return a text that is equal for equal selections, and "" for the base model."""
+    weights = {name: _weight(delta, names) for name, delta in deltas_of(model).items()}
+    working = {name: weight for name, weight in weights.items() if weight}
+    return repr(working) if working else ""
+
+
+@contextmanager
+def choosing_deltas(model: nn.Module, names: DeltaNames) -> Iterator[None]:
+    """Enable adapters by name for all samples of the calls inside, on this thread.
+
+    An enabled adapter keeps the weight that `use_deltas` gave it, or 1 if it was disabled.
+
+    Args:
+        model: with adapters, or without.
+        names: adapters to enable; None keeps the model's own state.
+    """
+    if names is None:
+        yield
+        return
+    adapters = deltas_of(model).values()
+    choices = {
+        held.part: AdapterChoice(_weight(delta, names)) for delta in adapters for held in delta.held
+    }
+    with run_with_selection(Selection(choices)):
+        yield
+
+
+def _weight(delta: AdapterLike, names: DeltaNames) -> float:
+    weight = float(delta.weight)
+    return weight if names is None else (weight or 1.0) if delta.name in names else 0.0
