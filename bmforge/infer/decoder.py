@@ -52,7 +52,7 @@ def start_decoder(
         from bmforge.infer.foreign_decoder import start_foreign  # its classes derive from these
 
         length = input_ids.shape[1] + max_new_tokens
-        return start_foreign(model, mask, length, delta_rows), input_ids
+        return start_foreign(model, mask, length, adapter_names), input_ids
     if model.traits.reads != "apart":
         length = input_ids.shape[1] + max_new_tokens
         return Decoder(model, mask, length, adapter_names), input_ids

@@ -21,7 +21,7 @@ class ForeignDecoder(Decoder):
         model: the model.
         mask: 1 for tokens, 0 for padding on the left; None without padding.
         max_length: tokens in the longest row at the end.
-        delta_rows: adapter of every row, by name; see `Decoder`.
+        adapter_names: adapter of every row, by name; see `Decoder`.
 
     Shape:
         mask: (B, prompt length)
@@ -32,9 +32,9 @@ class ForeignDecoder(Decoder):
         model: TransformersModel,
         mask: Tensor | None,
         max_length: int,
-        delta_rows: Sequence[str | None] | None = None,
+        adapter_names: Sequence[str | None] | None = None,
     ) -> None:
-        self.model, self.delta_rows = model, delta_rows  # type: ignore[assignment]
+        self.model, self.adapter_names = model, adapter_names  # type: ignore[assignment]
         self.cache = ForeignCache()  # type: ignore[assignment]
         behavior = model.behavior
         self._padding = behavior.padding
@@ -94,7 +94,7 @@ class SeparateDecoder(Decoder):
         model: the model.
         mask: 1 for tokens, 0 for padding on the left.
         max_length: tokens in the longest row at the end.
-        delta_rows: adapter of every row, by name; see `Decoder`.
+        adapter_names: adapter of every row, by name; see `Decoder`.
 
     Shape:
         mask: (B, prompt length)
@@ -105,13 +105,13 @@ class SeparateDecoder(Decoder):
         model: TransformersModel,
         mask: Tensor,
         max_length: int,
-        delta_rows: Sequence[str | None] | None = None,
+        adapter_names: Sequence[str | None] | None = None,
     ) -> None:
-        self.model, self.delta_rows = model, None  # type: ignore[assignment]
+        self.model, self.adapter_names = model, None  # type: ignore[assignment]
         self.cache = ForeignCache()  # type: ignore[assignment]
-        names = delta_rows or [None] * mask.shape[0]
+        names = adapter_names or [None] * mask.shape[0]
         self._rows = [
-            ForeignDecoder(model, None, max_length, None if delta_rows is None else [name])
+            ForeignDecoder(model, None, max_length, None if adapter_names is None else [name])
             for name in names
         ]
         self._padding: list[int] | None = (mask == 0).sum(1).tolist()
@@ -136,9 +136,9 @@ def start_foreign(
     model: TransformersModel,
     mask: Tensor | None,
     max_length: int,
-    delta_rows: Sequence[str | None] | None = None,
+    adapter_names: Sequence[str | None] | None = None,
 ) -> Decoder:
     """Return the decoder of a transformers model; its architecture decides how padding is read."""
     if mask is not None and not model.behavior.padding:
-        return SeparateDecoder(model, mask, max_length, delta_rows)
-    return ForeignDecoder(model, mask, max_length, delta_rows)
+        return SeparateDecoder(model, mask, max_length, adapter_names)
+    return ForeignDecoder(model, mask, max_length, adapter_names)
