@@ -67,7 +67,7 @@ class Served:
         self, path: Path, count: int, longest: int, circle: Sequence[int] = (), **options: Any
     ) -> None:
         requests = RequestsConfig(
-            max_running=max(count, 1), total_tokens=(count + 1) * longest, **options
+            max_num_seqs=max(count, 1), total_tokens=(count + 1) * longest, **options
         )
         config = EngineConfig(max_tokens=longest, requests=requests)
         model = Ours(path).model

@@ -133,7 +133,7 @@ class ServeCommand:
             NAME=DIR lets requests choose one by that name, as they name a model; others have none.
         context: longest row in tokens, prompt and answer; none takes 1,024, or what the model has
             positions for.
-        max_running: answers that are written at once; more wait.
+        max_num_seqs: answers that are written at once; more wait.
         speculate: guess tokens that repeat what was there before, and check several at once.
         draft: a small model of the same vocabulary that guesses tokens, which are checked likewise.
         embedding_model: a second model, that embeds, within the same budget.
@@ -146,7 +146,7 @@ class ServeCommand:
     config: Annotated[ServeConfig, tyro.conf.arg(name="")] = field(default_factory=ServeConfig)
     adapter: tuple[str, ...] = ()
     context: int | None = None
-    max_running: int = 16
+    max_num_seqs: int = 16
     speculate: bool = False
     draft: str | None = None
     embedding_model: str | None = None

@@ -93,10 +93,10 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
     quantize = command.memory.quantize
     is_planned = budget is not None or command.memory.devices is not None
     config = EngineConfig(
-        max_rows=command.max_running if is_planned else 1,
+        max_rows=command.max_num_seqs if is_planned else 1,
         max_tokens=command.context or command.memory.max_tokens,
         requests=RequestsConfig(
-            max_running=command.max_running, speculates=command.speculate, draft=command.draft
+            max_num_seqs=command.max_num_seqs, speculates=command.speculate, draft=command.draft
         ),
     )
     put_ = partial(_put_deltas_, command)

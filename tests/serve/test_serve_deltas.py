@@ -97,7 +97,7 @@ def test_what_is_served_in_a_budget(deep: tuple[Path, Path], form: str) -> None:
     choices = [None, "delta0", ()] if form.startswith("ann") else [None, ()]
 
     def answer(budget: int | None) -> list[Any]:
-        told = {"adapter": (form.format(lora),), "context": 64, "max_running": 2}
+        told = {"adapter": (form.format(lora),), "context": 64, "max_num_seqs": 2}
         command = ServeCommand(model=str(place), **told)
         with _open_engine(command, find_source(place), budget) as engine:
             assert bool(engine.plan.on_disk) == (budget is not None)
@@ -116,12 +116,12 @@ def test_what_is_served_in_a_budget(deep: tuple[Path, Path], form: str) -> None:
 
 def test_devices_are_planned_for_all_who_ask(deep: tuple[Path, Path]) -> None:
     """Free memory that is divided has room for everyone's keys and values."""
-    options = {"context": 64, "max_running": 3, "memory": MemoryOptions(devices="cpu,cpu")}
+    options = {"context": 64, "max_num_seqs": 3, "memory": MemoryOptions(devices="cpu,cpu")}
     with _open_engine(
         ServeCommand(model=str(deep[0]), **options), find_source(deep[0]), None
     ) as engine:
         plan = engine.plan.cache_bytes
-    options |= {"max_running": 1}
+    options |= {"max_num_seqs": 1}
     with _open_engine(
         ServeCommand(model=str(deep[0]), **options), find_source(deep[0]), None
     ) as engine:

@@ -22,7 +22,7 @@ from bmforge.infer.engine.budget import EngineConfig, plan_memory
 from bmforge.infer.engine.draft import check_draft, open_draft
 from bmforge.infer.engine.encode import classify, embed, fill_mask, name_inputs, read_rows
 from bmforge.infer.engine.encodings import Encoding
-from bmforge.infer.engine.hold import Hold
+from bmforge.infer.engine.hold import ModelLock
 from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
 from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.packed_place import make_packed_place, reporting_full_disk
@@ -103,7 +103,7 @@ class Engine:
     ) -> None:
         self.config, self._tokenizer = config or EngineConfig(), tokenizer
         self._making, self._is_closed = threading.Lock(), False
-        self._hold = Hold()
+        self._hold = ModelLock()
         self._requests: Requests | None = None
         self._directory: Path | None = None
         self._streamers: Sequence[Streamer | ExpertStreamer] = ()

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.requests import Requests
 
-__all__ = ["Hold"]
+__all__ = ["ModelLock"]
 
 
-class Hold:
+class ModelLock:
     """Lets one at a time have the model."""
 
     def __init__(self) -> None:

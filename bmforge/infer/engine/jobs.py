@@ -18,14 +18,14 @@ from bmforge.infer.engine.prompts import Ready
 from bmforge.infer.engine.request import FinishReason, Handle, RequestsConfig
 from bmforge.infer.engine.rows import Rows
 from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
-from bmforge.infer.engine.speculate import Ahead, Lookup
+from bmforge.infer.engine.speculate import DraftSpeculator, NgramSpeculator
 from bmforge.memory.packed import packed_bytes
 from bmforge.tune.delta.selection import DeltaNames, tell_choice
 
 __all__ = ["Job", "PackedJobs"]
 
 
-PAGE_DTYPES = {
+KV_CACHE_DTYPES = {
     None: None,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -135,7 +135,7 @@ class PackedJobs:
         self.jobs: list[Job] = []
         self._step: PackedStep | None = None
         self._changes = Changes(model, is_shared)
-        self._scheduler = Scheduler(self.pages, config.max_running, config.step_tokens)
+        self._scheduler = Scheduler(self.pages, config.max_num_seqs, config.max_num_batched_tokens)
 
     @property
     def running(self) -> int:
@@ -159,8 +159,8 @@ class PackedJobs:
         told = repr(self._model.config) + tell_choice(self._model, ready.deltas)
         keys = PrefixKeys(told, ready.request.salt)
         longest = len(ready.ids) + ready.config.max_new_tokens
-        known = Lookup() if self._config.speculates else None
-        lookup = known if self._small is None else Ahead(self._cost, known)
+        known = NgramSpeculator() if self._config.speculates else None
+        lookup = known if self._small is None else DraftSpeculator(self._cost, known)
         sequence = Sequence((job.number, 0), list(ready.ids), keys, longest, lookup)
         job.sequences[sequence] = ready.answers[0]
         self._scheduler.add(sequence)
@@ -198,12 +198,12 @@ class PackedJobs:
         if not self.jobs:
             return
         if self._step is None:
-            dtype = PAGE_DTYPES[self._config.page_dtype]
+            dtype = KV_CACHE_DTYPES[self._config.kv_cache_dtype]
             self._step = PackedStep(self._model, self.pages.count, dtype)
             if self._small is not None:
                 self._draft = Draft(self._small, self.pages.count)
         cut = self._step.cut()
-        shares = cut.shares and self._config.keeps_prefixes
+        shares = cut.shares and self._config.enable_prefix_caching
         self._scheduler.cut = Cut(cut.unit, shares)
         parts = self._scheduler.plan()
         for source, target in self._scheduler.copies:

@@ -123,48 +123,49 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestsConfig:
-    """What an engine keeps for requests that run side by side.
+    """Limits of an engine's batched requests.
 
     Args:
-        max_running: answers that are written at once; more wait.
-        max_waiting: requests that may wait; more are refused.
-        step_tokens: tokens of all answers and prompts in one step. A prompt that is longer is read
-            in several, beside which the others go on.
-        total_tokens: keys and values there is room for, of all together; None takes 16 times the
-            longest row, with a budget what was planned (`max_rows` times `max_tokens`).
-        keeps_prefixes: what was computed for a prompt stays while there is room, for prompts that
-            begin alike.
-        speculates: guess tokens that repeat what was there before, and check several at once.
-        draft: a small model of the same vocabulary that guesses tokens, which are checked likewise:
-            a directory, hub id or short name, or the model. It stays in memory, within the budget.
-        page_dtype: of keys and values; int8 keeps a scale for every token and head. None takes the
-            model's.
+        max_num_seqs: maximum number of answers in a batch; more wait.
+        max_queue_size: maximum number of waiting requests; more are refused.
+        max_num_batched_tokens: maximum number of tokens in a step. A longer prompt is read in
+            several steps, next to which the other answers go on.
+        total_tokens: capacity of the KV cache in tokens (default: 16 times the longest row; with a
+            budget `max_rows` times `max_tokens`).
+        enable_prefix_caching: keep the keys and values of prompts, while there is room, for prompts
+            with the same beginning.
+        speculates: speculative decoding with draft tokens from n-grams of the text so far.
+        draft: draft model of speculative decoding with the same vocabulary: a directory, hub id,
+            short name or model. It stays in memory, within the budget.
+        kv_cache_dtype: dtype of keys and values (default: the model's); int8 stores a scale per
+            token and head.
     """
 
-    max_running: int = 16
-    max_waiting: int = 1024
-    step_tokens: int = 128
+    max_num_seqs: int = 16
+    max_queue_size: int = 1024
+    max_num_batched_tokens: int = 128
     total_tokens: int | None = None
-    keeps_prefixes: bool = True
+    enable_prefix_caching: bool = True
     speculates: bool = False
     draft: Any = None
-    page_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None
+    kv_cache_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for numbers out of range."""
-        for name in ("max_running", "max_waiting", "step_tokens", "total_tokens"):
+        for name in ("max_num_seqs", "max_queue_size", "max_num_batched_tokens", "total_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"RequestsConfig: {name}={value} must be at least 1.")
-        if self.page_dtype not in (None, "fp32", "bf16", "fp16", "int8"):
+        if self.kv_cache_dtype not in (None, "fp32", "bf16", "fp16", "int8"):
             raise ConfigError(
-                f"RequestsConfig: page_dtype={self.page_dtype!r} must be fp32, bf16, fp16 or int8, "
-                "or None for the model's."
+                f"RequestsConfig: kv_cache_dtype={self.kv_cache_dtype!r} must be fp32, bf16, fp16 "
+                "or int8, or None for the model's."
             )
-        if self.step_tokens < self.max_running:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"RequestsConfig: step_tokens={self.step_tokens} leaves no token for some of "
-                f"max_running={self.max_running} answers. Give at least as many."
+                f"RequestsConfig: max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_seqs={self.max_num_seqs}, so some answers would get no token. Give at "
+                "least as many."
             )
 
 

@@ -58,8 +58,10 @@ def open_requests(
     total = total_tokens(model, config, limit)
     reader = Reader(model, tokenizer, limit)
     requests = config.requests
-    most = config.max_rows if is_limited else requests.max_running
-    encodings = Encodings(model, most, max(requests.step_tokens, config.tokens_of(model)))
+    most = config.max_rows if is_limited else requests.max_num_seqs
+    encodings = Encodings(
+        model, most, max(requests.max_num_batched_tokens, config.tokens_of(model))
+    )
     packed = PackedJobs(model, requests, total, draft, is_shared)
     return Requests(model, reader, tokenizer, requests, packed, turn, encodings)
 
@@ -105,11 +107,11 @@ class Requests:
     def submit(self, request: Request) -> Handle:
         """Take a request; see `Engine.submit`."""
         ready = self._reader.read(request)
-        if len(ready.answers) > self._config.max_running:
+        if len(ready.answers) > self._config.max_num_seqs:
             raise ConfigError(
                 f"num_return_sequences={len(ready.answers)} is more than "
-                f"max_running={self._config.max_running} answers at once. Ask for fewer, or "
-                "open the engine with a larger RequestsConfig(max_running=)."
+                f"max_num_seqs={self._config.max_num_seqs} answers at once. Ask for fewer, or "
+                "open the engine with a larger RequestsConfig(max_num_seqs=)."
             )
         if ready.is_packed:
             self._packed.check(len(ready.ids) + ready.config.max_new_tokens)
@@ -188,10 +190,10 @@ class Requests:
     def _check_room(self, what: str) -> None:
         self._check_open(what)
         waiting = self._waiting()
-        if waiting >= self._config.max_waiting:
+        if waiting >= self._config.max_queue_size:
             raise ConfigError(
-                f"{waiting} requests wait already, which is max_waiting="
-                f"{self._config.max_waiting}. Try again later."
+                f"{waiting} requests wait already, which is max_queue_size="
+                f"{self._config.max_queue_size}. Try again later."
             )
 
     def _check_open(self, what: str) -> None:
@@ -266,7 +268,7 @@ class Requests:
         used = 0
         for job in self._rows:
             assert job.rows is not None
-            if used and used + job.rows.count > self._config.max_running:
+            if used and used + job.rows.count > self._config.max_num_seqs:
                 break
             used += job.rows.count
             if job.is_done:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.pages import PAGE_TOKENS, Pages, pages_of
 from bmforge.infer.engine.prefix import PrefixKeys, find_prefix, register_prefix
-from bmforge.infer.engine.speculate import Ahead, Lookup
+from bmforge.infer.engine.speculate import DraftSpeculator, NgramSpeculator
 
 __all__ = ["Cut", "Part", "Scheduler", "Sequence"]
 
@@ -72,7 +72,7 @@ class Sequence:
     tokens: list[int]
     keys: PrefixKeys
     longest: int
-    lookup: Lookup | Ahead | None = None
+    lookup: NgramSpeculator | DraftSpeculator | None = None
     prompt_length: int = 0
     stored: int = 0
     cached: int | None = None
@@ -121,8 +121,9 @@ class Scheduler:
 
     Args:
         pages: all there are.
-        max_running: sequences that have pages at once.
-        step_tokens: of all sequences in a step; a single part may be larger where `cut` says so.
+        max_num_seqs: sequences that have pages at once.
+        max_num_batched_tokens: maximum number of tokens in a step; a single part may be larger
+            where `cut` says so.
         cut: how sequences are divided.
 
     Attributes:
@@ -131,9 +132,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, pages: Pages, max_running: int, step_tokens: int, cut: Cut | None = None
+        self, pages: Pages, max_num_seqs: int, max_num_batched_tokens: int, cut: Cut | None = None
     ) -> None:
-        self.pages, self.max_running, self.step_tokens = pages, max_running, step_tokens
+        self.pages, self.max_num_seqs, self.max_num_batched_tokens = (
+            pages,
+            max_num_seqs,
+            max_num_batched_tokens,
+        )
         self.cut = cut or Cut()
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -162,7 +167,7 @@ class Scheduler:
         twin = Sequence(order, list(sequence.tokens), sequence.keys.copy(), sequence.longest)
         twin.lookup = None if sequence.lookup is None else sequence.lookup.fresh()
         twin.prompt_length, twin.cached = sequence.prompt_length, sequence.cached
-        if sequence not in self.running or len(self.running) >= self.max_running:
+        if sequence not in self.running or len(self.running) >= self.max_num_seqs:
             insort(self.waiting, twin)
             return twin
         twin.stored, twin.registered = sequence.stored, sequence.registered
@@ -197,7 +202,7 @@ class Scheduler:
         """
         self._copies = {}
         parts: list[Part] = []
-        room = self.step_tokens
+        room = self.max_num_batched_tokens
         for is_prompt in (False, True):
             for sequence in list(self.running):
                 left = len(sequence.tokens) - sequence.stored
@@ -205,7 +210,7 @@ class Scheduler:
                     continue
                 room -= self._plan_one(sequence, room, parts)
         for sequence in list(self.waiting):
-            if room < 1 or len(self.running) >= self.max_running or not self._begin(sequence):
+            if room < 1 or len(self.running) >= self.max_num_seqs or not self._begin(sequence):
                 break
             room -= self._plan_one(sequence, room, parts)
         return parts

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-__all__ = ["GUESSED_LATER", "Ahead", "Lookup"]
+__all__ = ["GUESSED_LATER", "DraftSpeculator", "NgramSpeculator"]
 
 # Stands for a guess of a small model, which guesses for all sequences together.
 GUESSED_LATER = -1
@@ -55,7 +55,7 @@ class _Guesses(ABC):
             self._guessed = self._right = 0
 
 
-class Ahead(_Guesses):
+class DraftSpeculator(_Guesses):
     """Guesses that a small model makes; those of tokens that were there before come first.
 
     Args:
@@ -63,7 +63,7 @@ class Ahead(_Guesses):
         lookup: what guesses by what was there before; None looks nothing up.
     """
 
-    def __init__(self, cost: float, lookup: Lookup | None = None) -> None:
+    def __init__(self, cost: float, lookup: NgramSpeculator | None = None) -> None:
         super().__init__(min(1.0, _SHARE + cost))
         self._cost, self._lookup = cost, lookup
         self._looked_up = False
@@ -76,9 +76,9 @@ class Ahead(_Guesses):
             return found
         return [GUESSED_LATER] * _AHEAD
 
-    def fresh(self) -> Ahead:
+    def fresh(self) -> DraftSpeculator:
         """Return the same for a sequence that goes on otherwise."""
-        return Ahead(self._cost, None if self._lookup is None else Lookup())
+        return DraftSpeculator(self._cost, None if self._lookup is None else NgramSpeculator())
 
     def learn(self, length: int, guessed: int, right: int) -> None:
         """Tell whoever guessed."""
@@ -88,7 +88,7 @@ class Ahead(_Guesses):
             super().learn(length, guessed, right)
 
 
-class Lookup(_Guesses):
+class NgramSpeculator(_Guesses):
     """Guesses that repeat what was there before."""
 
     def __init__(self) -> None:
@@ -104,9 +104,9 @@ class Lookup(_Guesses):
         place = self._places.get(tuple(tokens[-_NGRAM:]))
         return [] if place is None else list(tokens[place : place + _MOST])
 
-    def fresh(self) -> Lookup:
+    def fresh(self) -> NgramSpeculator:
         """Return the same for a sequence that goes on otherwise."""
-        return Lookup()
+        return NgramSpeculator()
 
     def _read(self, tokens: Sequence[int]) -> None:
         """Note where every stretch of `_NGRAM` tokens ends, but the last: nothing follows it."""

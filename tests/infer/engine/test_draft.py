@@ -13,7 +13,7 @@ from test_requests import PROMPTS, ask, drawn, greedy, make, opened, say
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, Request, RequestsConfig
 from bmforge.infer.engine.packed_step import PackedStep
-from bmforge.infer.engine.speculate import GUESSED_LATER, Ahead, Lookup
+from bmforge.infer.engine.speculate import GUESSED_LATER, DraftSpeculator, NgramSpeculator
 
 NEW = 30
 
@@ -33,7 +33,7 @@ def requests() -> list[Request]:
 def test_answers_stay_what_they_are(speculates: bool, pages: int) -> None:
     """With a draft that is right, one that is wrong, and pages that run out."""
     model = make("llama")
-    options = {"total_tokens": pages, "step_tokens": 40}
+    options = {"total_tokens": pages, "max_num_batched_tokens": 40}
     with opened(model, **options) as engine:
         want = [say(found) for found in ask(engine, requests())]
     for draft in (make("llama"), small(), make("gpt2")):
@@ -68,20 +68,20 @@ def test_a_draft_that_is_right_saves_steps(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_draft_that_is_wrong_pauses() -> None:
-    ahead = Ahead(0.1)
+    ahead = DraftSpeculator(0.1)
     for length in range(10, 14):
         assert ahead.guess([1] * length) == [GUESSED_LATER] * 4
         ahead.learn(length, 4, 1)
     assert ahead.guess([1] * 14) == []
     assert ahead.guess([1] * (13 + 64)) == [GUESSED_LATER] * 4
-    costly = Ahead(0.9)
+    costly = DraftSpeculator(0.9)
     for length in range(10, 14):
         costly.learn(length, 4, 3)
     assert costly.guess([1] * 14) == []
 
 
 def test_what_was_there_before_comes_first() -> None:
-    ahead = Ahead(0.1, Lookup())
+    ahead = DraftSpeculator(0.1, NgramSpeculator())
     assert ahead.guess([1, 2, 3, 4, 5, 1, 2, 3])[:2] == [4, 5]
     assert ahead.guess([1, 2, 3, 4, 5, 1, 2, 3, 9]) == [GUESSED_LATER] * 4
     assert ahead.fresh().guess([7, 8]) == [GUESSED_LATER] * 4

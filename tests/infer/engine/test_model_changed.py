@@ -144,7 +144,7 @@ def test_a_change_between_two_steps() -> None:
         after = ask(engine)
         longer = [*PROMPT, *whole.ids[:20]]
         behind = engine.submit(Request(longer, greedy())).wait(60)
-    with opened(model, keeps_prefixes=False) as engine:
+    with opened(model, enable_prefix_caching=False) as engine:
         assert say(after) == say(ask(engine))
         assert say(behind) == say(engine.submit(Request(longer, greedy())).wait(60))
 
@@ -186,7 +186,7 @@ def test_beams_beside_leave_prefixes() -> None:
 def test_numbers_that_lie_otherwise_in_the_same_place() -> None:
     """What was computed stays, as nothing tells of it; what is computed is of the numbers now."""
     model = make("llama")
-    with opened(model, keeps_prefixes=False) as engine:
+    with opened(model, enable_prefix_caching=False) as engine:
         before = ask(engine)
         weight = model.layers["0"].attn.o_proj.weight
         weight.data = weight.data.t()
@@ -199,7 +199,7 @@ def test_numbers_that_lie_otherwise_in_the_same_place() -> None:
 def test_a_norm_whose_class_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama")
     plain = RMSNorm.forward
-    with opened(model, keeps_prefixes=False) as engine:
+    with opened(model, enable_prefix_caching=False) as engine:
         before = ask(engine)
         monkeypatch.setattr(RMSNorm, "forward", lambda self, x: plain(self, x) * -3)
         after = ask(engine)

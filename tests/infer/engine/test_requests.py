@@ -147,14 +147,14 @@ def test_the_same_bits_beside_others(kind: str, scheme: str) -> None:
     elif scheme:
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[scheme])
     requests = beside(kind)
-    with opened(model, keeps_prefixes=False) as engine:
+    with opened(model, enable_prefix_caching=False) as engine:
         singly = [say(engine.submit(request).wait(60)) for request in requests]
     settings = [
         {},
-        {"step_tokens": 19, "keeps_prefixes": False},
-        {"max_running": 5, "step_tokens": 7},
-        {"total_tokens": 160, "keeps_prefixes": False},
-        {"speculates": True, "max_running": 9},
+        {"max_num_batched_tokens": 19, "enable_prefix_caching": False},
+        {"max_num_seqs": 5, "max_num_batched_tokens": 7},
+        {"total_tokens": 160, "enable_prefix_caching": False},
+        {"speculates": True, "max_num_seqs": 9},
     ]
     for number, setting in enumerate(settings):
         with opened(model, **setting) as engine:
@@ -171,18 +171,22 @@ def test_pages_of_other_kinds(monkeypatch: pytest.MonkeyPatch, dtype: Any, is_na
         monkeypatch.setattr(native_step, "load_step", lambda: None)
     requests = [Request(prompt, greedy(max_new_tokens=1)) for prompt in PROMPTS]
     found = []
-    for page_dtype in ("fp32", dtype):
-        with opened(make("window"), page_dtype=page_dtype, keeps_prefixes=False) as engine:
+    for kv_cache_dtype in ("fp32", dtype):
+        with opened(
+            make("window"), kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False
+        ) as engine:
             singly = [say(engine.submit(request).wait(60)) for request in requests]
-        with opened(make("window"), page_dtype=page_dtype, step_tokens=23) as engine:
+        with opened(
+            make("window"), kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=23
+        ) as engine:
             for _ in range(2):
                 assert [say(answers) for answers in ask(engine, requests)] == singly
         found.append([one[0][1][0].logprob for one in singly])
     off = {"bf16": 6e-3, "fp16": 1e-3, "int8": 2e-2}[dtype]
     assert found[0] == pytest.approx(found[1], abs=off)
     assert found[0] != found[1]
-    with pytest.raises(ConfigError, match="page_dtype='fp64'"):
-        RequestsConfig(page_dtype="fp64")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp64'"):
+        RequestsConfig(kv_cache_dtype="fp64")  # type: ignore[arg-type]
 
 
 def test_a_prefix_is_computed_once() -> None:
@@ -356,7 +360,7 @@ def test_bad_input_is_refused_before_anything_runs() -> None:
         ([1] * 125, {}, "max_seq_len=128"),
         ([1], {"stop_strings": ("a",)}, "stop_strings need a tokenizer"),
         ([1], {"num_beams": 2, "stop_strings": ("a",)}, "token by token"),
-        ([1], {"do_sample": True, "num_return_sequences": 17}, "max_running=16"),
+        ([1], {"do_sample": True, "num_return_sequences": 17}, "max_num_seqs=16"),
         ([1], {"min_new_tokens": 3}, "min_new_tokens=3 has no effect"),
         ([1], {"logit_bias": {97: 1.0}}, "name id 97"),
         ([1], {"bad_words_ids": ((3, 200),)}, "name id 200"),
@@ -372,7 +376,7 @@ def test_bad_input_is_refused_before_anything_runs() -> None:
         Request([1], deadline_s=0)
     with pytest.raises(ConfigError, match="closed"):
         engine.submit(Request([1]))
-    with opened(model, max_waiting=1, max_running=1) as engine:
+    with opened(model, max_queue_size=1, max_num_seqs=1) as engine:
         long = Request([1], greedy(max_new_tokens=100))
         with pytest.raises(ConfigError, match="wait already"):
             [engine.submit(long) for _ in range(50)]
@@ -451,7 +455,7 @@ def test_threads_ask_at_once() -> None:
         alone(model, prompt, max_new_tokens=NEW, eos_token_id=())[0, -NEW:] for prompt in PROMPTS
     ]
     wrong: list[Any] = []
-    with opened(model, max_running=3) as engine:
+    with opened(model, max_num_seqs=3) as engine:
 
         def work(number: int) -> None:
             for turn in range(4):
@@ -505,13 +509,15 @@ def test_a_flood_leaves_nothing_behind(kind: str) -> None:
     """Hundreds of requests, many cancelled or late: others' bits are the same, pages all free."""
     model, before = make(kind), set(threading.enumerate())
     want = {}
-    with opened(model, keeps_prefixes=False) as engine:
+    with opened(model, enable_prefix_caching=False) as engine:
         for number, prompt in enumerate(PROMPTS):
             for seed in range(3):
                 asked = Request(prompt, drawn(seed, num_return_sequences=1 + seed))
                 want[number, seed] = say(engine.submit(asked).wait(60))
     wrong: list[Any] = []
-    with opened(model, max_running=6, step_tokens=24, total_tokens=400, speculates=True) as engine:
+    with opened(
+        model, max_num_seqs=6, max_num_batched_tokens=24, total_tokens=400, speculates=True
+    ) as engine:
 
         def work(worker: int) -> None:
             draw = random.Random(worker)

@@ -22,7 +22,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer.engine.pages import PAGE_TOKENS, Pages, pages_of
 from bmforge.infer.engine.prefix import PrefixKeys, find_prefix
 from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
-from bmforge.infer.engine.speculate import Lookup
+from bmforge.infer.engine.speculate import NgramSpeculator
 
 UNIT = 2 * PAGE_TOKENS
 
@@ -57,7 +57,7 @@ class Serving(RuleBasedStateMachine):
         tokens = [(first + n // 48) % 2 for n in range(length)]
         self.number += 1
         sequence = Sequence((self.number, 0), tokens, PrefixKeys("m", salt), length + new)
-        sequence.lookup = Lookup() if guesses else None
+        sequence.lookup = NgramSpeculator() if guesses else None
         if pages_of(length + new) > self.pages.count:
             with pytest.raises(ConfigError, match="room for"):
                 self.scheduler.add(sequence)
@@ -94,8 +94,8 @@ class Serving(RuleBasedStateMachine):
         sequences = [part.sequence for part in parts]
         assert len(set(sequences)) == len(sequences)
         if self.scheduler.cut.unit is None:
-            assert sum(p.end - p.start for p in parts) <= self.scheduler.step_tokens
-        assert len(self.scheduler.running) <= self.scheduler.max_running
+            assert sum(p.end - p.start for p in parts) <= self.scheduler.max_num_batched_tokens
+        assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         written = [
             part.sequence.pages[n // PAGE_TOKENS] * PAGE_TOKENS + n % PAGE_TOKENS
             for part in parts
