@@ -188,6 +188,10 @@ def measure_type(kind: str) -> dict[str, str]:
         return row
 
 
+def _stop(*_: Any) -> None:
+    raise TimeoutError(f"longer than {_SECONDS} s")
+
+
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
@@ -196,6 +200,7 @@ def measure(file: Path, kinds: list[str]) -> None:
     """Append the rows of types that the file does not have."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("bmforge").setLevel(logging.ERROR)
+    signal.signal(signal.SIGALRM, _stop)
     done = set(read_rows(file))
     for kind in kinds or TYPES:
         if kind in done:
@@ -221,8 +226,8 @@ def write(file: Path) -> None:
     lines = [
         "# Capabilities of transformers models",
         "",
-        "This page shows what holds for architectures that bmforge runs through transformers "
-        f"({transformers.__version__}). It is made by `dev/transformers_table.py` from small random "
+        "This page shows what holds for architectures that bmforge runs by transformers "
+        f"{transformers.__version__}. `dev/transformers_table.py` makes it from small random "
         "models. `yes`: equal to plain transformers. `refused`: an error names the reason.",
         "",
         f"Measured: {len(rows)} of {len(TYPES)} causal language models; {len(built)} of them build "

@@ -17,7 +17,12 @@ from bmforge.models.changes import (
 from bmforge.models.config import ModelConfig, without_changes
 from bmforge.models.heads import Head
 from bmforge.models.traits import Traits
-from bmforge.models.transformers.library import AUTO_CLASSES, config_from_json, find_auto_class
+from bmforge.models.transformers.library import (
+    AUTO_CLASSES,
+    config_from_json,
+    find_auto_class,
+    supports,
+)
 
 __all__ = ["TransformersConfig", "TransformersTraits", "own_config"]
 
@@ -103,8 +108,8 @@ class TransformersConfig(ModelConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return False: `AutoModel` asks the native families only."""
-        return False
+        """Return True for every architecture of the installed transformers."""
+        return supports(str(raw.get("model_type")))
 
     @classmethod
     def from_hf(

@@ -211,12 +211,15 @@ class TransformersModel(Model):
     # --- layouts
 
     def layout_rules(self) -> LayoutRules:
-        """Return where layouts cut the model."""
+        """Return where ZeRO and recomputation find blocks.
+
+        Without `stacks` and tensor cuts, pipelines and tensor parallelism are refused by name.
+        """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
         return LayoutRules(
             zero_units=blocks,
             recompute_units=blocks,
-            stacks=self.structure.stacks[:1],
+            stacks=(),
             pipeline_first=(),
             pipeline_last=(),
             quantize_targets=tuple(self.called_linear()),
