@@ -19,7 +19,7 @@ __all__ = ["find_uncalled", "keep_called"]
 _TOKENS = 4
 
 
-def find_uncalled(model: Any, names: Sequence[str]) -> list[str]:
+def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> list[str]:
     """Return those modules that are never called although the module around them is.
 
     A `uncalled` method of the model answers; of a plain transformers model a short row of tokens is
@@ -28,9 +28,13 @@ def find_uncalled(model: Any, names: Sequence[str]) -> list[str]:
     Args:
         model: any module.
         names: of some of its modules.
+        unused: include modules of parts that a row of tokens does not use at all, such as the
+            cross-attention of a decoder without an encoder.
     """
     if callable(known := getattr(model, "uncalled", None)):
-        return list(known(names))
+        idle = list(known(names))
+        owners = set(known([name.rpartition(".")[0] for name in idle]))
+        return [name for name in idle if unused or name.rpartition(".")[0] not in owners]
     reads_ids = getattr(model, "main_input_name", None) == "input_ids"
     if not reads_ids or any(tensor.is_meta for tensor in model.parameters()):
         return []
@@ -57,7 +61,7 @@ def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[
     Raises:
         ConfigError: there are such modules, and `drops` is off or no others remain.
     """
-    uncalled = set(find_uncalled(model, names))
+    uncalled = set(find_uncalled(model, names, unused=True))
     if uncalled and (not drops or len(uncalled) == len(names)):
         first = sorted(uncalled)[0]
         raise ConfigError(

@@ -76,6 +76,9 @@ def find_class(hf_config: Any, head: str) -> Any:
     try:
         found = auto._model_mapping[type(hf_config)]
     except KeyError:
+        for name in getattr(hf_config, "architectures", None) or ():
+            if isinstance(own := getattr(library, name, None), type):
+                return own
         raise ConfigError(
             f"model_type={hf_config.model_type!r} has no head {head!r} in transformers."
         ) from None

@@ -111,6 +111,9 @@ def find_auto_class(raw: dict[str, Any]) -> str:
             own = table.get(kind)
             if name in (own if isinstance(own, (tuple, list)) else (own,)):
                 return head
+    library = load_library()
+    if any(name.endswith("ForCausalLM") and hasattr(library, name) for name in classes):
+        return "language_model"  # the text part of a model of images, saved by itself
     for head, table in tables.items():
         if kind in table:
             return head

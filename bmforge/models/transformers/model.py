@@ -39,6 +39,7 @@ from bmforge.models.transformers.structure import (
     linear_names,
 )
 from bmforge.models.weights import WeightRule
+from bmforge.nn.called import find_uncalled
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["ForeignCache", "TransformersModel"]
@@ -226,9 +227,9 @@ class TransformersModel(Model):
         )
 
     def called_linear(self) -> list[str]:
-        """Return the linear layers of the blocks that a forward calls."""
-        idle = self.behavior.idle
-        return [name for name in self._linear if general_name(name) not in idle]
+        """Return the linear layers of the blocks whose weight is read by calling them only."""
+        uncalled = set(find_uncalled(self, self._linear))
+        return [name for name in self._linear if name not in uncalled]
 
     def uncalled(self, names: Collection[str]) -> list[str]:
         """Return those of some modules whose forward is never called."""
