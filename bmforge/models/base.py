@@ -412,16 +412,12 @@ class Model(ModelHooks, nn.Module):
     ) -> None:
         """Write ``config.json`` and ``model.safetensors`` with Hugging Face names.
 
-        On a parallel layout all ranks must call this; each file is gathered on one rank, tensor by
-        tensor, and written there. Tensors of changes (`change_`) are saved with this library's
-        names, which transformers does not read; a log line says so.
+        On a layout all ranks must call this. Changes have names that transformers does not read.
 
         Args:
-            directory: created if it does not exist.
-            overwrite: replace existing weights.
+            directory, overwrite: created if it does not exist; replace existing weights.
             max_file_bytes: size above which the weights are split over several files.
-            dtype: dtype of the written floats, or a function of their published names; None keeps
-                the model's.
+            dtype: dtype of the written floats, or a function of their names (default: the model's).
 
         Raises:
             CheckpointError: the directory already contains weights and `overwrite` is off.
