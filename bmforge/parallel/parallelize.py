@@ -33,7 +33,7 @@ from bmforge.parallel.pipeline.model import PipelinedModel
 from bmforge.parallel.pipeline.stages import Cutting, drop_the_rest_
 from bmforge.parallel.same_start import start_alike_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
-from bmforge.parallel.zero import apply_zero_
+from bmforge.parallel.zero import apply_zero_, refuse_calls_outside_
 from bmforge.records import record_of
 from bmforge.surgery import copy_to_meta
 
@@ -115,6 +115,8 @@ def parallelize(
             experts=experts,
             expert_mesh=expert_mesh,
         )
+        if division.styles == {} and layout.zero == 3 and not compile:
+            refuse_calls_outside_({u.name: u.module for u in division.units if u.is_gathered})
     if division.cutting is not None:
         splits = not (division.is_sharded or recompute or compile or offload_activations)
         record.pipeline = _build_pipeline(model, layout, division.cutting, mesh, shared, splits)

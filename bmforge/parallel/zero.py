@@ -6,7 +6,7 @@ Source: Rajbhandari et al., "ZeRO" (2020); the mechanics are torch's `fully_shar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bmforge.errors import ConfigError
 from bmforge.parallel.groups import flatten_mesh
 from bmforge.parallel.parameters import scalars_of
 from bmforge.records import swap_
@@ -33,6 +34,7 @@ __all__ = [
     "groups_of_state",
     "half_units",
     "param_groups_of",
+    "refuse_calls_outside_",
     "reshard_",
 ]
 
@@ -123,6 +125,29 @@ def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
 
     if mesh.size() > 1 and scalars_of(model):
         model.register_forward_pre_hook(attach)
+
+
+def refuse_calls_outside_(units: Mapping[str, nn.Module]) -> None:
+    """Let a part of a unit that is called while its unit's parameters are sharded raise by name.
+
+    Args:
+        units: name -> module whose parameters are gathered while it runs.
+    """
+    for name, unit in units.items():
+        for inner, module in unit.named_modules():
+            first = next(iter(dict(module.named_parameters(recurse=False))), None)
+            if inner and first is not None:
+                module.register_forward_pre_hook(partial(_check_gathered, name, inner, first))
+
+
+def _check_gathered(unit: str, inner: str, parameter: str, module: nn.Module, args: Any) -> None:
+    if isinstance(module._parameters.get(parameter), DTensor):
+        raise ConfigError(
+            f"{unit}.{inner} is called outside of {unit}, while the parameter "
+            f"{unit}.{inner}.{parameter} is sharded (units of ZeRO are gathered only while they "
+            f"run). Leave {unit} out of zero_units with rules=LayoutRules(zero_units=..., "
+            "recompute_units=..., stacks=()), so that its parameters stay with the root's."
+        )
 
 
 class _OneBuffer:

@@ -144,3 +144,31 @@ def test_what_cannot_be_sharded_is_said(build: Callable[[], nn.Module], words: l
     for said in run_distributed(refuse, 2, build):
         for word in words:
             assert word in said
+
+
+class Outside(nn.Module):
+    """Reads a part of its first block outside of that block's call, as diffusers' DiT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.blocks[0].proj(x)
+
+
+def call_outside() -> str:
+    try:
+        parallelize(Outside(), Layout())(torch.ones(2, 4))
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_part_called_outside_of_its_block_is_named() -> None:
+    assert run_distributed(call_outside, 1) == ["taken"]
+    for said in run_distributed(call_outside, 2):
+        assert "parameter blocks.0.proj.weight is sharded" in said
+        assert "Leave blocks.0 out of zero_units" in said
