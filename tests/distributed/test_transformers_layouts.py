@@ -59,7 +59,7 @@ def test_zero_3_has_the_gradients_of_one_process(directory: Path) -> None:
     wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     for got in run_distributed(compute_gradients, 2, directory, Layout(zero=3)):
         for name, gradient in wanted.items():
-            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+            torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2)], ids=str)

@@ -218,10 +218,7 @@ def _pick(hf: Any, names: tuple[str, ...]) -> int:
     for name in names:
         try:
             value = getattr(hf, name, None)
-        except (
-            ValueError,
-            AttributeError,
-        ):  # transformers: a field that differs by layer has no global value
+        except Exception:  # a field that differs by layer has no global value, and raises
             continue
         if isinstance(value, int) and not isinstance(value, bool):
             return value
