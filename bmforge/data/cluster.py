@@ -1,4 +1,4 @@
-"""A preparation on many machines, by datatrove's executors; its filters as our steps, and back.
+"""Prepares a corpus on many machines with datatrove's executors, and converts filters and steps.
 
 The shards of a stage are the tasks of a run of datatrove's: each does its part, and writes what
 came of it beside its files. Between two such runs one process takes that into the journal and does
@@ -128,7 +128,7 @@ def _make(
 
 
 def _log_dir(config: ClusterConfig) -> Path:
-    """Return where logs go: beside the corpus, as its own work is removed at the end."""
+    """Return the directory of logs: a sibling of the corpus, whose work directory is removed."""
     out = Path(config.out_dir)
     return out.with_name(f"{out.name}.cluster")
 
@@ -164,7 +164,7 @@ class _Job:
         return make_keys(plan, self.config.prepare, steps, given)
 
     def name(self, stage: str) -> str:
-        """Return what changes with the settings that a stage depends on."""
+        """Return a key that changes with the settings that a stage depends on."""
         return self.keys().of(stage)[-1][:12]
 
     def spread(self, stage: str, rank: int, world: int) -> None:
@@ -180,7 +180,7 @@ class _Job:
                 return
 
     def join(self) -> None:
-        """Take what tasks did into the journal, and go on up to the next parts that are tasks."""
+        """Add the results of tasks to the journal, and run stages up to the next parallel one."""
         plan, steps, given = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, given)

@@ -1,4 +1,4 @@
-"""One document at a time: normalise, tidy, tell the language, judge by rules, mask, score.
+"""Steps over single documents: normalize, tidy, detect the language, filter, mask, score.
 
 Start reading at `judge.py`; `rule.py` says what a rule is, `rules/` has the published ones,
 `statistics.py` what they read. `tidy.py`, `languages.py`, `private.py`, `lists.py` and `scores.py`

@@ -1,4 +1,4 @@
-"""Which characters are punctuation, end a sentence, or are Chinese: tables that the steps share."""
+"""Tables of characters: punctuation, ends of sentences, Chinese characters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
 
 
 def expand_ranges(ranges: str) -> str:
-    """Return the characters that hexadecimal ranges such as ``"21-2f 3a"`` stand for."""
+    """Return the characters of hexadecimal ranges such as ``"21-2f 3a"``."""
     found = []
     for part in ranges.split():
         first, _, last = part.partition("-")

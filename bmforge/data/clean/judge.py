@@ -1,4 +1,4 @@
-"""Rules as a step: a document goes in, and comes out as it is, rewritten, or as a `Drop`."""
+"""Applies filter rules as a step that returns the document, a rewritten one, or a `Drop`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _read(document: Document, text: str) -> TextStatistics:
 
 
 def explain(document: Document, rules: str = "mixed") -> list[Explained]:
-    """Return each rule's value for a document beside its bounds, also those behind a broken one.
+    """Return each rule's value and bounds for a document, also of rules after a violated one.
 
     Where a set takes lines away, the next one sees what would be left.
     """

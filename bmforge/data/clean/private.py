@@ -66,7 +66,7 @@ _PROVINCES = {
 
 
 def is_chinese_id(number: str) -> bool:
-    """Tell whether 18 characters are a citizen's number: province, day of birth, check digit.
+    """Return True for a Chinese citizen's number: province, day of birth and check digit fit.
 
     Source: GB 11643-1999 (ISO 7064, MOD 11-2).
     """
@@ -81,7 +81,7 @@ def is_chinese_id(number: str) -> bool:
 
 
 def is_bank_card(number: str) -> bool:
-    """Tell whether 13 to 19 digits, in groups or not, have Luhn's check digit."""
+    """Return True for 13 to 19 digits, grouped or not, with a valid Luhn check digit."""
     digits = [int(one) for one in number if one.isdigit()]
     if not 13 <= len(digits) <= 19 or len(set(digits)) < 2:
         return False
@@ -160,7 +160,7 @@ KINDS = {
             r"|(?i:api[_-]?key|secret|token|passwd|password)['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9_/+-]{16,}"
         ),
         lambda text: text.startswith(("-----", "xox", "eyJ", "dop_")) or _is_secret(text),
-        "private keys, access keys of services, and passwords that look drawn at random",
+        "private keys, access keys of services, and passwords that look random",
     ),
     "id_card": Kind(
         re.compile(r"(?<![0-9A-Za-z])[1-9]\d{16}[\dXx](?![0-9A-Za-z])", re.ASCII),
@@ -220,7 +220,7 @@ KINDS = {
             r"|(?<![\d.-])(?:400|800)-?\d{3}-?\d{4}(?!\d)",
             re.ASCII,
         ),
-        meaning="Chinese numbers; others in international form, or by `regions`",
+        meaning="Chinese and international numbers; national ones by `--phone-regions`",
         sign=re.compile("[0-9]{3}"),
     ),
 }

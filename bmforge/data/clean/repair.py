@@ -1,4 +1,4 @@
-"""Text that was read in a wrong encoding, put right where that can be undone without a guess.
+"""Repairs text that was decoded in a wrong encoding, where this can be undone without guessing.
 
 A table says which encodings are taken for which others; UTF-8 is sure when it fits, the Chinese
 ones must read as Chinese. What the table does not explain goes line by line to ftfy. What lost
@@ -89,7 +89,7 @@ def _is_sure(text: str, found: str, wrong: str) -> bool:
 
 
 def _stands_together(text: str) -> bool:
-    """Tell Chinese from what single accents beside plain letters make: it stands in runs."""
+    """Return True for runs of Chinese characters, which accents among plain letters do not give."""
     runs = [len(run) for run in HAN_RUN.findall(text)]
     return 2 * sum(length for length in runs if length > 1) > sum(runs)
 

@@ -54,7 +54,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Rules in the order in which they are tried.
+    """A named, versioned list of rules, in the order of evaluation.
 
     Attributes:
         version: goes up whenever a text may be judged or changed differently.
@@ -78,7 +78,7 @@ class RuleSet:
 
 @dataclass(frozen=True)
 class Explained:
-    """One rule's value for a text, beside its bounds."""
+    """The value of one rule for a text, and the rule's bounds."""
 
     rule: str
     value: float
@@ -97,7 +97,7 @@ def check_text(statistics: TextStatistics, rules: RuleSet) -> Drop | None:
 
 
 def explain_text(statistics: TextStatistics, rules: RuleSet) -> list[Explained]:
-    """Return the value of every rule of a set beside its bounds, broken or not."""
+    """Return the value and bounds of every rule of a set, violated or not."""
     found = []
     for rule in rules.rules:
         value, bounds = rule.measure(statistics), rules.bounds_of(rule, statistics)

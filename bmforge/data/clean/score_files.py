@@ -58,7 +58,7 @@ def load_scorer(path: Path) -> tuple[Scorer, tuple[float, float] | None]:
 
 @dataclass(frozen=True)
 class ScoreByFile:
-    """A step that notes the score of a file's model under the file's name, and drops by bounds.
+    """A step that stores the score of a model file in the document and drops documents by bounds.
 
     A worker opens the file itself.
 
@@ -125,7 +125,7 @@ def read_score(given: str) -> ScoreByFile:
 def _bucket_bounds(
     given: str, names: Sequence[str], bounds: tuple[float, float] | None
 ) -> tuple[float | None, float | None]:
-    """Return the bounds of buckets that lie beside each other."""
+    """Return the joint bounds of adjacent buckets."""
     if bounds is None:
         raise ConfigError(f"scores={given!r}: a classifier has no buckets; write FILE>=0.5")
     for name in names:

@@ -186,7 +186,7 @@ def bucket_of(perplexity: float, bounds: tuple[float, float]) -> str:
 
 @dataclass(frozen=True)
 class ScoreText:
-    """A step that notes a score, and drops what is out of bounds.
+    """A step that stores a score in the document and drops documents outside its bounds.
 
     Attributes:
         name: under which the score stands in `Document.scores`.

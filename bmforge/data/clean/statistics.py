@@ -1,4 +1,4 @@
-"""What rules read of one text; each figure is found once, when the first rule asks for it."""
+"""Computes the statistics of a text that filter rules use, each once and on demand."""
 
 from __future__ import annotations
 

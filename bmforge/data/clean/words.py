@@ -220,7 +220,7 @@ def split_chinese_words(text: str) -> list[str]:
 
 
 def is_chinese(text: str) -> bool:
-    """Return whether more than a third of the beginning's characters are Chinese."""
+    """Return True if more than a third of the first 4,000 characters are Chinese."""
     beginning = text[:4000]
     size = sum(map(len, beginning.split()))
     return size > 0 and 3 * sum(map(len, HAN_RUN.findall(beginning))) > size

@@ -1,4 +1,4 @@
-"""What was collected: records of a web archive, and a journal with a line for each address.
+"""Stores collected pages in a web archive, and the outcome of each address in a journal.
 
 A page is written, synced, and then spoken of in the journal, with where its record ends. After a
 kill, what stands behind the last end is cut off, and the addresses without a line are asked again.
@@ -85,7 +85,7 @@ class Archive:
         return end
 
     def add_page(self, url: str, response: Response, date: str) -> None:
-        """Append a response as a record of its own."""
+        """Append a response as a separately packed record."""
         block = response.head + response.body
         head = (
             "WARC/1.1\r\nWARC-Type: response\r\n"

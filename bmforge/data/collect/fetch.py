@@ -19,7 +19,7 @@ _OF_THE_WAY = ("transfer-encoding", "content-length", "connection")  # the body 
 
 
 class FetchError(Exception):
-    """A request that came to nothing; the message says why."""
+    """A request without a usable response; the message says why."""
 
 
 class PrivateAddressError(FetchError):
@@ -28,7 +28,7 @@ class PrivateAddressError(FetchError):
 
 @dataclass(frozen=True)
 class Response:
-    """What a server answered.
+    """Response of a server.
 
     Attributes:
         head: status line and headers, as they are written to an archive.

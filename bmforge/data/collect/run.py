@@ -177,7 +177,7 @@ class _Collection:
         self.add(url, redirects)
 
     def has_budget(self) -> bool:
-        """Tell whether another page may be asked for."""
+        """Return True if the budget allows another request."""
         config, report = self.config, self.report
         return report.requests < config.most_pages and report.body_bytes < config.most_bytes
 

@@ -1,4 +1,4 @@
-"""What lies in files while near duplicates are found, so that memory need not grow with it."""
+"""Keeps intermediate data of near-duplicate detection in files, so that memory stays bounded."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def write_index(
 
 
 def _settings_of(config: DedupConfig) -> dict[str, float]:
-    """Return what two corpora must have in common to be compared."""
+    """Return the settings that two indexes must share to be compared."""
     return {
         "threshold": config.threshold,
         "ngram": config.ngram,

@@ -53,7 +53,7 @@ _MOST_REMEMBERED = 1 << 18  # pairs that were compared and are no duplicates
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Which documents are to be dropped.
+    """Documents to drop as near duplicates, by id.
 
     Attributes:
         survivor: id of each dropped document, and the id of what survives in its cluster.
@@ -76,7 +76,7 @@ class NearDuplicates:
 
 
 class NearPlaces(NamedTuple):
-    """Which documents are to be dropped, by their places among the documents.
+    """Documents to drop as near duplicates, by position.
 
     Shape: each (D,), in the order of the places; similarity is NaN where nothing was compared,
         survivors are numbers that are equal in a cluster and nowhere else.
@@ -160,7 +160,7 @@ def find_near_places(
     bound_bytes: int = SORT_BYTES,
     names: dict[int, str] | None = None,
 ) -> NearPlaces:
-    """Find what `find_near_duplicates` finds, by places, without a word for each.
+    """Find near duplicates like `find_near_duplicates`, but by position and in bounded memory.
 
     Args:
         documents: called for each of two readings; both must give the same documents in one order.

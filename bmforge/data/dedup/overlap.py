@@ -114,7 +114,7 @@ def _sort_runs(found: list[tuple[Hashes, int]]) -> tuple[Hashes, NDArray[np.int6
 
 
 def find_overlap(text: str, index: OverlapIndex) -> list[Overlap]:
-    """Return where a text has what examples have, in order; runs that touch are one place."""
+    """Return the spans of a text that occur in test examples, adjacent runs merged."""
     tokens, spots = locate_tokens(text)
     runs: dict[tuple[int, int], list[int]] = {}
     for owner, first, length in index.find(hash_tokens(tokens)):

@@ -1,4 +1,4 @@
-"""Long spans of text that occur before, in another document or in the same one.
+"""Finds long spans of text that occurred before, in another document or in the same one.
 
 A run of 50 tokens that occurred before begins a span; runs that overlap make one span. Equal runs
 are found by sorting their 64-bit hashes, which needs no suffix array and, in parts on disk, no
@@ -38,7 +38,7 @@ def find_repeated_spans(
     min_tokens: int = 50,
     work_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, Spans]:
-    """Return where each document repeats what came before, as places in its text.
+    """Return the spans of each document that occurred before, as offsets in its text.
 
     The first occurrence, in the order of reading, is not among them.
 

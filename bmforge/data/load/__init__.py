@@ -1,1 +1,1 @@
-"""From token stores to batches, in an order that depends on nothing; start at `loader.py`."""
+"""Loads batches from token stores in a reproducible order; start reading at `loader.py`."""

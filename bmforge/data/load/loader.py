@@ -1,4 +1,4 @@
-"""From token rows to micro-batches; the order is a pure function of (seed, epoch, sample number).
+"""Loads micro-batches of token rows; the order is a function of (seed, epoch, sample number).
 
 Optimizer step s trains on the global sample numbers s G .. s G + G - 1, G being the global batch
 size. They are laid into slots [micro-batch][rank][row]; slots beyond G hold padding rows whose
@@ -120,7 +120,7 @@ class DataLoader:
             raise
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the caller stands: what was handed out, not what was prepared ahead."""
+        """Return the position after the last returned batch; prefetched ones do not count."""
         return {
             "step": self._step,
             "samples": self._samples,
@@ -177,7 +177,7 @@ class DataLoader:
 
 @dataclass(frozen=True)
 class _StepMaker:
-    """Makes one step's micro-batches; a class of its own so that the thread holds no loader."""
+    """Makes the micro-batches of a step, so that the thread keeps no loader alive."""
 
     dataset: Dataset
     global_batch_size: int

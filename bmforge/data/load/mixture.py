@@ -26,7 +26,7 @@ _LONGEST_PERIOD = 1 << 16
 
 
 class Mixture:
-    """Several packed corpora drawn from in fixed proportions; each one starts over when it ends.
+    """Mixes several packed corpora in fixed proportions; each one restarts when it ends.
 
     Args:
         parts: name -> (dataset, weight); weights are relative. All have one seq_len and one eos_id.

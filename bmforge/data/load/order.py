@@ -34,7 +34,7 @@ def draw_below(n: int, key: bytes) -> int:
 
 
 def permute(indices: NDArray[np.int64], n: int, key: bytes) -> NDArray[np.int64]:
-    """Return where the permutation of [0, n) named by `key` sends each of `indices`.
+    """Apply the permutation of [0, n) that `key` selects to `indices`.
 
     Args:
         indices: numbers in [0, n), any shape.

@@ -48,7 +48,7 @@ class Dataset(Protocol):
 
 
 class PackedDataset:
-    """Rows of one token store.
+    """Fixed-length rows of one token store.
 
     Training takes the stream as a ring, cut anew in every epoch: epoch e starts at a random offset
     o(seed, e), its windows begin at (o + i (T - 1)) mod num_tokens for i in [0, samples_per_epoch),

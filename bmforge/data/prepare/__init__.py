@@ -1,1 +1,1 @@
-"""From raw text to token stores; start reading at `run.py`."""
+"""Prepares token stores from raw text; start reading at `run.py`."""

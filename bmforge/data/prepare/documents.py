@@ -71,7 +71,7 @@ NORMALISE = Step("normalise", _normalise)
 
 @dataclass(frozen=True)
 class DocumentsTask:
-    """What a worker needs to know of its shard.
+    """Input of a worker of the first stage: its shard, the steps and the options.
 
     Attributes:
         folder: where the stage's files go.
@@ -131,7 +131,7 @@ def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
 
 
 def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document, int, Drop | None]]:
-    """Yield each entry as a document, its bytes as it was read, and why it is dropped."""
+    """Yield the document of each entry, its size in bytes when read, and its `Drop` or None."""
     task: DocumentsTask = part.task
     blamed = {blame.entry: blame for blame in part.blamed}
     for entry, source, record in _entries(part, blamed, beat):
@@ -248,7 +248,7 @@ def _check_unchanged(task: DocumentsTask) -> None:
 
 
 def _pack(stack: ExitStack, out: Any) -> Callable[[bytes], Any]:
-    """Return what writes into `out`, packed where zstandard is there."""
+    """Return a function that writes into `out`, compressed if zstandard is installed."""
     try:
         import zstandard
     except ImportError:
@@ -258,7 +258,7 @@ def _pack(stack: ExitStack, out: Any) -> Callable[[bytes], Any]:
 
 
 def shard_file(folder: Path, number: int) -> Path:
-    """Return where the documents of a shard lie."""
+    """Return the path of the documents of a shard."""
     try:
         import zstandard  # noqa: F401
     except ImportError:

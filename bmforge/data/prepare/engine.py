@@ -78,7 +78,7 @@ def run_parts(
     limits: Limits,
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
-    """Do `parts`, in whatever order; yield the number and the result of each.
+    """Run `parts` in any order; yield the number and the result of each.
 
     Args:
         work: a function of a module, which is given a part and a `Beat`: to be called with an
@@ -185,7 +185,7 @@ class _Pool:
     def _look_at(
         self, worker: _Worker, on_blame: Callable[[int, Blame], None]
     ) -> Iterator[tuple[int, Any]]:
-        """Take what a worker has to say, or replace it."""
+        """Receive the message of a worker, or replace a worker that has ended."""
         part = worker.part
         assert part is not None
         if worker.pipe.poll():
@@ -204,7 +204,7 @@ class _Pool:
             self._replace(worker, blame, on_blame)
 
     def _judge_death(self, worker: _Worker) -> Blame | None:
-        """Return what a worker died of by itself; None gives its part a second chance."""
+        """Return the blame for a worker that ended by itself; None repeats its part once."""
         assert worker.part is not None
         worker.process.join()
         code = worker.process.exitcode
@@ -258,7 +258,7 @@ def describe_blame(blame: Blame) -> str:
 
 
 def _resident_bytes(pid: int | None) -> int:
-    """Return what a process holds; 0 where the system does not tell, or it is gone."""
+    """Return the resident memory of a process in bytes; 0 if unknown or the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
     except (OSError, IndexError):

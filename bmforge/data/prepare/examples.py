@@ -58,7 +58,7 @@ def _read_task(name: str, folder: str) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class DropExamples:
-    """A step that drops documents with examples of test sets in them, or cuts these out.
+    """A step that drops documents containing test examples, or cuts the examples out.
 
     A worker opens the sets itself; what it needs to be told is small.
 
@@ -73,7 +73,7 @@ class DropExamples:
     digest: str = ""
 
     def opened(self) -> DropExamples:
-        """Return it with the digest of what the sets hold now.
+        """Return a copy of the step with the digest of the current test sets.
 
         Raises:
             ConfigError: they hold no example that is long enough to be found.

@@ -1,4 +1,4 @@
-"""What went in, what was kept, and what was dropped by which rule: the sums are exact."""
+"""Counts documents and bytes that were read, kept, and dropped by each rule, exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLES = 20
 
 @dataclass
 class Amount:
-    """So many documents, of so many bytes of UTF-8 as they were read."""
+    """Number of documents, and their UTF-8 bytes as they were read."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -65,7 +65,7 @@ class Funnel:
             self.change(step, documents, characters)
 
     def missing(self) -> Amount:
-        """Return what was read and is neither kept nor dropped: nothing, if all is right."""
+        """Return the documents that are neither kept nor dropped: none, if the counts are right."""
         gone = [self.kept, *self.dropped.values()]
         return Amount(
             self.read.documents - sum(amount.documents for amount in gone),
@@ -73,7 +73,7 @@ class Funnel:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Return it as JSON and TOML have it, rules in the order of their names."""
+        """Return the counts as a table for JSON and TOML, rules sorted by name."""
         record = asdict(self)
         for name in ("dropped", "changed"):
             record[name] = dict(sorted(record[name].items()))
@@ -81,7 +81,7 @@ class Funnel:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Funnel:
-        """Return what `to_record` made a record of."""
+        """Return the funnel of a table that `to_record` made."""
         return Funnel(
             read=Amount(**record["read"]),
             kept=Amount(**record["kept"]),
@@ -128,7 +128,7 @@ class Dropped:
             heapq.heappop(held)
 
     def lines(self) -> str:
-        """Return them as lines of JSON, by rule, then id."""
+        """Return the dropped documents as lines of JSON, sorted by rule and id."""
         found = [
             line
             for rule in sorted(self._lines)

@@ -27,7 +27,7 @@ Cuts = dict[str, list[tuple[int, int, str]]]
 def join_stores(
     plan: Plan, results: Sequence[Any], encoded: Path, finished: Path, into_one: bool
 ) -> tuple[dict[str, EncodeCount], Cuts]:
-    """Make the corpus's stores of the shards'.
+    """Join the token stores of the shards into those of the corpus.
 
     Args:
         results: of encoding each shard.

@@ -1,4 +1,4 @@
-"""The journal of a preparation: which parts of which stages are done, and with what result.
+"""Journal of a preparation: records the finished parts of each stage with their results.
 
 A part's files are written beside, synced and renamed; then one line with their hashes is appended
 and synced. So after a kill at any instant, what the journal speaks of is whole, and the rest is
@@ -74,7 +74,7 @@ def write_hashed(path: Path, files: dict[str, str]) -> Iterator[HashedFile]:
 
 
 class Journal:
-    """The journal of the work in a directory; use as a context manager.
+    """Journal of the work in a directory, locked while open; use as a context manager.
 
     Args:
         work: the directory.
@@ -141,7 +141,7 @@ class Journal:
         return True
 
     def add(self, stage: str, part: int, key: str, files: Mapping[str, str], result: Any) -> None:
-        """Say that a part is done; its `files` lie in the stage's folder, with these hashes."""
+        """Record a finished part, the hashes of its files in the stage's folder, and its result."""
         assert self._file is not None
         record = {"stage": stage, "part": part, "key": key, "files": dict(files), "result": result}
         self._file.write(json.dumps(record).encode() + b"\n")
@@ -151,11 +151,11 @@ class Journal:
         self._checked -= {self.folder(stage) / name for name in files}
 
     def is_empty(self) -> bool:
-        """Tell whether nothing is done yet."""
+        """Return True if no part is finished."""
         return not self._found
 
     def folder(self, stage: str) -> Path:
-        """Return where a stage's files lie."""
+        """Return the folder of a stage's files."""
         return self.work / "stages" / stage
 
     def __enter__(self) -> Journal:

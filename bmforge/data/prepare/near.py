@@ -43,7 +43,7 @@ _NAMES = tuple(field.name for field in fields(Sketches))
 
 
 def dedup_config(config: PrepareConfig) -> DedupConfig | None:
-    """Return how near duplicates are to be found, None where they are not.
+    """Return the settings of near-duplicate detection; None if it is off.
 
     Raises:
         ConfigError: the threshold is out of range.

@@ -48,7 +48,7 @@ class OutputFile:
 
 
 def output_to_record(output: OutputFile) -> dict[str, Any]:
-    """Return it as TOML has it."""
+    """Return an output file as a table for TOML."""
     record = asdict(output)
     record["parts"] = list(record["parts"])
     if not output.parts:
@@ -57,7 +57,7 @@ def output_to_record(output: OutputFile) -> dict[str, Any]:
 
 
 def output_from_record(record: Mapping[str, Any]) -> OutputFile:
-    """Return what `output_to_record` made a record of."""
+    """Return the output file of a table that `output_to_record` made."""
     parts = tuple(OutputPart(**part) for part in record.get("parts", ()))
     return OutputFile(record["path"], record["size_bytes"], record["digest"], parts)
 
@@ -104,7 +104,7 @@ def _chunks(path: Path, begin: int, end: int) -> Iterator[bytes]:
 
 
 def name_shard(shard: Shard) -> str:
-    """Return what is in a shard, in words."""
+    """Describe the input pieces of a shard."""
     first = shard.pieces[0]
     part = "" if first.end < 0 else f" from line {first.line}"
     more = f" and {len(shard.pieces) - 1} more" if len(shard.pieces) > 1 else ""

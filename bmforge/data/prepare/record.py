@@ -38,7 +38,7 @@ _NORMALISE_ONLY = ["normalise 1"]
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What a preparation made.
+    """Report of a preparation.
 
     Attributes:
         documents: kept documents; one that was cut is in both splits.

@@ -1,4 +1,4 @@
-"""From raw text to token stores: read, normalise, drop copies, split, train BPE, encode, record.
+"""Prepares a corpus: read, normalize, deduplicate, split, train BPE, encode, write the record.
 
 All work happens in ``OUT/preparing.tmp``, in shards and stages that a journal keeps account of, and
 moves to its place when it is whole; ``prepared.toml`` comes last, so a directory that has it is
@@ -155,7 +155,7 @@ def show_preparation(
     config: PrepareConfig | None = None,
     steps: Sequence[Step] = (),
 ) -> list[StageState]:
-    """Return which stages `prepare` with overwrite would have to run; nothing is written."""
+    """Return the state of each stage that `prepare` with overwrite would run; write nothing."""
     config = config or PrepareConfig()
     all_steps = choose_steps(config, steps)
     _check_settings(out_dir, config)
@@ -168,7 +168,7 @@ def show_preparation(
 
 
 def work_dir(out_dir: str | os.PathLike[str]) -> Path:
-    """Return where the work of a preparation lies until it is whole."""
+    """Return the work directory of a preparation, which is removed at the end."""
     return Path(out_dir) / _WORK_NAME
 
 
@@ -283,7 +283,7 @@ def _finish(
     steps: Sequence[Step],
     journal: Journal,
 ) -> PrepareReport:
-    """Join what the shards gave in a directory of its own, and sum it up."""
+    """Join the results of the shards in a directory of their own, and return the report."""
     finished = journal.work / _FINISHED
     shutil.rmtree(finished, ignore_errors=True)
     shutil.copytree(journal.folder("tokenizer"), finished / _TOKENIZER)

@@ -27,7 +27,7 @@ _PACKED_RATIO = 8  # a packed file that may unpack to more than a shard is looke
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input as it was: path, size, time of change, BLAKE2b digest of its bytes."""
+    """One input file: path, size, modification time and BLAKE2b digest."""
 
     path: str
     size_bytes: int
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """The inputs as they are, and how they are cut."""
+    """The input files, and the shards they are divided into."""
 
     inputs: list[InputFile]
     shards: list[Shard]
@@ -80,7 +80,7 @@ def plan_shards(
     *,
     known: Sequence[InputFile] = (),
 ) -> Plan:
-    """Look at the inputs and cut them; None stands for Python's help topics.
+    """Examine the inputs and divide them into shards; None means Python's help topics.
 
     A large file of lines is cut at their ends, packed or not, Parquet between groups of rows,
     archives at members; small files are put together. A file that is as an earlier plan in `work`
@@ -117,7 +117,7 @@ def _identity(file: InputFile) -> tuple[str, int, int]:
 
 
 def _read_plan(work: Path | None, shard_bytes: int) -> list[_Cut]:
-    """Return what an earlier plan knew, nothing if it cut otherwise or is damaged."""
+    """Return the files of an earlier plan; none if it had another shard size or is damaged."""
     if work is None or not (work / _PLAN_NAME).exists():
         return []
     try:

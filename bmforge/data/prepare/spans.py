@@ -155,7 +155,7 @@ def _merge(spans: Spans) -> Spans:
 
 
 def _sum_read(documents: Path, counts: Sequence[int], gone: Sequence[int]) -> int:
-    """Return the bytes, as they were read, of documents at some places."""
+    """Return the number of bytes read for documents at some positions."""
     total, first, places = 0, 0, np.array(gone, dtype=np.int64)
     for number, count in enumerate(counts):
         here = places[(places >= first) & (places < first + count)] - first

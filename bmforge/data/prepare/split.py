@@ -43,7 +43,7 @@ class Split:
     cut_bytes: int = 0
 
     def divide(self, number: int, text: str) -> tuple[str, str]:
-        """Return what of a document is for training and what is held out; either may be empty."""
+        """Return the training part and the held-out part of a document; either may be empty."""
         if number == self.cut:
             return cut_end(text, self.cut_bytes)
         return ("", text) if self.held_out[number] else (text, "")
@@ -52,7 +52,7 @@ class Split:
 def split_documents(
     digests: Sequence[bytes], sizes_bytes: Sequence[int], fraction: float, seed: int
 ) -> Split:
-    """Choose what is held out: about `fraction` of all bytes.
+    """Choose the held-out documents: about `fraction` of all bytes.
 
     The documents are drawn in the order of a hash of (seed, digest), each taken if it still fits.
     Where a tenth of the bytes or more is then missing, as with few documents, the end of one that
@@ -83,7 +83,7 @@ def check_fraction(fraction: float) -> None:
 
 
 def split_keys(digests: Iterable[bytes], seed: int) -> list[bytes]:
-    """Return the hash of (seed, digest) by which each document is drawn."""
+    """Return the hash of (seed, digest) that orders documents for the split."""
     key = blake2b(repr(seed).encode(), digest_size=16).digest()
     return [blake2b(digest, key=key, digest_size=16).digest() for digest in digests]
 

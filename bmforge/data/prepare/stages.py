@@ -1,4 +1,4 @@
-"""The stages of a preparation, one after the other, each asked of the journal first.
+"""Runs the stages of a preparation in order, and takes finished parts from the journal.
 
 documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard). To drop near
 duplicates, sketches (per shard) -> near_duplicates stand before the split, and behind them spans,
@@ -129,7 +129,7 @@ class StageState:
 def make_keys(
     plan: Plan, config: PrepareConfig, steps: Sequence[Step], given: Tokenizer | None
 ) -> Keys:
-    """Return what the results of all stages depend on."""
+    """Return the keys of all stages: hashes of everything that their results depend on."""
     read = [_VERSION, config.text_field, config.errors, config.skip_bad, config.keep_dropped]
     read += [config.html_reader, choose_grouping(plan.inputs)]
     taken = [[step.name, step.version] for step in steps]
@@ -163,7 +163,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def stage_states(journal: Journal, keys: Keys) -> list[StageState]:
-    """Return how much of each stage is there already, with these settings and inputs."""
+    """Return how many parts of each stage are finished for these settings and inputs."""
     return [
         StageState(
             stage,

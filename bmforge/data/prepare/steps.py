@@ -1,4 +1,4 @@
-"""What documents go through one at a time, as the settings ask for it."""
+"""Chooses the steps over single documents by the settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TIDY = ("repair", "invisible", "width", *_SCRIPTS, "boilerplate", "wrapped")
 
 
 def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step, ...]:
-    """Return the steps in their order, the user's own last.
+    """Return the steps in order of execution, the user's own last.
 
     Repair stands before `normalise`, which drops characters that a wrong reading has made; what
     else is tidied stands behind the language, as it depends on it. Rules see what is masked later.
@@ -91,7 +91,7 @@ def _short(version: str) -> str:
 
 
 def _choose_tidy(names: Sequence[str]) -> TidyText:
-    """Return what is asked for but the repair."""
+    """Return the tidying step without the repair, which runs earlier."""
     for name in names:
         if name not in _TIDY:
             raise ConfigError(

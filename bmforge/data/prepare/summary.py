@@ -1,4 +1,4 @@
-"""What a corpus is made of: by source, language, script, licence, year and length; counts alone."""
+"""Counts documents of a corpus by source, language, script, license, year and length."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def group_of(source: str, by: str) -> str:
 
 @dataclass
 class Summary:
-    """Counts of a corpus, or of a part of it.
+    """Counts of documents, bytes and tokens of a corpus or of a part of it.
 
     Attributes:
         sources: by group of sources, by what became of documents (the rule, or ``kept``):
@@ -102,7 +102,7 @@ class Summary:
                     _add(getattr(self, one.name), value, counts)
 
     def to_record(self) -> dict[str, Any]:
-        """Return it as JSON and TOML have it, in the order of names."""
+        """Return the counts as a table for JSON and TOML, sorted by name."""
         record = asdict(self)
         for name in _NESTED:
             for group, outcomes in record[name].items():
@@ -112,7 +112,7 @@ class Summary:
         return record
 
     def shortened(self) -> Summary:
-        """Return it with the rarest of many values put together as ``others``."""
+        """Return the summary with rare values joined as ``others``."""
         short = Summary.from_record(self.to_record())
         for name in _SHORTENED:
             _shorten_(getattr(short, name))
@@ -125,7 +125,7 @@ class Summary:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Summary:
-        """Return what `to_record` made a record of."""
+        """Return the summary of a table that `to_record` made."""
         return Summary(**record)
 
 
@@ -140,7 +140,7 @@ def _cut(value: str) -> str:
 
 
 def origin_of(document: Document) -> str:
-    """Return the host of a page, else the name of the file: who is to be named."""
+    """Return the host of a page, else the name of the file, for attribution."""
     try:
         host = urlsplit(document.url).hostname
     except ValueError:

@@ -110,7 +110,7 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
 
 
 def _make_pre_tokenizer(config: BpeConfig) -> tokenizers.pre_tokenizers.PreTokenizer:
-    """Return what divides text before merges: digits and Chinese characters first, then words."""
+    """Make the pre-tokenizer: divide digits and Chinese characters first, then words."""
     split, pattern = tokenizers.pre_tokenizers.Split, tokenizers.Regex
     parts = []
     if config.digits != "joined":
@@ -182,7 +182,7 @@ def encode_quietly(
     overwrite: bool = False,
     advance: Callable[[int, str], None] = lambda documents, text: None,
 ) -> EncodeCount:
-    """Do what `encode_to_store` does, and show no progress; `advance` is told instead."""
+    """Encode like `encode_to_store` without a progress bar; call `advance` instead."""
     count = EncodeCount()
     vocab_size = max(tokenizer.vocab_size, eos + 1)
     with TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=overwrite) as writer:

@@ -23,7 +23,7 @@ _DROPPED = "dropped.jsonl"
 
 
 def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with a prepared corpus, a sentence each; nothing if all is as written.
+    """Return the faults of a prepared corpus, a sentence each.
 
     Every file is read and compared with its digest in ``prepared.toml``; of a token file, the
     shards whose bytes are others are named. Of corpora without digests the counts are compared.

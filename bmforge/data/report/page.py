@@ -210,7 +210,7 @@ def _changes(funnel: Funnel) -> str:
 
 
 def _samples(out: Path) -> str:
-    """Show some documents that were kept beside some that were dropped."""
+    """Show samples of kept and of dropped documents."""
     gone = read_dropped(out, most=_SHOWN)[:_MOST_SHOWN]
     kept = read_kept(out, max(len(gone), 6))
     left = "".join(f"<blockquote>{escape(text[:_CHARACTERS])}</blockquote>" for text in kept)

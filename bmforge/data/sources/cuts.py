@@ -1,4 +1,4 @@
-"""Where one large file may be cut, so that several shards share it, and how a part of it is read.
+"""Divides large files among shards, and reads a part of a file.
 
 Lines are cut at their ends; a packed file of lines at ends in what it unpacks to, of which every
 part unpacks what is before it; Parquet between its groups of rows; archives at their members.

@@ -1,4 +1,4 @@
-"""One text and what is known of it; the form in which it lies between two steps."""
+"""A document: a text with its source and metadata, as it passes between steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALWAYS = ("text", "source", "place")
 
 @dataclass(frozen=True)
 class Document:
-    """One text, where it came from, and what is known of it; an empty string is unknown.
+    """A text with its source and metadata; an empty string means unknown.
 
     Attributes:
         source: the file it came from.
@@ -41,7 +41,7 @@ class Document:
     terms: str = ""
 
     def __post_init__(self) -> None:
-        """Give it its id, where it has none yet."""
+        """Compute the id if none was given."""
         if not self.id:
             parts = (self.source, self.place, self.text)
             known = "\0".join(parts).encode("utf-8", "surrogatepass")
@@ -57,7 +57,7 @@ def primary_subtag(tag: str) -> str:
 
 
 def to_record(document: Document) -> dict[str, Any]:
-    """Return what is known of a document as JSON has it; what is unknown is left out."""
+    """Return a document as a table for JSON, without unknown fields."""
     found = {one.name: getattr(document, one.name) for one in fields(Document)}
     found["scores"] = dict(found["scores"])
     return {name: value for name, value in found.items() if value or name in _ALWAYS}

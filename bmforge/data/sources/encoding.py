@@ -343,7 +343,7 @@ def _is_korean(sample: bytes) -> bool:
 
 
 def _ask_library(sample: bytes) -> str:
-    """Return what resiliparse takes it for, which knows the pages of Windows."""
+    """Detect the encoding with resiliparse, which knows Windows code pages."""
     try:
         from resiliparse.parse.encoding import detect_encoding as ask
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where text comes from: files of every kind in `kinds.py`, one document at a time.
+"""Reads documents, one at a time, from files of every kind in `kinds.py`.
 
 A bad file or line is a `DataError` that names it; with ``skip_bad=True`` it is counted and left
 out.
@@ -109,7 +109,7 @@ def list_files(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     unread: list[Path] | None = None,
 ) -> list[Path]:
-    """Return the input files that `paths` stands for, in reading order.
+    """Return the input files of paths and directories, in reading order.
 
     Args:
         unread: takes up what lies in the directories and is of no kind that is read.

@@ -119,6 +119,8 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
     except (ValueError, RecursionError) as error:
         raise DataError(f"file {str(where)!r} is not JSON ({error}); {_WAY_OUT}") from error
     records = loaded if isinstance(loaded, list) else [loaded]
+    if not any(isinstance(record, dict | str) for record in records):
+        raise DataError(f"file {str(where)!r} holds neither objects nor texts; {_WAY_OUT}")
     for number, record in enumerate(records, 1):
         parse = partial(_parse_object, record, where, number, options, decoded.scores())
         yield Record(where.place(number), len(raw) // len(records), parse)
@@ -214,7 +216,7 @@ def find_text(record: Any, field: str, place: str) -> str:
 
 
 def find_known(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what a record says of its text's url, licence, terms, date and language."""
+    """Return the url, license, terms, date and language of a record, as far as it has them."""
     found: dict[str, Any] = {}
     for name, fields in _KNOWN.items():
         values = (record.get(field) for field in fields)

@@ -119,7 +119,7 @@ def _trafilatura_text(page: str) -> str:
 
 
 def _ask(reader: Callable[[], str]) -> str:
-    """Return the other reader's text; "" if it is not installed, as nobody asked for it."""
+    """Return the text of the second reader; "" if it is not installed, as it is optional."""
     try:
         return reader()
     except MissingDependencyError:

@@ -1,4 +1,4 @@
-"""Where an archive may be cut: before members of .zip and .tar, before records of web archives."""
+"""Divides archives at members of .zip and .tar, and at records of web archives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, int]:
-    """Return where an archive is cut, how many units it has, and its bytes as unpacked.
+    """Return the cuts of an archive, its number of units, and its unpacked size in bytes.
 
     The units are members of .zip, which lists them, and bytes of others. One that is damaged is
     not cut: who reads it says what is wrong.

@@ -125,7 +125,7 @@ def join_pages(pages: list[str]) -> str:
 
 
 def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
-    """Return how a line at the head or foot of a page may stand on others too; else nothing.
+    """Return the forms in which a head or foot line may recur on other pages; else none.
 
     It stands there as it is, or with one number in it that counts the pages.
     """

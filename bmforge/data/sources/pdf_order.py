@@ -73,7 +73,7 @@ def _is_prose(column: Sequence[PlacedLine]) -> bool:
 
 
 def _goes_up(lines: Sequence[PlacedLine], at: int) -> bool:
-    """Tell whether a line stands above the one that was drawn before it in its column."""
+    """Return True if a line is above the previous line of its column."""
     line = lines[at]
     for before in reversed(lines[max(0, at - _LOOK_BACK) : at]):
         if _share_column(before, line):
@@ -112,7 +112,7 @@ def _cut_page(lines: list[PlacedLine]) -> list[PlacedLine]:
 
 
 def _is_gutter(block: list[PlacedLine], x: float) -> bool:
-    """Tell two columns from the cells of one row: both sides have lines of their own height."""
+    """Return True for a gap between columns: both sides have several lines."""
     return min(sum(b.left < x for b in block), sum(b.left >= x for b in block)) > 1
 
 

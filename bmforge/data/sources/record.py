@@ -1,4 +1,4 @@
-"""What a source gives out: entries that are read at once, and parsed when they are asked to."""
+"""Entries of a source: read first, and parsed on demand."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
 
 
 def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
-    """Return the columns to read: the text's, and those that tell what is known of it."""
+    """Return the columns to read: that of the text, and those of its metadata."""
     top = options.text_field if options.text_field in names else options.text_field.split(".")[0]
     if top not in names:
         raise DataError(

@@ -16,7 +16,7 @@ _NAMED = 5
 
 
 def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -> None:
-    """Name what is not read.
+    """Log the files that are not read, by kind and size.
 
     Args:
         files: what is read.

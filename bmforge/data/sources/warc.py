@@ -53,7 +53,7 @@ def _return(drop: Drop) -> Drop:
 
 
 def list_records(stream: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield where each record begins in the stream, and its length as unpacked.
+    """Yield the position of each record in the stream, and its unpacked length.
 
     A record that begins inside a packed member has no position of its own: -1.
     """
@@ -61,13 +61,13 @@ def list_records(stream: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield where each record begins, what it holds, and what is wrong with it."""
+    """Yield the position of each record, its bytes, and the fault of a damaged one."""
     packed = stream.peek(3)[:3] == _MEMBER  # type: ignore[attr-defined]
     return _members(stream) if packed else _plain_records(stream)
 
 
 def _place(stream: BinaryIO, held: bytes) -> int:
-    """Return where what is held begins; -1 in a stream that cannot tell."""
+    """Return the position of buffered bytes; -1 in a stream without positions."""
     return stream.tell() - len(held) if stream.seekable() else -1
 
 
@@ -149,7 +149,7 @@ def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
 
 
 def _find_next(stream: BinaryIO, held: bytes) -> bytes:
-    """Return what is read from the next beginning of a member on."""
+    """Return the bytes from the next beginning of a member on."""
     while (at := held.find(_MEMBER)) < 0:
         more = stream.read(_CHUNK_BYTES)
         if not more:

@@ -299,7 +299,7 @@ def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
 
 
 def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]]:
-    """Yield where the payload of each record of a block begins and ends."""
+    """Yield the begin and end of the payload of each record of a block."""
     at = number = 0
     while at < len(content) and content[at] != _END:
         start = at + 1 + _LENGTH.size

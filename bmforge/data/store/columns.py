@@ -1,4 +1,4 @@
-"""What is known of a store's documents, 16 bytes each: source, language, licence, date, quality.
+"""Metadata of a store's documents, 16 bytes each: source, language, license, date, quality.
 
 ``PREFIX.doc`` has a line of JSON with the names that numbers stand for, and behind it the rows, in
 the order of the documents. A store without it is whole; it only cannot be selected from.
@@ -56,7 +56,7 @@ def columns_path(prefix: str | os.PathLike[str]) -> Path:
 
 @dataclass
 class Columns:
-    """What is known of documents, in their order; 0 and NaN are unknown.
+    """Metadata of documents in order; 0 and NaN mean unknown.
 
     Attributes:
         names: by column, what its numbers stand for; number 0 is "".
@@ -72,7 +72,7 @@ class Columns:
         return len(self.rows)
 
     def write(self, prefix: str | os.PathLike[str]) -> None:
-        """Write ``PREFIX.doc``: beside its place first, and renamed when it is whole."""
+        """Write ``PREFIX.doc`` to a temporary file, and rename it when it is complete."""
         head = {"format": _FORMAT, "documents": len(self), "names": dict(self.names)}
         with replacing(columns_path(prefix)) as file:
             file.write(json.dumps(head, ensure_ascii=False).encode() + b"\n")
@@ -127,7 +127,7 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
 
 
 def read_columns(store: TokenStore) -> Columns:
-    """Return what is known of a store's documents.
+    """Return the metadata of a store's documents.
 
     Raises:
         DataError: nothing is, or the file is damaged or of another store.

@@ -1,4 +1,4 @@
-"""Some documents of a token store, as a store of its own; nothing is copied."""
+"""A view of some documents of a token store, without copying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many token stores that are read as one: ``PREFIX.shards`` names them, each a pair of files.
+"""Reads many token stores as one: ``PREFIX.shards`` lists them, each a pair of files.
 
 Each stays a store of its own, which Megatron-LM reads. Nothing is copied: a corpus that a cluster
 has written in parts is opened as it lies.
@@ -31,7 +31,7 @@ def shards_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def has_store(prefix: str | os.PathLike[str]) -> bool:
-    """Tell whether a store lies there, of one pair of files or of many."""
+    """Return True if there is a store, of one pair of files or of many."""
     return store_paths(prefix)[1].is_file() or shards_path(prefix).is_file()
 
 
@@ -49,7 +49,7 @@ def open_store(prefix: str | os.PathLike[str]) -> TokenStore:
 def write_shard_list(
     prefix: str | os.PathLike[str], shards: Sequence[str | os.PathLike[str]]
 ) -> None:
-    """Write the list by which stores beside it, or below, are opened as one.
+    """Write the list of stores, in the same directory or below, that are opened as one.
 
     Args:
         prefix: of the whole, without ``.shards``.

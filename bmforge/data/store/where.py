@@ -1,4 +1,4 @@
-"""Which documents of a store are read: conditions such as ``language=zh`` or ``quality>=0.5``."""
+"""Selects documents of a store by conditions such as ``language=zh`` or ``quality>=0.5``."""
 
 from __future__ import annotations
 

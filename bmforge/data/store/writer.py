@@ -83,7 +83,7 @@ class TokenStoreWriter:
         self._sizes.append(len(tokens))
 
     def end_document(self) -> None:
-        """Say that the items since the last call make one document."""
+        """End a document: the items since the last call belong to it."""
         self._doc_idx.append(len(self._sizes))
 
     def add_store(self, store: TokenStore) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation tasks as they are published: a file in, plain examples with their labels out.
+"""Reads published evaluation tasks as plain examples with labels.
 
 Start reading at `task.py` (what a task is, and `read_task`), then at a table of tasks: `superglue`,
 `clue`, `reading` (questions on a text), `sentences`, `cloze` (entities, facts, triples). `own.py`

@@ -1,4 +1,4 @@
-"""How well a task was done: accuracy, F1 and exact match, by the definitions of its benchmark.
+"""Metrics of tasks: accuracy, F1 and exact match, as the benchmarks define them.
 
 All are fractions from 0 to 1. F1 of classes is scikit-learn's, in the extra ``tasks``.
 Source: the evaluation scripts of SQuAD 1.1, ReCoRD and TACRED; SuperGLUE's table of metrics;
@@ -37,7 +37,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def accuracy(predicted: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """Return which part of the predictions is right."""
+    """Return the share of correct predictions."""
     _check_pairs(predicted, wanted)
     return sum(p == w for p, w in zip(predicted, wanted, strict=True)) / len(wanted)
 

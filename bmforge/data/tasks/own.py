@@ -1,4 +1,4 @@
-"""A task of one's own: lines of JSON with texts and a label, and the list of labels."""
+"""Reads a user's task: lines of JSON with texts and a label, and the list of labels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORBIDDEN = frozenset("{}[].!:")
 
 
 def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = ()) -> Task:
-    """Return a task of one's own.
+    """Return a user's task.
 
     Args:
         labels: what texts are told apart by.

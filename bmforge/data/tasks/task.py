@@ -1,4 +1,4 @@
-"""What a task is, and the parts that readers of tasks share."""
+"""The type of a task, and helpers that readers of tasks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tasks are put into words: segments for an encoder, questions and answers for the others.
+"""Prompts of tasks: segments for encoders, questions and answers for other models.
 
 Templates name an example's fields; `choice` is one of those it brings. The words of the SuperGLUE
 tasks are ModelCenter's. A task without a wording of its own gets a plain one.

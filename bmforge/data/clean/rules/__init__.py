@@ -30,6 +30,6 @@ RULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def rules_version(name: str) -> str:
-    """Return what a journal keeps of a choice of rules: its sets with their versions."""
+    """Return the rule sets of a language with their versions, as a key for the journal."""
     sets = sorted({one for chosen in RULES[name].values() for one in chosen})
     return " ".join(f"{one}={RULE_SETS[one].version}" for one in sets)

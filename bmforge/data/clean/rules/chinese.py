@@ -1,4 +1,4 @@
-"""Rules for Chinese: published bounds, and own ones for advertisements and contacts.
+"""Filter rules for Chinese: published bounds, and own rules for advertisements and contacts.
 
 Verse and lists are judged by bounds of their own: they are short, their lines are short, and in
 old verse there is no stop word.
