@@ -1,8 +1,8 @@
-"""Layouts: how one model lies on many processes, with the same numbers on every one.
+"""Parallelism: data, tensor, pipeline, context and expert parallel training of one model.
 
-Start reading at `parallelize.py` (the one function, in the one order), then `layout.py`. Nothing
-here imports `nn` or `models`: what to cut where comes as data (name globs) with the model. Which
-layout to take on which machines is said by `plan` (`planner/search.py`).
+Start reading at `parallelize.py`, which applies all kinds in a fixed order, then `layout.py`. The
+package does not import `nn` or `models`: a model provides name globs that say which parameters to
+shard. `plan` (`planner/search.py`) chooses a layout for given machines.
 """
 
 from bmforge.memory.gradients import left_gradient

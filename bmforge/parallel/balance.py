@@ -1,8 +1,8 @@
-"""The balance of a mixture's experts over all tokens of a step.
+"""Load-balancing loss of a mixture of experts over all tokens of an optimizer step.
 
-It is a product of means over all tokens, so how often an expert is chosen in the whole step must be
-known before the first micro-batch's backward. Where a step has several, they run forward once
-before, without gradients, and only count.
+The loss is a product of means over all tokens, so how often each expert is chosen in the whole step
+must be known before the backward of the first micro-batch. A step with several micro-batches
+therefore runs an additional forward without gradients, which only counts.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ _SLOT = "sum_statistics"
 def balance_whole_step(
     model: nn.Module, run_all: Callable[[], Any], num_micro_batches: int
 ) -> Iterator[None]:
-    """Let the micro-batches inside know what the experts of all of them, everywhere, have to do.
+    """Context manager: the balancing loss uses the expert statistics of all micro-batches and
+    ranks.
 
-    Does nothing for a model without a balance in its loss, and for a single micro-batch, which its
-    own forward sums up over the processes.
+    Does nothing for a model without a balancing loss. A single micro-batch also needs no extra
+    pass:
+    its own forward sums the statistics over the processes.
 
     Args:
-        model: one whose `balances` says so has the slot `sum_statistics`.
-        run_all: runs all micro-batches forward.
-        num_micro_batches: how many; the same on every process.
+        model: model; if its `balances` is True, it has the slot `sum_statistics`.
+        run_all: function that runs the forward of all micro-batches.
+        num_micro_batches: number of micro-batches; the same on every process.
 
-    Comm: one more forward's, then one all-reduce of 2 E + 3 numbers.
+    Comm: collectives of one more forward, then one all-reduce of 2 E + 3 numbers.
     """
     if num_micro_batches == 1 or not getattr(model, "balances", False):
         yield
@@ -49,7 +51,7 @@ def balance_whole_step(
 
     with _filled(model, note) as sum_up, torch.no_grad(), keep_random():
         run_all()
-    # Of a pipeline the last stage has them, which has the loss.
+    # In a pipeline the last stage, which computes the loss, has the statistics.
     total = sum_up(torch.stack(parts).sum(0)) if parts else None
     with _filled(model, lambda statistics: total):
         yield
@@ -57,7 +59,7 @@ def balance_whole_step(
 
 @contextmanager
 def leave_out_balance(model: nn.Module) -> Iterator[None]:
-    """Let a model's loss be that of its predictions alone."""
+    """Context manager: the loss of the model excludes the load-balancing loss."""
     if not getattr(model, "balances", False):
         yield
         return
@@ -67,7 +69,7 @@ def leave_out_balance(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _filled(model: nn.Module, value: Any) -> Iterator[Any]:
-    """Put something else into the slot; gives what is there otherwise."""
+    """Context manager: replace the value of the statistics slot; yields the previous value."""
     before = getattr(model, _SLOT)
     fill_slot_(model, _SLOT, value)
     try:

@@ -1,4 +1,7 @@
-"""What `parallelize` is going to do with a model, once all that does not fit has been said."""
+"""Validation of a model and layout before `parallelize` changes anything.
+
+All problems are reported in one error.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,18 @@ __all__ = ["Division", "Rules", "find_division", "plan_pipeline", "step_problems
 
 
 class Rules(PipelineRules, Cuts, Protocol):
-    """Name globs of what is cut where; `models.LayoutRules` is one."""
+    """Name globs of the parameters to shard and of the pipeline; `models.LayoutRules` implements
+    it.
+    """
 
     @property
     def tensor_parallel(self) -> tuple[Cut, ...]:
-        """What tensor parallelism cuts."""
+        """Tensor-parallel cuts of the model."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """What is to be done, once everything has been checked."""
+    """Validated plan of `parallelize`: units, cuts, stages and precision."""
 
     units: tuple[Unit, ...]
     styles: dict[str, Cut]
@@ -49,20 +54,22 @@ class Division:
 
     @property
     def gathered(self) -> list[nn.Module]:
-        """Modules whose parameters are gathered together."""
+        """Modules whose parameters are all-gathered together."""
         return [unit.module for unit in self.units if unit.is_gathered]
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Modules that may be recomputed, compiled, and their activations sent away."""
+        """Modules that may be recomputed, compiled, and have their activations offloaded."""
         return [unit.module for unit in self.units if unit.is_block]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The pipeline's stages on one of its ranks."""
+        """Return the pipeline stages of a pipeline rank."""
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
     def without_dropped(self, model: nn.Module) -> Self:
-        """The same for what is left of a model that was cut."""
+        """Return this plan restricted to the modules that the model still has after the pipeline
+        cut.
+        """
         left = {id(module) for module in model.modules()}
         return replace(
             self,
@@ -80,10 +87,10 @@ def find_division(
     need_blocks: bool,
     prefetch: int,
 ) -> Division:
-    """Find the units, or raise everything that does not fit in one `ConfigError`.
+    """Build the plan of `parallelize`, or raise one `ConfigError` that lists all problems.
 
     Args:
-        half: precision that blocks compute in; whether trained 16-bit parameters get fp32 masters.
+        half: precision of the blocks, and whether trained 16-bit parameters get fp32 masters.
     """
     precision, master_weights = half
     problems = layout.problems(world.size)
@@ -119,7 +126,7 @@ def find_division(
 def _check_blocks(
     model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
 ) -> tuple[dict[str, Cut], list[nn.Module]]:
-    """Return how tensor parallelism cuts the model, and its stacks of blocks."""
+    """Return the tensor-parallel cuts of the model and its stacks of blocks."""
     cuts: tuple[Cut, ...] = ()
     stacks: list[nn.Module] = []
     if rules is not None and (layout.tp > 1 or layout.cp > 1):
@@ -134,7 +141,7 @@ def _check_blocks(
 def plan_pipeline(
     model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
 ) -> tuple[Cutting | None, tuple[int, ...]]:
-    """Return what lies on which stage, and on which rank of the pipeline each stage is."""
+    """Return the assignment of modules to stages, and the pipeline rank of each stage."""
     if layout.pp == 1:
         return None, ()
     if rules is None or not rules.stacks:
@@ -167,9 +174,9 @@ def plan_pipeline(
 
 
 def step_problems(layout: Layout, num_micro_batches: int) -> list[str]:
-    """Return everything that keeps a step of so many micro-batches from being run.
+    """Return the problems of running a step with this number of micro-batches.
 
-    What fits no number of them is said by `find_division`.
+    Problems that do not depend on the number are reported by `find_division`.
     """
     name, size, per_rank = layout.pp_schedule, layout.pp, layout.pp_stages_per_rank
     if size == 1 or smallest_schedule(name, size, per_rank) is None:
@@ -183,7 +190,7 @@ def _rules_of(model: nn.Module, rules: Rules | None) -> Rules | None:
 
 
 def _find_units(model: nn.Module, rules: Rules | None, problems: list[str]) -> tuple[Unit, ...]:
-    """Return the model's units; what goes wrong is added to `problems`."""
+    """Return the units of the model; append problems to `problems`."""
     try:
         return find_units(model, rules)
     except BmforgeError as error:
@@ -192,7 +199,7 @@ def _find_units(model: nn.Module, rules: Rules | None, problems: list[str]) -> t
 
 
 def _stage_of(name: str, cutting: Cutting | None) -> int | None:
-    """Return the first stage of a pipeline on which a module is."""
+    """Return the first pipeline stage that contains a module."""
     homes = {} if cutting is None else cutting.homes
     found = (min(on) for home, on in homes.items() if f"{name}.".startswith(f"{home}."))
     return next(found, None)

@@ -1,7 +1,7 @@
-"""Collectives that know their gradient: what a tensor goes through where a cut begins or ends.
+"""Differentiable collectives, used where a sharded region of the model begins or ends.
 
-Each has a twin in backward: what is copied forward is summed backward, what is gathered forward is
-summed and cut backward, and the other way round. On a group of one, none of them does anything.
+Each has a counterpart in backward: a copy in forward is a sum in backward, a gather in forward is
+a reduce-scatter in backward, and vice versa. In a group of one process all of them do nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return all processes' equally shaped `x`, one behind the other along `dim`; no gradient."""
+    """Concatenate the equally shaped `x` of all processes along `dim`; not differentiable."""
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size() * front.shape[0], *front.shape[1:])
     gather_into(out, front, group=group)
@@ -42,7 +42,9 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Sum `x` over the processes and return this one's equal part along `dim`; no gradient."""
+    """Sum `x` over the processes and return this rank's equal chunk along `dim`; not
+    differentiable.
+    """
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(front.shape[0] // group.size(), *front.shape[1:])
     _scatter_into(out, front, group=group)
@@ -50,12 +52,12 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def cut_evenly(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this process's equal part of `x` along `dim`."""
+    """Return this rank's equal chunk of `x` along `dim`."""
     return x.chunk(group.size(), dim)[group.rank()]
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of all processes' `x`; no gradient."""
+    """Return the sum of `x` over all processes; not differentiable."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
@@ -127,16 +129,17 @@ class _SumScatter(torch.autograd.Function):
 
 
 def own_gradient(x: Tensor) -> Tensor:
-    """Pass on `x`; its gradient is a tensor of its own.
+    """Return `x` unchanged; its gradient is a copy that shares no memory with other gradients.
 
-    What is added to without a sum (positions, to one row) gets the very gradient that goes on to
-    others. Autograd copies such a one before it adds to it, but not inside a DTensor.
+    An addition without a reduction (position embeddings of a single row) passes the same gradient
+    tensor to all its inputs. Autograd copies such a tensor before it accumulates into it, but not
+    inside a DTensor.
     """
     return _OwnGradient.apply(x)
 
 
 def sum_backward(x: Tensor, group: Group) -> Tensor:
-    """Pass on what all processes have, from which each computes its part.
+    """Return the replicated `x` unchanged; all-reduce its gradient in backward.
 
     Comm: backward, one all-reduce of `x`'s bytes.
     """
@@ -144,7 +147,7 @@ def sum_backward(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_forward(x: Tensor, group: Group) -> Tensor:
-    """Sum the processes' parts; all go on with the same.
+    """Sum `x` over the processes; the gradient is passed on unchanged.
 
     Comm: forward, one all-reduce of `x`'s bytes.
     """
@@ -152,22 +155,24 @@ def sum_forward(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_tokens(x: Tensor, group: Group, dim: int = 1, *, summed: bool) -> Tensor:
-    """Gather what each process has some tokens of.
+    """All-gather tokens that are sharded over the processes.
 
     Args:
-        x: this process's tokens, equally many on each.
-        group: the processes.
-        dim: which dim of `x` counts tokens.
-        summed: each process computes a part from all tokens, so that gradients are summed; else all
-            go on with the same, and each keeps the gradient of its own tokens.
+        x: tokens of this process, equally many on each.
+        group: process group.
+        dim: token dim of `x`.
+        summed: True if each process computes a partial result from all tokens, so that
+            gradients are
+            summed; False if the following computation is replicated, so that each process keeps the
+            gradient of its own tokens.
 
-    Comm: forward, one all-gather; backward, where `summed`, one reduce-scatter.
+    Comm: forward, one all-gather; backward, if `summed`, one reduce-scatter.
     """
     return _Gather.apply(x, group, dim, summed)
 
 
 def take_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Go on with this process's tokens of what all have.
+    """Return this rank's tokens of a replicated tensor.
 
     Comm: backward, one all-gather.
     """
@@ -175,7 +180,7 @@ def take_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def sum_scatter_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Sum the processes' parts; each goes on with its tokens.
+    """Sum `x` over the processes and return this rank's tokens of the sum.
 
     Comm: forward, one reduce-scatter; backward, one all-gather.
     """
@@ -200,13 +205,13 @@ def _exchange(x: Tensor, group: Group, sent: list[int], received: list[int]) -> 
 
 
 def exchange_rows(x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
-    """Send rows to their processes; return what came, in the order of the processes it came from.
+    """Send rows to other processes and return the received rows, ordered by source rank.
 
     Args:
-        x: rows, in the order of the processes they go to.
-        group: the processes.
-        sent: how many rows go to each.
-        received: how many come from each.
+        x: rows, ordered by destination rank.
+        group: process group.
+        sent: number of rows sent to each rank.
+        received: number of rows received from each rank.
 
     Comm: one all-to-all forward, one backward.
     """

@@ -1,4 +1,4 @@
-"""Joining the other processes: torchrun's environment, or a single process."""
+"""Initialization of torch.distributed from the environment of torchrun, or as a single process."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among all of them.
+    """Rank and device of this process.
 
     Args:
         rank: global rank.
         size: number of processes.
-        device: what this process computes on.
+        device: compute device of this process.
     """
 
     rank: int
@@ -48,17 +48,17 @@ class World:
 
 
 def init_distributed(*, device: torch.device | None = None, timeout_s: float = 600.0) -> World:
-    """Join the process group and return this process's place in it.
+    """Initialize the process group and return this process's rank and device.
 
-    Under torchrun its environment is used; without a launcher the group is this one process. A
-    group that the program has initialised itself is adopted as it is.
+    Under torchrun its environment is used; without a launcher the group has this process only. A
+    group that the program has already initialized is used as it is.
 
     Args:
-        device: what to compute on; None takes the accelerator of the local rank, or the CPU.
-        timeout_s: how long a collective may wait for another process.
+        device: compute device; None takes the accelerator of the local rank, or the CPU.
+        timeout_s: timeout of collectives in seconds.
 
     Raises:
-        DistributedError: the launcher's environment is incomplete, or the others do not come.
+        DistributedError: the launcher's environment is incomplete, or other processes do not join.
     """
     device = device or default_device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type != "cpu":
@@ -110,17 +110,19 @@ def _join(device: torch.device, timeout: timedelta) -> None:
 
 
 def restarts_failed() -> bool:
-    """Tell whether the launcher starts processes again that end with another status than 0."""
+    """Return True if the launcher restarts processes that exit with a nonzero status."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def run_on_first(function: Callable[[], T]) -> T | None:
-    """Run a function on rank 0 while the others wait; what it raises is raised on every rank.
+    """Run a function on rank 0 while the other ranks wait; an exception is raised on every rank.
 
-    What cannot be sent is a DistributedError on the others, with its type and text.
+    An exception that cannot be pickled is raised as a DistributedError with its type and text on
+    the
+    other ranks.
 
     Returns:
-        what it returned, on rank 0; None on the others.
+        result of the function on rank 0; None on the others
     """
     result, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -140,10 +142,12 @@ def run_on_first(function: Callable[[], T]) -> T | None:
 def run_everywhere(function: Callable[[], T]) -> T:
     """Run a function on every process; if it fails on any, the first failure is raised on all.
 
-    What cannot be sent is a DistributedError on the others, with its type and text.
+    An exception that cannot be pickled is raised as a DistributedError with its type and text on
+    the
+    other ranks.
 
     Returns:
-        what it returned here.
+        result of the function on this process
     """
     result, problem = None, None
     try:
@@ -155,7 +159,7 @@ def run_everywhere(function: Callable[[], T]) -> T:
         problems *= dist.get_world_size()
         dist.all_gather_object(problems, _sendable(problem))
         if problem is not None:
-            problems[dist.get_rank()] = problem  # as it is, with its traceback
+            problems[dist.get_rank()] = problem  # the original, with its traceback
     for found in problems:
         if found is not None:
             raise found
@@ -163,10 +167,13 @@ def run_everywhere(function: Callable[[], T]) -> T:
 
 
 def _sendable(problem: Exception | None) -> Exception | None:
-    """Return an exception as other processes can have it: not every one can be made again."""
+    """Return the exception, or a DistributedError with its type and text if it cannot be pickled.
+
+    All ranks receive the returned exception.
+    """
     try:
         pickle.dumps(problem)
-        made = copy.deepcopy(problem)  # in the way of unpickling
+        made = copy.deepcopy(problem)  # rebuilds the exception as unpickling does
     except Exception:
         made = None
     if type(made) is type(problem) and str(made) == str(problem):
@@ -175,17 +182,19 @@ def _sendable(problem: Exception | None) -> Exception | None:
 
 
 def leave_at_exit() -> None:
-    """Leave the group at the end of a program that has not left it itself.
+    """Exit handler: destroy the process group if the program has not done so.
 
-    A thread of gloo lets go of the last collective's tensors, for which it needs the interpreter;
-    where that is already ending, the process aborts. One that an exception ended does not wait for
-    the others; `sys.exit` is an end as any other, whatever its status.
+    A gloo thread needs the interpreter to release the tensors of the last collective; if the
+    interpreter is already finalizing, the process aborts. After an unhandled exception the process
+    group is not destroyed, since that would wait for the other processes. `sys.exit` with any
+    status
+    counts as a regular exit.
     """
     if getattr(sys, "last_type", None) is None:
         shutdown_distributed()
 
 
 def shutdown_distributed() -> None:
-    """Leave the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,12 +1,12 @@
-"""Expert parallelism: every process holds some of the experts, and tokens travel to theirs.
+"""Expert parallelism: experts are sharded over processes, and tokens are sent to their experts.
 
-The axis `ep` is borrowed from dp_shard x cp: processes that work on different tokens hold different
-experts. Each sorts its tokens by expert, sends them to the experts' processes in one all-to-all,
-and gets what they made back in another. What is left of dp_shard x cp shards the experts as ZeRO
-does. Nothing else in a model changes.
+The axis `ep` is a part of dp_shard x cp: processes that work on different tokens hold different
+experts. Each process sorts its tokens by expert, sends them to the processes of the experts in one
+all-to-all, and receives the results in another. ZeRO shards the experts over the remaining part of
+dp_shard x cp. The rest of the model is unchanged.
 
-What must be known about all tokens of a step is summed or gathered here as well: the statistics of
-the load-balancing loss, and the affinities by which experts get equally many tokens.
+The quantities that depend on all tokens of a step are also summed or gathered here: the statistics
+of the load-balancing loss, and the affinities for balanced token assignment.
 
 Source: Lepikhin et al., "GShard" (2020).
 """
@@ -45,7 +45,7 @@ _ROW_AXES = ("dp_shard", "dp_replicate")
 
 
 class Mixture(Protocol):
-    """What a mixture of experts has; `nn.MoE` is one."""
+    """Attributes of a mixture of experts; `nn.MoE` implements it."""
 
     num_experts: int
     experts: nn.Module
@@ -64,7 +64,7 @@ def find_mixtures(model: nn.Module) -> dict[str, Any]:
 
 
 def expert_problems(model: nn.Module, size: int) -> list[str]:
-    """Return everything that keeps a model's experts from being divided over `size`."""
+    """Return the problems of sharding a model's experts over `size` processes."""
     if size == 1:
         return []
     mixtures = find_mixtures(model)
@@ -77,7 +77,7 @@ def expert_problems(model: nn.Module, size: int) -> list[str]:
 def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """Build the mesh of the experts' parameters from the processes of `mesh`, in their order.
 
-    Its axes are pp, dp_replicate, zero (what `size` leaves of dp_shard x cp), ep and tp.
+    Its axes are pp, dp_replicate, zero (dp_shard x cp divided by `size`), ep and tp.
     """
     zero = axis_size(mesh, "dp_shard", "cp") // size
     pp, replicas, tp = (axis_size(mesh, axis) for axis in ("pp", "dp_replicate", "tp"))
@@ -86,25 +86,26 @@ def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 
 def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Divide every mixture's experts over the axis `ep`, in place.
+    """Shard the experts of every mixture over the axis `ep`, in place.
 
-    Call it after tensor parallelism, whose cut of each expert stays.
+    Call it after tensor parallelism, whose cut of each expert is preserved.
 
     Args:
-        model: any model with mixtures of experts.
-        mesh: see `build_expert_mesh`.
+        model: model with mixtures of experts.
+        mesh: mesh built by `build_expert_mesh`.
 
     Returns:
-        the modules that hold experts.
+        modules that hold experts
 
-    Comm: per mixture and forward one all-to-all of E integers and two of the M * k rows of D, and
-        in backward two of the rows.
+    Comm: per mixture one all-to-all of E integers and two of the M * k rows of D in forward, and
+    two
+        of the rows in backward.
     """
     mixtures = find_mixtures(model).values()
     group, share = axis_group(mesh, "ep"), 1 / axis_size(mesh, "ep")
     for mixture in mixtures:
         view = partial(_view_shared, share)
-        for module in mixture.experts.modules():  # the experts, and what stands beside them
+        for module in mixture.experts.modules():  # the experts and the adapters attached to them
             _divide_parameters_(module, mesh)
             keys = [key for key, _ in module.named_parameters(recurse=False)]
             view_parameters_(module, dict.fromkeys(keys, view), "experts")
@@ -113,7 +114,7 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
 
 
 def _divide_parameters_(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the parameters, (E, ...) each, DTensors with this process's experts."""
+    """Replace the parameters, (E, ...) each, with DTensors that hold this process's experts."""
     for key, parameter in list(experts.named_parameters(recurse=False)):
         whole, cut = parameter.detach(), ()
         if isinstance(whole, DTensor):
@@ -146,10 +147,10 @@ class _ScaleBackward(torch.autograd.Function):
 
 
 def _view_shared(share: float, parameter: Tensor) -> Tensor:
-    """Return the experts here, with a gradient that is a mean as all others are.
+    """Return the local experts; their gradient is scaled to a mean over all tokens.
 
     Gradients are averaged over all processes that work on different tokens. These experts saw the
-    tokens of `ep` of them and are averaged over the rest only: a division by `ep` is missing.
+    tokens of `ep` processes and are averaged over the others only: a division by `ep` is missing.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return _ScaleBackward.apply(local, share)
@@ -164,12 +165,15 @@ def _dispatch_far(
     num_experts: int,
     run: RunExperts,
 ) -> Tensor:
-    """Bring tokens to experts on all processes of a group, and what they made back.
+    """Send tokens to the experts of all processes of a group, and return the results.
 
     Args:
-        inner: the same for experts that are all here.
-        group: the processes, each with equally many experts.
-        x, index, num_experts, run: as there, `run` being this process's experts' work.
+        inner: dispatch function for experts that are all local.
+        group: process group, with equally many experts per process.
+        x: tokens, as in `inner`.
+        index: experts chosen for each token, as in `inner`.
+        num_experts: number of experts of all processes.
+        run: function that computes this process's experts.
     """
     here = num_experts // group.size()
 
@@ -178,7 +182,7 @@ def _dispatch_far(
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = torch.stack((counts, arriving)).view(2, -1, here).sum(2).tolist()
-        # Rows that no expert took lie last and stay.
+        # Rows without an expert come last and are not sent.
         arrived = exchange_rows(rows[: sum(sent)], group, sent, received)
         numbers = torch.arange(here, device=x.device).repeat(group.size())
         numbers = numbers.repeat_interleave(arriving, output_size=sum(received))
@@ -190,14 +194,14 @@ def _dispatch_far(
 
 
 def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let what depends on all tokens of a step know those of all processes, in place.
+    """Compute the quantities that depend on all tokens of a step over all processes, in place.
 
-    Comm: per step one all-reduce of 2 E + 3 numbers where
-        the model has a load-balancing loss; per mixture with balanced loads an all-gather of M * E
-        affinities.
+    Comm: per step one all-reduce of 2 E + 3 numbers if the model has a load-balancing loss; per
+    mixture
+        with balanced loads an all-gather of M * E affinities.
     """
     by_rows = _groups_of(mesh, *_ROW_AXES)
-    # Behind the blocks all processes have all tokens of a row again.
+    # After the blocks the tokens of a sequence are replicated again.
     if by_rows and hasattr(model, "sum_statistics"):
         fill_slot_(model, "sum_statistics", partial(_sum_over, by_rows))
     by_tokens = _groups_of(mesh, "cp", *_ROW_AXES)
@@ -217,7 +221,7 @@ def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
 
 
 def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Return how many rows every process of a group has."""
+    """Return the number of rows of every process of a group."""
     length = torch.tensor([rows.shape[0]], device=rows.device)
     found: list[int] = all_gather(length, group, 0).tolist()
     return found
@@ -227,10 +231,12 @@ def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
 def _assign_together(
     assign: Callable[[Tensor], Tensor], groups: Sequence[dist.ProcessGroup], affinity: Tensor
 ) -> Tensor:
-    """Assign the tokens of all processes at once, on every one alike; return those here.
+    """Assign the tokens of all processes to experts; return the assignment of the local tokens.
 
-    Tokens are in the order of the processes, which is that of a batch's rows. Divided rows come in
-    another one, which makes a difference only among tokens that are equal in every bit.
+    Every process computes the same assignment. Tokens are in the order of the processes, which is
+    that
+    of the rows of a batch. Sharded sequences have a different order, which matters only for tokens
+    that are bitwise equal.
 
     Shape:
         affinity: (M, E), M may differ -> (M,)

@@ -1,10 +1,10 @@
-"""Detects processes that died or stopped, names them, and ends the processes that wait for them.
+"""Detects processes that died or hang, names them, and ends the processes that wait for them.
 
-A collective that waits for a process that is gone fails after a timeout, or never, and does not
-say which process it was. So a thread of every process writes its heartbeat, the current time, into
-the store through which the processes met. Each watches the next rank's heartbeat, so that the work
-per process does not grow with their number. A process that exits stops its heartbeat, and so does
-one that gets SIGSTOP, whatever its main thread was waiting for.
+A collective that waits for a dead process fails after a timeout, or never, and does not say which
+process it was. So a thread of every process writes its heartbeat, the current time, into the
+rendezvous store. Each process watches the next rank's heartbeat, so that the work per process does
+not grow with their number. A process that exits or receives SIGSTOP stops its heartbeat, whatever
+its main thread was waiting for.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bmforge.parallel.groups import group_timeout
 __all__ = ["FailureDetector"]
 
 _BEAT_S = 0.5
-_SCAN_S = 2.5  # in which every heartbeat must advance, when a collective has failed
-_LEAVE_S = 2.0  # for the main thread to see the failure by itself
-_UNWIND_S = 5.0  # for a main thread that has seen it to end
-_STORE_S = 5.0  # for the store to answer
+_SCAN_S = 2.5  # every heartbeat must advance within this time after a failed collective
+_LEAVE_S = 2.0  # time for the main thread to notice the failure by itself
+_UNWIND_S = 5.0  # time for a main thread that has noticed it to exit
+_STORE_S = 5.0  # timeout of the store
 _VERDICT = "bmforge/liveness/verdict"
 _LEFT = "left"  # the heartbeat of a process that does not train any more
 # Words in the errors of the backends when another process is gone or does not answer.
@@ -48,10 +48,10 @@ class FailureDetector:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Detect failures inside; does nothing in a single process.
+        """Context manager: detect failures while it is active; does nothing in a single process.
 
         When a rank has had no heartbeat for the timeout of the process group, every process logs
-        that rank and ends with status 1, unless its main thread has ended with an error before.
+        that rank and exits with status 1, unless its main thread has already ended with an error.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             yield
@@ -71,19 +71,20 @@ class FailureDetector:
 
     @contextmanager
     def naming_failures(self, occasion: str) -> Iterator[None]:
-        """Turn the failure of a collective inside into an error that names the failed ranks.
+        """Context manager: turn the failure of a collective into an error that names the failed
+        ranks.
 
         Args:
             occasion: description of the collectives for the error, such as the step and its phase.
 
         Raises:
-            DistributedError: a collective failed; says which ranks are dead or hang.
+            DistributedError: a collective failed; the message names the dead or hanging ranks.
         """
         before, self._occasion = self._occasion, occasion
         try:
             yield
         except RuntimeError as error:
-            # Our own errors have their own words, unless the backend's failure caused them.
+            # bmforge errors are already clear, unless caused by a failure of the backend.
             is_own = isinstance(error, BmforgeError) and not isinstance(
                 error.__cause__, RuntimeError
             )
@@ -97,7 +98,7 @@ class FailureDetector:
             self._occasion = before
 
     def _find_failed(self, occasion: str) -> str:
-        """Let the thread find the failed ranks, since a call of the store may block for ever."""
+        """Make the thread find the failed ranks, since a call of the store may block forever."""
         if not self._is_watching:
             return "which rank failed is not known outside of FailureDetector.watching()"
         self._failed = occasion
@@ -146,7 +147,7 @@ class _Heartbeats:
     """The heartbeats of all ranks in the store.
 
     Args:
-        store: through which the processes met.
+        store: rendezvous store.
         rank: rank of this process.
         size: number of processes.
     """
@@ -161,11 +162,11 @@ class _Heartbeats:
         self._store.set(_beat_key(self._rank), str(time.monotonic_ns()))
 
     def leave(self) -> None:
-        """Tell the others that this rank trains no more, so that nobody waits for its heartbeat."""
+        """Announce that this rank has finished, so that no rank waits for its heartbeat."""
         self._store.set(_beat_key(self._rank), _LEFT)
 
     def verdict(self) -> str | None:
-        """Return the failure that some rank has found, if there is one."""
+        """Return the failure published by any rank, or None."""
         return self._store.get(_VERDICT).decode() if self._store.check([_VERDICT]) else None
 
     def next_is_silent(self) -> bool:
@@ -176,10 +177,10 @@ class _Heartbeats:
         return time.monotonic() - self._seen_at > self._timeout_s
 
     def scan(self, occasion: str) -> str:
-        """Find out in words why a collective failed on this rank.
+        """Return a description of why a collective failed on this rank.
 
         Args:
-            occasion: description of the collective, the same on all ranks that take part in it.
+            occasion: description of the collective, the same on all participating ranks.
         """
         failed = [f"bmforge/liveness/failed/{occasion}/{rank}" for rank in range(self._size)]
         self._store.set(failed[self._rank], "")
@@ -195,11 +196,12 @@ class _Heartbeats:
         """Find the ranks whose heartbeats do not advance, and publish them as the verdict.
 
         Args:
-            failed: keys of the store that all ranks set if all have seen a collective fail, in
-                which case all are alive.
+            failed: store keys that all ranks set if all have seen a collective fail, in which
+                case all
+                are alive.
 
         Returns:
-            the verdict in words, or None where all ranks are alive
+            description of the failure, or None if all ranks are alive
         """
         before = [self._read(rank) for rank in range(self._size)]
         end = time.monotonic() + _SCAN_S
@@ -211,7 +213,7 @@ class _Heartbeats:
                 return None
             time.sleep(_BEAT_S / 2)
         after = [self._read(rank) for rank in range(self._size)]
-        # A rank that has left is the cause only where no other one is silent.
+        # A rank that has left is the cause only if no other rank is silent.
         silent = [rank for rank, beat in enumerate(after) if beat == before[rank] != _LEFT]
         silent = silent or [rank for rank, beat in enumerate(after) if beat == _LEFT]
         if not silent:

@@ -1,7 +1,7 @@
 """Creates process groups and device meshes whose collectives all have the same timeout.
 
-`init_device_mesh` and `new_group` give new groups torch's default timeout, 30 minutes on gloo, and
-not that of `init_process_group`.
+`init_device_mesh` and `new_group` give new groups torch's default timeout, 30 minutes on gloo,
+instead of the timeout passed to `init_process_group`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def group_timeout(group: Any = None) -> timedelta:
 
 
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group with the timeout of the default one. Collective over all processes.
+    """Create a process group with the timeout of the default group. Collective over all processes.
 
     Args:
         ranks: global ranks of the group; None takes all.
-        backend: backend; None takes that of the default group.
+        backend: communication backend; None takes that of the default group.
     """
     return dist.new_group(ranks, timeout=group_timeout(), backend=backend)  # type: ignore[no-any-return]
 
@@ -44,8 +44,8 @@ def build_device_mesh(device_type: str, shape: Sequence[int], names: Sequence[st
     """Create a device mesh over all processes; its groups have the default group's timeout.
 
     Args:
-        device_type: type of the devices.
-        shape: length of every axis, slowest first; their product is the number of processes.
+        device_type: device type, such as "cuda" or "cpu".
+        shape: lengths of the axes, slowest first; their product is the number of processes.
         names: names of the axes.
     """
     ranks = torch.arange(dist.get_world_size(), dtype=torch.int).view(*shape)
@@ -56,7 +56,7 @@ def build_device_mesh(device_type: str, shape: Sequence[int], names: Sequence[st
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     """Join the axes of a mesh into one; its group has the default group's timeout."""
     flat = mesh._flatten(name)
-    # It waits in collectives only, which use the backend's default timeout.
+    # This group is used for collectives only, which use the backend's default timeout.
     _set_pg_timeout(group_timeout(), flat.get_group())
     return flat
 

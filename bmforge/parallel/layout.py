@@ -1,4 +1,4 @@
-"""The layout: which mesh axes there are and how long each is."""
+"""Parallel layout: the axes of the device mesh and their lengths."""
 
 from __future__ import annotations
 
@@ -40,38 +40,41 @@ __all__ = [
 CPMethod = Literal["gather", "ring", "ulysses"]
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-# Sets of axes by what processes along them have different; others name these, and no axis.
+# Sets of axes named by the data that differ along them; other modules use these names only.
 ROW_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("cp",)
 TENSOR_AXES = ("tp",)
 STAGE_AXES = ("pp",)
 TOKEN_AXES = (*ROW_AXES, *CONTEXT_AXES)
-# Each has a part of a step's loss, or none of it.
+# Each process along these axes has a part of a step's loss, or none of it.
 LOSS_AXES = (*TOKEN_AXES, *STAGE_AXES)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is divided: world = dp_replicate x dp_shard x cp x tp x pp.
+    """Degrees of parallelism: world = dp_replicate x dp_shard x cp x tp x pp.
 
-    ``dp_shard`` is what is left of the world; ZeRO shards over dp_shard x cp.
+    ``dp_shard`` is the rest of the world size; ZeRO shards over dp_shard x cp.
 
     Args:
-        zero: 0 replicates parameters, gradients and optimizer state; 2 shards them and keeps the
-            parameters gathered from forward to backward; 3 gathers them again in backward.
-        tp: tensor-parallel axis.
-        pp: pipeline axis; 0, which CPM-Pretrain calls no pipeline, is taken as 1.
-        cp: context-parallel axis.
-        ep: expert-parallel axis, borrowed from dp_shard x cp.
+        zero: ZeRO stage: 0 replicates parameters, gradients and optimizer state; 2 shards them and
+            keeps the parameters gathered from forward to backward; 3 gathers them again in
+            backward.
+        tp: tensor-parallel size.
+        pp: pipeline-parallel size; 0, the value for no pipeline in CPM-Pretrain, means 1.
+        cp: context-parallel size.
+        ep: expert-parallel size, a part of dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
-        cp_method: how attention sees the tokens of other processes: "gather" all keys and values,
-            let them go round in a "ring", or ("ulysses") see whole rows for some of the heads.
-        sequence_parallel: between the parts that `tp` cuts, every process keeps its share of the
-            tokens only; less memory for the same traffic.
-        pp_schedule: order of a pipeline's work; one of `schedules.SCHEDULES`.
-        pp_stages_per_rank: None takes the fewest that the schedule works with.
-        pp_cut: how many blocks each stage has; empty balances them.
-        pp_balance: what is balanced: the "flops" of a token, or "parameters".
+        cp_method: context-parallel attention: "gather" all-gathers keys and values, "ring" passes
+            them around, "ulysses" exchanges tokens for heads.
+        sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; less
+            memory
+            for the same traffic.
+        pp_schedule: pipeline schedule; one of `schedules.SCHEDULES`.
+        pp_stages_per_rank: pipeline stages per rank; None takes the fewest that the schedule
+            supports.
+        pp_cut: number of blocks of each stage; empty balances them.
+        pp_balance: quantity to balance over stages: the "flops" of a token, or "parameters".
     """
 
     zero: Literal[0, 2, 3] = 3
@@ -88,26 +91,28 @@ class Layout:
     pp_balance: Literal["flops", "parameters"] = "flops"
 
     def __post_init__(self) -> None:
-        """Take pp=0 for 1."""
+        """Replace pp=0 with 1."""
         if self.pp == 0:
             object.__setattr__(self, "pp", 1)
 
     def __str__(self) -> str:
-        """Name what is not as usual."""
+        """Return the fields that differ from their defaults as text."""
         return f"Layout({', '.join(f'{n}={v!r}' for n, v in self.unusual().items())})"
 
     def unusual(self) -> dict[str, Any]:
-        """Return `zero`, and the other fields that are not as by default."""
+        """Return `zero` and the other fields that differ from their defaults."""
         usual = Layout()
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {n: v for n, v in values.items() if n == "zero" or v != getattr(usual, n)}
 
     def row_groups(self, world_size: int) -> int:
-        """Return how many groups of `world_size` processes work on different rows of a batch."""
+        """Return the number of groups of `world_size` processes that work on different rows of a
+        batch.
+        """
         return world_size // (self.tp * self.pp * self.cp)
 
     def problems(self, world_size: int) -> list[str]:
-        """Return everything that keeps this layout from fitting `world_size` processes."""
+        """Return the problems of this layout on `world_size` processes."""
         found = []
         if self.zero not in (0, 2, 3):
             found.append(f"zero={self.zero} must be 0, 2 or 3")
@@ -152,13 +157,13 @@ class Layout:
         return []
 
     def check(self, world_size: int) -> None:
-        """Raise `ConfigError` with all problems; the same on every process."""
+        """Raise `ConfigError` with all problems, the same on every process."""
         problems = self.problems(world_size)
         if problems:
             raise ConfigError(f"{self} on {world_size} processes: " + "; ".join(problems) + ".")
 
     def axis_lengths(self, world_size: int) -> dict[str, int]:
-        """Return the mesh axes in order, slowest first."""
+        """Return the lengths of the mesh axes, slowest axis first."""
         rest = world_size // (self.dp_replicate * self.tp * self.pp * self.cp)
         rows = (rest, 1) if self.zero == 0 else (self.dp_replicate, rest)
         return dict(zip(_AXES, (self.pp, *rows, self.cp, self.tp), strict=True))
@@ -182,43 +187,43 @@ def axis_size(mesh: DeviceMesh | None, *axes: str) -> int:
 
 
 def axis_rank(mesh: DeviceMesh | None, axis: str) -> int:
-    """Return this process's place on a mesh axis."""
+    """Return this process's rank on a mesh axis."""
     return 0 if mesh is None else mesh.get_local_rank(axis)
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """Return the processes that differ from this one on one axis only."""
+    """Return this process's process group along one mesh axis."""
     return mesh.get_group(axis)
 
 
 def data_parallel_size(mesh: DeviceMesh | None) -> int:
-    """Return how many groups of processes work on different rows of a batch."""
+    """Return the number of groups of processes that work on different rows of a batch."""
     return axis_size(mesh, *ROW_AXES)
 
 
 def data_parallel_rank(mesh: DeviceMesh | None) -> int:
-    """Return which of them this process belongs to: the number its loader needs."""
+    """Return the data-parallel rank of this process, which the data loader needs."""
     return axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(
         mesh, "dp_shard"
     )
 
 
 def gradient_ranks(mesh: DeviceMesh | None) -> int:
-    """Return over how many processes gradients are averaged."""
+    """Return the number of processes over which gradients are averaged."""
     return axis_size(mesh, *TOKEN_AXES)
 
 
 def random_stream(mesh: DeviceMesh | None, rank: int) -> int:
-    """Return which random numbers a process draws: those that share a block draw the same."""
+    """Return the index of this process's random stream; processes that share a block share it."""
     (axis,) = TENSOR_AXES
     return (rank - axis_rank(mesh, axis)) // axis_size(mesh, axis)
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh that `parallelize` laid a model out over; None for a model of one process.
+    """Return the mesh that `parallelize` used for a model; None for a single-process model.
 
     Raises:
-        ConfigError: there are several processes, and the model is not laid out over them.
+        ConfigError: there are several processes, but the model is not parallelized.
     """
     record = laid_out(model)
     found = None if record is None else record.mesh
@@ -231,16 +236,16 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
-    """Tell whether what processes have in common along all axes but these counts on this one."""
+    """Return True if values that are equal along all other axes are counted on this process."""
     return all(axis_rank(mesh, axis) == 0 for axis in _AXES if axis not in axes)
 
 
 def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
-    """Tell, on all processes alike, whether those that share rows have the same ones.
+    """Return True, on all processes alike, if processes that share rows have read the same rows.
 
     Args:
-        mesh: of all axes.
-        digest: of this process's rows, 63 bits.
+        mesh: mesh with all axes.
+        digest: 63-bit digest of this process's rows.
 
     Comm: one all-reduce of an integer per process.
     """
@@ -259,9 +264,9 @@ def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
 
 
 def sum_over_axes(values: Tensor, mesh: DeviceMesh | None, *axes: str) -> Tensor:
-    """Sum over the processes that differ on `axes`; return the same on every process.
+    """Sum over the processes that differ on `axes`; return the same sum on every process.
 
-    Along other axes processes must have the same values, which count once.
+    Along other axes processes must have equal values, which count once.
 
     Comm: one all-reduce over all processes.
     """

@@ -1,7 +1,7 @@
 """Upcasts trained 16-bit parameters to fp32, so that small optimizer updates are not lost.
 
 A bf16 number has 8 bits of precision: an update of less than 1/256 of a weight rounds to nothing.
-So the optimizer updates fp32 master weights, and `precision` says what the blocks compute in.
+So the optimizer updates fp32 master weights, and `precision` is the compute dtype of the blocks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 
 def master_weight_problems(model: nn.Module, precision: str) -> list[str]:
-    """Return why the trained 16-bit parameters of a model cannot be upcast; [] if they can.
+    """Return the problems of upcasting the trained 16-bit parameters of a model; [] if there are
+    none.
 
-    In fp32 precision, a fp32 layer cannot process the 16-bit output of a frozen layer.
+    In fp32 precision, an fp32 layer cannot process the 16-bit output of a frozen layer.
     """
     trained, frozen = _half_parameters(model)
     if not trained or not frozen or precision != "fp32":

@@ -1,8 +1,8 @@
-"""The one function that lays a model out, in the one order.
+"""`parallelize`: applies a parallel layout to a model, in a fixed order.
 
-check everything -> tensor and sequence -> context -> expert -> recompute -> compile per block ->
-shard per unit. Each step is a function in its own file and does nothing at size 1, so one process
-takes the same way as many.
+validation -> tensor and sequence -> context -> expert -> recompute -> compile per block -> shard
+per unit. Each step is a function in its own file and does nothing at size 1, so a single process
+runs the same code as many.
 """
 
 from __future__ import annotations
@@ -53,30 +53,33 @@ def parallelize(
     prefetch: int = 1,
     offload_activations: bool = False,
 ) -> nn.Module:
-    """Lay a model out over the processes, in place, and return it.
+    """Apply a parallel layout to a model, in place, and return the model.
 
-    Works on any model: with `rules` (or the model's own `layout_rules()`) the globs say what a unit
-    is; without, the repeated blocks are found. The model may be on meta and is then initialised or
-    loaded afterwards; values that are there already and not the same on all processes become those
-    of rank 0.
+    Works on any model: `rules` (or the model's own `layout_rules()`) select the units by name
+    globs;
+    without rules, the repeated blocks are found. The model may be on the meta device and is then
+    initialized or loaded afterwards. If existing values differ between processes, those of rank 0
+    are
+    used.
 
     Args:
-        model: any nn.Module; a bmforge model brings its rules.
-        layout: which axes; None takes ZeRO-3 over all processes.
-        rules: name globs; None asks the model, then looks for repeated blocks.
-        mesh: the layout's mesh when it has been built already.
+        model: any nn.Module; a bmforge model has its own rules.
+        layout: degrees of parallelism; None takes ZeRO-3 over all processes.
+        rules: name globs; None takes those of the model, else finds repeated blocks.
+        mesh: mesh of the layout, if it has already been built.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters and fp32 gradient reduction.
         master_weights: upcast trained 16-bit parameters to fp32, so that the optimizer loses no
             small update (default: on). Off trains them, and the optimizer's states, in 16 bits.
         recompute: recompute blocks in backward.
         compile: compile every block with `torch.compile`.
-        prefetch: how many units ahead parameters are gathered.
-        offload_activations: what blocks keep for backward waits on the host; with `recompute` that
-            is their input.
+        prefetch: number of units whose parameters are gathered ahead.
+        offload_activations: offload the saved activations of blocks to the host until backward;
+            with
+            `recompute` these are the block inputs.
 
     Raises:
-        ConfigError: everything that does not fit, in one message, the same on every process, before
-            the first collective.
+        ConfigError: all problems in one message, the same on every process, before the first
+            collective.
     """
     layout = layout or Layout()
     _check_wrapping(offload_activations, compile)
@@ -133,7 +136,7 @@ def _build_pipeline(
     shared: dict[str, list[int]],
     splits: bool,
 ) -> PipelinedModel:
-    """Return what runs the stages of a cut model; `shared` maps parameters to their stages."""
+    """Build the runner of a pipelined model; `shared` maps parameters to their stages."""
     return PipelinedModel(
         model,
         cutting,
@@ -147,7 +150,7 @@ def _build_pipeline(
 
 
 def _check_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """Return the mesh if it is the layout's."""
+    """Return the mesh if its axes match the layout; raise ConfigError otherwise."""
     given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     needed = layout.axis_lengths(dist.get_world_size())
     if given != needed:
@@ -159,7 +162,7 @@ def _check_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 
 def _divide_blocks_(model: nn.Module, layout: Layout, division: Division, mesh: DeviceMesh) -> None:
-    """Cut what blocks compute over the axes `tp` and `cp`."""
+    """Apply tensor and context parallelism to the blocks."""
     if layout.tp > 1:
         sequence = layout.sequence_parallel
         apply_tensor_parallel_(
@@ -179,7 +182,7 @@ def _wrap_blocks_(
     offload_activations: bool,
     compile: bool,
 ) -> None:
-    """Change how blocks run, but not what they compute."""
+    """Apply recomputation, activation offload and compilation to the blocks."""
     if recompute:
         apply_recompute_(blocks)
     if offload_activations:

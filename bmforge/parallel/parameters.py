@@ -1,4 +1,4 @@
-"""Checks whether the parameters of a module can be sharded: one dtype per unit, plain memory."""
+"""Checks that a module's parameters can be sharded: one dtype per unit, own contiguous memory."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["lay_straight_", "parameter_problems", "scalars_of"]
 def parameter_problems(
     model: nn.Module, units: Sequence[Unit], master_weights: bool = False
 ) -> list[str]:
-    """Return everything that keeps a model's parameters from being sharded.
+    """Return the problems of sharding a model's parameters.
 
     Args:
-        model: not yet sharded.
+        model: model, not yet sharded.
         units: modules whose parameters are gathered together.
-        master_weights: trained 16-bit parameters are upcast to fp32 before they are sharded.
+        master_weights: upcast trained 16-bit parameters to fp32 before they are sharded.
     """
     named = dict(model.named_parameters())
     return [*_mixed_units(named, units, master_weights), *_shared_memory(named)]
 
 
 def scalars_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters without dims, which stay whole on every process."""
+    """Return the zero-dimensional parameters, which are replicated."""
     return [parameter for parameter in model.parameters() if parameter.dim() == 0]
 
 
 def lay_straight_(model: nn.Module) -> None:
-    """Give parameters that lie transposed in memory another one, in the order of their dims."""
+    """Make all parameters contiguous, in place."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -42,7 +42,7 @@ def lay_straight_(model: nn.Module) -> None:
 def _mixed_units(
     named: dict[str, nn.Parameter], units: Sequence[Unit], master_weights: bool
 ) -> Iterator[str]:
-    """Yield the units whose trained parameters have several dtypes, the root's included."""
+    """Yield the units, including the root, whose trained parameters have several dtypes."""
     inside = [unit.name for unit in units if unit.is_gathered]
     examples: dict[str, dict[str, str]] = {}
     for name, parameter in named.items():
@@ -63,7 +63,7 @@ def _mixed_units(
 
 
 def _shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
-    """Yield the transposed parameters that are a view of another one's memory."""
+    """Yield the non-contiguous parameters that share memory with another parameter."""
     for name, parameter in named.items():
         if parameter.is_contiguous():
             continue
@@ -84,7 +84,7 @@ def _overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _extent(tensor: nn.Parameter) -> tuple[int, int]:
-    """Return the first and the last element's place in a tensor's storage, in bytes."""
+    """Return the byte offsets of the first and last element of a tensor in its storage."""
     first = tensor.storage_offset()
     steps = (n - 1 for n in tensor.shape)
     last = first + sum(n * stride for n, stride in zip(steps, tensor.stride(), strict=True))

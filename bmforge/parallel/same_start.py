@@ -1,4 +1,4 @@
-"""All processes start from the same values: where a module was drawn on each, from rank 0's."""
+"""Makes initial parameters and buffers equal on all processes by broadcasting those of rank 0."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ __all__ = ["start_alike_"]
 
 
 def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Send rank 0's parameters and buffers to all processes where any has other ones.
+    """Broadcast rank 0's parameters and buffers to all processes if any process has different
+    values.
 
-    Replicas that begin with other weights keep them for ever: only their gradients are averaged.
-    What is on meta is drawn or loaded later, alike on all.
+    Replicas that start with different weights stay different: only their gradients are averaged.
+    Tensors on meta are initialized or loaded later, equally on all processes.
 
     Args:
-        model: whole on every process, before it is laid out.
-        mesh: of all processes.
+        model: unsharded model on every process, before it is parallelized.
+        mesh: mesh over all processes.
 
     Raises:
-        ConfigError: the processes have models of other names, shapes or dtypes.
+        ConfigError: the models of the processes differ in names, shapes or dtypes.
 
-    Comm: an all-reduce of two integers; where something is not on meta, one of two per tensor, and
-        a broadcast of each that differs.
+    Comm: an all-reduce of two integers; if some tensors are not on meta, one of two integers per
+        tensor, and a broadcast of each that differs.
     """
     every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     here = {name: tensor for name, tensor in every.items() if not tensor.is_meta}
@@ -58,12 +59,12 @@ def _hash(content: bytes) -> int:
 
 
 def _agree(number: int, mesh: DeviceMesh) -> bool:
-    """Tell, on all processes alike, whether all have the same number."""
+    """Return True, on all processes alike, if all have the same number."""
     return not bool(_differs(torch.tensor([number], device=mesh.device_type)).any())
 
 
 def _differs(numbers: Tensor) -> Tensor:
-    """Return, on all processes alike, which numbers are not the same on all."""
+    """Return, on all processes alike, a mask of the numbers that differ between processes."""
     both = torch.stack((numbers, ~numbers))
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return both[0] != ~both[1]
@@ -75,7 +76,7 @@ def _find_different(tensors: list[Tensor], mesh: DeviceMesh) -> list[bool]:
 
 
 def _add_up(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bytes, eight at a time, as they come."""
+    """Return a checksum of a tensor: the sum of its bytes as int64 words."""
     content = tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     end = content.numel() // 8 * 8
     return content[:end].view(torch.int64).sum() + content[end:].sum()

@@ -1,6 +1,6 @@
-"""ZeRO-2, ZeRO-3 and HSDP: one sharded unit per block, the rest in the root's.
+"""ZeRO-2, ZeRO-3 and HSDP: one sharded unit per block, all other parameters in the root unit.
 
-Source: Rajbhandari et al., "ZeRO" (2020); the mechanics are torch's `fully_shard` (FSDP2).
+Source: Rajbhandari et al., "ZeRO" (2020); implemented with torch's `fully_shard` (FSDP2).
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ def apply_zero_(
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard `experts`, then `units`, then what is left of `model`, over the mesh.
+    """Shard `experts`, then `units`, then the rest of `model`, over the mesh.
 
     Args:
-        model: the root.
-        units: modules gathered as a whole, in the order they run.
-        mesh: of all axes.
-        zero: 3 frees gathered parameters after forward, 0 and 2 keep them for backward.
-        dtype: parameters are gathered and used in it, gradients reduced in fp32; None: as stored.
-        prefetch: how many units ahead parameters are gathered while one computes.
-        experts: modules divided over an axis `ep`; each is a unit of its own inside another.
-        expert_mesh: theirs, see `expert.build_expert_mesh`.
+        model: root module.
+        units: modules gathered as a whole, in execution order.
+        mesh: mesh with all axes.
+        zero: ZeRO stage: 3 frees gathered parameters after forward, 0 and 2 keep them for backward.
+        dtype: dtype in which parameters are gathered and used, with gradients reduced in fp32;
+            None:
+            the stored dtype.
+        prefetch: number of units gathered ahead while one computes.
+        experts: modules sharded over an axis `ep`; each is a unit of its own inside another.
+        expert_mesh: mesh of the experts, see `expert.build_expert_mesh`.
     """
     policy = MixedPrecisionPolicy()
     if dtype is not None:
@@ -89,7 +91,8 @@ def _usable_as_stored(
 ) -> list[nn.Parameter]:
     """List the frozen parameters that blocks can use without a gathered copy.
 
-    FSDP2 copies the parameters of a unit into a buffer even where a shard is the whole, which
+    FSDP2 copies the parameters of a unit into a buffer even if a shard is the whole parameter,
+    which
     doubles the memory of a frozen base model.
     """
     if mesh.shape[-1] > 1:
@@ -106,9 +109,10 @@ def _usable_as_stored(
 def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Average the gradients of scalar parameters over a mesh, as they are computed.
 
-    FSDP2 shards a dim and a scalar has none, so scalars stay whole on every process. A tensor hook
-    sees the gradient of one backward pass, before it is added to that of earlier micro-batches.
-    Materializing a model that is on meta replaces its parameters, so hooks are attached in forward.
+    FSDP2 shards a dim and a scalar has none, so scalars are replicated. A tensor hook sees the
+    gradient
+    of one backward pass, before it is added to that of earlier micro-batches. Materializing a model
+    that is on meta replaces its parameters, so hooks are attached in forward.
     """
     hooked = WeakIdKeyDictionary()
 
@@ -128,7 +132,7 @@ def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def refuse_calls_outside_(units: Mapping[str, nn.Module]) -> None:
-    """Let a part of a unit that is called while its unit's parameters are sharded raise by name.
+    """Make submodules of a unit raise an error with their name if called while the unit is sharded.
 
     Args:
         units: name -> module whose parameters are gathered while it runs.
@@ -151,18 +155,18 @@ def _check_gathered(unit: str, inner: str, parameter: str, module: nn.Module, ar
 
 
 class _OneBuffer:
-    """Lets a shard that is the whole have one buffer for its gradients before and after reducing.
+    """Gradient reduction for a single shard: one buffer for the gradients before and after.
 
-    FSDP2 allocates both, and where there is one process copies the first into the second, which is
-    a pass over all gradients in fp32; to itself it copies nothing.
+    FSDP2 allocates both, and with one process copies the first into the second, a pass over all
+    gradients in fp32; with a shared buffer there is no copy.
     """
 
     def __init__(self) -> None:
-        # Weak: what is left by a reduction that failed between its two allocations is gone.
+        # Weak: a buffer is freed if a reduction fails between its two allocations.
         self._before: weakref.ref[Tensor] | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer, and the next time the same one."""
+        """Return a new buffer, and the same one in the next call."""
         given = None if self._before is None else self._before()
         self._before = None
         if given is not None and given.shape == torch.Size(size) and given.dtype == dtype:
@@ -174,13 +178,13 @@ class _OneBuffer:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any
     ) -> None:
-        """Reduce among one; versions of torch that know this case do not call it."""
+        """Reduce in a group of one process; torch versions that handle this case do not call it."""
         if output_tensor is not input_tensor:
             output_tensor.copy_(input_tensor)
 
 
 def _name_as_before_(modules: Sequence[nn.Module]) -> None:
-    """Let logs, errors and `print` call a module by its own class, of which FSDP2 makes one."""
+    """Restore the original class name of modules for logs and errors; FSDP2 creates a subclass."""
     for module in modules:
         if isinstance(module, FSDPModule):
             made = type(module)
@@ -188,23 +192,23 @@ def _name_as_before_(modules: Sequence[nn.Module]) -> None:
 
 
 def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
-    """Return the axis to shard over, after that to replicate over where there is one.
+    """Return the mesh to shard over, preceded by the axis to replicate over if there is one.
 
-    Processes of the axis `cp` have the same parameters, and join one or the other.
+    Processes of the axis `cp` have the same parameters, so `cp` joins one of the two axes.
     """
     copies, shards = mesh["dp_replicate"], mesh["dp_shard"]
     if mesh["cp"].size() > 1:
         joined = ("dp_replicate", "cp") if zero == 0 else ("dp_shard", "cp")
         flat = flatten_mesh(mesh[joined], "_".join(joined))
         copies, shards = (flat, shards) if zero == 0 else (copies, flat)
-    # A replicating axis of length 1 would only add an all-reduce among one.
+    # A replicate axis of length 1 would only add an all-reduce of one process.
     return shards if copies.size() == 1 else DeviceMesh._concatenate([copies, shards])
 
 
 def _shard_experts_(
     experts: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
-    """Shard experts over what `ep` left; return the parameters of those that need nothing."""
+    """Shard experts over the axis `zero`; return the parameters of those that need no sharding."""
     replicates, size = mesh["dp_replicate"].size() > 1, mesh["zero"].size()
     if size == 1 and not replicates and policy.param_dtype is None:
         return {parameter for module in experts for parameter in module.parameters()}
@@ -221,18 +225,19 @@ def _shard_experts_(
 
 
 def _free_after_forward_(modules: Sequence[nn.Module]) -> None:
-    """Let units free what they gathered.
+    """Make units free their gathered parameters after forward.
 
-    To say so to `fully_shard` would let it divide every parameter once more, into as many views as
-    there are processes, for a case that is not ours: keeping part of it.
+    Passing this to `fully_shard` would make it split every parameter once more, into as many views
+    as
+    there are processes, for partial resharding, which is not used here.
     """
     for module in modules:
-        if isinstance(module, FSDPModule):  # experts that need nothing are none
+        if isinstance(module, FSDPModule):  # experts without sharding are plain modules
             module.set_reshard_after_forward(True, recurse=False)
 
 
 def _even_dim(size: int, parameter: nn.Parameter) -> Shard | None:
-    """Shard the first dim that gives all processes equally much: few experts may be here."""
+    """Choose the first dim that shards evenly over all processes; local experts may be few."""
     assert isinstance(parameter, DTensor)
     cuts = [1] * parameter.dim()
     for axis, placement in enumerate(parameter.placements):
@@ -243,7 +248,7 @@ def _even_dim(size: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def _set_prefetch_(units: Sequence[nn.Module], experts: Sequence[nn.Module], prefetch: int) -> None:
-    """Let every unit gather those that run next; experts run inside theirs, after its beginning."""
+    """Set the units that each unit prefetches; experts run inside their units, after they start."""
     inner = {id(module) for module in experts}
     groups = [[unit, *(m for m in unit.modules() if id(m) in inner)] for unit in units]
     forward = [m for group in groups for m in group if isinstance(m, FSDPModule)]
@@ -255,7 +260,7 @@ def _set_prefetch_(units: Sequence[nn.Module], experts: Sequence[nn.Module], pre
 
 
 def half_units(model: nn.Module, dtype: torch.dtype) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of every unit that computes in `dtype` and keeps wider ones."""
+    """Yield the parameters of every unit that computes in `dtype` and stores a wider dtype."""
     for module in model.modules():
         for group in param_groups_of(module):
             if group.mp_policy.param_dtype == dtype:
@@ -263,7 +268,7 @@ def half_units(model: nn.Module, dtype: torch.dtype) -> Iterator[list[nn.Paramet
 
 
 def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> None:
-    """Keep these sharded parameters, whole units of them, in another dtype from now on.
+    """Change the stored dtype of the chosen sharded parameters, which must be whole units.
 
     The parameters stay the same objects. Call it between steps, with the model resharded.
     """
@@ -280,7 +285,7 @@ def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> Non
 
 
 def param_groups_of(module: nn.Module) -> list[Any]:
-    """Return what FSDP2 gathers as one for this module; [] where it is no unit."""
+    """Return the FSDP2 parameter groups of a module; [] if it is not a unit."""
     if not isinstance(module, FSDPModule):
         return []
     return groups_of_state(fully_shard.state(module))  # type: ignore[attr-defined]
@@ -293,10 +298,10 @@ def groups_of_state(state: Any) -> list[Any]:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Free the gathered parameters, so that the model holds its shards again.
+    """Free the gathered parameters, so that the model holds only its shards.
 
-    Backward does this by itself; after a forward without one (evaluating, generating) the root, and
-    with ZeRO-2 every unit, still holds whole parameters, which are not the optimizer's.
+    Backward does this by itself; after a forward without one (evaluation, generation) the root, and
+    with ZeRO-2 every unit, still holds whole parameters, which are not those of the optimizer.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,1 +1,1 @@
-"""Context parallelism: the tokens of a row divided over processes; start reading at `divide.py`."""
+"""Context parallelism: the tokens of each sequence are sharded; start reading at `divide.py`."""

@@ -1,13 +1,13 @@
-"""Context parallelism: the tokens of a row divided over processes, all the way through the blocks.
+"""Context parallelism: the tokens of each sequence are sharded over processes through all blocks.
 
-In front of a stack of blocks every process takes its share of the tokens (`token_share.py`), after
-it all get all of them back; only attention looks beyond a share, by one of three methods. A causal
-row is cut into twice as many chunks as processes, of which each takes an early and a late one: all
-have the same work (zigzag).
+Before a stack of blocks every process takes its share of the tokens (`token_share.py`), after the
+stack the tokens are all-gathered. Only attention needs the tokens of other processes, by one of
+three methods. A causal sequence is cut into twice as many chunks as there are processes, and each
+process takes an early and a late chunk, so that all have the same work (zigzag).
 
-Every process's backward is a part of the gradient, which ZeRO then adds up: cutting needs no
-collective backward, gathering a reduce-scatter. A language model's loss is divided by tokens. Any
-other is computed whole by all, and counts a part of it each.
+Each process's backward computes a partial gradient, which ZeRO sums: cutting needs no collective in
+backward, gathering needs a reduce-scatter. The loss of a language model is divided by tokens. Any
+other loss is computed in full by every process, each contributing a fraction of it.
 
 Source: Llama Team, "The Llama 3 herd of models" (2024) for "gather"; Liu et al., "Ring attention"
 (2023) and Brandon et al., "Striped attention" (2023) for "ring" and the balance; Jacobs et al.,
@@ -33,8 +33,8 @@ from bmforge.surgery import wrap_forward_
 
 __all__ = ["METHODS", "apply_context_parallel_", "context_problems"]
 
-# (queries, keys, values, mask, bias, causal, scale, dropout, prefix), of which the last may be left
-# out; see `nn.attention.mix_values`.
+# (queries, keys, values, mask, bias, causal, scale, dropout, prefix), the last being optional;
+# see `nn.attention.mix_values`.
 Mix = Callable[..., Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -47,25 +47,28 @@ def apply_context_parallel_(
     method: str = "gather",
     unit: int = 1,
 ) -> None:
-    """Cut the tokens of every stack of blocks over the axis `cp`, in place.
+    """Shard the tokens of every stack of blocks over the axis `cp`, in place.
 
     Args:
-        model: any model with rules, after tensor parallelism.
-        stacks: containers of blocks that run one after the other.
-        mesh: of one dim.
-        method: how attention sees all keys: "gather", "ring" or "ulysses".
-        unit: shares are multiples of it: tp, where that divides them further.
+        model: model with rules, after tensor parallelism.
+        stacks: containers of blocks that run in sequence.
+        mesh: one-dimensional mesh.
+        method: attention method: "gather", "ring" or "ulysses".
+        unit: divisor of the length of every share; tp if sequence parallelism divides shares
+            further.
 
     Comm: per stack an all-gather of the hidden states forward and a reduce-scatter backward. Per
-        attention, "gather": the same of keys and values; "ring": they go round, to every process,
-        and backward their gradients with them; "ulysses": an all-to-all before it and one after it,
-        each way.
+        attention, "gather": the same for keys and values; "ring": keys and values are passed to
+        every
+        process, in backward together with their gradients; "ulysses": an all-to-all before it and
+        one
+        after it, forward and backward.
     """
     group = mesh.get_group()
     for stack in stacks:
         is_causal = any(getattr(module, "causal", False) for module in stack.modules())
         by_heads = method == "ulysses"
-        # Found by `models.stack.run_layers`.
+        # Read by `models.stack.run_layers`.
         as_stack_(stack).token_cut = TokenCut(group, is_causal and not by_heads, unit, by_heads)
         for attn in _attentions(stack):
             if _is_window(attn):
@@ -82,7 +85,7 @@ def apply_context_parallel_(
 
 @torch.compiler.disable
 def _take_first(group: dist.ProcessGroup, drawn: Tensor) -> Tensor:
-    """Return what the first process drew.
+    """Return the random number of the first process.
 
     Comm: a broadcast of one number.
     """
@@ -94,7 +97,7 @@ def _take_first(group: dist.ProcessGroup, drawn: Tensor) -> Tensor:
 def context_problems(
     model: nn.Module, stacks: Sequence[nn.Module], size: int, method: str, tp: int
 ) -> list[str]:
-    """Return everything that keeps a model's tokens from being cut into `size`."""
+    """Return the problems of sharding a model's tokens over `size` processes."""
     if size == 1:
         return []
     name = type(model).__name__
@@ -117,7 +120,7 @@ def context_problems(
 
 
 def _attentions(stack: nn.Module) -> list[Any]:
-    """Return the attentions of tokens to themselves; what looks at a memory has all of it."""
+    """Return the self-attention modules; cross-attention sees the whole memory and is left out."""
     found = [getattr(block, "attn", None) for block in stack.children()]
     return [attn for attn in found if attn is not None]
 
@@ -138,9 +141,9 @@ def _mix_gathered(
     dropout: float,
     *prefix: Pair,
 ) -> Tensor:
-    """Gather all keys and values; each process weighs them for its own queries.
+    """Compute attention of this rank's queries over the all-gathered keys and values.
 
-    Plain causal attention has no mask, but where it drops weights.
+    Plain causal attention has no explicit mask, except with attention dropout.
     """
     if not isinstance(mask, Rows):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
@@ -154,7 +157,7 @@ def _mix_gathered(
 
 
 def _behind(pair: Tensor, *prefix: Pair) -> Tensor:
-    """Put keys and values side by side, (B, K, T, 2 H), behind those of a prefix."""
+    """Concatenate keys and values, (B, K, T, 2 H), and append them to those of a prefix."""
     parts = [
         torch.cat(each, -1).to(pair.dtype).expand(pair.shape[0], -1, -1, -1) for each in prefix
     ]
@@ -162,14 +165,14 @@ def _behind(pair: Tensor, *prefix: Pair) -> Tensor:
 
 
 def _heads_here(prefix: Pair, times: int, share: TokenShare) -> Pair:
-    """Return a prefix for the heads that this process weighs, repeated as the keys are."""
+    """Return the prefix of the heads of this rank, with key-value heads repeated `times` times."""
     count = prefix[0].shape[0] * times // share.size
     key, value = (t.repeat_interleave(times, 0)[share.rank * count :][:count] for t in prefix)
     return key, value
 
 
 def _causal_rows(share: TokenShare, device: torch.device) -> Tensor:
-    """Return the mask of this process's queries, (1, 1, T here, T)."""
+    """Return the causal mask of this rank's queries, (1, 1, local T, T)."""
     place = torch.arange(share.length, device=device)
     return (place <= share.take(place, 0)[:, None])[None, None]
 
@@ -186,7 +189,7 @@ def _mix_in_ring(
     dropout: float,
     *prefix: Pair,
 ) -> Tensor:
-    """Let keys and values go round; weights that are dropped need all of them at once."""
+    """Compute ring attention; fall back to gathered keys and values for attention dropout."""
     if dropout or not isinstance(mask, Rows):
         return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout, *prefix)
     is_plain = mask.mask is None and bias is None
@@ -208,7 +211,7 @@ def _mix_by_heads(
     dropout: float,
     *prefix: Pair,
 ) -> Tensor:
-    """Exchange tokens for heads: each process weighs whole rows for some of the heads."""
+    """Compute Ulysses attention: all-to-all from token shards to head shards and back."""
     if not isinstance(mask, Rows):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share, size = mask.share, mask.share.size
@@ -227,7 +230,7 @@ def _mix_by_heads(
 
 
 def _repeat_for(kv_heads: int, heads: int, size: int) -> int:
-    """Return how often key-value heads must be repeated for every process to have equally many."""
+    """Return how often key-value heads are repeated so that `size` divides their number."""
     groups = heads // kv_heads
     return next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % size == 0)
 
@@ -240,10 +243,10 @@ METHODS: dict[str, Mix] = {
 
 
 def _see_everything_(attn: Any) -> None:
-    """Let attention within a window work on all tokens, and each process keep what is its own.
+    """Make sliding-window attention work on all tokens; each process keeps the results of its own.
 
-    Its blocks and global tokens reach across shares in ways of their own. Not divided: a projection
-    and a window's width per token, beside the MLP's work, which is.
+    The blocks and global tokens of window attention reach across shares. The undivided work is a
+    projection and a window's width per token, small compared to the divided work of the MLP.
     """
     wrap_forward_(attn, partial(_on_all_tokens, attn), "window")
 
@@ -264,10 +267,11 @@ def _on_all_tokens(
 def _pick_tokens(
     group: dist.ProcessGroup, x: Tensor, labels: Tensor, num_items: float | Tensor
 ) -> tuple[Tensor, Tensor, float | Tensor]:
-    """Pick the tokens whose loss this process computes: an equal part, whoever worked on them.
+    """Select an equal part of the tokens for this process's loss, whichever process computed them.
 
-    Each counts as often as there are processes, so that the mean over these is the loss, as it is
-    where all compute the same; and so is the mean of their gradients, which ZeRO takes.
+    The loss of each token is scaled by the number of processes, so that the mean over processes is
+    the
+    loss, as it is if all compute the same loss. The same holds for the mean of gradients in ZeRO.
 
     Shape:
         x: (M, D); labels: (M,)

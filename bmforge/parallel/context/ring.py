@@ -1,10 +1,10 @@
-"""Attention in tiles whose results are merged, so that no process needs all keys, or all scores.
+"""Ring attention and tiled causal attention, without all keys or all scores in memory at once.
 
-Softmax over all keys is the mean of softmaxes over some of them, weighed by the exponentials of
-their log-sum-exps. With the log-sum-exp of all keys, backward takes every tile alone.
+Softmax over all keys is the mean of softmaxes over subsets of keys, weighted by the exponentials of
+their log-sum-exps. With the log-sum-exp over all keys, backward processes every tile independently.
 
-On a CPU a fused kernel does the tiles that have neither mask nor bias; all others exist as scores,
-one tile at a time.
+On a CPU a fused kernel computes the tiles without mask and bias; the scores of all other tiles are
+materialized, one tile at a time.
 
 Source: Dao, "FlashAttention-2" (2023) for the tiles' backward; Liu et al., "Ring attention"
 (2023).
@@ -32,13 +32,15 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 class _KeyTile(NamedTuple):
-    """Queries of one chunk and keys at hand that they look at.
+    """Queries of one chunk and the local keys that they attend to.
 
     Args:
-        mine: the queries' chunk.
-        keys: the keys, among those at hand.
-        columns: the same keys' places in the row; None: they are a prefix, which all see.
-        diagonal: queries and keys are the same tokens, and each sees up to itself; else all.
+        mine: chunk of the queries.
+        keys: slice of the local keys.
+        columns: slice of the same keys in the sequence; None: prefix keys, which all queries see.
+        diagonal: True if queries and keys are the same tokens and attention is causal; False if
+            every
+            query sees every key.
     """
 
     mine: Chunk
@@ -48,7 +50,7 @@ class _KeyTile(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """What the scores of a tile are made of."""
+    """Inputs of the attention scores of a tile."""
 
     query: Tensor
     key: Tensor
@@ -60,11 +62,11 @@ class _Scores(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """A fused kernel can do it."""
+        """Whether the fused CPU kernel supports this tile."""
         return self.query.is_cpu and self.mask is None and self.bias is None
 
     def make(self) -> Tensor:
-        """Return the scores, (B, N, T, S), of a tile that no fused kernel can do."""
+        """Return the materialized scores of a tile, (B, N, T, S)."""
         wide = torch.promote_types(self.query.dtype, torch.float32)
         scores = (self.query @ self.key.transpose(-1, -2)).to(wide) * self.scale
         if self.bias is not None:
@@ -78,12 +80,12 @@ class _Scores(NamedTuple):
 
 
 def _finite(total: Tensor) -> Tensor:
-    """Replace -inf, the log-sum-exp of no key at all, where a difference is to be taken."""
+    """Replace -inf, the log-sum-exp of an empty set of keys, by 0 to avoid NaN differences."""
     return total.masked_fill(total == -torch.inf, 0.0)
 
 
 def _attend(s: _Scores) -> tuple[Tensor, Tensor]:
-    """Return (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
+    """Return the attention output (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
     if s.is_plain:
         return _cpu_forward(s.query, s.key, s.value, 0.0, s.causal, scale=s.scale)
     scores = s.make()
@@ -95,7 +97,9 @@ def _attend(s: _Scores) -> tuple[Tensor, Tensor]:
 def _attend_backward(
     s: _Scores, grad: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and scores, given results over all keys."""
+    """Return the gradients of query, key, value and scores of a tile, from the results over all
+    keys.
+    """
     if s.is_plain:
         back = _cpu_backward(
             grad, s.query, s.key, s.value, out, total, 0.0, s.causal, scale=s.scale
@@ -110,11 +114,12 @@ def _attend_backward(
 
 
 class _Work:
-    """One process's queries against keys and values that come bit by bit.
+    """Accumulates the attention of one process's queries over tiles of keys and values.
 
     Shape:
-        query: (B, N, T here, H); mask: (B or 1, 1, T here or 1, T); bias: (B or 1, N, T here, T);
-        keys and values: (B, K, keys, 2 H), side by side
+        query: (B, N, local T, H); mask: (B or 1, 1, local T or 1, T); bias: (B or 1, N, local
+            T, T);
+        keys and values: (B, K, keys, 2 H), concatenated
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class _Work:
 
     def _scores(self, tile: _KeyTile, pair: Tensor) -> _Scores:
         own = tile.mine.own
-        # The kernels want as many heads of keys as of queries.
+        # The kernels need as many key heads as query heads.
         pair = pair[:, :, tile.keys].repeat_interleave(self.query.shape[1] // pair.shape[1], 1)
         key, value = pair.chunk(2, -1)
         mask, bias = (self.mask, self.bias) if tile.columns is not None else (None, None)
@@ -139,7 +144,7 @@ class _Work:
         return _Scores(query, key, value, mask, bias, tile.diagonal, self.scale)
 
     def add(self, tile: _KeyTile, pair: Tensor) -> None:
-        """Merge what the queries find in a tile into what they have found."""
+        """Merge the attention output of a tile into the accumulated output."""
         out, total = _attend(self._scores(tile, pair))
         own = tile.mine.own
         before = self.total[:, :, own]
@@ -149,13 +154,13 @@ class _Work:
         self.total[:, :, own] = both
 
     def start_backward(self, grad: Tensor, out: Tensor, total: Tensor) -> None:
-        """Take the results over all keys and their gradient."""
+        """Store the results over all keys and the output gradient, and zero gradient buffers."""
         self.grad, self.out, self.total = grad, out, total
         self.grad_query = torch.zeros_like(self.query, dtype=self.wide)
         self.grad_bias = None if self.bias is None else torch.zeros_like(self.bias, dtype=self.wide)
 
     def add_backward(self, tile: _KeyTile, pair: Tensor, grad_pair: Tensor) -> None:
-        """Add a tile's gradients, those of its keys and values to `grad_pair`."""
+        """Accumulate the gradients of a tile; those of its keys and values into `grad_pair`."""
         own = tile.mine.own
         results = (t[:, :, own] for t in (self.grad, self.out, self.total))
         query, key, value, scores = _attend_backward(self._scores(tile, pair), *results)
@@ -168,7 +173,7 @@ class _Work:
 
 
 def _tiles_of(share: TokenShare, source: int, causal: bool) -> Iterator[_KeyTile]:
-    """Pair this process's queries with the keys of another one, or its own."""
+    """Yield the tiles of this rank's queries and the keys of rank `source`."""
     for mine in share.mine:
         for theirs in share.chunks_of(source):
             if not causal or theirs.number <= mine.number:
@@ -177,7 +182,7 @@ def _tiles_of(share: TokenShare, source: int, causal: bool) -> Iterator[_KeyTile
 
 
 def _prefix_tiles(share: TokenShare, prefix: Tensor | None) -> Iterator[_KeyTile]:
-    """Pair this process's queries with a prefix."""
+    """Yield the tiles of this rank's queries and the prefix keys."""
     if prefix is None:
         return
     for mine in share.mine:
@@ -185,9 +190,10 @@ def _prefix_tiles(share: TokenShare, prefix: Tensor | None) -> Iterator[_KeyTile
 
 
 def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
-    """Pair this process's queries with all keys before their chunk, and with the chunk's own.
+    """Yield, for each chunk of queries, the tile of all earlier keys and that of the chunk's own
+    keys.
 
-    `before` keys of a prefix stand in front of the row's.
+    `before` is the number of prefix keys in front of the keys of the sequence.
     """
     for mine in share.mine:
         for keys, diagonal in (
@@ -199,11 +205,12 @@ def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
 
 
 def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float | None) -> Tensor:
-    """Weigh all values for this process's queries, each of which sees up to itself.
+    """Compute causal attention of this rank's queries over the keys and values of the sequence.
 
     Shape:
-        query: (B, N, T here, H); pair: keys and values side by side, (B, K, P + T, 2 H), those of
-        a prefix, which all see, in front; returns (B, N, T here, H)
+        query: (B, N, local T, H); pair: keys and values concatenated, (B, K, P + T, 2 H), with
+            the P
+        prefix positions, which all queries see, in front; returns (B, N, local T, H)
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if query.is_cpu:
@@ -212,9 +219,9 @@ def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float
 
 
 def attend_to_ends(query: Tensor, pair: Tensor, share: TokenShare, scale: float) -> Tensor:
-    """As `attend_causally`, by kernels that align the last query with the last key.
+    """Compute `attend_causally` with kernels that align the last query with the last key.
 
-    Accelerators have them; on a CPU they would make the whole mask.
+    Accelerators have such kernels; on a CPU they would materialize the whole mask.
     """
     key, value = pair.chunk(2, -1)
     before = pair.shape[2] - share.length
@@ -266,17 +273,19 @@ def attend_in_ring(
     scale: float | None,
     prefix: Tensor | None = None,
 ) -> Tensor:
-    """Weigh all values for this process's queries; keys and values go from process to process.
+    """Compute ring attention: keys and values are passed from process to process.
 
-    Those of a prefix, which all queries see, are with every process.
+    The keys and values of a prefix, which all queries see, are replicated.
 
     Shape:
-        query: (B, N, T here, H); key, value: (B, K, T here, H); mask: (B or 1, 1, T here or 1, T);
-        bias: (B or 1, N, T here, T); prefix: (1, K, P, 2 H), keys and values side by side;
-        returns (B, N, T here, H)
+        query: (B, N, local T, H); key, value: (B, K, local T, H); mask: (B or 1, 1, local T or
+            1, T);
+        bias: (B or 1, N, local T, T); prefix: (1, K, P, 2 H), keys and values concatenated;
+        returns (B, N, local T, H)
 
-    Memory: keys and values of two processes, and one tile of scores where there is a mask or bias.
-    Comm: with R processes, R - 1 messages of the keys and values forward; backward as many again,
+    Memory: keys and values of two processes, and one tile of scores if there is a mask or bias.
+    Comm: with R processes, R - 1 messages of the keys and values forward; in backward as many
+    again,
         and R of their gradients, in fp32 or wider.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -328,7 +337,7 @@ class _Ring(torch.autograd.Function):
             found = torch.zeros_like(pair, dtype=work.wide)
             for tile in _tiles_of(share, (share.rank - step) % share.size, ctx.causal):
                 work.add_backward(tile, moving, found)
-            # What the processes before this one found follows its keys and values.
+            # The gradients from previous ranks travel behind their keys and values.
             found = found if arriving is None else found + arriving.wait()
             arriving = _Message(found, share)
             moving = moving if coming is None else coming.wait()
@@ -341,7 +350,9 @@ class _Ring(torch.autograd.Function):
 
 
 class _Message:
-    """A tensor on its way to the next process, and another one's from the process before."""
+    """Asynchronous exchange: sends a tensor to the next rank and receives one from the previous
+    rank.
+    """
 
     def __init__(self, tensor: Tensor, share: TokenShare) -> None:
         ranks = dist.get_process_group_ranks(share.group)
@@ -355,7 +366,7 @@ class _Message:
         )
 
     def wait(self) -> Tensor:
-        """Return what has come."""
+        """Wait for the exchange and return the received tensor."""
         for work in self.works:
             work.wait()
         return self.received

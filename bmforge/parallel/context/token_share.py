@@ -1,7 +1,7 @@
-"""Which tokens of a row every process has, and how they come together again.
+"""Assignment of the tokens of a sequence to processes, and collectives that use it.
 
-Shares differ by a token where the length does not divide, so that no block ever sees padding; only
-what collectives carry is filled up. Used by `context.py`, which says what for.
+If the number of processes does not divide the length, shares differ by a token, so that no block
+ever sees padding; only the buffers of collectives are padded. `divide.py` explains the use.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["Chunk", "Rows", "TokenCut", "TokenShare"]
 
 
 class Chunk(NamedTuple):
-    """Neighbouring tokens that one process has.
+    """Consecutive tokens of one process.
 
     Args:
-        number: of all chunks of the row.
-        start: its first token in the row.
-        end: behind its last one.
-        offset: where it begins among the process's own tokens.
+        number: index among all chunks of the sequence.
+        start: index of the first token in the sequence.
+        end: index behind the last token in the sequence.
+        offset: index of the first token among the process's own tokens.
     """
 
     number: int
@@ -37,20 +37,21 @@ class Chunk(NamedTuple):
 
     @property
     def own(self) -> slice:
-        """Its place among the process's own tokens."""
+        """Slice of the chunk among the process's own tokens."""
         return slice(self.offset, self.offset + self.end - self.start)
 
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Which tokens of rows of one length every process has; this is `nn.shard_hooks.TokenShare`.
+    """Assignment of tokens to processes for one sequence length; implements
+    `nn.shard_hooks.TokenShare`.
 
     Args:
-        group: the processes.
-        length: T, of whole rows.
-        zigzag: two chunks for every process, one counted from each end.
-        unit: chunks are multiples of it, where the length is.
-        by_heads: attention cuts heads and sees whole rows (the method "ulysses").
+        group: process group.
+        length: length T of the whole sequence.
+        zigzag: two chunks per process, one counted from each end of the sequence.
+        unit: divisor of the chunk lengths, if it divides the sequence length.
+        by_heads: attention shards heads and sees whole sequences (the method "ulysses").
     """
 
     group: dist.ProcessGroup
@@ -61,16 +62,16 @@ class TokenShare:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """Rank of this process in the group."""
         return self.group.rank()
 
     def chunks_of(self, rank: int) -> list[Chunk]:
-        """Return the chunks of a process, without empty ones."""
+        """Return the non-empty chunks of a rank."""
         count = self.size * (2 if self.zigzag else 1)
         unit = 1 if self.length % self.unit else self.unit
         base, rest = divmod(self.length // unit, count)
@@ -83,39 +84,40 @@ class TokenShare:
 
     @cached_property
     def mine(self) -> list[Chunk]:
-        """This process's chunks."""
+        """Chunks of this process."""
         return self.chunks_of(self.rank)
 
     @cached_property
     def counts(self) -> list[int]:
-        """How many tokens every process has."""
+        """Number of tokens of every process."""
         return [sum(c.end - c.start for c in self.chunks_of(r)) for r in range(self.size)]
 
     @property
     def width(self) -> int:
-        """The most tokens that a process has: what collectives carry of each."""
+        """Largest number of tokens of a process: the padded length in collectives."""
         return max(self.counts)
 
     def pad(self, x: Tensor, dim: int) -> Tensor:
-        """Fill up this process's tokens to `width` with zeros."""
+        """Pad this process's tokens to `width` with zeros."""
         rest = self.width - x.shape[dim]
         if not rest:
             return x
         return torch.cat((x, x.new_zeros(*x.shape[:dim], rest, *x.shape[dim + 1 :])), dim)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Pick this process's tokens out of all; backward is a part of the gradient."""
+        """Select this process's tokens of the whole sequence; backward gives a partial gradient."""
         return torch.cat([x.narrow(dim, c.start, c.end - c.start) for c in self.mine], dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return all tokens from this process's own; the gradients of all are summed.
+        """All-gather the tokens of all processes in the order of the sequence; gradients are
+        summed.
 
         Comm: one all-gather forward, one reduce-scatter backward.
         """
         return _Gather.apply(x, self, dim)
 
     def order(self, x: Tensor, dim: int) -> Tensor:
-        """Bring `width` tokens of every process, one behind the other, into the row's order."""
+        """Reorder gathered shares, `width` tokens per process, into the order of the sequence."""
         places = {c.number: (r, c) for r in range(self.size) for c in self.chunks_of(r)}
         parts = [
             x.narrow(dim, rank * self.width + chunk.offset, chunk.end - chunk.start)
@@ -124,7 +126,7 @@ class TokenShare:
         return torch.cat(parts, dim)
 
     def spread(self, x: Tensor, dim: int) -> Tensor:
-        """Undo `order`, with zeros where a process has fewer tokens."""
+        """Undo `order`; shares with fewer than `width` tokens are padded with zeros."""
         parts = []
         for rank, count in enumerate(self.counts):
             parts += [x.narrow(dim, c.start, c.end - c.start) for c in self.chunks_of(rank)]
@@ -136,12 +138,12 @@ class TokenShare:
     def enter(
         self, x: Tensor, masks: dict[Any, Any], inputs: dict[str, Any]
     ) -> tuple[Tensor, dict[Any, Any], dict[str, Any]]:
-        """Cut what goes into a stack of blocks; once for all blocks, which share it.
+        """Shard the inputs of a stack of blocks, once for all its blocks.
 
         Args:
             x: hidden states, (B, T, D).
-            masks: any key -> mask (B or 1, 1, T or 1, S), None, or one of another kind.
-            inputs: further arguments of the blocks; `rope` is cut, and `bias`, any key -> a bias
+            masks: any key -> mask (B or 1, 1, T or 1, S), None, or a mask of another kind.
+            inputs: further arguments of the blocks; `rope` is sharded, and `bias`, any key -> bias
                 (B or 1, N, T, S).
         """
         inputs, rope = dict(inputs), inputs.get("rope")
@@ -152,25 +154,26 @@ class TokenShare:
         return self.take(x), rows, inputs
 
     def _cut_bias(self, bias: Tensor) -> Tensor:
-        """Return a bias of this process's tokens, or of all tokens for its heads."""
+        """Return the bias of this process's tokens, or with `by_heads` of its heads."""
         if not self.by_heads:
             return self.take(bias, 2)
         heads = bias.shape[1] // self.size
         return bias.narrow(1, self.rank * heads, heads)
 
     def _cut_mask(self, mask: Any) -> Any:
-        """Return a mask's rows of this process's tokens."""
+        """Return the rows of a mask that belong to this process's tokens."""
         whole = self.by_heads or not isinstance(mask, Tensor) or mask.shape[2] == 1
         return mask if whole else self.take(mask, 2)
 
 
 class Rows(NamedTuple):
-    """What attention gets as its mask, so that it knows whose tokens it works on.
+    """Mask argument of attention together with the token assignment.
 
     Args:
-        mask: of this process's queries and all keys; with `by_heads`, and where it is none of
-            queries and keys, of all.
-        share: of the row.
+        mask: mask of this process's queries and all keys; the whole mask with `by_heads` or if
+            it is
+            not a mask over queries and keys.
+        share: token assignment of the sequence.
     """
 
     mask: Any
@@ -192,7 +195,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenCut:
-    """How a stack of blocks cuts its tokens; see `TokenShare` for the fields."""
+    """Shards the tokens of a stack of blocks; see `TokenShare` for the fields."""
 
     group: dist.ProcessGroup
     zigzag: bool
@@ -200,7 +203,7 @@ class TokenCut:
     by_heads: bool
 
     def __call__(self, length: int) -> TokenShare | None:
-        """Return the shares of rows of a length; None where there is no token for everyone.
+        """Return the token assignment for a length; None if there are fewer tokens than processes.
 
         Raises:
             ShapeError: sequence parallelism cannot divide the shares further.

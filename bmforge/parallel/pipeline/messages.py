@@ -1,21 +1,21 @@
-"""Tuples of tensors between neighbouring stages: any dtype, any shape, None allowed.
+"""Messages between neighboring pipeline stages: tuples of tensors of any dtype and shape, or None.
 
-A message is a header and its tensors. The header, one int64 host tensor of fixed length, says
-dtype, shape and whether a gradient is wanted, so shapes may change with every message and nobody
-has to agree on anything first. It costs one host message of 1.2 kB (tens of microseconds, at the
-speed of the hosts and not of the devices) per (micro-batch, edge, direction); a gradient that does
-not exist is a word in it and no zeros. Headers are matched by tag, as gloo does and as the process
-groups that `init_distributed` makes do for host tensors.
+A message is a header and its tensors. The header, one int64 host tensor of fixed length, contains
+dtype, shape and whether a gradient is required, so shapes may change with every message without
+prior agreement. It costs one host message of 1.2 kB (tens of microseconds, at the speed of the
+hosts and not of the devices) per (micro-batch, edge, direction); a missing gradient is a word in
+the header and sends no zeros. Headers are matched by tag, which gloo and the process groups of
+`init_distributed` support for host tensors.
 
-Tensors may travel over a backend that ignores tags and runs the operations between two ranks one
-after the other, a send ending only when its receive has begun. There, two neighbours that both
-send first hang: in 1F1B the one sends its next activation while the other sends a gradient. So
-both ends keep to one order of all messages between them, `order_messages`: a rank that is about to
-send first posts the receives that come before it in this order. That blocks for a header at most,
-whose sender is earlier in an order in which all actions could be done one by one, so no circle of
-waiting can close. Each pair connects before the first step, pairs in sorted order, since a first
-contact blocks both ends. The alternative, batch_isend_irecv of the sends and receives that meet,
-would need both ends to know which ones meet, and the shapes before the batch.
+Tensors may travel over a backend that ignores tags and runs the operations between two ranks
+sequentially, a send ending only when its receive has begun. There, two neighbors that both send
+first hang: in 1F1B one sends its next activation while the other sends a gradient. So both ends
+follow one order of all messages between them, `order_messages`: a rank that is about to send first
+posts the receives that precede the send in this order. That blocks for a header at most, whose
+sender is earlier in an order in which all actions could be done one by one, so there is no cyclic
+wait. Each pair connects before the first step, pairs in sorted order, since the first contact
+blocks both ends. The alternative, batch_isend_irecv of matching sends and receives, would need both
+ends to know which ones match, and the shapes before the batch.
 """
 
 from __future__ import annotations
@@ -50,14 +50,17 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class Link:
-    """How this process reaches the other ranks of its pipeline.
+    """Connection of this process to the other ranks of its pipeline.
 
     Args:
-        group: its processes, rank of the pipeline = rank of the group; it must carry host tensors
-            as well as the device's. None: all processes, or this one alone.
-        device: where received tensors lie.
-        slice_group: processes that hold the same activations (tensor parallel). Each sends its part
-            of every float tensor whose size they divide, and the receivers gather it.
+        group: process group of the pipeline; its backend must support host and device tensors.
+            None:
+            the default group, or this process alone.
+        device: device of received tensors.
+        slice_group: processes that hold the same activations (tensor parallel). Each sends a
+            slice of
+            every float tensor whose size the group size divides, and the receivers gather the
+            slices.
     """
 
     group: dist.ProcessGroup | None = None
@@ -66,12 +69,12 @@ class Link:
 
     @property
     def rank(self) -> int:
-        """This process's rank of the pipeline."""
+        """This process's pipeline rank."""
         return dist.get_rank(self.group) if dist.is_initialized() else 0
 
     @property
     def size(self) -> int:
-        """Number of ranks of the pipeline."""
+        """Number of pipeline ranks."""
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -84,7 +87,7 @@ class Link:
                 dist.recv(byte, group=self.group, group_src=low)
 
     def parts(self, spec: _Spec) -> int:
-        """Into how many parts a tensor is cut to be sent."""
+        """Return the number of slices in which a tensor is sent."""
         if self.slice_group is None or not spec.dtype.is_floating_point:
             return 1
         size = dist.get_world_size(self.slice_group)
@@ -103,7 +106,7 @@ class _Spec:
 
 
 def _encode(tensors: Tensors, what: object) -> Tensor:
-    """Write the header of a message; `what` names it in errors."""
+    """Encode the header of a message; `what` names the message in errors."""
     if len(tensors) > MAX_TENSORS:
         raise ShapeError(f"{what}: {len(tensors)} tensors; at most {MAX_TENSORS} cross a stage")
     numbers = [0] * (1 + MAX_TENSORS * _ROW)
@@ -138,7 +141,7 @@ def _decode(header: Tensor) -> list[_Spec | None]:
 
 
 class Route:
-    """Which messages cross between which ranks, and when; worked out once per schedule."""
+    """Messages between all pairs of ranks and their order; computed once per schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -151,21 +154,21 @@ class Route:
         }
 
     def made_at(self, message: Message) -> int:
-        """Index of the sending action in its rank's order."""
+        """Return the index of the sending action in its rank's order."""
         return self._index[tuple(message)]  # type: ignore[index]
 
     def used_at(self, message: Message) -> int:
-        """Index of the action that needs the message, in its rank's order."""
+        """Return the index of the action that needs the message, in its rank's order."""
         return self._index[tuple(message._replace(stage=message.receiver))]  # type: ignore[index]
 
     def peer(self, rank: int, message: Message) -> int:
-        """The rank at the other end of a message."""
+        """Return the rank at the other end of a message."""
         ranks = self.schedule.stage_ranks
         sender, receiver = ranks[message.stage], ranks[message.receiver]
         return receiver if rank == sender else sender
 
     def tag(self, message: Message) -> int:
-        """First of the message's tags: one for the header, one for every tensor."""
+        """Return the first of the message's tags: one for the header, one for every tensor."""
         stages = self.schedule.num_stages
         number = (message.micro_batch * stages + message.stage) * 2 + (message.kind == "backward")
         return number * (1 + MAX_TENSORS)
@@ -182,7 +185,7 @@ class _Incoming:
 
 @dataclass
 class _Outgoing:
-    """A message on its way; the tensors must live until it has arrived."""
+    """A message being sent; its tensors must stay alive until it has arrived."""
 
     message: Message
     tensors: list[Tensor]
@@ -192,9 +195,10 @@ class _Outgoing:
 class Wire:
     """Sends and receives the messages of one run of a schedule.
 
-    Sends return at once. What has been sent is kept until the receiver is known to have it, that
-    is, until something comes from the same rank that it did later; so at most what the schedule has
-    in flight is kept.
+    Sends return at once. The tensors of a message are released when the receiver is known to have
+    it,
+    that is, when a message arrives that the receiver sent later; so at most the messages that the
+    schedule has in flight are kept.
     """
 
     def __init__(self, route: Route, link: Link) -> None:
@@ -204,7 +208,7 @@ class Wire:
         self._outgoing: dict[int, list[_Outgoing]] = defaultdict(list)
 
     def send(self, message: Message, tensors: Tensors) -> None:
-        """Send; nobody may change the tensors in place afterwards."""
+        """Send a message; its tensors must not be changed in place afterwards."""
         peer = self._route.peer(self._rank, message)
         header = _encode(tensors, message)
         self._post_until(peer, message)
@@ -220,7 +224,7 @@ class Wire:
         self._outgoing[peer].append(_Outgoing(message, parcel, works))
 
     def receive(self, message: Message) -> Tensors:
-        """Wait for a message; its float tensors require a gradient where the sender's did."""
+        """Wait for a message; its float tensors require a gradient if the sender's did."""
         peer = self._route.peer(self._rank, message)
         self._post_until(peer, message)
         if message not in self._incoming:
@@ -236,12 +240,12 @@ class Wire:
         return tuple(self._join(spec, buffer) for spec, buffer in pairs)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until all sent messages have arrived."""
         for peer, outgoing in self._outgoing.items():
             self._release(peer, list(outgoing))
 
     def _post_until(self, peer: int, message: Message) -> None:
-        """Post the receives that come before `message` between these two ranks."""
+        """Post the receives that precede `message` in the message order of the two ranks."""
         order = self._route.messages[min(peer, self._rank), max(peer, self._rank)]
         while message not in self._incoming and order[self._done[peer]] != message:
             self._post(peer, order[self._done[peer]])
@@ -272,7 +276,7 @@ class Wire:
 
     @contextmanager
     def _named(self, message: Message, peer: int) -> Iterator[None]:
-        """Say in errors of the backend which message they happened to."""
+        """Context manager: turn backend errors into a DistributedError that names the message."""
         try:
             yield
         except RuntimeError as error:
@@ -283,7 +287,7 @@ class Wire:
             ) from error
 
     def _cut(self, tensor: Tensor) -> Tensor:
-        """Return what this process sends of a tensor."""
+        """Return this process's slice of a tensor to send."""
         tensor = tensor.detach().contiguous()
         parts = self._link.parts(_Spec(tensor.dtype, False, tuple(tensor.shape)))
         if parts == 1:
@@ -308,7 +312,7 @@ class Wire:
 
 
 def share_from(owner: int, tensors: Tensors | None, link: Link) -> Tensors:
-    """Give every rank of the pipeline what the rank `owner` has.
+    """Broadcast the tensors of the rank `owner` to every rank of the pipeline.
 
     Comm: one broadcast of a header and one of every tensor.
     """

@@ -1,9 +1,9 @@
-"""A model as a pipeline: its stages on this rank, training steps, plain calls, and what is shared.
+"""Pipelined model: its stages on this rank, training steps, plain calls and shared parameters.
 
-The model stays one module with its names, of which this rank has its blocks. Every stage runs the
-model's own forward; `span`, set on each stack, says which blocks it runs, and `arrived` what the
-stage before carried on. Outside of a training step a call of the model runs all stages and gives
-the result to every rank, so evaluating and generating need not know.
+The model stays one module with its parameter names, of which this rank has its blocks. Every stage
+runs the model's own forward; `span`, set on each stack, selects the blocks, and `arrived` holds the
+activations of the previous stage. Outside a training step a call of the model runs all stages and
+returns the result on every rank, so evaluation and generation need no changes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from bmforge.surgery import wrap_forward_
 
 __all__ = ["PipelinedModel", "Run", "pipeline_of", "reduce_gradients_", "run_step"]
 
-# What a stage does with a micro-batch: call the model in some way; returns the loss on the last.
+# Function that calls the model on a micro-batch; returns the loss on the last stage.
 Run = Callable[[Batch], Any]
 
 
 @dataclass
 class _Stage:
-    """One stage of the model; see `pipeline.Stage`."""
+    """One stage of the model; implements `pipeline.Stage`."""
 
     owner: PipelinedModel
     number: int
@@ -55,22 +55,24 @@ class _Stage:
 
 
 class PipelinedModel:
-    """Runs a cut model.
+    """Runs the stages of a model that was cut into a pipeline.
 
     Args:
-        model: with this rank's blocks.
-        cutting: what lies where.
-        mesh: of all axes.
+        model: model with this rank's blocks.
+        cutting: assignment of modules to stages.
+        mesh: mesh with all axes.
         schedule: name of the schedule and stages per rank.
-        shared: parameters that other stages have too, see `stages.drop_the_rest_`.
-        slices: cut what crosses stages over the axis `tp`.
-        splits: backwards may come in halves; not where blocks are sharded, compiled or recomputed.
-        frees: gathered parameters are freed after every backward, not only at the step's end.
+        shared: parameters that other stages also have, see `stages.drop_the_rest_`.
+        slices: slice the messages between stages over the axis `tp`.
+        splits: backward may be split into input and weight halves; not if blocks are sharded,
+            compiled
+            or recomputed.
+        frees: free gathered parameters after every backward instead of at the end of the step.
 
     Attributes:
-        rank: this process's rank of the pipeline.
-        size: how many there are.
-        copied: names of the parameters that an earlier rank has as well: there they count.
+        rank: pipeline rank of this process.
+        size: number of pipeline ranks.
+        copied: names of the parameters that an earlier rank also has and that are counted there.
     """
 
     def __init__(
@@ -106,23 +108,23 @@ class PipelinedModel:
 
     @property
     def stages_here(self) -> tuple[int, ...]:
-        """The stages on this rank."""
+        """Stages on this rank."""
         return tuple(s for s, owner in enumerate(self._owners) if owner == self.rank)
 
     @property
     def shared_names(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradients are summed over ranks at a step's end."""
+        """Names of the parameters whose gradients are summed over ranks at the end of a step."""
         return tuple(sorted(self._shared))
 
     def show_stage(self, number: int) -> None:
-        """Let every stack know which blocks run."""
+        """Set the range of blocks that every stack runs for a stage."""
         for stack, span in self.cutting.spans[number].items():
             as_stack_(self.model.get_submodule(stack)).span = span
 
     def rank_of(self, name: str) -> int:
-        """Return the first rank of the pipeline that has a parameter or a buffer.
+        """Return the first pipeline rank that has a parameter or buffer.
 
-        Buffers of the modules that hold the stacks are on every rank.
+        Buffers of the modules that contain the stacks are on every rank.
         """
         homes = self.cutting.homes
         found = (h for n, h in homes.items() if name == n or name.startswith(f"{n}."))
@@ -130,11 +132,11 @@ class PipelinedModel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The processes of this pipeline."""
+        """Process group of this pipeline."""
         return self.mesh["pp"].get_group()
 
     def _all_sets(self, owners: Sequence[int]) -> list[list[int]]:
-        """Return the sets of ranks that share something, the same list on every rank."""
+        """Return the sets of ranks that share modules or parameters, the same on every rank."""
         sets = {tuple(sorted({owners[s] for s in homes})) for homes in self.cutting.homes.values()}
         return [list(ranks) for ranks in sorted(sets) if len(ranks) > 1]
 
@@ -142,8 +144,8 @@ class PipelinedModel:
         """Run forward and backward of a step's micro-batches; return their losses on the last rank.
 
         Args:
-            run: calls the model once on a micro-batch and returns the loss it gets.
-            micro_batches: the same ones on every rank of the pipeline.
+            run: function that calls the model once on a micro-batch and returns the loss.
+            micro_batches: micro-batches, the same on every rank of the pipeline.
 
         Raises:
             ConfigError: fewer micro-batches than the schedule needs.
@@ -165,7 +167,7 @@ class PipelinedModel:
         return losses
 
     def run_forward(self, run: Run, micro_batches: Sequence[Batch]) -> None:
-        """Run forward alone of a step's micro-batches."""
+        """Run only the forward of a step's micro-batches."""
         self._run_forward(run, micro_batches, share=False)
 
     def _run_forward(self, run: Run, micro_batches: Sequence[Batch], share: bool) -> list[Any]:
@@ -178,7 +180,7 @@ class PipelinedModel:
             fill_slot_(self.model, "arrived", ())
 
     def _forward(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward: of one stage inside a step, else of all of them."""
+        """Replace the model's forward: run one stage inside a step, else all stages."""
         if self._is_inside:
             return inner(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -211,7 +213,7 @@ class PipelinedModel:
         raise AssertionError("a stage runs outside of a step")
 
     def _least(self) -> int:
-        """The smallest number of micro-batches that the schedule takes."""
+        """Smallest number of micro-batches that the schedule supports."""
         name, per_rank = self.schedule
         size = self.mesh["pp"].size()
         return next(n for n in range(1, 8 * size) if not problems(name, size, n, per_rank))
@@ -226,14 +228,14 @@ class PipelinedModel:
             schedule = self._build(num_micro_batches)
             here = schedule.stages_of(self._link.rank)
             stages = {number: _Stage(self, number) for number in here}
-            # The loss turns its gradient over in place, so its backward cannot come in halves.
+            # The loss changes its gradient in place, so its backward cannot be split.
             halves = set(here) - {schedule.num_stages - 1} if self._splits else ()
             pipeline = Pipeline(schedule, stages, self._link, split=halves)
             self._pipelines[num_micro_batches] = pipeline
         return self._pipelines[num_micro_batches]
 
     def _sum_shared_gradients_(self) -> None:
-        """Sum the gradients of parameters that several stages have; all have the sum then."""
+        """Sum the gradients of parameters that several stages have, on all their ranks."""
         parameters = dict(self.model.named_parameters())
         for name, ranks in sorted(self._shared.items()):
             parameter = parameters[name]
@@ -248,13 +250,13 @@ def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list
     """Run forward and backward of a step's micro-batches on a model of any layout.
 
     Args:
-        model: gets the gradients.
-        run: calls the model once on a micro-batch and returns the loss it gets, which a pipeline's
-            earlier stages do not have.
-        micro_batches: of this process's rows.
+        model: model whose gradients are computed.
+        run: function that calls the model once on a micro-batch and returns the loss, which the
+            earlier stages of a pipeline do not have.
+        micro_batches: micro-batches of this process's rows.
 
     Returns:
-        the losses that are here, detached: all, or in a pipeline none but on the last stage's rank.
+        detached losses of the micro-batches; in a pipeline only on the rank of the last stage
     """
     pipeline = pipeline_of(model)
 
@@ -277,7 +279,7 @@ def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list
 
 
 def pipeline_of(model: nn.Module) -> PipelinedModel | None:
-    """Return what runs a pipelined model; None for any other."""
+    """Return the `PipelinedModel` of a pipelined model; None for any other model."""
     record = laid_out(model)
     return None if record is None else record.pipeline
 
@@ -285,7 +287,7 @@ def pipeline_of(model: nn.Module) -> PipelinedModel | None:
 def _build_groups(
     mesh: DeviceMesh, sets: set[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make a group for every set of pipeline ranks, in each of the pipelines side by side."""
+    """Create a process group for every set of pipeline ranks, in each of the parallel pipelines."""
     groups = {}
     axis = (mesh.mesh_dim_names or ()).index("pp")
     lines = mesh.mesh.movedim(axis, 0).flatten(1).T.tolist()
@@ -298,10 +300,11 @@ def _build_groups(
 
 
 def reduce_gradients_(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
-    """Let FSDP2 reduce what all backwards of the step have left, and shard parameters again.
+    """Make FSDP2 reduce the accumulated gradients of the step and reshard the parameters.
 
-    As torch's own pipelining does at the end of a step: the schedule calls autograd on stages, so
-    there is no backward after which FSDP2 could know that a module's gradients are complete.
+    The schedule calls autograd on stages, so FSDP2 cannot know after which backward the gradients
+    of a
+    module are complete. Torch's own pipelining does the same at the end of a step.
     """
     if not sharded:
         return

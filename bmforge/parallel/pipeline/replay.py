@@ -1,6 +1,6 @@
-"""A schedule run on paper: how long it takes, how idle it leaves the ranks, what it keeps alive.
+"""Simulation of a pipeline schedule: duration, bubbles and peak number of live activations.
 
-The same walk gives the order of the messages between two ranks, which both of them keep to.
+The same simulation gives the order of the messages between two ranks, which both follow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNIT_TIMES: Mapping[Kind, float] = {
     "backward_input": 1.0,
     "backward_weight": 1.0,
 }
-# What an action adds to the activations that are alive.
+# Change of the number of live activations by an action.
 _ALIVE: Mapping[Kind, int] = {
     "forward": 1,
     "backward": -1,
@@ -31,14 +31,14 @@ _ALIVE: Mapping[Kind, int] = {
 
 @dataclass(frozen=True)
 class Replay:
-    """What a schedule costs.
+    """Simulated cost of a schedule.
 
     Args:
         total: time from the first action to the end of the last.
-        bubble_ratios: per rank, the part of `total` in which it does nothing.
-        peak_micro_batches: per rank, the most (stage, micro-batch) pairs whose activations are
-            alive at once: from the start of forward to the end of the backward, or, where it is
-            split, of its weight half.
+        bubble_ratios: idle fraction of `total` per rank.
+        peak_micro_batches: largest number of (stage, micro-batch) pairs with live activations
+            per rank:
+            from the start of forward to the end of the backward, or of its weight half if split.
     """
 
     total: float
@@ -53,16 +53,17 @@ def replay(
     backward: float = 2.0,
     backward_input: float | None = None,
 ) -> Replay:
-    """Run a schedule on paper: every action as early as its rank and its inputs allow.
+    """Simulate a schedule: every action starts as early as its rank and its inputs allow.
 
     Args:
-        schedule: what to run.
+        schedule: schedule to simulate.
         forward: time of one stage's forward of one micro-batch.
-        backward: time of its backward.
-        backward_input: the part of `backward` that makes the input's gradient; None: a half.
+        backward: time of one stage's backward of one micro-batch.
+        backward_input: time of the part of `backward` that computes the input gradient; None: a
+            half.
 
     Raises:
-        ConfigError: the order deadlocks; names what every rank waits for.
+        ConfigError: the order deadlocks; names the action that every rank waits for.
     """
     first_half = backward / 2 if backward_input is None else backward_input
     durations: dict[Kind, float] = {
@@ -89,12 +90,12 @@ def _peak(order: tuple[Action, ...]) -> int:
 
 
 def _input_half(action: Action) -> Action:
-    """Return the action that others wait for: of a whole backward, its input half."""
+    """Return the action that other actions depend on: the input half of a whole backward."""
     return action._replace(kind="backward_input") if action.kind == "backward" else action
 
 
 def _needs(action: Action, last_stage: int) -> list[Action]:
-    """What must be finished before an action, whole backwards under their input half."""
+    """Return the actions that must finish before an action; whole backwards by their input half."""
     kind, stage, micro_batch = action
     if kind == "forward":
         return [Action("forward", stage - 1, micro_batch)] if stage else []
@@ -105,7 +106,7 @@ def _needs(action: Action, last_stage: int) -> list[Action]:
 
 
 def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[Action, float]:
-    """Return when every action ends, in an order that one process could do them in."""
+    """Return the end time of every action, in a valid sequential order."""
     finished: dict[Action, float] = {}
     ready: dict[Action, float] = {}  # the same, whole backwards under their input half
     clocks = [0.0] * schedule.num_ranks
@@ -129,8 +130,8 @@ def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[A
 def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     """Return, per pair of ranks (lower first), all their messages in one order for both ends.
 
-    The order is that in which the senders finish at unit times. It agrees with the order of
-    actions of every rank, so whoever waits for a message waits for work that needs nothing later.
+    Messages are ordered by the time at which the senders finish at unit times. That agrees with the
+    order of actions of every rank, so a rank that waits for a message waits only for earlier work.
     """
     found: dict[tuple[int, int], list[Message]] = {}
     times = _finish_times(schedule, _UNIT_TIMES)

@@ -1,9 +1,9 @@
-"""Running a pipeline: one optimizer step's micro-batches through this rank's stages.
+"""Pipeline execution: runs the micro-batches of an optimizer step through this rank's stages.
 
-Start at `Pipeline`. The order comes from `schedules.py`, the tensors travel by `messages.py`,
-backwards in halves are `split_backward.py`. Stages on one rank hand tensors over without sending
-them. A stage gets its inputs as leaves of its own graph; only the edges of its outputs are kept
-until backward, so an activation that backward does not need is freed once it has been sent.
+Start at `Pipeline`. The order comes from `schedules.py`, `messages.py` transfers the tensors, and
+`split_backward.py` splits backwards into halves. Stages on one rank exchange tensors without
+sending them. The inputs of a stage are leaves of its own graph; only the gradient edges of its
+outputs are kept until backward, so an activation that backward does not need is freed once sent.
 """
 
 from __future__ import annotations
@@ -28,35 +28,38 @@ Sync = Callable[[int, bool], None]
 
 
 class Stage(Protocol):
-    """One part of a model."""
+    """One pipeline stage of a model."""
 
     def forward(self, carry: Tensors | None, micro_batch: Batch) -> Tensors | Tensor:
-        """Compute this part.
+        """Compute this stage.
 
         Args:
-            carry: what the stage before returned; None for the first stage. Not to be changed in
-                place: a rank that sent it may still be sending.
-            micro_batch: the whole micro-batch; every stage takes from it what it needs.
+            carry: output of the previous stage; None for the first stage. Must not be changed
+                in place:
+                a rank that sent it may still be sending.
+            micro_batch: whole micro-batch; every stage reads the parts it needs.
 
         Returns:
-            what the next stage gets: up to 16 plain tensors of any dtype and shape, or None in
-            their places. The last stage returns the loss, a scalar, already scaled; in
-            `run_forward_only` whatever it likes, as one tensor or a tuple.
+            inputs of the next stage: up to 16 plain tensors of any dtype and shape, or None
+                instead of a
+            tensor. The last stage returns the scaled loss, a scalar; in `run_forward_only` any
+            tensor or
+            tuple.
         """
         ...
 
 
 @dataclass
 class _Kept:
-    """What a forward leaves for its backward."""
+    """State that a forward keeps for its backward."""
 
-    inputs: list[Tensor | None]  # those that want a gradient, None in the others' places
+    inputs: list[Tensor | None]  # inputs that require a gradient; None for the others
     outputs: list[GradientEdge | None]
 
 
 @dataclass
 class _Run:
-    """The state of one run of a schedule."""
+    """State of one run of a schedule."""
 
     wire: Wire
     micro_batches: Sequence[Batch]
@@ -67,25 +70,27 @@ class _Run:
 
 
 class Pipeline:
-    """This rank's stages and the order in which they run.
+    """Runs this rank's stages in the order of a schedule.
 
     Args:
-        schedule: from `write_schedule`.
-        stages: the stages that the schedule places on this rank, by their number.
-        link: the way to the other ranks.
-        sync: called as sync(stage, is_last) before each backward of a stage; `is_last` is true once
-            per step, before the one that completes the stage's gradients. There modules that
-            reduce gradients in backward are told to (FSDP2: set_requires_gradient_sync,
-            set_reshard_after_backward, set_is_last_backward). Where backwards are split, the last
-            one then runs whole, so that such modules see one: one more input gradient per stage and
-            step.
-        split: stages whose backward comes in halves where the schedule has it so; None: all. The
-            others run a whole backward where the schedule has the input's half, and nothing where
-            it has the weights'. Needed where blocks are sharded or compiled, or where a backward
-            works in place (the loss); cheaper where blocks recompute.
+        schedule: schedule built by `write_schedule`.
+        stages: stages on this rank, by their number.
+        link: connection to the other ranks.
+        sync: function called as sync(stage, is_last) before each backward of a stage; `is_last` is
+            true once per step, before the backward that completes the stage's gradients. It
+            switches
+            modules that reduce gradients in backward (FSDP2: set_requires_gradient_sync,
+            set_reshard_after_backward, set_is_last_backward). If backwards are split, the last one
+            then runs whole, so that such modules see it: one more input gradient per stage and
+                step.
+        split: stages whose backward is split where the schedule has halves; None: all. The other
+            stages run a whole backward at the input half, and nothing at the weight half. Needed
+            if blocks are sharded or compiled, or if a backward works in place (the loss); cheaper
+            if
+            blocks recompute.
 
     Comm: per (micro-batch, edge, direction) one header and one message per tensor. `messages.py`
-    says why no order of sends and receives can hang.
+    explains why no order of sends and receives can hang.
     """
 
     def __init__(
@@ -113,21 +118,22 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The rank of the last stage, which has the losses."""
+        """Rank of the last stage, which has the losses."""
         return self.schedule.stage_ranks[-1]
 
     def step(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
-        """Run forward and backward of every micro-batch; gradients add up in `.grad`.
+        """Run forward and backward of every micro-batch; gradients accumulate in `.grad`.
 
         Args:
-            micro_batches: the same ones on every rank.
+            micro_batches: micro-batches, the same on every rank.
 
         Returns:
-            the losses in the order of the micro-batches, detached, on `last_rank`; [] elsewhere.
+            detached losses in the order of the micro-batches on `last_rank`; [] on other ranks
 
         Raises:
-            ConfigError: not as many micro-batches as the schedule has.
-            DistributedError: another rank failed or hangs; says which, and at what.
+            ConfigError: the number of micro-batches differs from that of the schedule.
+            DistributedError: another rank failed or hangs; the message names the rank and the
+                action.
         """
         if len(micro_batches) != self.schedule.num_micro_batches:
             raise ConfigError(
@@ -149,12 +155,12 @@ class Pipeline:
         """Run forward without gradients, for evaluation and generation.
 
         Args:
-            micro_batches: any number, the same ones on every rank.
-            share: give the results to every rank.
+            micro_batches: any number of micro-batches, the same on every rank.
+            share: broadcast the results to every rank.
 
         Returns:
-            the last stage's outputs per micro-batch, always as tuples, on `last_rank`, or with
-            `share` on every rank; [] elsewhere.
+            outputs of the last stage per micro-batch, always as tuples, on `last_rank`, or with
+            `share` on every rank; [] elsewhere
         """
         schedule = forward_only(self.schedule, len(micro_batches))
         run = self._start(Route(schedule), micro_batches)
@@ -223,13 +229,13 @@ class Pipeline:
             mine = tuple(None if t is None else t.grad for t in inputs)
             for tensor in inputs:
                 if tensor is not None:
-                    tensor.grad = None  # on its way; a later half must not add to it
+                    tensor.grad = None  # being sent; a later half must not add to it
             self._give(run, Message("backward", stage, micro_batch), mine)
 
     def _gather(
         self, run: _Run, stage: int, micro_batch: int
     ) -> tuple[list[GradientEdge], list[Tensor], list[Tensor | None]]:
-        """Return the outputs that have a gradient, these gradients, and the inputs."""
+        """Return the outputs that have a gradient, their gradients, and the inputs."""
         kept = run.kept.pop((stage, micro_batch))
         grads: Tensors
         if stage == self._last:

@@ -1,12 +1,13 @@
-"""Pipeline schedules as data: which rank does what to which micro-batch, in which order.
+"""Pipeline schedules as data: the order of forward and backward actions of every rank.
 
-A schedule is one list of actions per rank and says on which rank every stage lives. Nothing here
-knows a model or a process group: `pipeline.py` runs the lists, `replay.py` runs them on paper.
+A schedule is one list of actions per rank and the rank of every stage. This module is independent
+of models and process groups: `run.py` executes the lists, `replay.py` simulates them.
 
 Source: GPipe, Huang et al. 2018; 1F1B and interleaved 1F1B, Narayanan et al. 2021 (2104.04473);
 zero bubble (ZB-H1, interleaved) and ZBV, Qi et al. 2023 (2401.10241); DualPipeV, DeepSeek-V3 2024
 (2412.19437) and its released code, with the overlapped pairs written one after the other. A number
-of micro-batches that the ranks do not divide runs in equal rounds, as in torch's pipelining.
+of micro-batches that the number of ranks does not divide runs in equal rounds, as in torch's
+pipelining.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ W: Kind = "backward_weight"
 
 
 class Action(NamedTuple):
-    """One piece of work: `kind` of stage `stage` on micro-batch `micro_batch`.
+    """One action: `kind` of stage `stage` on micro-batch `micro_batch`.
 
-    "backward" makes the gradients of the stage's input and weights at once, "backward_input" and
+    "backward" computes the gradients of the stage's input and weights together, "backward_input"
+    and
     "backward_weight" one of them each, in this order.
     """
 
@@ -50,7 +52,9 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What stage `stage` hands on: its outputs to the next one, or gradients to the one before."""
+    """Tensors sent by stage `stage`: its outputs to the next stage, or gradients to the previous
+    one.
+    """
 
     kind: Literal["forward", "backward"]
     stage: int
@@ -58,19 +62,19 @@ class Message(NamedTuple):
 
     @property
     def receiver(self) -> int:
-        """The stage that gets it."""
+        """Stage that receives the message."""
         return self.stage + (1 if self.kind == "forward" else -1)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One optimizer step of a pipeline.
+    """Schedule of one optimizer step of a pipeline.
 
     Args:
-        name: the schedule's name.
+        name: name of the schedule.
         num_micro_batches: micro-batches per step.
-        stage_ranks: the rank of every stage.
-        orders: the actions of every rank, in the order in which it does them.
+        stage_ranks: rank of every stage.
+        orders: actions of every rank, in execution order.
     """
 
     name: str
@@ -89,12 +93,12 @@ class Schedule:
         return len(self.stage_ranks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, in the model's order."""
+        """Return the stages of a rank, in the model's order."""
         return tuple(s for s, owner in enumerate(self.stage_ranks) if owner == rank)
 
 
 class _Writer:
-    """Writes one rank's list; an action is for the next micro-batch of its kind and stage."""
+    """Builds one rank's list; each action takes the next micro-batch of its kind and stage."""
 
     def __init__(self, rank: int, num_ranks: int, per_rank: int, num_micro_batches: int) -> None:
         self.rank, self.num_ranks, self.per_rank = rank, num_ranks, per_rank
@@ -105,7 +109,7 @@ class _Writer:
         self._waiting: list[int] = []  # stages whose weight gradients are due, oldest first
 
     def add(self, stage: int, *kinds: Kind) -> None:
-        """Write actions of one stage."""
+        """Append actions of one stage."""
         for kind in kinds:
             self.actions.append(Action(kind, stage, self.count[I if kind == B else kind, stage]))
             self.count.update((part, stage) for part in ((I, W) if kind == B else (kind,)))
@@ -115,7 +119,7 @@ class _Writer:
                 self._waiting.remove(stage)
 
     def add_next_weight(self) -> None:
-        """Write the weight gradients that have waited longest, if there are any."""
+        """Append the weight-gradient action that has waited longest, if there is any."""
         if self._waiting:
             self.add(self._waiting[0], W)
 
@@ -136,22 +140,24 @@ def _1f1b(w: _Writer) -> None:
 
 
 def _interleaved(w: _Writer, split: bool = False) -> None:
-    """Rounds of micro-batches go through a rank's stages one after the other, depth first."""
+    """Write interleaved 1F1B: rounds of micro-batches pass a rank's stages depth first."""
     total = w.per_rank * w.num_micro_batches
     per_round = w.num_micro_batches // _rounds(w.num_ranks, w.num_micro_batches)
-    hop = 1 if split else 2  # with early input gradients, less has to be in flight
+    hop = 1 if split else 2  # early input gradients need fewer micro-batches in flight
     warm_up = min((w.per_rank - 1) * per_round + hop * w.to_end, total)
 
     def stage(step: int) -> int:
         return step // per_round % w.per_rank * w.num_ranks + w.rank
 
-    last = (w.per_rank - 1) * w.num_ranks + 2 * w.rank  # backward runs through them mirrored
+    last = (
+        w.per_rank - 1
+    ) * w.num_ranks + 2 * w.rank  # backward visits the stages in reverse order
     for step in range(total + warm_up):
         if step < total:
             w.add(stage(step), F)
         if step >= warm_up:
             w.add(last - stage(step - warm_up), I if split else B)
-            # Each rank keeps as many weight gradients back as fill its bubble at the end.
+            # Each rank delays as many weight gradients as fill its bubble at the end.
             if split and step - warm_up >= w.rank:
                 w.add_next_weight()
     for _ in range(total if split else 0):
@@ -163,7 +169,7 @@ def _interleaved_zero_bubble(w: _Writer) -> None:
 
 
 def _zbv(w: _Writer) -> None:
-    """The V of Qi et al., section 6; written for at least 2p - 1 micro-batches, then cut."""
+    """Write ZBV (Qi et al., section 6) for at least 2p - 1 micro-batches, then truncate it."""
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     total = max(2 * w.num_ranks - 1, w.num_micro_batches)
     for _ in range(2 * w.to_end + 1):
@@ -190,7 +196,7 @@ def _zbv(w: _Writer) -> None:
 
 
 def _dualpipev(w: _Writer) -> None:
-    """The eight phases of DeepSeek's DualPipeV."""
+    """Write the eight phases of DeepSeek's DualPipeV."""
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     for _ in range(2 * w.to_end):
         w.add(down, F)
@@ -208,7 +214,7 @@ def _dualpipev(w: _Writer) -> None:
         w.add(up, B)
         w.add(up, F)
         w.add(down, B)
-    # From the middle of this phase on, weight gradients are kept back to fill what follows.
+    # From the middle of this phase on, weight gradients are delayed to fill later bubbles.
     for index in range(2 * (w.rank + 1)):
         w.add((up, down)[index % 2], I if index > w.rank else B)
     for _ in range(w.to_end):
@@ -220,7 +226,7 @@ def _dualpipev(w: _Writer) -> None:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How one named schedule is written, and what it needs."""
+    """Writer function and requirements of a named schedule."""
 
     write: Callable[[_Writer], None]
     placement: Literal["loop", "v"] = "loop"
@@ -252,7 +258,7 @@ def _rounds(num_ranks: int, num_micro_batches: int) -> int:
 def problems(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
 ) -> list[str]:
-    """Return everything that keeps this schedule from being built; see `write_schedule`."""
+    """Return the reasons why this schedule cannot be built; see `write_schedule`."""
     if name not in _RECIPES:
         return [
             f"schedule={name!r} is not one of {', '.join(SCHEDULES)}." + suggest(name, SCHEDULES)
@@ -286,15 +292,16 @@ def problems(
 def write_schedule(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
 ) -> Schedule:
-    """Write a schedule.
+    """Build a schedule.
 
     Args:
-        name: one of `SCHEDULES`. gpipe and 1f1b have one stage per rank; the interleaved ones
-            several, stage s on rank s mod num_ranks; zbv and dualpipev two, in a V: rank r holds
-            stages r and 2 num_ranks - 1 - r, so rank 0 holds the first and the last.
-        num_ranks: pipeline ranks.
+        name: schedule name, one of `SCHEDULES`. gpipe and 1f1b have one stage per rank; the
+            interleaved ones several, stage s on rank s mod num_ranks; zbv and dualpipev two, in a
+            V:
+            rank r holds stages r and 2 num_ranks - 1 - r, so rank 0 holds the first and the last.
+        num_ranks: number of pipeline ranks.
         num_micro_batches: micro-batches per optimizer step.
-        stages_per_rank: None takes the fewest the schedule works with.
+        stages_per_rank: pipeline stages per rank; None takes the fewest that the schedule supports.
 
     Raises:
         ConfigError: the name or the numbers do not fit; lists all `problems`.
@@ -318,7 +325,9 @@ def write_schedule(
 
 
 def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:
-    """Build the schedule for as few micro-batches as it takes: where stages lie is the same."""
+    """Build the schedule with the fewest micro-batches it supports; stage ranks do not depend on
+    them.
+    """
     counts = range(1, 16 * ranks + 1)
     fits = (n for n in counts if not problems(name, ranks, n, per_rank))
     count = next(fits, None)
@@ -326,9 +335,9 @@ def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule |
 
 
 def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
-    """Return the forward half on the same stages, for any number of micro-batches.
+    """Return the forward-only schedule on the same stages, for any number of micro-batches.
 
-    As many micro-batches as there are ranks go through a rank's stages one after the other.
+    Micro-batches run in rounds of one per rank, and each round passes a rank's stages in order.
     """
     size = schedule.num_ranks
     rounds = [

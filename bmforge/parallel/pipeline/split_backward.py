@@ -1,18 +1,18 @@
-"""Backward in two halves: the input's gradient now, the weights' later.
+"""Backward split into two halves: the input gradient now, the weight gradients later.
 
-Zero-bubble schedules send a stage's input gradient on as early as they can and fill idle time with
-the weights'. The first half notes the gradients that arrive at the joints, the nodes of the graph
-at which weights meet the path from the input to the outputs; the second starts there and computes
-nothing else. Weights that meet the path more than once (tied ones, a bias shared by layers), and
-weights that reach an output without it, get their whole gradient too.
+Zero-bubble schedules send a stage's input gradient as early as possible and fill idle time with
+weight gradients. The first half records the gradients at the joints, the graph nodes at which
+weights meet the path from the input to the outputs; the second half starts there and computes
+nothing else. Weights that meet the path more than once (tied weights, a bias shared by layers), and
+weights that reach an output off the path, also get their whole gradient.
 
 Memory: the graph of the stage lives until the second half.
-Compute: one start of autograd per joint in the second half. Where activations are recomputed, each
+Compute: one start of autograd per joint in the second half. If activations are recomputed, each
 start recomputes them, and a compiled block is one node, so that it runs twice: run backwards whole
 there (`Pipeline(split=())`).
 
 Source: the idea of stage_backward_input and stage_backward_weight in torch.distributed.pipelining,
-Qi et al. 2023 (2401.10241); written anew because those (2.13) lose weights that reach an output
+Qi et al. 2023 (2401.10241); reimplemented because those (2.13) lose weights that reach an output
 off the input's path and raise on tied ones.
 """
 
@@ -45,13 +45,13 @@ class _Group:
 
 @dataclass
 class WeightBackward:
-    """The second half of one backward; `run` it once.
+    """Second half of one backward; call `run` once.
 
     Args:
-        outputs: where the backward starts.
-        grads: the gradient of every output.
-        arrived: the gradients that came to every joint in the first half.
-        groups: what is left to do; None: nothing was done yet, so everything.
+        outputs: gradient edges at which the backward starts.
+        grads: gradient of every output.
+        arrived: gradients of every joint from the first half.
+        groups: groups of weights to process; None: the first half was skipped, so run all.
     """
 
     outputs: Sequence[GradientEdge]
@@ -60,17 +60,18 @@ class WeightBackward:
     groups: list[_Group] | None = None
 
     def run(self, *, whole: bool = False) -> None:
-        """Add the weights' gradients to their `.grad`.
+        """Accumulate the weights' gradients into their `.grad`.
 
         Args:
-            whole: run the complete backward again instead, so that the hooks of modules that wait
-                for it (FSDP2 reduces gradients in one) see it.
+            whole: run the complete backward again instead, for the hooks of modules that need a
+                single
+                complete backward (FSDP2 reduces gradients in one).
         """
         if whole or self.groups is None:
             if self.outputs:
                 torch.autograd.backward(self.outputs, self.grads)
         else:
-            # Those with several joints pass through what other groups still need.
+            # Groups with several joints pass graph nodes that other groups still need.
             for group in sorted(self.groups, key=lambda g: len(g.joints), reverse=True):
                 self._run_group(group)
         self.groups, self.outputs, self.grads, self.arrived = [], (), (), {}
@@ -91,7 +92,7 @@ class WeightBackward:
             return
         shared = len(group.joints) > 1
         with ExitStack() as hooks:
-            # From one joint to the next the input's gradient flows again; it is in `arrived`.
+            # Between joints the input's gradient would flow again; it is already in `arrived`.
             for joint in group.joints if shared else ():
                 _hook(hooks, joint, partial(_replace, self.arrived[joint]))
             torch.autograd.backward(
@@ -105,13 +106,13 @@ class WeightBackward:
 def backward_input(
     outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> WeightBackward:
-    """Add the gradients of the inputs to their `.grad`; return what makes the weights'.
+    """Accumulate the gradients of the inputs into their `.grad`; return the weight half.
 
     Without inputs everything is left to the second half.
 
     Args:
-        outputs: the edges of the outputs, from `torch.autograd.graph.get_gradient_edge`.
-        grads: the gradient of every output.
+        outputs: gradient edges of the outputs, see `torch.autograd.graph.get_gradient_edge`.
+        grads: gradient of every output.
         inputs: leaves that require a gradient.
     """
     if not inputs or not outputs:
@@ -138,7 +139,7 @@ def _replace(saved: Grads, _: Grads) -> Grads:
 
 
 def _reverse(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Return, for every node that the roots reach, the nodes that hand it a gradient."""
+    """Return, for every node reachable from the roots, the nodes that pass a gradient to it."""
     above: dict[Node, list[Node]] = defaultdict(list)
     todo = list(dict.fromkeys(roots))
     for root in todo:
@@ -156,7 +157,7 @@ def _reverse(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 def _climb(
     starts: Iterable[Node], above: Mapping[Node, list[Node]], stop: Iterable[Node] = ()
 ) -> set[Node]:
-    """Return the starts and all that lies above them, up to the nodes in `stop` and with them."""
+    """Return the starts and all nodes above them, up to and including the nodes in `stop`."""
     seen = {start for start in starts if start in above}
     todo, ends = list(seen), set(stop)
     while todo:
@@ -171,7 +172,7 @@ def _climb(
 def _group(
     leaves: Iterable[Node], above: Mapping[Node, list[Node]], path: set[Node], loose: set[Node]
 ) -> list[_Group]:
-    """Put weights that share a joint, or an output off the path, into one group."""
+    """Group weights that share a joint, or an output off the path."""
     groups: dict[Node, _Group] = {}  # by joint or output
     for leaf in leaves:
         reached = _climb([leaf], above, path)

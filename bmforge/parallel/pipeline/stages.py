@@ -1,8 +1,9 @@
-"""Cutting a model into the stages of a pipeline: which block, and what around them, goes where.
+"""Partitioning of a model into pipeline stages.
 
-A model is a list of blocks (of one stack, or of several one after the other) with modules around
-them. Blocks are cut where the costliest stage is cheapest. What a stack's rules call its beginning
-or end goes with its first or last block; everything else is on every stage that runs the stack.
+A model is a list of blocks (of one stack, or of several that run in sequence) with modules around
+them. Blocks are partitioned so that the cost of the most expensive stage is minimal. The rules name
+the modules at the beginning and end of a stack, which go with its first or last block; all other
+modules are on every stage that runs the stack.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["Cutting", "PipelineRules", "cut_blocks", "drop_the_rest_", "plan_cut
 
 
 class PipelineRules(Protocol):
-    """Where a pipeline cuts a model; `models.LayoutRules` is one."""
+    """Rules for cutting a model into stages; `models.LayoutRules` implements it."""
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -30,20 +31,21 @@ class PipelineRules(Protocol):
 
     @property
     def pipeline_first(self) -> tuple[str, ...]:
-        """Names beside a stack that belong to where it begins."""
+        """Name globs of the modules that go with the first block of a stack."""
 
     @property
     def pipeline_last(self) -> tuple[str, ...]:
-        """Names beside a stack that belong to where it ends."""
+        """Name globs of the modules that go with the last block of a stack."""
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """What lies on which stage.
+    """Assignment of blocks and modules to stages.
 
     Args:
-        spans: of every stage, the blocks it runs of every stack, by the stack's name.
-        homes: of every module or parameter that is kept or dropped as a whole, the stages it is on.
+        spans: per stage, stack name -> range of blocks.
+        homes: name of a module or parameter that is kept or dropped as a whole -> stages that
+            have it.
     """
 
     spans: tuple[dict[str, Span], ...]
@@ -56,15 +58,17 @@ class Cutting:
 
 
 def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -> list[int]:
-    """Return how many of the blocks each stage gets, so that the costliest stage is cheapest.
+    """Return the number of blocks of each stage that minimizes the cost of the most expensive
+    stage.
 
-    Of all such cuts it is the most even one, that of the least sum of squares: what the costliest
-    stage leaves no choice in, the others share alike.
+    Among these partitions it is the most even one, with the least sum of squares, so that the
+    stages
+    that do not determine the maximum are balanced too.
 
     Args:
-        costs: of the blocks, in order.
-        ends: what the first and the last stage have to bear besides.
-        stages: at most as many as blocks; each gets one at least.
+        costs: cost of every block, in order.
+        ends: additional costs of the first and the last stage.
+        stages: number of stages, at most the number of blocks; each gets at least one.
     """
     count = len(costs)
     sums = [0.0]
@@ -91,8 +95,8 @@ def _best_cut(
     cost_of: Callable[[int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Return the least cost of all stages, joined, and how many blocks each of them gets."""
-    # best[s][n]: cost of s stages that share the first n blocks, and where the last one begins.
+    """Return the least joined cost of all stages and the number of blocks of each stage."""
+    # best[s][n]: cost of s stages over the first n blocks, and the first block of the last one.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
         row: dict[int, tuple[float, int]] = {}
@@ -114,14 +118,14 @@ def _best_cut(
 def plan_cutting(
     model: nn.Module, rules: PipelineRules, stages: int, sizes: Sequence[int], balance: str
 ) -> Cutting:
-    """Say what lies on which of `stages` stages; nothing is changed.
+    """Assign the modules of a model to `stages` stages; the model is not changed.
 
     Args:
-        model: the whole model.
-        rules: where it may be cut.
-        stages: how many stages.
-        sizes: blocks of every stage, as the user wants them; empty balances.
-        balance: "flops", what a token passes through, without embeddings; or "parameters".
+        model: whole model.
+        rules: rules for cutting the model.
+        stages: number of stages.
+        sizes: requested number of blocks of every stage; empty balances them.
+        balance: "flops", the parameters that a token uses, without embeddings; or "parameters".
     """
     stacks = {name: list(model.get_submodule(name).children()) for name in rules.stacks}
     blocks = [block for stack in stacks.values() for block in stack]
@@ -138,7 +142,7 @@ def plan_cutting(
 
 
 def _spans(stacks: dict[str, list[nn.Module]], begin: int, end: int) -> Iterator[tuple[str, Span]]:
-    """Yield the part of every stack that lies in blocks `begin` to `end` of all."""
+    """Yield the range of every stack within blocks `begin` to `end` of all stacks."""
     offset = 0
     for name, stack in stacks.items():
         total = len(stack)
@@ -148,7 +152,7 @@ def _spans(stacks: dict[str, list[nn.Module]], begin: int, end: int) -> Iterator
 
 
 def _cost(module: nn.Module, balance: str) -> float:
-    """Parameters of a module; for "flops" those that work on one token."""
+    """Return the number of parameters of a module; for "flops" of those that a token uses."""
     cost = 0.0
     for part in module.modules():
         share = 1.0
@@ -160,7 +164,7 @@ def _cost(module: nn.Module, balance: str) -> float:
 
 
 def _end_costs(model: nn.Module, rules: PipelineRules, balance: str) -> tuple[float, float]:
-    """What stands in front of all blocks and behind them."""
+    """Return the costs of the modules before the first block and after the last block."""
     first, last = (
         sum(_cost(m, balance) for n, m in model.named_children() if _fits(n, globs))
         for globs in (rules.pipeline_first, rules.pipeline_last)
@@ -175,7 +179,7 @@ def _fits(name: str, globs: Sequence[str]) -> bool:
 def _homes(
     model: nn.Module, rules: PipelineRules, spans: Sequence[dict[str, Span]]
 ) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yield everything that is kept or dropped as a whole, and the stages it is on."""
+    """Yield every module or parameter that is kept or dropped as a whole, and its stages."""
     everywhere = range(len(spans))
     parents = {name.rpartition(".")[0] for name in rules.stacks} | {""}
     for stack in rules.stacks:
@@ -204,7 +208,7 @@ def _runs(spans: dict[str, Span], parent: str) -> bool:
 
 
 def _join_ties(model: nn.Module, homes: dict[str, frozenset[int]]) -> None:
-    """Put everything that shares a parameter wherever one of it is, so that names stay."""
+    """Put modules that share a parameter on the stages of all of them, which preserves names."""
     owners: dict[int, set[str]] = {}
     for name in homes:
         for parameter in _parameters(model, name):
@@ -226,10 +230,10 @@ def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 def drop_the_rest_(model: nn.Module, cutting: Cutting, here: Sequence[int]) -> dict[str, list[int]]:
-    """Drop what is on none of the stages `here`; return the parameters that other stages have too.
+    """Drop the modules that are on none of the stages `here`; return the shared parameters.
 
     Returns:
-        name of a parameter -> the stages it is on, in order.
+        name of a parameter that other stages also have -> its stages, in order
     """
     shared = {}
     for name, homes in cutting.homes.items():

@@ -1,1 +1,1 @@
-"""What a layout would need on machines that are not here; start reading at `search.py`."""
+"""Estimates memory and time of layouts on machines that need not exist; start at `search.py`."""

@@ -1,7 +1,7 @@
-"""Laying a model out over processes that are not here: what each would hold, and what does not fit.
+"""Dry run of a layout: validates it and counts the shards of each process without the processes.
 
-A fake process group stands for the others and a model on meta for the weights, so a layout for
-hundreds of devices is built on a laptop, by the same code that will build it there.
+A fake process group replaces the other processes and a model on the meta device the weights, so a
+layout for hundreds of devices is built on a laptop, by the same code as in the real run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["DryRun", "Share", "dry_run", "join_fakes"]
 
 @dataclass(frozen=True)
 class Share:
-    """What one process holds.
+    """Blocks and parameters of one process.
 
     Args:
-        rank: its global rank.
-        stages: its stages of the pipeline.
-        blocks: how many blocks it runs.
-        parameters: numbers of its own shards.
-        parameter_bytes: their size.
+        rank: global rank.
+        stages: pipeline stages of the process.
+        blocks: number of blocks it runs.
+        parameters: number of elements of its shards.
+        parameter_bytes: size of its shards in bytes.
     """
 
     rank: int
@@ -44,13 +44,13 @@ class Share:
 
 @dataclass(frozen=True)
 class DryRun:
-    """A layout as it would be.
+    """Result of a dry run.
 
     Args:
         axes: length of every mesh axis, slowest first.
-        parameters: of the whole model, tied ones once.
-        shares: of the first process of every pipeline rank; the others beside it hold as much, give
-            or take a row.
+        parameters: number of parameters of the whole model, tied ones once.
+        shares: share of the first process of every pipeline rank; the other processes of the rank
+            hold as much, give or take a row.
     """
 
     axes: dict[str, int]
@@ -61,17 +61,17 @@ class DryRun:
 def dry_run(
     build_model: Callable[[], nn.Module], layout: Layout, world_size: int, **options: Any
 ) -> DryRun:
-    """Build a layout for `world_size` processes in this one.
+    """Build a layout for `world_size` processes in a single process.
 
     Args:
-        build_model: makes the model on meta; called once per pipeline rank.
-        layout: which axes.
+        build_model: function that builds the model on meta; called once per pipeline rank.
+        layout: degrees of parallelism.
         world_size: number of processes.
         options: further arguments of `parallelize`.
 
     Raises:
-        ConfigError: everything that does not fit, in one message; or this process has joined others
-            already.
+        ConfigError: all problems in one message; or this process has already joined a process
+            group.
     """
     if dist.is_initialized():
         raise ConfigError("a dry run needs a process of its own: this one has joined a group.")
@@ -92,8 +92,8 @@ def dry_run(
 
 
 def join_fakes(rank: int, world_size: int) -> None:
-    """Make this process one of `world_size` that are not there."""
-    # The group without communication that torch keeps for its own tests and for estimating memory.
+    """Initialize a fake process group of `world_size` processes."""
+    # torch's backend without communication, made for its tests and for memory estimates.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())

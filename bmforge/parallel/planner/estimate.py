@@ -1,4 +1,4 @@
-"""What one way of running a model on given machines comes to: memory by part, time by part."""
+"""Estimate of memory and step time of one training configuration on given machines."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from bmforge.parallel.planner.workload import Workload
 
 __all__ = ["Choice", "Estimator", "Request", "Row"]
 
-# ZeRO needs no more shards than this to show what it gathers and when.
+# This many shards suffice to show the gathers of ZeRO and their order.
 _SHARDS_TRACED = 2
-# AdamW's fp32 states and master weights, and the gradient on its way: host bytes per parameter.
+# AdamW's fp32 states, master weights and the transferred gradient: host bytes per parameter.
 _HOST_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """Model, machines and constraints of a plan.
 
     Args:
-        workload: the model and its rows.
-        cluster: the machines.
+        workload: model and its rows.
+        cluster: machines of the run.
         batch: rows of a step over all devices.
         precision: fp32, bf16 or fp16.
-        offload: may the optimizer's states leave the devices.
+        offload: allow offload of optimizer states to the host.
         compiled: blocks are compiled.
     """
 
@@ -57,20 +57,20 @@ class Request:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a batch that is none."""
+        """Raise `ConfigError` for a batch below one row."""
         if self.batch < 1:
             raise ConfigError(f"--batch {self.batch} must be at least 1 row.")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run it.
+    """One training configuration.
 
     Args:
-        layout: which axes.
-        rows: of a micro-batch.
+        layout: degrees of parallelism.
+        rows: rows of a micro-batch.
         recompute: blocks are recomputed in backward.
-        offloaded: fraction of the optimizer that is on the host.
+        offloaded: fraction of the optimizer states on the host.
     """
 
     layout: Layout
@@ -81,17 +81,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Row:
-    """What a choice comes to.
+    """Estimate of a configuration.
 
     Args:
-        choice: the choice.
-        memory: at the fullest moment of the fullest process; a lower bound where `traced` is off.
-        short_bytes: what is missing on the device; negative where it fits.
-        times: of a step.
-        tokens_per_s: of all devices together.
-        micro_batches: per step.
-        host_short_bytes: what is missing in a node's host memory.
-        traced: off where parameters and states alone do not fit, so nothing was traced.
+        choice: configuration.
+        memory: peak memory of the process that needs most; a lower bound if `traced` is off.
+        short_bytes: missing device memory in bytes; negative if it fits.
+        times: time of a step by part.
+        tokens_per_s: tokens per second of all devices together.
+        micro_batches: micro-batches per step.
+        host_short_bytes: missing host memory of a node in bytes.
+        traced: False if parameters and states alone do not fit, so that nothing was traced.
     """
 
     choice: Choice
@@ -105,24 +105,24 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have room."""
+        """Whether device and host memory suffice."""
         return self.short_bytes <= 0 and self.host_short_bytes <= 0
 
     def hours(self, tokens: float) -> float:
-        """Return wall-clock hours for so many tokens."""
+        """Return the wall-clock hours of training on a number of tokens."""
         return tokens / self.tokens_per_s / 3600
 
 
 @dataclass
 class Estimator:
-    """Estimates choices for one request; remembers traces.
+    """Estimates configurations of one request; caches traces.
 
     Args:
-        request: what is asked.
-        exact_shards: trace as many shards as there are, for comparing with real runs.
-        engine: whose times, for comparing with published ones.
-        traces: made so far; those of another one for the same workload can be given.
-        kept: where traces are kept from one call to the next; None keeps none.
+        request: model, machines and constraints.
+        exact_shards: trace with the real number of shards, for comparison with measured runs.
+        engine: engine whose times are estimated, for comparison with published results.
+        traces: existing traces; those of another estimator of the same workload can be reused.
+        kept: trace cache on disk; None disables it.
     """
 
     request: Request
@@ -136,7 +136,7 @@ class Estimator:
     _ranks: dict[Layout, tuple[Rank, ...]] = field(default_factory=dict)
 
     def estimate(self, choice: Choice) -> Row:
-        """Return memory and time of one choice, whether it fits or not.
+        """Return memory and time of one configuration, whether it fits or not.
 
         Raises:
             ConfigError: the layout does not fit the model, the batch or the number of devices.
@@ -176,7 +176,7 @@ class Estimator:
         return self.traces[setting]
 
     def _cut(self, layout: Layout) -> tuple[Rank, ...]:
-        """Return what every rank of the pipeline has."""
+        """Return the parts of the model on every pipeline rank."""
         if self._model is None:
             self._model = self.request.workload.whole()
         alike = Layout(
@@ -192,7 +192,9 @@ class Estimator:
         return self._ranks[alike]
 
     def shards(self, layout: Layout) -> tuple[int, int]:
-        """Return over how many processes ZeRO shards, and how many work on different rows."""
+        """Return the number of ZeRO shards, and the number of processes that work on different
+        rows.
+        """
         rest = self.request.cluster.count // (layout.tp * layout.pp * layout.cp)
         if layout.zero == 0:
             return 1, rest
@@ -234,10 +236,10 @@ class Estimator:
     def _memory(
         self, trace: StepTrace, choice: Choice, count: int, ratio: float, ranks: Sequence[Rank]
     ) -> Memory:
-        """Return what the fullest rank of the pipeline has."""
+        """Return the memory of the pipeline rank that needs most."""
         shares: dict[Any, Share] = {}
         alive = _in_flight(choice.layout, count) if len(ranks) > 1 else (1.0,)
-        # Of ranks that have the same, the one with most in flight is the fullest.
+        # Among equal ranks, the one with most micro-batches in flight needs most memory.
         for rank, number in sorted(zip(ranks, alive, strict=True), key=lambda pair: pair[1]):
             shares[rank.first, rank.last, str(rank.counts)] = Share(
                 rank.counts,
@@ -255,7 +257,9 @@ class Estimator:
     def _times(
         self, trace: StepTrace, choice: Choice, count: int, shards: int, ranks: Sequence[Rank]
     ) -> tuple[Times, float]:
-        """Return the times of the slowest rank, and how many numbers the fullest one trains."""
+        """Return the times of the slowest rank, and the largest number of trained elements of a
+        rank.
+        """
         layout, request = choice.layout, self.request
         work = [count_work(trace, rank.counts, rank.last) for rank in ranks]
         seconds = [
@@ -294,14 +298,14 @@ class Estimator:
         return times, max(trained)
 
     def least_static(self, choice: Choice) -> float:
-        """Return bytes of parameters and states alone, without tracing."""
+        """Return the bytes of parameters and optimizer states alone, without tracing."""
         if self._counts is None:
             self._counts = _count(self.request.workload)
         layout = choice.layout
         shards, _ = self.shards(layout)
         here, trained = (count / layout.pp / layout.tp for count in self._counts)
         width = 4 if self.request.precision == "fp32" else 2
-        # Frozen weights may be stored as they are used, or packed in as little as 4 bits.
+        # Frozen weights may be stored in the compute dtype, or quantized to as little as 4 bits.
         least = (here - trained) * 0.5 + trained * 12 - trained * 8 * choice.offloaded
         least = (least - trained * (4 - width) * choice.offloaded) / shards
         if layout.zero != 3 and (shards > 1 or width == 2):
@@ -312,7 +316,7 @@ class Estimator:
 
 
 def _count(workload: Workload) -> tuple[float, float]:
-    """Return the numbers in all blocks of all stacks, and how many of them are trained."""
+    """Return the number of elements in all blocks of all stacks, and the number of trained ones."""
     usual = workload.depth - sum(count for _, count in workload.kinds)
     total = trained = 0
     for build, count in ((workload.build, usual), *workload.kinds):
@@ -327,7 +331,7 @@ def _count(workload: Workload) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)
 def _in_flight(layout: Layout, count: int) -> tuple[float, ...]:
-    """Return whole micro-batches alive at once on every rank of the pipeline."""
+    """Return the number of micro-batches alive at once on every pipeline rank."""
     name, size, per_rank = layout.pp_schedule, layout.pp, layout.pp_stages_per_rank
     if name == "1f1b":
         return tuple(float(min(size - rank, count)) for rank in range(size))

@@ -1,6 +1,6 @@
-"""Following every storage of a step from its making to its end, and counting what operators cost.
+"""Tracks the lifetime of every storage of a training step, and counts the cost of operators.
 
-Works on fake tensors and on real ones; on real ones it is how the planner checks itself.
+Works on fake and on real tensors; with real tensors the planner verifies itself.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PARTS = (
     "communication",
     "whole gradients",
 )
-# Whose a storage is: the blocks', or that of what stands before them or behind them.
+# Owner of a storage: the blocks, or the modules before them or after them.
 INSIDE, FIRST_END, LAST_END = range(3)
 _ACTIVATIONS = PARTS.index("activations")
 _LOGITS, _COMMUNICATION = PARTS.index("logits"), PARTS.index("communication")
 _DEVICE = torch.ops.prim.device.default
-# DTensor computes the shape of a result by running the operator once more, which nobody else does.
+# DTensor runs the operator once more to compute the shape of a result; no other code does so.
 _SHAPE_PROPAGATION = -1
-# Files that allocate for themselves, wherever they are called from.
+# Files whose allocations have a fixed purpose, whatever code calls them.
 _OWNERS = {
     "nn/losses.py": _LOGITS,
     "fsdp/_fully_shard": _COMMUNICATION,
@@ -50,8 +50,8 @@ _OWNERS = {
     "tensor/_sharding_prop.py": _SHAPE_PROPAGATION,
 }
 _FRAMES = 12
-# Gloo makes a second buffer as large as what these gather or scatter, for as long as they run; its
-# all-reduces, broadcasts and messages make none. Seen with benchmarks/allocator_peak.c.
+# Gloo allocates a second buffer as large as the gathered or scattered data while these run; its
+# all-reduces, broadcasts and messages do not. Measured with benchmarks/allocator_peak.c.
 _COPIED = {
     "c10d::_allgather_base_",
     "c10d::_reduce_scatter_base_",
@@ -62,7 +62,7 @@ _COPIED = {
 
 @dataclass
 class _Storage:
-    """A storage that is alive: how large, what for, whose, and the events that speak of it."""
+    """A live storage: its size, purpose, owner, and the events that refer to it."""
 
     ref: Any
     size: int
@@ -72,11 +72,11 @@ class _Storage:
 
 
 class Follower(TorchDispatchMode):
-    """Notes every storage that comes and goes, and what operators cost.
+    """Records every allocation and release of a storage, and the cost of operators.
 
     Args:
-        copies: collectives make a buffer of their own, as on processors.
-        outcomes: of fake operators that others have followed.
+        copies: collectives allocate a buffer of their own, as on CPUs.
+        outcomes: cached results of fake operators from other followers.
     """
 
     def __init__(self, copies: bool = False, outcomes: Outcomes | None = None) -> None:
@@ -90,14 +90,14 @@ class Follower(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say that torch need not keep its compiler from every call: nothing is compiled here."""
+        """Return False: nothing is compiled here, so torch need not disable its compiler."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on plain tensors and look at what it returned."""
-        if func is _DEVICE:  # autograd asks fake tensors for it more often than for all else
+        """Run an operator on plain tensors and record its results."""
+        if func is _DEVICE:  # the most frequent call of autograd on fake tensors
             return args[0].device
         if _has_shards(types):
             return NotImplemented
@@ -116,10 +116,11 @@ class Follower(TorchDispatchMode):
         return out
 
     def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
-        """Yield the first two pieces of every size; the second counts for all that follow.
+        """Yield the first two pieces of every size; the second counts for all later ones.
 
-        For loops whose passes do the same with pieces of one size: what is alive in the second pass
-        is alive in the later ones, so only the work has to be multiplied.
+        For loops that do the same work for pieces of one size: the memory of the second iteration
+        equals
+        that of later ones, so only the work has to be multiplied.
         """
         counts: dict[Hashable, int] = {}
         kept = []
@@ -137,13 +138,13 @@ class Follower(TorchDispatchMode):
                 self.traffic_bytes += again * (self.traffic_bytes - before[1])
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Take storages for known that were there before."""
+        """Register tensors that existed before as known storages."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self.alive.setdefault(storage._cdata, _Storage(storage, 0, 0))
 
     def assign(self, tensors: Iterable[Tensor], part: int, end: int) -> None:
-        """Say afterwards what storages are, and whose."""
+        """Set the purpose and owner of storages that have already been recorded."""
         self.note_resizes()
         for tensor in tensors:
             found = self.alive.get(tensor.untyped_storage()._cdata)
@@ -153,9 +154,9 @@ class Follower(TorchDispatchMode):
                 found.part, found.end = part, end
 
     def note_resizes(self) -> None:
-        """Note the storages that FSDP has freed or allocated since the last operator or mark.
+        """Record the storages that FSDP has freed or allocated since the last operator or mark.
 
-        It resizes the storages of gathered parameters, which no operator does.
+        FSDP resizes the storages of gathered parameters directly, without an operator.
         """
         for found in self.resizable.values():
             storage = found.ref()
@@ -185,7 +186,7 @@ class Follower(TorchDispatchMode):
         self._note(storage, -storage.size)
 
     def _copy(self, sides: Iterable[Tensor]) -> None:
-        """Note the copy of the larger side of a collective, which goes as it comes."""
+        """Record the temporary buffer of a collective, as large as the larger side."""
         size = max(t.numel() * t.element_size() for t in sides)
         self.events += [(size, _COMMUNICATION, self.end), (-size, _COMMUNICATION, self.end)]
 
@@ -201,12 +202,12 @@ class Follower(TorchDispatchMode):
             rows, other = args[0], args[1]
             self.flops += 2 * rows.numel() * other.shape[-2 if other.dim() == 3 else -1]
         elif not _is_free(func) and part != _COMMUNICATION:
-            # What sharding copies overlaps with the products, on a stream of its own.
+            # FSDP's copies overlap with matrix products, on a separate stream.
             moved = (*tensors_of((args, kwargs)), *made)
             self.traffic_bytes += sum(t.numel() * t.element_size() for t in moved)
 
 
-# Products of groups of rows with a matrix each: (S, D) x (E, F, D), and the matrices' gradients,
+# Grouped matrix products, one matrix per group: (S, D) x (E, F, D), and their weight gradients,
 # (S, F) x (S, D).
 _GROUPED = {"bmforge::grouped_linear", "bmforge::grouped_outer"}
 _FREE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "detach", "t")}
@@ -223,7 +224,7 @@ def _has_shards(types: tuple[type, ...]) -> bool:
 
 
 def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
-    """Products of a fused attention: 2 forward, 5 backward; half of them where it is causal."""
+    """Return the FLOPs of fused attention: 2 products forward, 5 backward; half if causal."""
     backward = "backward" in name
     query, key = args[int(backward)], args[int(backward) + 1]
     products = 5 if backward else 2
@@ -232,7 +233,7 @@ def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 
 def _part_of_caller(above: int) -> int:
-    """Return what an allocation is for, from the file that asks for it."""
+    """Return the purpose of an allocation, from the file of its caller."""
     frame: Any = sys._getframe(above)
     for _ in range(_FRAMES):
         if frame is None:

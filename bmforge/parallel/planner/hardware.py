@@ -1,4 +1,4 @@
-"""The machines of a plan: GPUs by name, with figures given by hand, and their interconnect."""
+"""Machines of a plan: GPUs by name or from given figures, and their interconnect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "parse_interconnect",
 ]
 
-# Per GPU, in Gb/s. The names say the fabric, the number what one GPU gets.
+# Bandwidth per GPU in Gb/s, by the name of the fabric.
 INTERCONNECTS: Mapping[str, float] = {
     "ethernet-10": 10,
     "ethernet-25": 25,
@@ -35,17 +35,17 @@ INTERCONNECTS: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of a run.
+    """Machines of a run.
 
     Args:
-        device: of one process.
-        count: how many devices.
-        per_node: devices that share a node.
-        network_gbit_s: between nodes, per device, one direction.
-        host_memory_gib: of a node.
-        host_gb_s: bandwidth of a node's memory.
-        has_switch: devices of a node reach each other through a switch; else over links that lead
-            from each to each, of which a group of fewer can use only its own.
+        device: device of one process.
+        count: number of devices.
+        per_node: devices per node.
+        network_gbit_s: bandwidth between nodes in Gbit/s, per device, one direction.
+        host_memory_gib: host memory of a node in GiB.
+        host_gb_s: host memory bandwidth of a node in GB/s.
+        has_switch: devices of a node are connected by a switch; else by point-to-point links, of
+            which a smaller group can use only those between its members.
     """
 
     device: Device
@@ -57,7 +57,7 @@ class Cluster:
     has_switch: bool = True
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for numbers that describe no machines."""
+        """Raise `ConfigError` for invalid numbers."""
         for name in ("count", "per_node", "network_gbit_s", "host_memory_gib", "host_gb_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
@@ -70,11 +70,11 @@ class Cluster:
             )
 
     def holds(self, count: int) -> bool:
-        """Whether so many devices fill nodes of this size, or fit into one."""
+        """Return True if the number of devices fits into one node or fills whole nodes."""
         return count <= self.per_node or count % self.per_node == 0
 
     def inside_gb_s(self, size: int) -> float:
-        """Return what each of `size` devices of a node can send to the others of them."""
+        """Return the bandwidth in GB/s from each of `size` devices of a node to the others."""
         others = min(size, self.per_node) - 1
         if self.has_switch or not others:
             return self.device.peer_gb_s
@@ -84,10 +84,11 @@ class Cluster:
 def find_device(
     name: str, memory_gib: float | None = None, half_tflops: float | None = None
 ) -> Device:
-    """Return a device by name, with figures given by hand over the table's.
+    """Return a device by name; given figures override those of the table.
 
-    A name that is not in the table is described by hand with both figures; what else is needed is
-    taken from the device of the table that is nearest in products.
+    For a name that is not in the table both figures are required; the other figures are taken from
+    the
+    device of the table with the nearest FLOPS.
 
     Raises:
         ConfigError: an unknown name without both figures; the nearest match is named.
@@ -112,10 +113,10 @@ def find_device(
 
 
 def parse_interconnect(text: str) -> float:
-    """Return Gb/s per device of a name of the table, or of a number.
+    """Return the Gbit/s per device of an interconnect name or a number.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: the text is neither.
     """
     if text in INTERCONNECTS:
         return INTERCONNECTS[text]

@@ -1,4 +1,4 @@
-"""What a laid-out model with three blocks per stack holds: bytes and numbers, by part."""
+"""Bytes and element counts of a parallelized model with three blocks per stack, by part."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bmforge.surgery import match_glob, persistent_tensors
 
 __all__ = ["count_sharded", "find_ends", "held_bytes", "local_bytes"]
 
-# The blocks of every stack; the second of each stands for all others.
+# The blocks of every stack; the second of each represents all others.
 Stacks = Mapping[str, Sequence[nn.Module]]
 
 
 @torch.no_grad()
 def local_bytes(parameter: Tensor) -> int:
-    """Return the size of this process's part."""
+    """Return the size of this process's shard in bytes."""
     local = local_tensor(parameter)
     return local.numel() * local.element_size()
 
@@ -33,9 +33,11 @@ def held_bytes(
     ends: tuple[set[str], set[str]],
     counts: Callable[[Tensor], bool],
 ) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Return bytes of the tensors that count: of the model, a block of each stack, the ends.
+    """Return the bytes of the selected tensors: of the model, of a block of each stack, of the
+    ends.
 
-    What is at both ends, as a tied head is, is wherever one of them is, so no end has it alone.
+    A tensor at both ends, such as a tied head, exists if either end does, so it is counted in
+    neither.
     """
 
     def find(*modules: nn.Module) -> dict[int, Tensor]:
@@ -53,7 +55,7 @@ def held_bytes(
 
 
 def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Return the names of what stands before the blocks and behind them."""
+    """Return the names of the modules before the blocks and after the blocks."""
     found = []
     rules: Any = getattr(model, "layout_rules", None)
     for globs in (rules().pipeline_first, rules().pipeline_last) if callable(rules) else ((), ()):
@@ -63,7 +65,7 @@ def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
-    """Count what ZeRO shards: numbers per block, and under "" outside the blocks."""
+    """Return the number of elements that ZeRO shards: per block, and under "" outside blocks."""
 
     def count(parameters: Iterable[Tensor]) -> int:
         return sum(_tensor_share(p) for p in {id(p): p for p in parameters}.values())
@@ -75,7 +77,7 @@ def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
 
 
 def _tensor_share(parameter: Tensor) -> int:
-    """Numbers of a parameter that are left when only tensor parallelism has cut it."""
+    """Return the number of elements of a parameter after tensor parallelism, before ZeRO."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -1,8 +1,8 @@
-"""Traces kept from one call to the next: files of plain numbers, believed only where they fit.
+"""Disk cache of step traces.
 
-A trace depends on the model, the setting, and the code that was traced. So a file is named by a
-hash of all three, says itself what it is of, and carries a hash of its contents. Whatever does not
-read as exactly that is measured again and written anew.
+A trace depends on the model, the setting, and the traced code. A file is named by a hash of all
+three, contains its key, and has a hash of its contents. A file that does not match is ignored, and
+the trace is computed and written again.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from bmforge.parallel.planner.workload import Workload
 
 __all__ = ["TraceStore", "default_directory"]
 
-# Of the form of the files.
+# Version of the file format.
 _VERSION = 1
-# Rooms whose code a trace runs.
+# Subpackages whose code a trace runs.
 _TRACED = ("nn", "memory", "models", "parallel")
-# So many traces, of some 20 KB each, are kept; the oldest go first.
+# Maximum number of cached traces, of some 20 KB each; the oldest are deleted first.
 _MOST_FILES = 2000
 
 
 def default_directory() -> Path:
-    """Return where `bmforge plan` keeps traces: below `$XDG_CACHE_HOME`, or ``~/.cache``."""
+    """Return the trace cache directory of `bmforge plan`: in `$XDG_CACHE_HOME`, or ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "bmforge" / "plan"
 
 
 class TraceStore:
-    """Traces in a directory, which need not exist.
+    """Directory of cached traces, which need not exist.
 
     Args:
-        directory: of nothing else.
+        directory: directory that contains only traces.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.is_writable = directory, True
 
     def read(self, workload: Workload, setting: Setting) -> StepTrace | None:
-        """Return a trace that was kept; None where there is none, or none that can be believed."""
+        """Return a cached trace; None if there is none or it is invalid."""
         if not workload.key:
             return None
         key = _key(workload, setting)
@@ -63,7 +63,7 @@ class TraceStore:
             return None
 
     def write(self, workload: Workload, setting: Setting, trace: StepTrace) -> None:
-        """Keep a trace; where nothing can be written, that is said once."""
+        """Write a trace to the cache; a failure to write is reported once."""
         if not workload.key or not self.is_writable:
             return
         key, plain = _key(workload, setting), _to_plain(trace)
@@ -108,7 +108,7 @@ def _hash(value: Any) -> str:
 
 @cache
 def _code() -> str:
-    """Return a hash of the source that a trace runs."""
+    """Return a hash of the traced source code."""
     root = Path(bmforge.__file__).parent
     found = hashlib.sha256()
     for room in _TRACED:
@@ -118,16 +118,16 @@ def _code() -> str:
 
 
 def _to_plain(trace: StepTrace) -> dict[str, Any]:
-    """Return a trace as JSON writes it; `asdict` would copy each of some ten thousand numbers."""
+    """Return a trace as JSON data; `asdict` would copy each of some ten thousand numbers."""
     others = [(count, _to_plain(other)) for count, other in trace.others]
     return {**vars(trace), "marks": [vars(mark) for mark in trace.marks], "others": others}
 
 
 def _to_trace(plain: dict[str, Any]) -> StepTrace:
-    """Bring a trace back from what JSON made of it.
+    """Build a trace from its JSON data.
 
     Raises:
-        ValueError, TypeError, KeyError: it is of another form.
+        ValueError, TypeError, KeyError: the data have another format.
     """
     return StepTrace(
         events=tuple((int(size), int(part), int(end)) for size, part, end in plain["events"]),

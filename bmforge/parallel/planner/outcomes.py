@@ -1,8 +1,9 @@
-"""What operators on fake tensors return, remembered by what they are given.
+"""Cache of the results of operators on fake tensors, keyed by the metadata of their arguments.
 
-A trace is thousands of operators, and one layout's are mostly the last one's with other shapes.
-torch finds out anew what each returns, or remembers it in a way that costs nearly as much. Here an
-operator and the metadata of its arguments lead straight to the metadata of what comes out.
+A trace is thousands of operators, and most operators of one layout are those of the previous one
+with other shapes. torch computes the metadata of every result anew, or caches it in a way that
+costs nearly as much. This cache maps an operator and the metadata of its arguments directly to the
+metadata of the results.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = ["Outcomes", "tensors_of"]
 
-# Makes what an operator returns: (arguments, mode) -> the result.
+# Builds the result of an operator: (arguments, mode) -> result.
 Maker = Callable[[tuple[Any, ...], FakeTensorMode], Any]
-# Makes a fake tensor of one on meta.
+# Makes a fake tensor from a meta tensor.
 Wrapper = Callable[[Tensor, FakeTensorMode], FakeTensor]
-# Their results depend on more than metadata, or their arguments are not the same after them.
+# Their results depend on more than metadata, or they change their arguments.
 _OTHER = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
 )
 _ROOMS = ("aten", "prims", "bmforge", "fsdp")
-# Collectives that return their first argument and a work, which is over before it has begun.
+# Collectives that return their first argument and an already completed Work handle.
 _FIRST_COMES_BACK = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"}
-# On processors their statistics are of the rows' type, elsewhere of fp32.
+# Their statistics have the input's dtype on CPUs, and fp32 on other devices.
 _OF_THE_DEVICE = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
 
 
 class Outcomes:
-    """Runs operators on fake tensors; what was run before is put together without running.
+    """Runs operators on fake tensors; repeated calls build the result from the cache.
 
-    What is remembered is tried at once: if it does not make what the operator has made, it is
-    forgotten and the operator always runs.
+    An entry is verified when it is created: if it does not reproduce the operator's result, it is
+    discarded and the operator always runs.
     """
 
     def __init__(self) -> None:
@@ -46,13 +47,13 @@ class Outcomes:
         self._works: dict[str, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operator returns, called below autograd with a `FakeTensorMode` on."""
+        """Return the result of an operator, called below autograd with a `FakeTensorMode` on."""
         mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if mode is not None and func._schema.name in _FIRST_COMES_BACK:
             return self._send(func, args, kwargs)
         key = _key(func, args, kwargs, mode) if mode is not None and _is_told(func) else None
         if key is None:
-            if func.namespace == "profiler":  # the names of spans, which fakes need not know
+            if func.namespace == "profiler":  # profiler spans, irrelevant for fake tensors
                 with torch._C._DisableTorchDispatch():
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
@@ -65,7 +66,7 @@ class Outcomes:
         return func(*args, **kwargs) if make is None else make(args, mode)
 
     def _send(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Send to processes that are not there: what is done is done, with one work for all."""
+        """Fake collective: return the input and a completed Work handle, shared by all calls."""
         name = func._schema.name
         if name not in self._works:
             out = func(*args, **kwargs)
@@ -76,7 +77,7 @@ class Outcomes:
 
 @cache
 def _is_told(func: Any) -> bool:
-    """Whether metadata tell what an operator returns."""
+    """Return True if the metadata of the arguments determine the operator's result."""
     name = func._schema.name
     known = name.split("::")[0] in _ROOMS and "lift" not in name
     return known and not any(tag in func.tags for tag in _OTHER)
@@ -85,7 +86,7 @@ def _is_told(func: Any) -> bool:
 def _key(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
 ) -> tuple[Any, ...] | None:
-    """Return what tells a call; None where it cannot be told."""
+    """Return the cache key of a call; None if the call cannot be cached."""
     key: list[Any] = [func._schema.name, func._overloadname, *kwargs]
     if not (_tell(args, key, mode) and _tell(kwargs.values(), key, mode)):
         return None
@@ -98,7 +99,7 @@ def _key(
 
 
 def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
-    """Add what tells arguments to a key; return whether it tells them."""
+    """Append the metadata of arguments to a key; return False if they have no key."""
     for value in values:
         if isinstance(value, FakeTensor):
             plain = value.fake_mode is mode and value.constant is None
@@ -112,7 +113,7 @@ def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
             key += (type(value), len(value))
             if not _tell(value, key, mode):
                 return False
-        else:  # 1, 1.0 and True are equal
+        else:  # the type too, since 1, 1.0 and True are equal
             key += (type(value), value)
     return True
 
@@ -120,10 +121,11 @@ def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
 def _learn_on_meta(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
 ) -> Maker | None:
-    """Learn from the operator on plain tensors on meta, which is quicker than on fakes.
+    """Build a cache entry by running the operator on meta tensors, which is faster than on fakes.
 
-    None where that does not tell: nothing or several devices are given, or the operator has no such
-    form, whatever it then says.
+    Returns None if that is not possible: the arguments have no device or several, or the operator
+    has
+    no meta implementation, whatever error that raises.
     """
     given = list(tensors_of((args, kwargs)))
     devices = {t.fake_device for t in given if isinstance(t, FakeTensor)}
@@ -141,13 +143,13 @@ def _learn_on_meta(
 
 
 def _blank(fake: Tensor) -> Tensor:
-    """Return the like of a fake tensor on meta."""
+    """Return a meta tensor with the metadata of a fake tensor."""
     blank = torch.empty(0, dtype=fake.dtype, device="meta")
     return blank.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())  # type: ignore[call-overload,no-any-return]
 
 
 def _with_blanks(values: Any, blanks: dict[int, Tensor]) -> Any:
-    """Return arguments with other tensors."""
+    """Return the arguments with their tensors replaced."""
     if isinstance(values, Tensor):
         return blanks[id(values)]
     if isinstance(values, (list, tuple)):
@@ -164,12 +166,15 @@ def _learn(
     mode: FakeTensorMode,
     device: torch.device | None = None,
 ) -> Maker | None:
-    """Return what makes the like of a result from the like of the arguments; None if nothing.
+    """Return a function (arguments, mode) -> result that reproduces a result; None if there is
+    none.
 
     Args:
-        out, args, kwargs: result and arguments: fakes, or plain tensors on meta.
-        mode: of the fakes.
-        device: that fakes are said to be on, where these are plain.
+        out: result: fake tensors, or plain tensors on meta.
+        args: positional arguments of the call, of the same kind.
+        kwargs: keyword arguments of the call, of the same kind.
+        mode: mode of the fake tensors.
+        device: device of the fake tensors to create, if the tensors are plain.
     """
     if out is None:
         return lambda args, mode: None
@@ -200,7 +205,7 @@ def _learn(
 
 
 def _is_plain(out: Any) -> bool:
-    """Whether it is a tensor on meta that nothing is to be done to when it is read."""
+    """Return True for a strided meta tensor without pending conjugation or negation."""
     plain = isinstance(out, Tensor) and out.is_meta and out.layout is torch.strided
     return plain and not (out.is_conj() or out.is_neg())
 
@@ -230,11 +235,11 @@ def _maker_of_view(out: Tensor, place: int, wrap: Wrapper) -> Maker:
 
 
 def _wrapper(device: torch.device, mode: FakeTensorMode) -> Wrapper:
-    """Return what makes a fake tensor of one on meta without its slow constructor."""
+    """Return a function that converts a meta tensor to a fake one without the slow constructor."""
     with torch._C._DisableTorchDispatch():
         blank = torch.empty(0, device="meta")
     fields = dict(vars(FakeTensor(mode, blank, device)))
-    del fields["fake_mode"]  # of each trace its own
+    del fields["fake_mode"]  # differs for every trace
 
     def wrap(blank: Tensor, mode: FakeTensorMode) -> FakeTensor:
         made: Any = Tensor._make_subclass(
@@ -248,7 +253,7 @@ def _wrapper(device: torch.device, mode: FakeTensorMode) -> Wrapper:
 
 
 def _is_like(made: FakeTensor, out: Tensor, fake: bool) -> bool:
-    """Whether two have the same metadata and, as fakes, would meet the same kernels."""
+    """Return True if two tensors have equal metadata and, as fakes, equal dispatch keys."""
 
     def tell(tensor: Any) -> tuple[Any, ...]:
         storage = tensor.untyped_storage()

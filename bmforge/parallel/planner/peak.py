@@ -1,11 +1,11 @@
-"""From a trace of three blocks to the peak of a model of any depth, by part.
+"""Computes the peak memory of a model of any depth from a trace of three blocks, by part.
 
 Between the start of one block and the start of the next, a middle block adds the same bytes every
-time. So a deeper model's curve is the short one's with that difference put in once per further
-block: in forward where the second block has ended, in backward where it has. In between the curve
-is linear in the block's number, hence its highest point is at one of the ends, which were traced.
-Blocks of other kinds put in the difference of their own traces; the ends are taken for the first
-kind's. Stacks are counted one by one, as a rank of a pipeline may have many blocks of the encoder
+time. So the memory curve of a deeper model is that of the short model with this difference added
+once per further block: in forward where the second block ends, in backward likewise. In between the
+curve is linear in the block's index, so its maximum is at one of the ends, which were traced.
+Blocks of other kinds add the difference of their own traces; the ends are assumed to be of the
+first kind. Stacks are counted separately, as a pipeline rank may have many blocks of the encoder
 and none of the decoder.
 """
 
@@ -30,7 +30,7 @@ __all__ = [
     "peak_memory",
 ]
 
-# Of every stack, how many blocks there are of every kind, those of the first trace first.
+# Per stack, the number of blocks of every kind, that of the first trace first.
 Counts = Mapping[str, Sequence[float]]
 Curve = NDArray[np.float64]
 _INDEX = {name: index for index, name in enumerate(PARTS)}
@@ -40,28 +40,30 @@ _STATES = 2
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process has at its fullest moment, in bytes by part."""
+    """Peak memory of a process in bytes, by part."""
 
     parts: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts in bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the model a process has, and of what it has only a part.
+    """Part of the model on a process, and the fractions of it that are sharded or offloaded.
 
     Args:
-        counts: of every stack, how many blocks of every kind.
+        counts: per stack, number of blocks of every kind.
         in_flight: micro-batches whose activations are alive at once on this rank.
-        first, last: whether what stands before the blocks, or behind them, is here.
+        first: whether the modules before the blocks are on this rank.
+        last: whether the modules after the blocks are on this rank.
         shard_ratio: shards in the trace over shards in the plan.
-        offloaded: fraction of the optimizer's states and master weights that is off the device.
-        half: parameters are computed with in 2 bytes; of offloaded ones the device keeps those.
-        gradients_leave: what is offloaded takes its gradients with it.
+        offloaded: fraction of the optimizer's states and master weights that is offloaded.
+        half: parameters are computed with in 2 bytes; the device keeps these copies of
+            offloaded ones.
+        gradients_leave: gradients of offloaded parameters are offloaded too.
     """
 
     counts: Counts
@@ -75,17 +77,17 @@ class Share:
 
 
 def peak_memory(trace: StepTrace, share: Share) -> Memory:
-    """Return the fullest moment of a process.
+    """Return the peak memory of a process.
 
     Args:
-        trace: of the model with three blocks.
-        share: what the process has.
+        trace: trace of the model with three blocks.
+        share: part of the model on the process.
     """
     here = {INSIDE} | ({FIRST_END} if share.first else set())
     here |= {LAST_END} if share.last else set()
     live = [_live(each, here) for each in _kinds(trace)]
-    # The middle block once as the first of its kind and once as the last: it gathers ahead, which
-    # the blocks at the ends do not.
+    # The middle block is added before and after itself: it prefetches, which the blocks at the
+    # ends do not.
     curves = [_whole_curve(live, trace, share, last) for last in (False, True)]
     at = max((curve[int(curve.sum(1).argmax())] for curve in curves), key=lambda row: row.sum())
     parts = dict(zip(PARTS, at.tolist(), strict=True))
@@ -94,18 +96,18 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
 
 
 def all_blocks(trace: StepTrace, depth: float) -> Counts:
-    """Return the blocks of a model with so many in every stack."""
+    """Return the block counts of a model with `depth` blocks in every stack."""
     others = [count for count, _ in trace.others]
     return {stack: (depth - sum(others), *others) for stack in trace.block_static}
 
 
 def _kinds(trace: StepTrace) -> list[StepTrace]:
-    """Return the traces of all kinds of blocks, this one first."""
+    """Return the traces of all kinds of blocks, the given trace first."""
     return [trace, *(other for _, other in trace.others)]
 
 
 def _further(trace: StepTrace, counts: Counts) -> Iterator[tuple[StepTrace, dict[str, float]]]:
-    """Yield for every kind how many blocks of every stack there are besides those traced."""
+    """Yield, for every kind, its trace and the number of untraced blocks of every stack."""
     for kind, each in enumerate(_kinds(trace)):
         traced = 0 if kind else BLOCKS
         yield each, {stack: counts[stack][kind] - traced for stack in trace.block_static}
@@ -128,13 +130,13 @@ def _whole_curve(lives: list[Curve], trace: StepTrace, share: Share, last: bool)
 
 
 def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
-    """Return what further blocks of every kind add, before or after the middle one."""
+    """Return the bytes added by further blocks of every kind, before or after the middle block."""
     added = np.zeros_like(lives[0])
     for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
         for place, step in zip(_steps(trace), _steps(each), strict=True):
             difference = live[step[1].event] - live[step[0].event]
-            # A sum of gradients stands where the first one did, which a collective has made: one
-            # buffer that counts for another part from then on, not one less for every block.
+            # Gradients accumulate in the buffer of the first one, made by a collective: one buffer
+            # that counts for another part from then on, not one less for every block.
             handed = min(difference[_INDEX["communication"]], 0.0)
             difference[_INDEX["communication"]] -= handed
             difference[_INDEX["activations"]] += handed
@@ -144,7 +146,7 @@ def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bo
 
 
 def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
-    """Yield begin and end of every middle block's forward and backward."""
+    """Yield the begin and end marks of every middle block's forward and backward."""
     known = {(m.micro_batch, m.stack, m.kind, m.block): m for m in trace.marks}
     for (number, stack, kind, block), mark in known.items():
         if block == 1:
@@ -152,9 +154,10 @@ def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
 
 
 def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
-    """Return the activations of the micro-batches that wait for their backward, and messages.
+    """Return the bytes of activations and messages of micro-batches that wait for their backward.
 
-    A rank that is not the first keeps what it received with each; one message beside is on its way.
+    A rank that is not the first also keeps the received message of each; one more message is in
+    transit.
     """
     number = trace.micro_batches - 1
     start, *others = (m.event for m in trace.marks if m.micro_batch == number and not m.stack)
@@ -168,7 +171,7 @@ def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
 
 
 def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
-    """Add parameters and the optimizer's states, and shard all three kinds further."""
+    """Add parameters and optimizer states to the curve, and apply the further sharding."""
     held, trained = (_held(trace, share, what) for what in ("static", "trained"))
     live[:, _INDEX["parameters"]] += held
     if trace.has_gradients:
@@ -183,7 +186,9 @@ def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
 
 
 def _held(trace: StepTrace, share: Share, what: str) -> float:
-    """Return bytes of a rank's parameters: "static" of all, "trained" of those with gradients."""
+    """Return the bytes of a rank's parameters: "static" for all, "trained" for those with
+    gradients.
+    """
     found = float(getattr(trace, what))
     for each, extra in _further(trace, share.counts):
         found += sum(extra[k] * size for k, size in getattr(each, f"block_{what}").items())
@@ -192,12 +197,12 @@ def _held(trace: StepTrace, share: Share, what: str) -> float:
 
 
 def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
-    """Take off the device what is offloaded; two blocks' gradients are on their way at a time."""
+    """Subtract the offloaded bytes; the gradients of two blocks are in transfer at a time."""
     if not share.offloaded:
         return
     left = 1.0 - share.offloaded
     live[:, _INDEX["optimizer"]] *= left
-    if share.half:  # of what is trained, half as much stays: what is computed with
+    if share.half:  # the 2-byte compute copies of trained parameters stay on the device
         away = 0.5 * share.offloaded * _held(trace, share, "trained") * share.shard_ratio
         live[:, _INDEX["parameters"]] -= away
     if not share.gradients_leave:
@@ -208,12 +213,12 @@ def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
 
 
 def count_parameters(trace: StepTrace, counts: Counts, ends: int = 2) -> tuple[float, float]:
-    """Return the numbers of a rank's parameters before ZeRO shards them, and of the trained ones.
+    """Return the number of a rank's parameters before ZeRO sharding, and of the trained ones.
 
     Args:
-        trace: of the model with three blocks.
-        counts: the blocks of the rank.
-        ends: how many of the model's two ends it has.
+        trace: trace of the model with three blocks.
+        counts: number of blocks of the rank.
+        ends: number of the model's two ends on the rank.
     """
     outside = [float(total) for total in (trace.static, trace.trained)]
     for stack in trace.block_static:
@@ -230,10 +235,11 @@ def count_parameters(trace: StepTrace, counts: Counts, ends: int = 2) -> tuple[f
 
 
 def count_work(trace: StepTrace, counts: Counts, last: bool = True) -> tuple[float, float]:
-    """Return (matrix FLOPs, bytes of everything else) of one micro-batch on a rank.
+    """Return (matrix FLOPs, memory traffic in bytes) of one micro-batch on a rank.
 
-    Of several micro-batches in the trace the last is looked at. What is done outside the blocks is
-    nearly all the head's, and counted for the rank that is `last`.
+    If the trace has several micro-batches, the last is used. The work outside the blocks is mostly
+    that
+    of the head, and is counted for the `last` rank.
     """
     flops, traffic = trace.flops / trace.micro_batches, trace.traffic_bytes / trace.micro_batches
     if not last:

@@ -1,4 +1,4 @@
-"""What every rank of a pipeline has: of the very cut that `parallelize` makes."""
+"""Blocks and ends on every pipeline rank, by the same partition that `parallelize` uses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Rank:
     """One rank of a pipeline.
 
     Args:
-        counts: of every stack, how many blocks of every kind.
-        first, last: whether what stands before the blocks, or behind them, is here.
+        counts: per stack, number of blocks of every kind.
+        first: whether the modules before the blocks are on this rank.
+        last: whether the modules after the blocks are on this rank.
     """
 
     counts: Mapping[str, Sequence[int]]
@@ -29,17 +30,17 @@ class Rank:
 
     @property
     def blocks(self) -> int:
-        """Blocks of all stacks."""
+        """Number of blocks of all stacks."""
         return sum(map(sum, self.counts.values()))
 
 
 def cut_ranks(model: nn.Module, layout: Layout, order: Sequence[int]) -> tuple[Rank, ...]:
-    """Cut a model as `parallelize` does and say what each rank has.
+    """Partition a model as `parallelize` does and return the ranks.
 
     Args:
-        model: the whole one, on meta.
-        layout: which axes; without a pipeline one rank has everything.
-        order: the kind of every layer, the same in all stacks; empty where there is one kind.
+        model: whole model on meta.
+        layout: degrees of parallelism; without a pipeline one rank has everything.
+        order: kind of every layer, the same in all stacks; empty if there is one kind.
 
     Raises:
         ConfigError: the pipeline does not fit the model.

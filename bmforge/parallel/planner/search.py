@@ -1,11 +1,11 @@
-"""The planner: which layouts of a model fit on machines that are not here, and how fast they are.
+"""The planner: finds the layouts of a model that fit on given machines, and estimates their speed.
 
 Start at `plan`. For every sensible layout, with and without recompute and offload, an estimate
-(`estimate.py`) puts together the peak memory of a process (`trace.py`, `peak.py`) and the time of a
-step (`step_time.py`) on the devices of `hardware.py`. Nothing is trained and no device is needed.
+(`estimate.py`) combines the peak memory of a process (`trace.py`, `peak.py`) and the time of a step
+(`step_time.py`) on the devices of `hardware.py`. Nothing is trained and no device is needed.
 
-Tracing is what costs time, half a second for each setting. So a layout is traced where it is
-expected to be best: with as many rows as should fit, which the traces so far tell.
+Tracing takes most of the time, half a second per setting. So each layout is traced only at its
+expected optimum: with as many rows as should fit according to the earlier traces.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ __all__ = ["Choice", "Plan", "Request", "Row", "explain_refusal", "plan", "sensi
 
 _LONG_ROW = 16384
 _FRACTIONS = tuple(n / 20 for n in range(1, 21))
-# So many seconds of work are worth starting a process, which reads torch anew.
+# Seconds of work that justify a new process, which has to import torch.
 _WORTH_A_PROCESS_S = 10.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows, best first: what fits by its speed, then what does not by what is missing."""
+    """Estimates of all configurations, best first: those that fit by speed, others by missing
+    memory.
+    """
 
     request: Request
     rows: tuple[Row, ...]
@@ -44,10 +46,10 @@ class Plan:
 
     @property
     def winner(self) -> Row:
-        """The fastest that fits.
+        """Fastest configuration that fits.
 
         Raises:
-            ConfigError: nothing fits; says by how much the nearest does not.
+            ConfigError: nothing fits; names the memory that the closest configuration lacks.
         """
         if not self.rows:
             raise ConfigError(explain_refusal(self.request, self.refused))
@@ -70,15 +72,15 @@ def plan(
     processes: int = 1,
     keep: Path | None = None,
 ) -> Plan:
-    """Estimate every sensible choice.
+    """Estimate every sensible configuration.
 
     Args:
-        request: what is asked.
-        note: told of every layout that has been looked at.
-        layouts: look at these only; empty looks at all sensible ones.
-        processes: work on the layouts; more than one are new ones, so a program that asks for them
-            must be importable (`if __name__ == "__main__"`), and the workload picklable.
-        keep: a directory for what was measured, which the next call reads; None keeps nothing.
+        request: model, machines and constraints.
+        note: callback for progress messages, called for every layout.
+        layouts: layouts to estimate; empty estimates all sensible ones.
+        processes: number of processes; more than one are spawned, so the calling program must be
+            importable (`if __name__ == "__main__"`), and the workload picklable.
+        keep: directory of the trace cache; None disables it.
     """
     every = layouts or tuple(sensible_layouts(request))
     groups = _that_share(every)
@@ -90,7 +92,7 @@ def plan(
         for seen in looks:
             note(str(seen.layout))
 
-    # The first group tells how long the others will take.
+    # The time of the first group predicts that of the others.
     start = time.perf_counter()
     for group in groups[:1]:
         take(look(group))
@@ -106,7 +108,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Look:
-    """What came of one layout: rows, or why it is not possible."""
+    """Result of one layout: estimates, or the reason why it is not possible."""
 
     layout: Layout
     rows: tuple[Row, ...] = ()
@@ -114,7 +116,7 @@ class _Look:
 
 
 def _that_share(layouts: Sequence[Layout]) -> list[list[Layout]]:
-    """Return layouts in groups whose traces are the same in part: pipelines of any length are."""
+    """Group layouts that share parts of their traces: pipelines of any length do."""
     groups: dict[Layout, list[Layout]] = {}
     for layout in layouts:
         alike = replace(layout, pp=min(layout.pp, 2), pp_cut=())
@@ -124,31 +126,33 @@ def _that_share(layouts: Sequence[Layout]) -> list[list[Layout]]:
 
 @contextmanager
 def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
-    """Yield what maps a function: in this process, or in new ones side by side."""
+    """Context manager: yield a map function, in this process or over a pool of new processes."""
     if processes < 2:
         yield map
         return
-    # New ones, not copies of this one: threads and devices do not survive copying.
+    # Spawned, not forked: threads and device contexts do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         yield pool.map
 
 
 class _Looker:
-    """Looks at layouts, and remembers what may help with the next; a new process begins anew."""
+    """Estimates layouts and caches traces for the next ones; each new process starts without a
+    cache.
+    """
 
     def __init__(self, request: Request, keep: Path | None) -> None:
         self.request, self.keep = request, keep
         kept = None if keep is None else TraceStore(keep)
         self.estimator = Estimator(request, kept=kept)
-        # Bytes of activations of one row, by recompute and the axes that cut a row.
+        # Activation bytes of one row, by recompute and the axes that shard a row.
         self.per_row: dict[tuple[bool, int, int], float] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Looker, (self.request, self.keep)
 
     def __call__(self, layouts: Sequence[Layout]) -> list[_Look]:
-        """Return what comes of each layout."""
+        """Return the result of each layout."""
         looks = []
         for layout in layouts:
             try:
@@ -159,11 +163,11 @@ class _Looker:
         return looks
 
     def _find_rows(self, layout: Layout) -> Iterator[Row]:
-        """Yield the best micro-batch, and that with recompute where it could be better."""
+        """Yield the best micro-batch, and the best one with recompute if that could be faster."""
         share = self._rows_of_a_process(layout)
         plain = self._best(layout, False, share)
         yield plain
-        # With all rows of a step at once, or the shortest bubble, recomputing gives nothing.
+        # With all rows in one micro-batch, or the shortest bubble, recompute gains nothing.
         at_best = plain.choice.rows == _largest(layout, share)
         if not (at_best and plain.fits and not plain.choice.offloaded):
             yield self._best(layout, True, share)
@@ -181,9 +185,10 @@ class _Looker:
         return batch // replicas
 
     def _best(self, layout: Layout, recompute: bool, share: int) -> Row:
-        """Return the fastest micro-batch that fits, or what is missing with a single row.
+        """Return the fastest micro-batch that fits, or the estimate of a single row if none does.
 
-        The largest that fits is looked for twice: with the optimizer on the device, and off it.
+        The largest micro-batch that fits is searched twice: with the optimizer on the device and
+        offloaded.
         """
         tried: dict[int, Row] = {}
         axes = recompute, layout.tp, layout.cp
@@ -203,7 +208,9 @@ class _Looker:
         return min(tried.values(), key=_rank)
 
     def _expect(self, choice: Choice) -> int:
-        """Return how many rows should fit, of at most as many; one where nothing is known."""
+        """Return the number of rows expected to fit, at most that of the choice; 1 without earlier
+        traces.
+        """
         room = self.request.cluster.device.memory_bytes
         one = self.per_row.get((choice.recompute, choice.layout.tp, choice.layout.cp))
         if one is None:
@@ -215,20 +222,22 @@ class _Looker:
 
 
 def _largest(layout: Layout, share: int) -> int:
-    """Return the micro-batch that is fastest if it fits, of powers of two.
+    """Return the fastest micro-batch size, a power of two, regardless of memory.
 
-    A pipeline's bubble is as long as one micro-batch takes, so there it is the smallest.
+    The bubble of a pipeline is proportional to the micro-batch, so a pipeline uses the smallest.
     """
     return 1 if layout.pp > 1 else share & -share
 
 
 def explain_refusal(request: Request, refused: Sequence[tuple[Layout, str]]) -> str:
-    """Say why no layout is possible, and what is nearest that would be."""
+    """Return the error text of a request without possible layouts, with the nearest possible
+    request.
+    """
     count, batch = request.cluster.count, request.batch
     reasons = list(dict.fromkeys(reason for _, reason in refused))
     text = f"no layout of {request.workload.name} on {count} devices is possible: "
     text += " ".join(reasons[:3])
-    # Without other axes every device works on rows of its own.
+    # Without other axes every device works on different rows.
     fits_alone = next((r for layout, r in refused if layout.row_groups(count) == count), "")
     if batch % count and "does not divide" in fits_alone:
         below = batch // count * count
@@ -273,7 +282,7 @@ def sensible_layouts(request: Request) -> Iterator[Layout]:
 
 
 def _fitting(estimator: Estimator, choice: Choice) -> Row:
-    """Return the choice with as little offloaded as makes it fit."""
+    """Return the choice with the smallest offloaded fraction that fits."""
     room = estimator.request.cluster.device.memory_bytes
     most = replace(choice, offloaded=1.0 if estimator.request.offload else 0.0)
     least = estimator.least_static(most)
@@ -286,7 +295,7 @@ def _fitting(estimator: Estimator, choice: Choice) -> Row:
     row = estimator.estimate(most)
     if not row.fits:
         return row
-    # The more is offloaded, the less is on the device.
+    # Device memory decreases with the offloaded fraction, so bisection applies.
     few, many = 0, len(_FRACTIONS) - 1
     while few < many:
         middle = (few + many) // 2

@@ -1,7 +1,8 @@
-"""How long a step takes: products, memory traffic, links, the pipeline's bubble, offloading.
+"""Estimate of the time of a step: matrix products, memory traffic, links, pipeline bubble, offload.
 
-Products run at the device's measured part of its peak, everything else at the speed of its memory.
-ZeRO's gathers and reductions hide behind computing as far as they can; tensor parallelism's do not.
+Matrix products run at the measured fraction of the device's peak, everything else at its memory
+bandwidth. ZeRO's gathers and reductions overlap with computation as far as possible; the
+collectives of tensor parallelism do not.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from bmforge.parallel.planner.hardware import Cluster, Device
 
 __all__ = ["OURS", "Engine", "Times", "Work", "compute_time", "step_time"]
 
-# What of a link's or a memory's nominal bandwidth collectives and kernels get.
+# Fraction of the nominal link or memory bandwidth that collectives and kernels reach.
 _LINK, _MEMORY = 0.8, 0.8
-# What is left of the operators' reads and writes on an accelerator, whose caches and fused kernels
-# spare some, and in compiled blocks. Set by hand between torchtitan's rows for 8 GPUs with and
-# without compiling, which are therefore no test of the planner.
+# Fraction of the operators' reads and writes that reaches memory on an accelerator, whose caches
+# and fused kernels avoid the rest, and in compiled blocks. Tuned by hand to torchtitan's results
+# for 8 GPUs with and without compiling, which are therefore no test of the planner.
 _EAGER, _COMPILED = 0.66, 0.28
-# Share of forward in a step's computing, without and with recompute.
+# Fraction of forward in a step's compute time, without and with recompute.
 _FORWARD, _FORWARD_OF_RECOMPUTED = 1 / 3, 1 / 4
 # AdamW reads weight, gradient and two states and writes three of them, in fp32.
 _ADAM_BYTES = 28
@@ -29,20 +30,22 @@ _GRADIENT_BYTES = 4
 
 @dataclass(frozen=True)
 class Work:
-    """What one process does in a step.
+    """Work of one process in a step.
 
     Args:
-        flops, traffic_bytes: of one micro-batch through its blocks and ends.
-        micro_batches: per step.
-        block_bytes: hidden states of a micro-batch between two blocks.
-        blocks: how many it runs.
-        parameters: numbers it computes with, before ZeRO shards them.
-        shards: over how many processes ZeRO shards.
-        offloaded: fraction of the optimizer that is off the device.
-        width: bytes of a number in computing.
-        ranks: what all ranks of the pipeline compute, over what this one does; None is as many as
-            there are, all of them doing as much.
-        trained: part of the parameters that is trained.
+        flops: matrix FLOPs of one micro-batch.
+        traffic_bytes: memory traffic of one micro-batch in bytes.
+        micro_batches: micro-batches per step.
+        block_bytes: bytes of the hidden states of a micro-batch between two blocks.
+        blocks: number of blocks of the process.
+        parameters: number of parameters it computes with, before ZeRO shards them.
+        shards: number of ZeRO shards.
+        offloaded: fraction of the optimizer states that is offloaded.
+        width: bytes per element of the compute dtype.
+        ranks: compute time of all pipeline ranks over that of this one; None is the number of
+            ranks,
+            all with equal work.
+        trained: trained fraction of the parameters.
     """
 
     flops: float
@@ -60,14 +63,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine does its own way; for comparing with figures of others than ours.
+    """Properties of a training engine; for comparison with published results of other engines.
 
     Args:
-        collectives: gathers and scatters of hidden states that tensor parallelism makes per block
-            in forward, in backward and in recomputing; a sum of them counts as two.
+        collectives: gathers and scatters of hidden states by tensor parallelism per block in
+            forward,
+            in backward and in recomputation; an all-reduce counts as two.
         reduces_once: gradients are reduced with the last micro-batch only.
-        gathered_bytes: of a micro-batch that tensor parallelism gathers beside these, as whole
-            logits; ours are never whole.
+        gathered_bytes: further bytes of a micro-batch that tensor parallelism gathers, such as
+            whole
+            logits; 0 for bmforge, which keeps logits sharded.
     """
 
     collectives: tuple[int, int, int] = (4, 4, 4)
@@ -80,13 +85,13 @@ OURS = Engine()
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step by what they are spent on; they add up to the step."""
+    """Seconds of a step by category; their sum is the step time."""
 
     parts: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Step time in seconds."""
         return sum(self.parts.values())
 
 
@@ -138,7 +143,7 @@ def step_time(
 def compute_time(
     flops: float, traffic_bytes: float, cluster: Cluster, precision: str, compiled: bool
 ) -> float:
-    """Return the time of products and memory traffic."""
+    """Return the time of matrix products and memory traffic."""
     products = _product_time(flops, cluster.device, precision)
     return products + _traffic_time(traffic_bytes, cluster.device, compiled)
 
@@ -155,7 +160,7 @@ def _traffic_time(traffic_bytes: float, device: Device, compiled: bool) -> float
 def _tensor_time(
     work: Work, cluster: Cluster, layout: Layout, engine: Engine, recompute: bool
 ) -> float:
-    """Nothing is computed while hidden states are gathered and scattered."""
+    """Return the time of tensor-parallel collectives, which do not overlap with computation."""
     if layout.tp == 1:
         return 0.0
     forward, backward, again = engine.collectives
@@ -165,7 +170,7 @@ def _tensor_time(
 
 
 def _bandwidth(cluster: Cluster, size: int) -> float:
-    """Bytes per second of a ring of neighbours."""
+    """Return the bandwidth of a ring of `size` devices in bytes per second."""
     network = cluster.network_gbit_s / 8 * 1e9
     inside = cluster.inside_gb_s(size) * 1e9
     return _LINK * (inside if size <= cluster.per_node else min(network, inside))
@@ -177,7 +182,7 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
     if size == 1:
         return 0.0, 0.0
     inner = layout.tp
-    here = max(1, min(size, cluster.per_node // inner))  # of a group, in one node
+    here = max(1, min(size, cluster.per_node // inner))  # ranks of a group in one node
     nodes = -(-size // here)
     network = cluster.network_gbit_s / 8 * 1e9 * here * _LINK
     inside = cluster.inside_gb_s(here) * 1e9 * _LINK
@@ -190,14 +195,16 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
 
 
 def _stage_link_time(work: Work, cluster: Cluster, layout: Layout) -> float:
-    """Hidden states to the next stage and gradients back; each tensor process sends its part."""
+    """Return the time of sending hidden states and gradients between stages; each rank sends a
+    slice.
+    """
     size = layout.tp * work.shards
     bandwidth = _bandwidth(cluster, cluster.per_node + 1 if size * 2 > cluster.per_node else 2)
     return 2 * work.block_bytes / layout.tp / bandwidth
 
 
 def _offload_time(work: Work, cluster: Cluster) -> float:
-    """Gradients out, weights in, and AdamW on the host, each beside the others."""
+    """Return the time of offload: gradient copies, weight copies and AdamW on the host overlap."""
     local = work.parameters * work.trained / work.shards * work.offloaded
     out = local * _GRADIENT_BYTES / (cluster.device.host_gb_s * 1e9 * _LINK)
     beside = min(cluster.per_node, cluster.count)

@@ -1,10 +1,10 @@
-"""One training step traced without memory and without the others: what is alive when, by part.
+"""Traces one training step on fake tensors in one process: live memory over time, by part.
 
-A model with three blocks per stack is laid out by `parallelize` itself, over a group of processes
-that are not there, and runs forward and backward on fake tensors. Every storage is followed from
-its making to its end, so that what sharding gathers ahead, what blocks keep for backward and what
-the head needs for a moment are the engine's own. The second block stands for all that a longer
-model has more: see `peak.py`. Where blocks differ, there is a trace of every kind.
+A model with three blocks per stack is parallelized by `parallelize` itself, over a fake process
+group, and runs forward and backward on fake tensors. The lifetime of every storage is tracked, so
+that prefetched shards, saved activations and temporary memory of the head come from the real code.
+The second block represents all further blocks of a longer model: see `peak.py`. If blocks differ,
+there is a trace of every kind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from bmforge.surgery import persistent_tensors
 
 __all__ = ["BLOCKS", "Mark", "Setting", "StepTrace", "trace_step"]
 
-# A first, a last, and one between them that stands for all others.
+# A first block, a last one, and one between them that represents all others.
 BLOCKS = 3
 _GRADIENTS, _WHOLE = PARTS.index("gradients"), PARTS.index("whole gradients")
 _COMMUNICATION = PARTS.index("communication")
@@ -52,19 +52,18 @@ _COMMUNICATION = PARTS.index("communication")
 
 @dataclass(frozen=True)
 class Setting:
-    """How one process works: what a trace depends on.
+    """Configuration of one process; the trace depends on it.
 
     Args:
-        layout: which axes; pp does not cut here, see `piped`.
-        shards: over how many processes ZeRO shards in the trace, or has replicas; those of the axis
-            `cp` are among them.
-        rows: of a micro-batch.
+        layout: degrees of parallelism; pp does not cut the model here, see `piped`.
+        shards: number of ZeRO shards or replicas in the trace, including those of the axis `cp`.
+        rows: rows of a micro-batch.
         precision: fp32, bf16 or fp16.
         recompute: blocks are recomputed in backward.
         prefetch: units gathered ahead.
-        accumulates: there are several micro-batches a step.
-        piped: gradients are reduced at the end of the step only, as a pipeline does.
-        copies: collectives make a buffer of their own, as on processors.
+        accumulates: a step has several micro-batches.
+        piped: gradients are reduced only at the end of the step, as in a pipeline.
+        copies: collectives allocate a buffer of their own, as on CPUs.
     """
 
     layout: Layout
@@ -80,16 +79,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mark:
-    """A micro-batch, or a block's forward or backward, begins.
+    """Start of a micro-batch, or of a block's forward or backward.
 
     Args:
-        micro_batch: of which micro-batch.
-        stack: the stack's name.
-        block: which of its three.
+        micro_batch: index of the micro-batch.
+        stack: name of the stack.
+        block: index of the block, 0 to 2.
         kind: "forward" or "backward"; "start" of a micro-batch.
-        event: how many events there were before.
-        flops: matrix products so far.
-        traffic_bytes: read and written by everything else so far.
+        event: number of preceding events.
+        flops: matrix FLOPs so far.
+        traffic_bytes: bytes read and written by all other operators so far.
     """
 
     micro_batch: int
@@ -103,22 +102,27 @@ class Mark:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a step of the short model did.
+    """Trace of a step of the short model.
 
     Args:
-        events: (bytes more or less, index in `PARTS`, whose: see `plan_follow.py`), in order.
-        marks: where blocks begin.
-        static: bytes of parameters that are there all the time, of the whole short model.
-        block_static: of one block of each stack.
-        ends_static: of what stands before the blocks and behind them.
-        trained, block_trained, ends_trained: the same, of those parameters that are trained.
-        micro_batches: how many were traced.
-        has_gradients: those of earlier micro-batches are there from the beginning.
-        flops, traffic_bytes: of the whole trace.
-        parameters: numbers in one block of each stack, before ZeRO shards them, and under "" in
-            everything else.
-        carry_bytes: what goes from block to block.
-        others: of every further kind of block, how many there are and the same step with these.
+        events: memory events in order: (bytes allocated or freed, index in `PARTS`, owner: see
+            `follow.py`).
+        marks: starts of blocks and micro-batches.
+        static: bytes of the permanent parameters of the whole short model.
+        block_static: bytes of the parameters of one block of each stack.
+        ends_static: bytes of the parameters before the blocks and after them.
+        trained: bytes of all trained parameters.
+        block_trained: bytes of the trained parameters of one block of each stack.
+        ends_trained: bytes of the trained parameters before the blocks and after them.
+        micro_batches: number of traced micro-batches.
+        has_gradients: gradients of earlier micro-batches exist from the beginning.
+        flops: matrix FLOPs of the whole trace.
+        traffic_bytes: bytes read and written by all other operators of the whole trace.
+        parameters: number of elements in one block of each stack, before ZeRO shards them, and
+            under
+            "" outside the blocks.
+        carry_bytes: bytes passed from block to block.
+        others: number of blocks and trace for every further kind of block.
     """
 
     events: tuple[tuple[int, int, int], ...]
@@ -139,15 +143,16 @@ class StepTrace:
 
 
 def trace_step(workload: Workload, setting: Setting, outcomes: Outcomes | None = None) -> StepTrace:
-    """Trace one step of the short model on one process, with every kind of blocks.
+    """Trace one step of the short model on one process, with every kind of block.
 
     Args:
-        workload: the model and its rows.
-        setting: how the process works.
-        outcomes: of operators in earlier traces, which need not be found out again.
+        workload: model and its rows.
+        setting: configuration of the process.
+        outcomes: cached operator results of earlier traces.
 
     Raises:
-        ConfigError: the layout does not fit the model; or this process has joined others already.
+        ConfigError: the layout does not fit the model; or this process has already joined a process
+            group.
     """
     outcomes = outcomes or Outcomes()
     others = [
@@ -185,7 +190,7 @@ def _trace(workload: Workload, setting: Setting, outcomes: Outcomes) -> StepTrac
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what is said to people who train: here it would be said once per layout."""
+    """Context manager: suppress log messages and warnings, which would repeat for every layout."""
     logger, level = get_logger(), get_logger().level
     logger.setLevel(logging.ERROR)
     try:
@@ -208,7 +213,7 @@ def _follow_step(
     count = 2 if setting.piped and setting.accumulates else 1
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _prepare_(sharded, setting)
-    with torch.no_grad():  # where a shard is taken out without noting it for autograd
+    with torch.no_grad():  # sharding slices parameters without autograd
         follower.know(local_tensor(t) for t in persistent_tensors(model).values())
     model.train()
     with follower:
@@ -238,7 +243,7 @@ def _follow_step(
 
 
 def _prepare_(sharded: list[FSDPModule], setting: Setting) -> None:
-    """Tell sharded modules what `PipelinedModel.step` tells them."""
+    """Configure FSDP modules as `PipelinedModel.step` does."""
     for module in sharded if setting.piped else ():
         module.set_requires_gradient_sync(False, recurse=False)
         module.set_is_last_backward(False)
@@ -246,14 +251,14 @@ def _prepare_(sharded: list[FSDPModule], setting: Setting) -> None:
 
 
 def _begin_gradients_(model: nn.Module) -> None:
-    """Give every parameter the gradient that earlier micro-batches have left."""
+    """Allocate the accumulated gradients of earlier micro-batches."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
 
 
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
-    """Return at which end parameters are, by id; what is at both counts as inside, for both."""
+    """Return the end of the model for parameters by id; those at both ends count as inside."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
     found = dict.fromkeys(first - last, FIRST_END)
     return found | dict.fromkeys(last - first, LAST_END)
@@ -261,7 +266,7 @@ def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]
 
 @torch.no_grad()
 def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> None:
-    """Tell gradients, and what is gathered, by their parameters."""
+    """Register the purpose and owner of gradients and gathered parameters."""
     for p in model.parameters():
         if p.grad is not None:
             follower.assign([local_tensor(p.grad)], _GRADIENTS, owners.get(id(p), INSIDE))
@@ -269,17 +274,17 @@ def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> Non
         for p in (p for group in param_groups_of(module) for p in group.fsdp_params):
             end = owners.get(id(p.sharded_param), INSIDE)
             follower.assign(getattr(p, "all_gather_outputs", ()), _COMMUNICATION, end)
-            # A whole gradient that waits for the end of a pipeline's step.
+            # An unsharded gradient that is reduced at the end of a pipeline's step.
             held = getattr(p, "unsharded_accumulated_grad", None)
             follower.assign([] if held is None else [local_tensor(held)], _WHOLE, end)
 
 
 class _Marks:
-    """Hooks on every block that note where forward and backward of it begin, and whose turn it is.
+    """Hooks on every block that record the start of its forward and backward, and the active end.
 
     Args:
-        model: laid out.
-        follower: is told when what stands before the blocks and behind them runs.
+        model: parallelized model.
+        follower: memory tracker; its `end` is set to the part of the model that runs.
     """
 
     def __init__(self, model: nn.Module, follower: Follower) -> None:
@@ -304,7 +309,7 @@ class _Marks:
         self._note("", 0, "start")
 
     def _watch(self, stack: str, number: int, block: nn.Module) -> None:
-        # In front of sharding's own hooks, where every block finds what was gathered ahead for it.
+        # Before FSDP's own hooks, when the prefetched parameters of the block are still pending.
         block.register_forward_pre_hook(
             lambda *_: self._note(stack, number, "forward"), prepend=True
         )
@@ -326,7 +331,7 @@ class _Marks:
             turn(INSIDE)
             self.carry_bytes = local_bytes(args[0])
             if not args[0].requires_grad and not trains:
-                # Other blocks are trained: at most, gradients go through all of these.
+                # Other blocks are trained: in the worst case gradients pass through all of these.
                 args = (args[0].detach().requires_grad_(), *args[1:])
             if args[0].requires_grad:
                 args[0].register_hook(lambda _: turn(FIRST_END))

@@ -1,4 +1,4 @@
-"""What the planner is told of a model."""
+"""Description of a model for the planner."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["Workload"]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be trained, told in functions, as `parallel` knows no model.
+    """Model to be trained, described by functions, since `parallel` does not depend on models.
 
     Args:
-        name: for people.
-        build: (blocks per stack) -> the model on meta, with blocks that are all the same.
-        make_batch: (rows) -> one micro-batch.
-        run: (model, micro-batch) -> the loss.
-        materialize: gives a model on meta memory, in place.
+        name: display name.
+        build: function (blocks per stack) -> model on meta, with equal blocks.
+        make_batch: function (rows) -> one micro-batch.
+        run: function (model, micro-batch) -> loss.
+        materialize: function that allocates a model on meta, in place.
         depth: blocks per stack of the whole model.
-        row_tokens: tokens of a row.
-        hidden_size: features between blocks.
-        flops_per_token: of forward and backward of the whole model, without recomputing.
-        whole: makes the whole model on meta; for cutting it into a pipeline.
-        kinds: where blocks differ, for every further kind: what builds the model with blocks of it,
-            and how many blocks of every stack are of it.
-        around: entered for the tracing, with what follows it; for models that look at what kind of
-            tensors they get, and for loops that need not be run to their end.
-        order: the kind of every layer, 0 being that of `build`; empty where all are of it.
-        key: tells the workload from all others, in text; with "" no trace of it is kept.
+        row_tokens: tokens per row.
+        hidden_size: width of the hidden states between blocks.
+        flops_per_token: FLOPs of forward and backward of the whole model, without recomputation.
+        whole: function that builds the whole model on meta; used for the pipeline partition.
+        kinds: further kinds of blocks: function that builds the model with such blocks, and their
+            number in every stack.
+        around: context manager entered for tracing, called with the memory tracker; for models that
+            check tensor types, and for loops that need not run to their end.
+        order: kind of every layer, 0 being that of `build`; empty if all are of that kind.
+        key: unique text of the workload for the trace cache; "" disables caching.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Tensor and sequence parallelism: every block's projections cut over processes.
+"""Tensor and sequence parallelism: the projections of every block are sharded over processes.
 
-Parameters become DTensors on the `tp` axis, so that initialising, loading, saving and ZeRO see what
-is where; computing uses this process's part of them and explicit collectives (`collectives.py`),
-one where a part of a block begins and one where it ends. With sequence parallelism the tokens
-between parts are divided as well.
+Parameters become DTensors on the `tp` axis, so that initialization, loading, saving and ZeRO know
+their placement; computation uses the local shards and explicit collectives (`collectives.py`), one
+at the start of a block part (attention, MLP) and one at its end. With sequence parallelism the
+tokens between these parts are sharded as well.
 
 Source: Shoeybi et al., "Megatron-LM" (2019).
 """
@@ -33,22 +33,24 @@ __all__ = [
 
 
 class Cut(Protocol):
-    """How the modules of a glob are cut; `models.TensorCut` is one and says what the words mean."""
+    """Sharding style of the modules of a glob; `models.TensorCut` implements it and defines the
+    styles.
+    """
 
     @property
     def glob(self) -> str:
-        """Names of modules."""
+        """Name glob of the modules."""
 
     @property
     def style(self) -> str:
-        """How they are cut."""
+        """Sharding style."""
 
     @property
     def units(self) -> int:
-        """How many pieces cannot be cut further."""
+        """Number of indivisible units, such as attention heads."""
 
 
-# style -> parameter -> the dim that is cut. What is not named stays whole on every process.
+# style -> parameter -> sharded dim. Other parameters are replicated.
 CUT_DIMS: dict[str, dict[str, int]] = {
     "part": {},
     "column": {"weight": 0, "bias": 0},
@@ -64,7 +66,7 @@ CUT_DIMS: dict[str, dict[str, int]] = {
 
 
 def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[str]:
-    """Return everything that keeps a model from being cut into `size`."""
+    """Return the problems of tensor parallelism over `size` processes."""
     if size == 1:
         return []
     if not cuts:
@@ -94,7 +96,7 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
 
 
 def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> list[str]:
-    """Return what keeps the parts beside modules from being cut as those are."""
+    """Return the problems of sharding attached modules like their base modules."""
     found = []
     for name, module in model.named_modules():
         if not is_beside(module):
@@ -116,17 +118,21 @@ def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> li
 
 
 def is_beside(module: Any) -> bool:
-    """Tell a part that stands beside a module, and is cut as that is; `nn.BesidePart` is one."""
+    """Return True for a module attached to a base module and sharded like it, such as
+    `nn.BesidePart`.
+    """
     return callable(getattr(module, "tensor_notes", None)) and hasattr(module, "cut_styles")
 
 
 def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut | None:
-    """Return how a module is cut, or for a part the module beside which it stands."""
+    """Return the cut of a module, or for an attached module that of its base module."""
     return styles.get(name.rpartition(".")[0] if is_beside(module) else name)
 
 
 def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
-    """Return which dim of which parameter is cut: the part says so, else the style."""
+    """Return the sharded dim of each parameter: from the attached module itself, else from the
+    style.
+    """
     if cut is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):
@@ -136,7 +142,7 @@ def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
 
 
 def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
-    """Tell whether cutting `dim` into `size` equal parts, the last ones shorter, leaves none."""
+    """Return True if chunking `dim` into `size` parts leaves some rank without elements."""
     if dim is None:
         return False
     length = parameter.shape[dim]
@@ -144,7 +150,7 @@ def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
 
 
 def find_cuts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, Cut]:
-    """Return how each module is cut, by its name; of several cuts of one the last holds."""
+    """Return the cut of each module by its name; if several cuts match, the last one applies."""
     names = [name for name, _ in model.named_modules()]
     return {name: cut for cut in cuts for name in match_names(names, (cut.glob,))}
 
@@ -157,14 +163,14 @@ def apply_tensor_parallel_(
     *,
     sequence: bool = False,
 ) -> None:
-    """Cut a model over the axis `tp`, in place.
+    """Shard a model over the axis `tp`, in place.
 
     Args:
-        model: any model with rules.
-        styles: how modules are cut, by their names; of the whole model, see `find_cuts`.
-        stacks: containers of blocks that run one after the other.
-        mesh: of one dim.
-        sequence: divide tokens between parts as well.
+        model: model with rules.
+        styles: module name -> cut, for the whole model; see `find_cuts`.
+        stacks: containers of blocks that run in sequence.
+        mesh: one-dimensional mesh.
+        sequence: shard the tokens between block parts as well (sequence parallelism).
 
     Comm: per block and part (attention, MLP) one all-reduce of the hidden states forward and one
         backward; with `sequence`, an all-gather and a reduce-scatter each way instead. The
@@ -178,7 +184,7 @@ def apply_tensor_parallel_(
     new: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
         cut = _cut_around(name, module, styles)
-        # Inside a mixture of experts all processes have all tokens; beside it each has its own.
+        # Inside a mixture of experts tokens are replicated; outside each process has its own.
         is_next_to = is_beside(module) and f"{name.rpartition('.')[0]}." in mixtures
         inside = name.startswith(mixtures) and not is_next_to
         here = whole if inside else tensor
@@ -201,11 +207,11 @@ def _cut_parameters_(
     between: View,
     new: dict[int, nn.Parameter],
 ) -> Iterator[tuple[str, View]]:
-    """Make a module's own parameters DTensors; yield how computing sees each."""
+    """Make a module's own parameters DTensors; yield the view that computation uses of each."""
     dims = _dims_of(module, cut)
-    # A part beside what is whole behind its sum, as a whole MLP is, is used as its neighbours are.
+    # An adapter attached to a replicated module, such as an unsharded MLP, is used like its base.
     is_cut = cut is not None and bool(CUT_DIMS[cut.style])
-    # So is what a prefix makes its keys of. Behind a table all processes have all of its result.
+    # So is the part that makes prefix keys. The result of an embedding table is replicated.
     follows = cut is not None and (
         cut.style in ("head_norm", "gate")
         or (is_cut and is_beside(module) and cut.style != "embedding")
@@ -218,14 +224,14 @@ def _cut_parameters_(
         if id(parameter) not in new:
             placement = Replicate() if dim is None else Shard(dim)
             new[id(parameter)] = _distribute(parameter, tensor.mesh, placement)
-        # A tied parameter stays one.
+        # Tied parameters stay one object.
         module._parameters[key] = new[id(parameter)]
         if dim is not None:
             yield key, view_here
         elif takes_share and cut is not None:
             yield key, partial(tensor.view_shared_head, cut.units)
         elif follows and parameter.is_floating_point():
-            # Whole, and used by each process for what it has: of its heads, or of its columns.
+            # Replicated, and used by each process for its own heads or columns.
             yield key, tensor.view_of_heads
         elif cut is not None and cut.style == "row" and key == "bias":
             yield key, hide
@@ -234,7 +240,7 @@ def _cut_parameters_(
 
 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
-    """Return the parameter as a DTensor; every process has the same values before."""
+    """Return the parameter as a DTensor; every process must have the same values."""
     data = parameter.detach()
     made = distribute_tensor(data, mesh, [placement], src_data_rank=None)
     return nn.Parameter(made, requires_grad=parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""How each style of module computes where tensor parallelism has cut it; see `tensor.py`."""
+"""Tensor-parallel computation of each sharding style; see `cuts.py`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = ["APPLY", "TensorGroup", "draw_apart_", "hide", "is_mixture", "view_he
 
 
 class TensorGroup:
-    """The processes that share blocks, and what goes on between them.
+    """Tensor-parallel process group and its collectives.
 
     Attributes:
-        tokens: how many a row has, while each process keeps its share of them between parts; None
-            while all have all.
+        tokens: length of the sequence while its tokens are sharded between block parts; None while
+            they are replicated.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -59,48 +59,48 @@ class TensorGroup:
         return sum_forward(x, self.group)
 
     def enter(self, x: Tensor) -> Tensor:
-        """What a part of a block begins with: all tokens, on every process."""
+        """Return the input of a block part: all tokens, on every process."""
         if self.tokens is None:
             return sum_backward(x, self.group)
         return gather_tokens(x, self.group, summed=True)[:, : self.tokens]
 
     def leave(self, x: Tensor) -> Tensor:
-        """What a part ends with: the processes' parts summed."""
+        """Return the output of a block part: the sum of the partial results."""
         if self.tokens is None:
             return sum_forward(x, self.group)
         return sum_scatter_tokens(self.pad(x), self.group)
 
     def take(self, x: Tensor) -> Tensor:
-        """This process's share of tokens that all have."""
+        """Return this rank's share of replicated tokens."""
         return take_tokens(self.pad(x), self.group)
 
     def restore(self, x: Tensor) -> Tensor:
-        """All tokens from everybody's shares, for what all do alike."""
+        """All-gather the tokens for replicated computation."""
         return gather_tokens(x, self.group, summed=False)[:, : self.tokens]
 
     def pad(self, x: Tensor) -> Tensor:
-        """Lengthen (B, T, D) by zeros, which nobody looks at, until all shares are equal."""
+        """Pad (B, T, D) with zeros until all shares are equal; the padding is never used."""
         rest = -x.shape[1] % self.size
         return F.pad(x, (0, 0, 0, rest)) if rest else x
 
     def view_between(self, parameter: Tensor) -> Tensor:
-        """A parameter used between parts: with divided tokens by each process for its own."""
+        """Return a parameter used between block parts; sums its gradient if tokens are sharded."""
         local = view_here(parameter)
         return local if self.tokens is None else sum_backward(local, self.group)
 
     def view_of_heads(self, parameter: Tensor) -> Tensor:
-        """A whole parameter that every process uses for its heads."""
+        """Return a replicated parameter that every rank uses for its heads; sums its gradient."""
         return sum_backward(view_here(parameter), self.group)
 
     def view_shared_head(self, heads: int, parameter: Tensor) -> Tensor:
-        """The rows of the one head, of fewer than processes, that this process needs."""
+        """Return the rows of this rank's key-value head if there are fewer heads than processes."""
         rows = parameter.shape[0] // heads
         first = self.rank * heads // self.size * rows
         return self.view_of_heads(parameter)[first : first + rows]
 
 
 def view_here(parameter: Tensor) -> Tensor:
-    """What is here of a parameter that is cut, or all of one that is not."""
+    """Return the local shard of a sharded parameter, or all of a replicated one."""
     if not isinstance(parameter, DTensor):
         return parameter
     local = parameter.to_local()
@@ -109,12 +109,12 @@ def view_here(parameter: Tensor) -> Tensor:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Tell a mixture of experts, which says itself where its parts end, from attention and MLP."""
+    """Return True for a mixture of experts, which has a `leave` hook of its own."""
     return hasattr(module, "leave")
 
 
 def _apply_part_(module: Any, tensor: TensorGroup) -> None:
-    """Set what a part of a block begins with."""
+    """Set the input and output collectives of a block part."""
     if is_mixture(module):
         _apply_mixture_(module, tensor)
     else:
@@ -128,7 +128,7 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
 
 
 def _apply_mixture_(module: Any, tensor: TensorGroup) -> None:
-    """A mixture of experts routes all tokens alike on every process; only its experts are cut."""
+    """Set the collectives of a mixture of experts: replicated routing, sharded experts."""
     module.enter, module.leave = tensor.sum_backward, tensor.sum_forward
     wrap_forward_(module, partial(_mix_all_tokens, tensor), "part")
 
@@ -141,9 +141,10 @@ def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -
 
 
 def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
-    """Let a module draw its own random numbers on every process, and leave the rest in step.
+    """Make a module use different random numbers on every process; the common generator stays in
+    sync.
 
-    The seed comes from the common generator, so recomputing draws the same again.
+    The seed comes from the common generator, so recomputation uses the same numbers again.
     """
     wrap_forward_(module, partial(_draw_apart, module, tensor.rank), "draws")
 
@@ -158,14 +159,14 @@ def _draw_apart(
 
 
 def hide(parameter: Tensor) -> None:
-    """What a module sees of its bias where the bias is added after the processes' sum."""
+    """Return the bias that a module sees if the bias is added after the all-reduce."""
 
 
 def _apply_row_(module: Any, tensor: TensorGroup) -> None:
-    """Sum the processes' products, then add the bias once.
+    """All-reduce the partial products, then add the bias once.
 
-    The module makes its product itself, however its weight is kept, without its bias (`hide`); what
-    stands beside it has joined the product when this hook, the last one, runs.
+    The module computes its product itself, whatever its weight format, without its bias (`hide`);
+    attached modules have added their outputs when this hook, the last one, runs.
     """
     module.register_forward_hook(partial(_sum_products, tensor))
 
@@ -176,7 +177,7 @@ def _sum_products(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> T
 
 
 def _apply_embedding_(module: nn.Embedding, tensor: TensorGroup) -> None:
-    """Look up the rows that are here; the others' are zeros."""
+    """Look up the local rows of the table; tokens of other ranks give zeros."""
     width = -(-module.num_embeddings // tensor.size)
     first = tensor.rank * width
     padding = module.padding_idx
@@ -194,7 +195,7 @@ def _look_up_here(
 
 
 class _Vocab:
-    """See `nn.shard_hooks.VocabCut`."""
+    """Vocabulary-parallel head; implements `nn.shard_hooks.VocabCut`."""
 
     def __init__(self, rows: int, tensor: TensorGroup) -> None:
         self.group, self.rows, self.width = tensor.group, rows, -(-rows // tensor.size)
@@ -217,7 +218,7 @@ class _Vocab:
 
 
 class _GatherLogits(torch.autograd.Function):
-    """All columns from those here; processes go on alike, so each keeps its columns' gradient."""
+    """All-gather of the vocabulary dim; in backward each process keeps its columns' gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, vocab: _Vocab) -> Tensor:
@@ -231,12 +232,12 @@ class _GatherLogits(torch.autograd.Function):
 
 
 def _apply_head_(module: Any, tensor: TensorGroup) -> None:
-    """Let a language model's head know its rows."""
+    """Set the vocabulary shard of a language model's head."""
     module.vocab = _Vocab(module.weight.shape[0], tensor)
 
 
 def _apply_gate_(module: Any, tensor: TensorGroup) -> None:
-    """Let gates of what is cut know which share of it is here."""
+    """Set the shard of gates that scale a sharded dim."""
     module.share = (tensor.rank, tensor.size)
 
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: between the parts that are cut, each process keeps its share of the tokens.
+"""Sequence parallelism: tokens are sharded between the tensor-parallel parts of blocks.
 
 Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
 """
@@ -20,15 +20,15 @@ __all__ = ["divide_tokens_"]
 
 
 def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
-    """Give each process its tokens in front of the first block, and all of them after the last.
+    """Shard the tokens before the first block, and all-gather them after the last one.
 
-    Where there is no backward to save memory for, as in generation, all keep all.
+    Without a backward, as in generation, there is no memory to save and tokens stay replicated.
     """
     blocks = list(stack.children())
     now: dict[str, int | None] = {}
 
     def span() -> tuple[nn.Module, nn.Module]:
-        """The first and the last block of a call; a pipeline's stage runs some of them."""
+        """Return the first and the last block of a call; a pipeline stage runs a subset."""
         found = as_stack_(stack).span
         if found is None:
             return blocks[0], blocks[-1]
@@ -47,7 +47,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
         return (tensor.restore(out[0]), *out[1:]) if isinstance(out, tuple) else tensor.restore(out)
 
     for block in blocks:
-        # A block that is left out at random is left out by all processes.
+        # A randomly dropped block is dropped by all processes.
         if getattr(block, "dropout", 0.0) and not getattr(block, "layer_drop", 0.0):
             draw_apart_(block, tensor)
         _note_tokens_(block, tensor)
@@ -56,7 +56,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
 
 def _note_tokens_(block: nn.Module, tensor: TensorGroup) -> None:
-    """Let a block's parts know how many tokens a row has; an argument, so recomputing knows too."""
+    """Pass the sequence length to a block's parts; as an argument, so recomputation sees it too."""
     wrap_forward_(block, partial(_note_tokens, tensor), "tokens")
 
 
