@@ -1,9 +1,10 @@
-"""Running trained models: text generation with a key-value cache.
+"""Text generation and scoring with trained models, with a key-value cache.
 
-Start reading at `generate.py`: `decoder.py` runs the model, `sampling.py` turns scores into tokens
-and `beam.py` searches. Results equal those of transformers' ``generate`` on the same weights.
-`score.py` chooses among texts, `talk.py` talks; `openbmb/` holds EVA's conversations and CPM-Bee's
-documents. `engine/` runs what does not fit into memory.
+Start reading at `generate.py`: `decoder.py` runs the model, `sampling.py` turns logits into tokens
+and `beam.py` implements beam search. Results equal those of transformers' ``generate`` on the same
+weights. `score.py` computes likelihoods of texts and `talk.py` opens conversations; `openbmb/`
+holds EVA's conversations and CPM-Bee's documents. `engine/` batches requests and streams models
+that do not fit into device memory.
 """
 
 from bmforge.infer.cache import KVCache

@@ -1,4 +1,4 @@
-"""Beam search, step for step as transformers does it, so that ids and scores come out equal."""
+"""Beam search that follows transformers step by step, so that token ids and scores are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bmforge.infer.sampling import check_scores, is_one_of, process_scores
 
 __all__ = ["beam_search"]
 
-# A score nothing real reaches; finite, so that it can be added and divided.
+# Below every real score, but finite, so that it can be added and divided.
 _WORST = -1.0e9
 
 
@@ -21,10 +21,10 @@ def beam_search(
     """Return the best continuations of every prompt and their scores, best first.
 
     Args:
-        decoder: fresh, holds nothing yet.
+        decoder: new decoder whose cache is empty.
         prompt: token ids.
         padding: number of padding tokens on the left of each prompt.
-        config: `num_return_sequences` rows come back per prompt.
+        config: generation options; `num_return_sequences` rows are returned per prompt.
 
     Shape:
         prompt: (B, T); padding: (B,)
@@ -64,7 +64,7 @@ class _Beams:
         self.ids[:, :, : self.length] = prompt[:, None]
         self.finished_ids = self.ids.clone()
         self.finished_length = torch.full_like(self.ids[:, :, 0], self.length)
-        # Only the first beam starts, or all would find the same tokens.
+        # Only the first beam starts: equal beams would choose the same tokens.
         self.running = torch.zeros(shape, device=prompt.device)
         self.running[:, 1:] = _WORST
         self.finished = torch.full(shape, _WORST, device=prompt.device)
@@ -78,14 +78,14 @@ class _Beams:
         return self.length - self.prompt_length
 
     def advance(self, log_probs: Tensor) -> Tensor:
-        """Make every row one token longer; return the row of the batch each new row came from.
+        """Extend every beam by one token and return the source row of each new beam.
 
         Shape:
             log_probs: (B * N, V) -> (B * N,)
         """
         batch, num_beams = self.running.shape
         total = log_probs.unflatten(0, (batch, num_beams)) + self.running[:, :, None]
-        # One more candidate per end token, so that N rows go on whatever ends.
+        # One more candidate per end token, so that N beams remain even if others end.
         count = max(2, 1 + len(self.config.eos_tokens)) * num_beams
         scores, flat = torch.topk(total.flatten(1), count)
         origin, tokens = flat // log_probs.shape[1], flat % log_probs.shape[1]
@@ -103,10 +103,10 @@ class _Beams:
         return (_pick(origin, best) + first_row).flatten()
 
     def _finish(self, ids: Tensor, scores: Tensor, stops: Tensor) -> None:
-        """Let candidates that just stopped compete with the rows finished before."""
+        """Merge the candidates that just ended into the finished beams and keep the best."""
         num_beams = self.running.shape[1]
         ended = stops.clone()
-        ended[:, num_beams:] = False  # those are there only to be continued
+        ended[:, num_beams:] = False  # candidates beyond N only replace ended beams
         scores = scores / (self.new_tokens**self.config.length_penalty)
         if self.config.early_stopping is True:
             scores = scores + self.is_finished.all(-1, keepdim=True).float() * _WORST
@@ -121,7 +121,7 @@ class _Beams:
         self.is_finished = _pick(torch.cat((self.is_finished, ended), 1), best)
 
     def _update_open(self) -> None:
-        """Close prompts whose best running row can no longer beat their worst finished one."""
+        """Close prompts whose best running beam can no longer beat their worst finished one."""
         penalty = self.config.length_penalty
         longest = self.config.early_stopping == "never" and penalty > 0.0
         length = self.config.max_new_tokens if longest else self.new_tokens
@@ -131,12 +131,14 @@ class _Beams:
         self.open = self.open & (possible > worst).any(-1, keepdim=True)
 
     def is_done(self) -> bool:
-        """True when nothing can improve, everything stopped, or early stopping has enough."""
+        """True if no beam can improve, all beams ended, or early stopping is satisfied."""
         enough = self.config.early_stopping is True and bool(self.is_finished.all())
         return enough or self.all_stopped or not bool(self.open.any())
 
     def best(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the `count` best rows of every prompt, cut to the longest, and their scores."""
+        """Return the `count` best beams of every prompt, cut to the longest of them, and their
+        scores.
+        """
         end = int(self.finished_length[:, :count].max())
         rows = self.finished_ids[:, :count, :end].flatten(0, 1)
         return rows, self.finished[:, :count].flatten()

@@ -1,4 +1,4 @@
-"""The key-value cache: what attention computed for earlier tokens, in memory taken once."""
+"""Key-value cache in buffers that are allocated once."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ __all__ = ["KVCache"]
 
 
 class KVCache:
-    """Keys and values of every layer, in one buffer per layer that never moves.
+    """Keys and values of every layer, in one preallocated buffer per layer.
 
-    A layer's buffer is made when its first keys come, so dtype, device and head counts are those of
-    the model as it runs. `length` moves once per model call, when the last layer has stored its
-    part: until then every layer and the position ids see the same past, and a call that fails
-    half-way leaves the cache as it was.
+    A layer's buffer is allocated at its first `append`, so that dtype, device and head counts are
+    those
+    of the running model. `length` advances once per model call, when the last layer has stored its
+    keys: until then every layer and the position ids see the same past, and a call that fails
+    half-way
+    leaves the cache unchanged.
 
     Args:
-        num_layers: number of layers that will store.
-        max_length: tokens there is room for, prompt and new ones.
-        last_layer: the layer that stores last; None takes the last of all. A stage of a pipeline
-            has only some.
+        num_layers: number of layers that store keys and values.
+        max_length: capacity in tokens, prompt and new tokens together.
+        last_layer: index of the layer that stores last; None takes the last layer of the model. A
+            pipeline stage stores only some layers.
 
     Attributes:
-        extra_length: tokens that the model itself puts in front of a text (CPM-Ant's prompt), which
-            neither `length` nor `max_length` counts; the model sets it before they come.
-        step: runs blocks for a few tokens in another way than one by one; None has none.
-        moves: how often buffers were made or changed: what `held` and `remembered` return is the
-            same until it grows.
+        extra_length: number of tokens that the model itself puts in front of a text (CPM-Ant's
+            prompt),
+            which neither `length` nor `max_length` counts; the model sets it before it appends
+            them.
+        step: optional faster implementation of the blocks for a few tokens; None without one.
+        moves: counter of allocations and changes of buffers: the tensors returned by `held` and
+            `remembered` stay valid until it increases.
 
     Memory: 2 x num_layers x B x K x max_length x H elements; see `ModelConfig.kv_bytes_per_token`.
     """
@@ -48,13 +52,13 @@ class KVCache:
         self._values: list[Tensor | None] = [None] * num_layers
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one layer's new keys and values; return all of them so far, as views.
+        """Store one layer's new keys and values; return views of all stored keys and values.
 
         Shape:
             key, value: (B, K, T, H) -> (B, K, length + T, H)
 
         Raises:
-            ShapeError: no room for T more tokens, or another number of rows than before.
+            ShapeError: T more tokens exceed the capacity, or the number of rows has changed.
         """
         start, room = self.stored, self.max_length + self.extra_length
         end = start + key.shape[2]
@@ -73,7 +77,7 @@ class KVCache:
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of what an encoder made, computed once per layer.
+        """Return a layer's cross-attention keys and values, computed by `make` at the first call.
 
         Shape:
             returns two tensors (B, K, S, H)
@@ -84,18 +88,20 @@ class KVCache:
         return self._memory[layer]
 
     def skip(self, tokens: int) -> None:
-        """Count new tokens that none of the layers here stores, as a stage of a pipeline may."""
+        """Count new tokens that no layer of this process stores, as on some pipeline stages."""
         self.length = self.stored + tokens - self.extra_length
 
     def reorder(self, indices: Tensor) -> None:
-        """Make row i the old row ``indices[i]``; there may be more or fewer rows afterwards.
+        """Set row i to the old row ``indices[i]``; the number of rows may change.
 
         Shape:
             indices: (new B,), integers
         """
         self.moves += 1
         for buffers in (self._keys, self._values):
-            for layer, buffer in enumerate(buffers):  # one at a time: old ones go at once
+            for layer, buffer in enumerate(
+                buffers
+            ):  # layer by layer, so that each old buffer is freed at once
                 buffers[layer] = self._pick(buffer, indices)
         for layer, pair in self._memory.items():
             here = indices.to(pair[0].device)
@@ -111,28 +117,28 @@ class KVCache:
         return buffer
 
     def held(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return one layer's whole buffers, (B, K, room, H) each; None before its first keys."""
+        """Return one layer's buffers, (B, K, capacity, H) each; None before its first keys."""
         keys, values = self._keys[layer], self._values[layer]
         return None if keys is None or values is None else (keys, values)
 
     def remembered(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return what `remember` holds of a layer; None before it was made."""
+        """Return the cross-attention keys and values stored by `remember`; None before that."""
         return self._memory.get(layer)
 
     @property
     def size_bytes(self) -> int:
-        """What its buffers take now, what an encoder made included."""
+        """Size of the buffers in bytes, cross-attention included."""
         found = [*self._keys, *self._values, *(t for pair in self._memory.values() for t in pair)]
         return sum(t.numel() * t.element_size() for t in found if t is not None)
 
     @property
     def stored(self) -> int:
-        """Number of tokens in the buffers, those of the model's own included."""
+        """Number of tokens in the buffers, the model's own prompt tokens included."""
         return self.length + self.extra_length if self.length else 0
 
 
 def _store(buffer: Tensor | None, new: Tensor, start: int, max_length: int) -> Tensor:
-    """Write (B, K, T, H) into a buffer from token `start` on; make one when there is none."""
+    """Write (B, K, T, H) into a buffer from token `start` on; allocate the buffer if it is None."""
     if buffer is None:
         batch, heads, _, width = new.shape
         buffer = torch.empty(batch, heads, max_length, width, dtype=new.dtype, device=new.device)

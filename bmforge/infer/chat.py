@@ -1,8 +1,8 @@
-"""Talking to any model that writes text: a chat template writes what was said, the model goes on.
+"""Conversations with any text-generating model: a chat template renders the prompt.
 
-A decoder goes on with the text; an encoder-decoder reads it with a blank behind and fills that; GLM
-fills a blank at its end. These are the forms in which the models are trained on conversations. EVA
-and CPM-Bee have forms of their own, in `openbmb/`.
+A decoder continues the prompt; an encoder-decoder reads it with a trailing blank and fills the
+blank; GLM fills a blank at the end of its prompt. The models are trained on conversations in these
+forms. EVA and CPM-Bee have their own forms, in `openbmb/`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Conversation:
     """A conversation with a model.
 
     Args:
-        model: any that writes text, but an EVA or a CPM-Bee.
-        tokenizer: that of the model.
-        template: writes what was said; None takes a plain one.
-        options: how to write answers; what ends them is known from the tokenizer and the template.
-            Near the end of what the model reads an answer has as many tokens as are left.
-        system: what is said before all else.
-        limit: longest row in tokens, answer included; None takes the model's.
+        model: model that generates text, except EVA and CPM-Bee.
+        tokenizer: the model's tokenizer.
+        template: chat template that renders the messages; None uses a plain one.
+        options: generation options of the answers; end tokens are taken from the tokenizer and the
+            template. Near the model's maximum length, an answer is limited to the remaining tokens.
+        system: system message.
+        limit: maximum length in tokens, answer included; None uses the model's.
 
     Attributes:
-        history: what was said, oldest first.
+        history: user and assistant messages, oldest first.
 
     Raises:
-        ConfigError: the model does not write text, or in another form.
+        ConfigError: the model does not generate text, or needs another form of conversation.
     """
 
     def __init__(
@@ -75,15 +75,16 @@ class Conversation:
         self.history: list[Message] = []
 
     def reply(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
-        """Say something and return the answer; both become history.
+        """Send a user message and return the answer; both are appended to the history.
 
         Args:
             text: the user's message.
-            on_text: called with each piece of the answer while it is generated; not with a beam
-                search or an encoder-decoder, whose answers are whole at the end only.
+            on_text: called with each piece of the answer while it is generated; not called with
+                a beam
+                search or an encoder-decoder, whose answers are complete only at the end.
 
         Raises:
-            ConfigError: nothing was said, or more than the model reads.
+            ConfigError: the message is empty, or longer than the model's maximum length.
         """
         if not text.strip():
             raise ConfigError("there is nothing to answer; say something.")
@@ -93,7 +94,7 @@ class Conversation:
         return answer
 
     def clear(self) -> None:
-        """Forget what was said."""
+        """Clear the history."""
         self.history = []
 
     def set_system(self, text: str | None) -> None:
@@ -106,7 +107,7 @@ class Conversation:
         return self.model.traits.reads != "apart" and self.options.num_beams == 1
 
     def prompt_opens(self, mark: str) -> bool:
-        """Return True if the prompts that the template writes end with a mark such as <think>."""
+        """Return True if the rendered prompts end with a marker such as <think>."""
         example = [{"role": "user", "content": "hi"}]
         return self.template.render(example, add_generation_prompt=True).rstrip().endswith(mark)
 
@@ -116,9 +117,9 @@ class Conversation:
         return [*self._system, *self.history]
 
     def _read(self, said: Sequence[Message]) -> list[int]:
-        """Return the ids of what was said; the oldest turns are left out until an answer fits."""
+        """Return the prompt's token ids; the oldest turns are dropped until an answer fits."""
         limit, wanted = self._limit, self.options.max_new_tokens
-        for first in range(0, len(said), 2):  # a question goes with its answer
+        for first in range(0, len(said), 2):  # drop a question together with its answer
             messages = [*self._system, *said[first:]]
             ids = encode_messages(self.template, messages, self.model, self.tokenizer)
             if limit is None or len(ids) + wanted <= limit:
@@ -131,7 +132,7 @@ class Conversation:
         )
 
     def _write(self, ids: list[int], on_text: Callable[[str], None] | None = None) -> str:
-        """Generate the answer to a prompt; pieces of its text go to `on_text`."""
+        """Generate the answer to a prompt; pieces of its text are passed to `on_text`."""
         model, tokenizer = self.model, self.tokenizer
         traits, ends = model.traits, find_ends(model, tokenizer, self._mark)
         found: dict[str, Any] = {"eos_token_id": tuple(ends)} if ends else {}
@@ -167,13 +168,13 @@ def encode_messages(
     begin: str = "",
     **variables: Any,
 ) -> list[int]:
-    """Return the token ids of a conversation, in the form in which the model writes an answer.
+    """Return the token ids of a conversation as the prompt of the next answer.
 
     Args:
         template: chat template of the model.
         messages: the conversation so far.
-        model: any model that writes text, but an EVA or a CPM-Bee.
-        tokenizer: the model's.
+        model: model that generates text, except EVA and CPM-Bee.
+        tokenizer: the model's tokenizer.
         tools: functions that the assistant may call, as JSON schemas.
         begin: first words of the answer.
         variables: further variables of the template, such as `enable_thinking`.
@@ -197,12 +198,12 @@ def encode_messages(
 
 
 def find_ends(model: Model, tokenizer: Tokenizer, mark: str) -> list[int]:
-    """Return the tokens that end an answer: the model's end tokens, and the template's end mark.
+    """Return the tokens that end an answer: the model's end tokens and the template's end marker.
 
     Args:
-        model: any model that writes text, but an EVA or a CPM-Bee.
-        tokenizer: the model's.
-        mark: text that the template writes behind an answer.
+        model: model that generates text, except EVA and CPM-Bee.
+        tokenizer: the model's tokenizer.
+        mark: text that the template writes after an answer.
     """
     traits = model.traits
     ids: list[int | None] = [*find_end_tokens(model.config, tokenizer)]

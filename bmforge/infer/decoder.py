@@ -1,4 +1,4 @@
-"""Runs a model over prompts once, then token by token: cache, mask and positions in step."""
+"""Decoders that run a model on prompts and then token by token, with cache, mask and positions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["Decoder", "Seq2SeqDecoder", "make_cache", "start_decoder"]
 
 
 def make_cache(layers: Stack, max_length: int) -> KVCache:
-    """Return a cache for the layers that are here: all, or those of a pipeline's stages."""
+    """Return a cache for the layers of this process, all or those of its pipeline stages."""
     total = span_of(layers).total
-    from bmforge.infer.engine.native_step import NativeStep  # the engine's room needs this one
+    from bmforge.infer.engine.native_step import NativeStep  # circular import
 
     places = [layer.attn.layer_index for layer in layers.values() if layer.attn is not None]
     cache = KVCache(total, max_length, max(places, default=None))
@@ -40,16 +40,18 @@ def start_decoder(
     max_new_tokens: int,
     adapter_names: Sequence[str | None] | None = None,
 ) -> tuple[Decoder, Tensor]:
-    """Return a fresh decoder and the tokens to begin with.
+    """Return a new decoder and its first input tokens.
 
-    A decoder-only model goes on with the prompt; an encoder-decoder reads it and begins with its
-    start token.
+    A decoder-only model continues the prompt; an encoder-decoder encodes the prompt and its decoder
+    begins with the start token.
 
     Shape:
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
     if model.keeps_foreign_cache and model.traits.reads != "apart":
-        from bmforge.infer.foreign_decoder import start_foreign  # its classes derive from these
+        from bmforge.infer.foreign_decoder import (
+            start_foreign,
+        )  # circular import
 
         length = input_ids.shape[1] + max_new_tokens
         return start_foreign(model, mask, length, adapter_names), input_ids
@@ -61,13 +63,14 @@ def start_decoder(
 
 
 class Decoder:
-    """A batch of rows in the middle of being continued.
+    """A batch of rows that a model continues token by token.
 
     Args:
-        model: gives the scores.
-        mask: 1 for tokens, 0 for padding on the left; None when there is no padding.
-        max_length: tokens in the longest row at the end.
-        adapter_names: per row the name of an adapter, or None for the base model; None uses the
+        model: model that computes the logits.
+        mask: 1 for tokens, 0 for padding on the left; None without padding.
+        max_length: length of the longest row at the end, in tokens.
+        adapter_names: adapter name of each row, or None for the base model; None for all rows
+            uses the
             adapters that are enabled on the model.
 
     Shape:
@@ -93,7 +96,7 @@ class Decoder:
             self._mask[:, : mask.shape[1]] = mask
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the prompt, or the tokens chosen last, and return scores of the next token.
+        """Feed the prompt, or the tokens chosen last, and return the logits of the next token.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32
@@ -117,12 +120,12 @@ class Decoder:
         return out.logits[:, -1].float()
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return what nobody changes the model in, from one `run` to the next."""
+        """Return a context manager in which the model does not change between calls of `run`."""
         step = self.cache.step
         return nullcontext() if step is None else step.undisturbed()
 
     def _chosen(self) -> dict[str, Any]:
-        """Return the model's argument `adapter_names`, if each sample has its own adapter."""
+        """Return the model's argument `adapter_names` if each sample has its own adapter."""
         if self.adapter_names is None:
             return {}
         if self._selection is None:  # the same for every token, until rows are reordered
@@ -130,7 +133,11 @@ class Decoder:
         return {"adapter_names": self._selection}
 
     def reorder(self, rows: Tensor) -> None:
-        """Go on with the old rows `rows` (B' of them) as the new rows."""
+        """Replace the rows by copies of the old rows with these indices.
+
+        Shape:
+            rows: (B',), integers
+        """
         self.cache.reorder(rows)
         self._reorder_choice(rows)
         if self._tokens is not None:
@@ -144,7 +151,7 @@ class Decoder:
             self._selection = None
 
     def repeat(self, times: int, scores: Tensor) -> Tensor:
-        """Go on with every row `times` times, as neighbours; `scores` are repeated likewise."""
+        """Repeat every row `times` times, copies adjacent; return the logits repeated likewise."""
         if times == 1:
             return scores
         rows = torch.arange(scores.shape[0], device=scores.device).repeat_interleave(times)
@@ -153,14 +160,14 @@ class Decoder:
 
 
 class Seq2SeqDecoder(Decoder):
-    """The same for an encoder-decoder: the source is read once, at the start.
+    """Decoder of an encoder-decoder: the source is encoded once, at the start.
 
     Args:
-        model: gives the scores.
-        source: what the encoder reads.
-        mask: 1 for tokens of the source, 0 for padding; None when there is no padding.
-        max_length: tokens in the longest target at the end, the start token included.
-        adapter_names: as of a `Decoder`.
+        model: model that computes the logits.
+        source: token ids of the encoder.
+        mask: 1 for tokens of the source, 0 for padding; None without padding.
+        max_length: length of the longest target at the end in tokens, the start token included.
+        adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
         source, mask: (B, S)
@@ -179,7 +186,7 @@ class Seq2SeqDecoder(Decoder):
         self.model, self.adapter_names = model, adapter_names
         self._mask = mask
         self._ids = source
-        # The encoder's result is with some of a pipeline's stages only: they read it every time.
+        # Only some pipeline stages have the encoder's output, so the source is encoded every time.
         self._is_pipelined = pipeline_of(model) is not None
         if not self._is_pipelined:
             assert model.decoder is not None
@@ -188,10 +195,10 @@ class Seq2SeqDecoder(Decoder):
                 self._source = model.encode(source, mask)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the start token, or the tokens chosen last, and return scores of the next token."""
+        """Feed the start token or the tokens chosen last; return the logits of the next token."""
         if self._is_pipelined:
             return self._run_whole(tokens)
-        # After the first call the cache has what the decoder needs of the source, in its rows.
+        # After the first call the cache holds the cross-attention keys and values of every row.
         out = self.model(
             decoder_input_ids=tokens,
             encoder_outputs=self._source,
@@ -203,7 +210,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """As `Decoder`; of a pipeline nothing is kept from one `run` to the next."""
+        """Same as in `Decoder`; a pipelined model keeps no state between calls of `run`."""
         return nullcontext() if self._is_pipelined else super().undisturbed()
 
     def _run_whole(self, tokens: Tensor) -> Tensor:
@@ -218,7 +225,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """As `Decoder`; rows stay with their source, which is the same for copies of a row."""
+        """Same as in `Decoder`; the source is not reordered, as copies of a row share it."""
         if not self._is_pipelined:
             super().reorder(rows)
             return

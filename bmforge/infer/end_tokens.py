@@ -1,4 +1,4 @@
-"""The end tokens of a model: one rule for every way to generate text."""
+"""End tokens of a model: one rule for every way to generate text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["find_end_tokens"]
 
 
 def find_end_tokens(config: ModelConfig, tokenizer: Any = None) -> tuple[int, ...]:
-    """Return the ids that end a text, in order and without duplicates.
+    """Return the ids of the model's end tokens, in order and without duplicates.
 
     They are ``eos_token_id`` of generation_config.json and of config.json, and the tokenizer's end
-    token. Llama 3 Instruct, for example, names three in its config and one in its tokenizer.
+    token. Llama 3 Instruct, for example, has three in its config and one in its tokenizer.
 
     Args:
-        config: of the model.
-        tokenizer: the model's; None where only token ids are generated.
+        config: the model's config.
+        tokenizer: the model's tokenizer; None if only token ids are generated.
     """
     sources = [config.generation_defaults, config.raw, vars(config)]
     ids = [id for source in sources for id in _as_ids(source.get("eos_token_id"))]

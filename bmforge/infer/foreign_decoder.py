@@ -1,4 +1,6 @@
-"""Decoding with a model of transformers: its own cache, or the whole row again at every step."""
+"""Decoders for transformers models, with the model's own cache or by reading the whole row each
+step.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ class ForeignDecoder(Decoder):
     """A batch of rows that a transformers model continues.
 
     Args:
-        model: the model.
+        model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left; None without padding.
-        max_length: tokens in the longest row at the end.
-        adapter_names: adapter of every row, by name; see `Decoder`.
+        max_length: length of the longest row at the end, in tokens.
+        adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
         mask: (B, prompt length)
@@ -45,7 +47,7 @@ class ForeignDecoder(Decoder):
             self._mask[:, : mask.shape[1]] = mask
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the prompt, or the tokens chosen last, and return the scores of the next token.
+        """Feed the prompt, or the tokens chosen last, and return the logits of the next token.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32
@@ -71,7 +73,7 @@ class ForeignDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Continue the old rows `rows` as the new rows."""
+        """Replace the rows by copies of the old rows with these indices."""
         if self._caches:
             self.cache.reorder(rows)
         self._reorder_choice(rows)
@@ -88,13 +90,13 @@ class ForeignDecoder(Decoder):
 
 
 class SeparateDecoder(Decoder):
-    """Rows of different lengths of a model that cannot read padding: each row runs alone.
+    """Rows of different lengths for a model that does not support padding: each row runs alone.
 
     Args:
-        model: the model.
+        model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left.
-        max_length: tokens in the longest row at the end.
-        adapter_names: adapter of every row, by name; see `Decoder`.
+        max_length: length of the longest row at the end, in tokens.
+        adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
         mask: (B, prompt length)
@@ -117,7 +119,7 @@ class SeparateDecoder(Decoder):
         self._padding: list[int] | None = (mask == 0).sum(1).tolist()
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the prompt, or the tokens chosen last, and return the scores of the next token.
+        """Feed the prompt, or the tokens chosen last, and return the logits of the next token.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32
@@ -128,7 +130,7 @@ class SeparateDecoder(Decoder):
         return torch.cat([row.run(ids[None, first:]) for row, ids, first in pairs])
 
     def reorder(self, rows: Tensor) -> None:
-        """Continue the old rows `rows` as the new rows."""
+        """Replace the rows by copies of the old rows with these indices."""
         self._rows = [self._rows[row].copy() for row in rows.tolist()]
 
 
@@ -138,7 +140,7 @@ def start_foreign(
     max_length: int,
     adapter_names: Sequence[str | None] | None = None,
 ) -> Decoder:
-    """Return the decoder of a transformers model; its architecture decides how padding is read."""
+    """Return a decoder for a transformers model, row by row if it cannot read padding."""
     if mask is not None and not model.behavior.padding:
         return SeparateDecoder(model, mask, max_length, adapter_names)
     return ForeignDecoder(model, mask, max_length, adapter_names)

@@ -1,4 +1,4 @@
-"""`generate`: prompts in, continued prompts out."""
+"""Batched text generation with `generate` and `stream_tokens`."""
 
 from __future__ import annotations
 
@@ -41,32 +41,36 @@ def generate(
     stop: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Continue prompts greedily, by sampling or with a beam search; equal to transformers.
+    """Continue prompts by greedy decoding, sampling or beam search; equal to transformers.
 
-    Dropout is off while this runs; afterwards every module is in the mode it was in. Meanwhile a
-    model's blocks may get other weights or hooks in `on_token` alone.
+    Dropout is disabled during the call; afterwards every module is back in its previous mode.
+    During
+    the call, weights and hooks of the model's blocks may only be changed inside `on_token`.
 
     Args:
-        model: any decoder or encoder-decoder of `bmforge.models`.
-        input_ids: prompts, padded on the left; of an encoder-decoder the sources, padded anywhere.
-        attention_mask: 1 for tokens, 0 for padding; when not given, `pad_token_id` (where it is set
-            and is no end token) marks the padding.
-        config: what to do; `GenerationConfig()` when not given.
+        model: decoder or encoder-decoder of `bmforge.models`.
+        input_ids: prompts, padded on the left; for an encoder-decoder the sources, padded anywhere.
+        attention_mask: 1 for tokens, 0 for padding; if not given, `pad_token_id` (where it is
+            set and
+            is no end token) marks the padding.
+        config: generation options; default `GenerationConfig()`.
         on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
-        adapter_names: per prompt the name of an adapter of the model, or None for the base model.
+        adapter_names: adapter name of each prompt, or None for the base model.
         stop: stopping criterion: called with the (B * num_return_sequences,) tokens of every step,
-            returns which rows end with them, as a tensor of booleans (not with beams).
+            returns a boolean tensor of the rows that end with them (not with beams).
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Shape:
         input_ids, attention_mask: (B, T)
-        returns (B * num_return_sequences, T + new), filled with `pad_token_id` where rows ended;
-        of an encoder-decoder the targets, (B * num_return_sequences, 1 + new), start token first
+        returns (B * num_return_sequences, T + new), filled with `pad_token_id` after the end of a
+        row;
+        for an encoder-decoder the targets, (B * num_return_sequences, 1 + new), start token first
 
     Raises:
-        ConfigError: an unknown option, one out of range, or one that has no effect; or a model
-            whose head does not write text.
-        ShapeError: a prompt that is empty, padded on the right, or too long for the model.
+        ConfigError: an option is unknown, out of range or without effect, or the model's head
+            does not
+            generate text.
+        ShapeError: a prompt is empty, padded on the right, or too long for the model.
     """
     if "delta_rows" in options:  # the argument's name in earlier versions
         adapter_names = options.pop("delta_rows")
@@ -91,7 +95,7 @@ def generate(
 def _known_rows(
     model: CausalLM | Seq2Seq, rows: Sequence[str | None] | None
 ) -> Sequence[str | None] | None:
-    """Return which row has which delta; None where the model has no deltas."""
+    """Check the adapter names of the rows and return them; None if the model has no adapters."""
     for name in dict.fromkeys(rows or ()):
         if name is not None:
             find_delta(model, name)
@@ -106,14 +110,14 @@ def run_decoder(
     on_token: Callable[[Tensor], None] | None = None,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Continue what a fresh decoder begins with, as `config` says.
+    """Generate with a new decoder according to `config`.
 
     Args:
-        decoder: gives the scores.
-        start: tokens to begin with.
-        padding: number of leading tokens of each row that do not count as repeated.
-        config: with end and padding tokens filled in.
-        on_token, stop: as in `generate`.
+        decoder: decoder that computes the logits.
+        start: first input tokens of every row.
+        padding: number of leading tokens of each row that penalties on repetition ignore.
+        config: generation options, with end and padding tokens filled in.
+        on_token, stop: same as in `generate`.
 
     Shape:
         start: (B, T); padding: (B,); returns (B * num_return_sequences, T + new)
@@ -133,16 +137,17 @@ def stream_tokens(
     config: GenerationConfig | None = None,
     attention_mask: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Yield each step's tokens as they are chosen; what `generate` returns, piece by piece.
+    """Yield the tokens of each step as they are chosen; together they equal the output of
+    `generate`.
 
     Args:
-        model, input_ids, config, attention_mask: as in `generate`; no beams.
+        model, input_ids, config, attention_mask: same as in `generate`; no beams.
 
     Shape:
         input_ids, attention_mask: (B, T); yields (B * num_return_sequences,)
 
     Raises:
-        ConfigError, ShapeError: as in `generate`.
+        ConfigError, ShapeError: same as in `generate`.
     """
     config = complete_config(model, config or GenerationConfig())
     if config.num_beams > 1:
@@ -157,7 +162,7 @@ def stream_tokens(
     padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
     steps = _choose_rows(decoder, start, padding, config)
     while True:
-        with evaluating(model), torch.no_grad():  # not while the reader has its turn
+        with evaluating(model), torch.no_grad():  # not while the consumer of this generator runs
             ids = next(steps, None)
         if ids is None:
             return
@@ -171,7 +176,9 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the rows after every step, as views of one tensor, until every row has ended."""
+    """Yield the token ids of all rows after every step, as views of one tensor, until all rows
+    ended.
+    """
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)
@@ -207,16 +214,16 @@ def complete_config(
     tokenizer: Any = None,
     returns_text: bool = False,
 ) -> GenerationConfig:
-    """Fill in the options that a model's files publish: end and padding tokens, sampling.
+    """Fill in options from the model's files: end and padding tokens, sampling parameters.
 
     Args:
         model: the model that generates.
-        config: the options that were given.
-        tokenizer: the model's, whose end token counts as one; None without one.
-        returns_text: the caller returns text and log-probabilities, not only token ids.
+        config: generation options of the caller.
+        tokenizer: the model's tokenizer, whose end token is added; None without one.
+        returns_text: whether the caller returns text and log-probabilities, not only token ids.
 
     Raises:
-        ConfigError: the model's head generates no text, or an option that has no effect.
+        ConfigError: the model's head does not generate text, or an option has no effect.
     """
     if not model.traits.writes:
         raise ConfigError(
@@ -238,7 +245,7 @@ def complete_config(
     if pad is None:
         known = {**model.config.raw, **vars(model.config), **model.config.generation_defaults}
         pad = known.get("pad_token_id")
-    pad = None if pad is None or pad < 0 else pad  # -1 is how old configs say that there is none
+    pad = None if pad is None or pad < 0 else pad  # older configs write -1 for no padding token
     if pad is None and eos:
         pad = eos[0]
     if config.min_new_tokens and not eos:
@@ -255,7 +262,7 @@ def check_prompt(
     attention_mask: Tensor | None,
     config: GenerationConfig,
 ) -> Tensor | None:
-    """Check the prompt against the model; return its mask, or None where nothing is padded."""
+    """Check the prompt against the model; return its mask, or None without padding."""
     if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
         raise ShapeError(
             f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be "
@@ -291,13 +298,13 @@ def check_prompt(
 
 
 def _describe_prompt(table: Any) -> str:
-    """Say how many ids a table answers beyond its own; nothing where it has no prompt."""
+    """Return text about the prompt rows of an embedding table for an error message, or ""."""
     more = count_ids(table) - table.num_embeddings
     return f" and a prompt of {more} rows behind" if more else ""
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:
-    """Check the mask of prompts that a decoder goes on with, or that an encoder reads."""
+    """Check the attention mask of prompts for a decoder (padded on the left) or an encoder."""
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it must be that of "
@@ -321,7 +328,7 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
 
 
 def _count_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Number of leading padding tokens of each row, (B,)."""
+    """Return the number of leading padding tokens of each row, (B,)."""
     if mask is None:
         return torch.zeros_like(input_ids[:, 0])
     return mask.argmax(1)

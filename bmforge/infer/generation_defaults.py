@@ -55,12 +55,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def read_generation_defaults(config: ModelConfig) -> dict[str, Any]:
-    """Return the options that a model's author published, by their names in `GenerationConfig`.
+    """Return the generation options that a model's author published, as fields of
+    `GenerationConfig`.
 
-    ``max_length`` is not read: the number of new tokens is `max_new_tokens`.
+    ``max_length`` is ignored: the number of new tokens is `max_new_tokens`.
 
     Args:
-        config: of the model; `ModelConfig.generation_defaults` holds the published fields.
+        config: the model's config; its `generation_defaults` holds the published fields.
 
     Raises:
         ConfigError: a published field changes the tokens and is not supported.

@@ -1,7 +1,9 @@
-"""What lm-eval asks of a model: how likely texts are after others, and what is written next.
+"""Adapter of a model to lm-eval: likelihoods of texts and generation until a stop string.
 
-`TextModel` answers in texts; `open_lm` makes of it a model of lm-eval (``lm_eval.api.model.LM``),
-which any of its tasks takes. Texts are divided into tokens as lm-eval's own models do it.
+`TextModel` takes and returns texts; `open_lm` wraps it as a model of lm-eval
+(``lm_eval.api.model.LM``), which any of lm-eval's tasks accepts. Texts are tokenized as in
+lm-eval's
+own models.
 
 Source: ``lm_eval/api/model.py`` and ``models/huggingface.py`` of EleutherAI/lm-evaluation-harness.
 """
@@ -36,15 +38,15 @@ _DRAWN = ("temperature", "top_k", "top_p")
 
 
 class TextModel:
-    """A model that is asked in texts.
+    """A model and its tokenizer with lm-eval's three kinds of requests.
 
     Args:
-        model: a decoder or an encoder-decoder with its language-model head, on any layout.
-        tokenizer: that of the model.
-        template: of conversations; None takes a plain one.
-        max_length: longest row in tokens; None takes the model's, 2,048 at most.
-        batch_size: rows that are read together.
-        rows: this process's place among those that read different rows; None is alone.
+        model: decoder or encoder-decoder with its language-model head, in any parallel layout.
+        tokenizer: the model's tokenizer.
+        template: chat template; None uses a plain one.
+        max_length: maximum row length in tokens; default the model's, 2,048 at most.
+        batch_size: rows per forward pass.
+        rows: data-parallel group and this process's rank in it; None for a single process.
 
     Raises:
         ConfigError: the model cannot score a text.
@@ -72,7 +74,7 @@ class TextModel:
         self._is_apart = model.traits.reads == "apart"
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[Likelihood]:
-        """Return how likely each continuation is after its context."""
+        """Return the log-likelihood of each continuation after its context."""
         pairs = [self._encode_pair(*request) for request in requests]
         return self._score([self._cut(pair) for pair in pairs])
 
@@ -80,7 +82,8 @@ class TextModel:
         """Return the log-probability of whole texts; each token is predicted once.
 
         Raises:
-            ConfigError: an encoder-decoder, which does not read a text as it writes one.
+            ConfigError: the model is an encoder-decoder, which cannot score a text without a
+                source.
         """
         if self._is_apart:
             raise ConfigError("an encoder-decoder gives no likelihood of a text by itself.")
@@ -95,11 +98,12 @@ class TextModel:
         return sums
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Return what is written after each context, up to the first of its marks.
+        """Generate text after each context, up to the first of its stop strings.
 
         Args:
-            requests: contexts, each with its options: `until` (marks), `max_gen_toks`,
-                `do_sample`, `temperature`, `top_k`, `top_p`.
+            requests: contexts, each with its options: `until` (stop strings), `max_gen_toks`,
+                `do_sample`,
+                `temperature`, `top_k`, `top_p`.
         """
         return [self._write(context, options) for context, options in requests]
 
@@ -107,7 +111,7 @@ class TextModel:
         return self.tokenizer.encode(text)
 
     def _begin(self) -> list[int]:
-        """Return the token before a text."""
+        """Return the token that precedes a text: the begin token, else the end token."""
         first = self.tokenizer.bos_id
         first = self.tokenizer.eos_id if first is None else first
         if first is None:
@@ -115,7 +119,7 @@ class TextModel:
         return [first]
 
     def _encode_pair(self, context: str, continuation: str) -> Pair:
-        """Return a context with its continuation, whose beginning has the spaces between them."""
+        """Tokenize a context and its continuation; spaces between belong to the continuation."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
             continuation = context[-spaces:] + continuation
@@ -134,7 +138,7 @@ class TextModel:
         return Pair([*prefix, *before], answer)
 
     def _cut(self, pair: Pair) -> Pair:
-        """Return a row that the model can read: the beginning of its prompt is cut off."""
+        """Truncate the prompt on the left so that prompt and continuation fit into `max_length`."""
         if not pair.answer or len(pair.answer) > self.max_length:
             raise ConfigError(
                 f"a continuation of {len(pair.answer)} tokens cannot be scored: needed are 1 to "
@@ -145,7 +149,7 @@ class TextModel:
         return Pair(pair.prompt[-(self.max_length + 1 - len(pair.answer)) :], pair.answer)
 
     def _score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Score rows, those of about the same length together."""
+        """Score rows in batches of similar length."""
         sizes = [len(pair.prompt) + len(pair.answer) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda n: -sizes[n])
         ordered = [pairs[n] for n in order]
@@ -185,7 +189,7 @@ class TextModel:
         prompt = torch.tensor([ids], device=self._rows.device)
         model: Any = self.model
         ends = find_end_tokens(model.config, self.tokenizer)
-        # lm-eval asks for greedy decoding where it says nothing, whatever the model's files say.
+        # lm-eval's default is greedy decoding, whatever generation_config.json says.
         given = {"do_sample": False, **given, "max_new_tokens": most, "eos_token_id": ends}
         with suppress(_MarkedError):
             generate(model, prompt, torch.ones_like(prompt), on_token=collect, **given)
@@ -195,7 +199,7 @@ class TextModel:
 
 
 class _MarkedError(Exception):
-    """What was to be written is complete."""
+    """Raised to stop generation once a stop string is complete."""
 
 
 def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
@@ -203,11 +207,11 @@ def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
 
     Args:
         name: directory or hub id of a model with its tokenizer, or a `TextModel`.
-        options: of `TextModel`, where a directory is named.
+        options: arguments of `TextModel`, if `name` is a directory or hub id.
 
     Raises:
         MissingDependencyError: lm-eval is not installed.
-        ConfigError: no such model, or one that cannot score a text.
+        ConfigError: the model does not exist, or cannot score a text.
     """
     try:
         from lm_eval.api.model import LM
@@ -215,7 +219,7 @@ def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
         raise MissingDependencyError("lm-eval", "lm-eval", "lm-eval's tasks") from error
 
     class Harness(LM):
-        """A `TextModel` under lm-eval's names."""
+        """A `TextModel` with lm-eval's interface."""
 
         def __init__(self, inner: TextModel, name: str) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""What can be asked of `generate` and of an engine, checked as a whole."""
+"""Options of `generate` and of the engine, validated together."""
 
 from __future__ import annotations
 
@@ -15,39 +15,45 @@ __all__ = ["GenerationConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How to continue a prompt. The names and defaults are transformers', but `top_k` is off.
+    """Generation options. Names and defaults are those of transformers, except that `top_k` is off.
 
-    A field that is not given takes the value of the model's generation_config.json, where that has
-    one, and else the default here.
+    A field that is not given takes the value of the model's generation_config.json, if that has
+    one,
+    and otherwise the default of this class.
 
     Args:
-        max_new_tokens: longest continuation in tokens.
-        min_new_tokens: an end token is not chosen before so many.
-        do_sample: draw tokens at random; otherwise take the likeliest.
-        temperature: scores are divided by it before drawing.
-        top_k: draw among the k likeliest; None or 0 takes all.
-        top_p: draw among the likeliest that together have this probability; None or 1 takes all.
-        min_p: draw among those that have at least this share of the likeliest's probability; None
-            or 0 takes all (Nguyen et al. 2024).
-        repetition_penalty: above 1, tokens already there become less likely (Keskar et al. 2019).
-        presence_penalty: taken off the score of every token that was written, and
-        frequency_penalty: as often as it was written (OpenAI's two); the prompt does not count.
-        no_repeat_ngram_size: no stretch of so many tokens comes twice; 0 lets all pass.
-        bad_words_ids: stretches of tokens that are not written.
-        logit_bias: token -> what is added to its score.
-        num_beams: above 1, search with so many beams.
-        length_penalty: beam scores are divided by length to this power.
-        early_stopping: when a beam search ends: False by a heuristic, True as soon as `num_beams`
-            rows are finished, "never" only when no better row is possible.
-        num_return_sequences: continuations per prompt (rows of one prompt are neighbours).
-        eos_token_id: one or several end tokens; None takes the config.json's, () none.
-        pad_token_id: fills rows that ended early; None takes the config.json's, or else the
-            first end token.
-        stop_strings: the text ends in front of the first of these that comes; of an engine's
-            requests, which know the text.
-        logprobs: tell how likely every token was, and so many likeliest in its place; of an
-            engine's requests. None tells nothing.
-        seed: of the drawing; None uses torch's global generator, an engine a new seed.
+        max_new_tokens: maximum number of generated tokens.
+        min_new_tokens: minimum number of generated tokens before an end token.
+        do_sample: sample instead of greedy decoding.
+        temperature: divisor of the logits before sampling.
+        top_k: number of most likely tokens to sample from; None or 0 uses all.
+        top_p: total probability of the most likely tokens to sample from; None or 1 uses all.
+        min_p: minimum probability of a sampled token, relative to the most likely one; None or
+            0 uses
+            all (Nguyen et al. 2024).
+        repetition_penalty: factor above 1 that makes tokens of the prompt and the text less likely
+            (Keskar et al. 2019).
+        presence_penalty: value subtracted from the logit of every generated token (OpenAI), and
+        frequency_penalty: value subtracted once per occurrence (OpenAI); the prompt does not count.
+        no_repeat_ngram_size: length in tokens of n-grams that may occur only once; 0 for no limit.
+        bad_words_ids: token sequences that are not generated.
+        logit_bias: values added to the logits, by token id.
+        num_beams: number of beams of a beam search; 1 for no beam search.
+        length_penalty: exponent of the length by which beam scores are divided.
+        early_stopping: end of a beam search: False by a heuristic, True as soon as `num_beams`
+            rows are
+            finished, "never" only when no better row is possible.
+        num_return_sequences: continuations per prompt (rows of one prompt are adjacent).
+        eos_token_id: one or several end tokens; None uses config.json's, () none.
+        pad_token_id: padding token of rows that ended early; None uses config.json's, else the
+            first
+            end token.
+        stop_strings: strings in front of which the text ends; only for requests of an engine, which
+            decodes the text.
+        logprobs: number of most likely tokens whose log-probabilities are returned with that of
+            each
+            generated token; only for requests of an engine. None returns none.
+        seed: random seed of sampling; None uses torch's global generator, an engine a new seed.
 
     Attributes:
         fields_set: names of the fields that were given.
@@ -79,13 +85,13 @@ class GenerationConfig:
     seed: int | None = None
 
     def __new__(cls, **options: Any) -> Self:
-        """Note which fields are given."""
+        """Create a config and record which fields are given."""
         self = super().__new__(cls)
         object.__setattr__(self, "fields_set", frozenset(options))
         return self
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` with every value out of range and every setting without effect."""
+        """Raise `ConfigError` listing every value out of range and every option without effect."""
         problems = [
             f"{name}={getattr(self, name)!r} must be {needed}"
             for name, needed, fits in _RANGES
@@ -122,7 +128,7 @@ class GenerationConfig:
 
     @property
     def eos_tokens(self) -> tuple[int, ...]:
-        """The end tokens as a tuple, empty when there is none."""
+        """The end tokens as a tuple, empty without end tokens."""
         if self.eos_token_id is None:
             return ()
         return (
@@ -130,7 +136,7 @@ class GenerationConfig:
         )
 
     def given(self, *names: str) -> list[str]:
-        """Return those of some fields that are not at their defaults, as text."""
+        """Return ``name=value`` for each of these fields that differs from its default."""
         plain = type(self)()
         found = [(name, getattr(self, name)) for name in names]
         return [f"{name}={value!r}" for name, value in found if value != getattr(plain, name)]
@@ -139,7 +145,7 @@ class GenerationConfig:
         """Return a copy with fields changed.
 
         Raises:
-            ConfigError: no such field (the nearest is named), or the result does not hold together.
+            ConfigError: a field does not exist (the nearest is named), or the result is not valid.
         """
         fields = [f.name for f in dataclasses.fields(self)]
         for name in changes:
@@ -158,7 +164,7 @@ class GenerationConfig:
         published sampling off, and sampling switches published beams off.
 
         Args:
-            defaults: fields and their values.
+            defaults: published fields and their values.
 
         Returns:
             a copy all of whose fields count as given.

@@ -1,4 +1,4 @@
-"""From scores to tokens: pure functions, applied in transformers' order.
+"""Logits to tokens: pure functions, applied in transformers' order.
 
 Scores are (B, V) logits (log-probabilities in a beam search); -inf forbids a token.
 """
@@ -37,7 +37,7 @@ _MASK = (1 << 64) - 1
 
 
 def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Tell for every id whether it is among `tokens`; the shape stays."""
+    """Return a boolean tensor: whether each id is one of `tokens`; same shape as `ids`."""
     if not tokens:
         return torch.zeros_like(ids, dtype=torch.bool)
     return torch.isin(ids, torch.tensor(tokens, device=ids.device))
@@ -46,10 +46,10 @@ def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
 def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Tensor) -> Tensor:
     """Divide positive and multiply negative scores of tokens already in the row by `penalty`.
 
-    Ids that have no score, rows of a prompt, do not count.
+    Ids outside the vocabulary (rows of a soft prompt) are ignored.
 
     Shape:
-        scores: (B, V); ids: (B, S); padding: (B,), how many leading ids of a row do not count
+        scores: (B, V); ids: (B, S); padding: (B,), number of leading ids of a row to ignore
     """
     vocab_size = scores.shape[1]
     place = torch.arange(ids.shape[1], device=ids.device)
@@ -60,32 +60,32 @@ def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Te
 
 
 def penalize_written(scores: Tensor, written: Tensor, presence: float, frequency: float) -> Tensor:
-    """Take `presence` off the scores of tokens that were written, `frequency` as often as each was.
+    """Subtract the presence and frequency penalties from the scores of generated tokens.
 
     Shape:
         scores: (B, V); written: (B, S)
 
-    Source: OpenAI's reference of its API.
+    Source: OpenAI's API reference.
     """
     counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written).to(scores))
     return scores - counts * frequency - (counts > 0) * presence
 
 
 def add_biases(scores: Tensor, biases: Mapping[int, float]) -> Tensor:
-    """Add to the scores of some tokens; ids that have no score do not count."""
+    """Add a bias to the scores of some tokens; ids outside the vocabulary are ignored."""
     known = {id: bias for id, bias in biases.items() if id < scores.shape[1]}
     ids = torch.tensor(list(known), dtype=torch.int64, device=scores.device)
     return scores.index_add(1, ids, scores.new_tensor(list(known.values())).expand(len(scores), -1))
 
 
 def forbid_tokens(scores: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Give `tokens` the score -inf."""
+    """Set the scores of `tokens` to -inf."""
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
     return scores.masked_fill(is_one_of(vocabulary, tokens), -torch.inf)
 
 
 def find_repeats(ids: Sequence[int], ngram: int) -> list[int]:
-    """Return the tokens that would make a stretch of `ngram` come again."""
+    """Return the tokens that would repeat an n-gram of length `ngram`."""
     if ngram == 0 or len(ids) < ngram:
         return []
     last = list(ids[len(ids) - ngram + 1 :])
@@ -109,13 +109,13 @@ def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """Forbid every token that scores less than the k-th best (ties with it stay)."""
+    """Forbid every token that scores less than the k-th best (ties are kept)."""
     worst = torch.topk(scores, min(k, scores.shape[1])).values[:, -1:]
     return scores.masked_fill(scores < worst, -torch.inf)
 
 
 def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """Forbid all but the fewest likeliest tokens that together have probability `p`."""
+    """Forbid all but the smallest set of most likely tokens with total probability `p`."""
     ordered, order = torch.sort(scores)
     drop = ordered.softmax(-1).cumsum(-1) <= 1 - p
     drop[:, -1] = False
@@ -123,7 +123,7 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(scores: Tensor, p: float) -> Tensor:
-    """Forbid every token with less than `p` times the likeliest one's probability."""
+    """Forbid every token with less than `p` times the probability of the most likely one."""
     probabilities = scores.softmax(-1)
     least = p * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < least, -torch.inf)
@@ -132,7 +132,9 @@ def keep_min_p(scores: Tensor, p: float) -> Tensor:
 def process_scores(
     scores: Tensor, ids: Tensor, new_tokens: int, padding: Tensor, config: GenerationConfig
 ) -> Tensor:
-    """Apply what does not depend on drawing: biases, penalties, what is forbidden, shortest length.
+    """Apply the options that also hold for greedy decoding: biases, penalties, forbidden tokens.
+
+    The minimum length is one of them.
 
     Shape:
         scores: (B, V); ids: (B, S) so far, `new_tokens` of them generated; padding: (B,)
@@ -157,7 +159,7 @@ def process_scores(
 
 
 def narrow_scores(scores: Tensor, config: GenerationConfig) -> Tensor:
-    """Apply what depends on drawing: temperature, and which tokens are drawn among.
+    """Apply the options of sampling: temperature, top-k, top-p and min-p.
 
     Shape:
         scores: (B, V) -> (B, V)
@@ -174,7 +176,7 @@ def narrow_scores(scores: Tensor, config: GenerationConfig) -> Tensor:
 
 
 def check_scores(scores: Tensor) -> None:
-    """Check that every row has a token that may come next.
+    """Check that every row has at least one allowed token.
 
     Shape:
         scores: (B, V)
@@ -206,9 +208,9 @@ def choose_tokens(
 
     Args:
         scores: processed scores of the next token.
-        config: whether and how to sample.
-        generator: of the random numbers.
-        ended: rows that have ended, whose tokens do not count.
+        config: generation options.
+        generator: random generator of sampling.
+        ended: rows that have ended, whose tokens are ignored.
 
     Shape:
         scores: (B, V); ended: (B,); returns (B,)
@@ -222,9 +224,9 @@ def choose_tokens(
 
 
 def draw_number(*key: int) -> float:
-    """Return a number from 0 to below 1 that only the key decides.
+    """Return a number in [0, 1) that is a hash of the key.
 
-    Source: Steele et al., "Fast splittable pseudorandom number generators" (2014), its mixing.
+    Source: Steele et al., "Fast splittable pseudorandom number generators" (2014), mixing function.
     """
     state = 0
     for part in key:
@@ -236,13 +238,13 @@ def draw_number(*key: int) -> float:
 
 
 def draw_token(probabilities: Tensor, number: float) -> int:
-    """Return the token in whose share of the probabilities, one behind the other, a number falls.
+    """Sample a token by inverting the cumulative distribution at a number in [0, 1).
 
     Shape:
         probabilities: (V,), which need not sum to 1
     """
     sums = probabilities.double().cumsum(0)
     place = int(torch.searchsorted(sums, number * sums[-1], right=True))
-    if place == len(sums) or not probabilities[place] > 0:  # what rounding leaves at the end
+    if place == len(sums) or not probabilities[place] > 0:  # rounding error at the end of the sums
         place = int(probabilities.nonzero()[-1])
     return place

@@ -1,11 +1,11 @@
-"""What a model answers: how likely texts are, scores of classes, and texts that it writes.
+"""Likelihoods of texts, class logits and greedy answers, for evaluation in any parallel layout.
 
 `choose_text` is zero-shot classification: each class is written as a text after a prompt, and the
-class with the lowest mean loss of its text is chosen. What stands in the prompt is not scored.
+class with the lowest mean loss of its text is chosen. The prompt itself is not scored.
 
-`score_answers`, `score_pairs`, `score_classes` and `write_answers` work on any layout. Processes
-share the rows; where these do not divide evenly, the last ones are read again and what comes of
-them is dropped, so that nothing counts twice.
+`score_answers`, `score_pairs`, `score_classes` and `write_answers` work in any layout. Processes
+divide the rows; if the rows do not divide evenly, the last ones are read again and their results
+are dropped, so that no row counts twice.
 
 Source: ``zero-shot-cls.py`` of TsinghuaAI/CPM-1-Generate, which puts the class into the prompt and
 scores the same text each time ("这是关于{class}的文章：" and then the article).
@@ -42,23 +42,23 @@ __all__ = [
 ]
 
 _WIDTH_STEP = 64
-# The others read a whole text in both directions, so its own tokens would give it away.
+# Bidirectional models see the tokens to predict, so they cannot score a text.
 _SCORES = ("left", "apart")
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer."""
+    """Interface that scoring needs of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
 
 
 class Likelihood(NamedTuple):
-    """How likely an answer is.
+    """Likelihood of an answer.
 
     Attributes:
-        log_prob: log-probability of all of it, in nats.
-        is_greedy: every token is the likeliest at its place.
+        log_prob: log-probability of the whole answer, in nats.
+        is_greedy: whether every token is the most likely one at its position.
     """
 
     log_prob: float
@@ -66,10 +66,10 @@ class Likelihood(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was chosen.
+    """Result of `choose_text`.
 
     Attributes:
-        option: its number.
+        option: index of the chosen option.
         losses: mean loss of every option's text, in nats per token.
     """
 
@@ -80,17 +80,17 @@ class Choice(NamedTuple):
 def choose_text(
     model: Model, tokenizer: Encoder, options: Sequence[tuple[str, str]], begin: Sequence[int] = ()
 ) -> Choice:
-    """Return which option is the likeliest.
+    """Return the most likely option and the losses of all.
 
     Args:
-        model: any decoder-only language model that reads from left to right, or an encoder-decoder.
-        tokenizer: that of the model.
+        model: decoder-only language model with causal attention, or an encoder-decoder.
+        tokenizer: the model's tokenizer.
         options: (prompt, text that is scored after it) of every class.
-        begin: ids that the model wants before every prompt; CPM-1 has none.
+        begin: token ids that the model expects before every prompt; CPM-1 has none.
 
     Raises:
-        ConfigError: no option, or a model that cannot score a text.
-        DataError: a text without tokens, or a decoder's prompt without any before it.
+        ConfigError: there is no option, or the model cannot score a text.
+        DataError: a text has no tokens, or the prompt of a decoder has none.
     """
     pairs = [([*begin, *tokenizer.encode(p)], tokenizer.encode(t)) for p, t in options]
     losses = score_texts(model, pairs)
@@ -102,15 +102,17 @@ def score_texts(
 ) -> list[float]:
     """Return the mean loss of each option's text after its prompt, in nats per token.
 
-    One option is read at a time, so that rows need no padding; logits are those of its text alone.
+    Each option is a batch of its own, so that rows need no padding; logits are computed for the
+    text
+    only.
 
     Args:
-        model: as in `choose_text`.
+        model: same as in `choose_text`.
         options: (ids of the prompt, ids of the text).
 
     Raises:
-        ConfigError: no option, or a model that cannot score a text.
-        DataError: a text without tokens, or a prompt without any.
+        ConfigError: there is no option, or the model cannot score a text.
+        DataError: a text or a prompt has no tokens.
     """
     _check(model, options)
     device = next(model.parameters()).device
@@ -145,11 +147,11 @@ def score_classes(
     """Return the logits of every row, the same on every process.
 
     Args:
-        model: a classifier.
+        model: classifier.
         count: number of rows.
-        make: numbers of rows -> their batch.
-        size: rows of a batch.
-        rows: this process's place among those that read different rows.
+        make: function from row numbers to their batch.
+        size: rows per batch.
+        rows: data-parallel group and this process's rank in it.
 
     Shape:
         returns (count, L)
@@ -173,14 +175,14 @@ def score_answers(
 def score_pairs(
     model: Any, pairs: Sequence[Pair], size: int, rows: World, width: int
 ) -> list[Likelihood]:
-    """Return how likely every answer is after its prompt, the same on every process.
+    """Return the likelihood of every answer after its prompt, the same on every process.
 
     Args:
-        model: a language model, or an encoder-decoder with its language-model head.
-        pairs: prompts and answers, of one token at least.
-        size: pairs of a batch.
-        rows: this process's place among those that read different rows.
-        width: longest row.
+        model: language model, or an encoder-decoder with its language-model head.
+        pairs: prompts and answers, at least one token each.
+        size: pairs per batch.
+        rows: data-parallel group and this process's rank in it.
+        width: length of the longest row in tokens.
     """
 
     def read(numbers: Sequence[int]) -> Tensor:
@@ -192,15 +194,16 @@ def score_pairs(
 
 
 def roll_windows(ids: Sequence[int], begin: Sequence[int], longest: int) -> Iterator[Pair]:
-    """Yield rows in which every token of a long text is predicted once.
+    """Yield windows of a long text in which every token is predicted once.
 
-    The first token is predicted after `begin`; without it, it is not. Later rows begin with the
-    token before theirs, the last one with as many as fit.
+    The first token is predicted after `begin`, and not at all if `begin` is empty. Later windows
+    start
+    with the previous token, the last one with as much context as fits.
 
     Args:
-        ids: of the text.
-        begin: one token, or none.
-        longest: tokens of a row, at least 2.
+        ids: token ids of the text.
+        begin: one token id, or none.
+        longest: window length in tokens, at least 2.
     """
     text, at = [*begin, *ids], 1
     while at < len(text):
@@ -218,10 +221,10 @@ def write_answers(
     width: int,
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """Return what a model writes to every prompt, greedily, the same on every process.
+    """Return the model's greedy answer to every prompt, the same on every process.
 
-    Every process writes all `max_new_tokens`, as on a sharded model all must run as often; what
-    stands behind an end token is the caller's to drop.
+    Every process generates all `max_new_tokens`, because all processes of a sharded model must run
+    equally many steps; the caller drops the tokens after an end token.
     """
 
     apart = model.traits.reads == "apart"
@@ -237,14 +240,14 @@ def write_answers(
 def collect_rows(
     model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
 ) -> Tensor:
-    """Put together what all processes read: the same on every one, float64.
+    """Gather the results of all processes into one float64 tensor, the same on every process.
 
     Args:
-        model: on any layout.
+        model: model in any parallel layout.
         count: number of rows.
-        read: numbers of rows -> what is found of them, a row each.
-        size: rows of a batch.
-        rows: this process's place among those that read different rows.
+        read: function from row numbers to a tensor with one row each.
+        size: rows per batch.
+        rows: data-parallel group and this process's rank in it.
 
     Shape:
         returns (count, ...)
@@ -272,7 +275,7 @@ def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
 def _pad(
     lines: Sequence[Sequence[int]], device: torch.device, width: int, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return ids, filled up with 0, and their mask; widths are few."""
+    """Return ids padded with 0 and their mask; lengths are rounded up so that few shapes occur."""
     longest = max(map(len, lines))
     length = max(longest, min(-(-longest // _WIDTH_STEP) * _WIDTH_STEP, width))
     ids = torch.zeros(len(lines), length, dtype=torch.int64)
@@ -285,7 +288,7 @@ def _pad(
 
 
 def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Return every answer's log-probability, and how many of its tokens are the likeliest.
+    """Return every answer's log-probability and its number of tokens that are the argmax.
 
     Shape:
         returns (B, 2); rows are at most `width` wide
@@ -295,7 +298,7 @@ def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) 
 
 
 def _read_rows(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Score answers that stand behind their prompts; rows are filled up in front."""
+    """Score answers that follow their prompts in one row, padded on the left."""
     lines = [[*pair.prompt, *pair.answer] for pair in pairs]
     # Nothing is predicted from the last token, so it is not read.
     ids, mask = _pad([line[:-1] for line in lines], device, width, left=True)
@@ -310,7 +313,7 @@ def _read_rows(model: Any, pairs: Sequence[Pair], device: torch.device, width: i
 
 
 def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Score answers that a decoder writes."""
+    """Score answers of an encoder-decoder, with the prompts as its sources."""
     ids, mask = _pad([pair.prompt for pair in pairs], device, width)
     longest = max(len(pair.answer) for pair in pairs)
     answers, shown = _pad([pair.answer for pair in pairs], device, longest)
@@ -321,7 +324,7 @@ def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: 
 
 
 def _sum(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
-    """Return the log-probability of a row's counted ids, and how many of them are the likeliest.
+    """Return the log-probability of a row's counted ids and the number of them that are the argmax.
 
     Shape:
         logits: (B, T, V); ids, counted: (B, T); returns (B, 2)

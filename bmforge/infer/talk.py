@@ -1,6 +1,6 @@
-"""A conversation with any model that writes text, in the form it was made for.
+"""Conversations with any text-generating model, in the form it was trained on.
 
-EVA and CPM-Bee have forms of their own; all others talk in that of a chat template.
+EVA and CPM-Bee have their own forms; all other models use a chat template.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
 __all__ = ["OWN_FORMS", "Talk", "TalkConfig", "TalkInTurns", "converse", "open_talk"]
 
-# Objectives of families that answer in a form of their own.
+# Training objectives of families with their own conversation form.
 OWN_FORMS = ("dialogues", "documents")
 _EVA_ALONE = ("window", "no_repeat_ngram")
 
 
 class Talk(Protocol):
-    """What answers."""
+    """Interface of a conversation."""
 
     def reply(self, text: str) -> str:
-        """Say something and return the answer."""
+        """Send a user message and return the answer."""
 
     def clear(self) -> None:
-        """Forget what was said."""
+        """Clear the history."""
 
 
 class TalkInTurns:
-    """A conversation that waits for nothing: every answer is one request.
+    """A conversation that holds the model only while an answer is generated.
 
     Args:
         talk: the conversation.
-        turn: has the model for one answer.
+        turn: returns a context manager that locks the model for one answer.
     """
 
     def __init__(self, talk: Talk, turn: Callable[[], AbstractContextManager[Any]]) -> None:
         self._talk, self._turn = talk, turn
 
     def reply(self, text: str) -> str:
-        """Say something and return the answer; both become history."""
+        """Send a user message and return the answer; both are appended to the history."""
         with self._turn():
             return self._talk.reply(text)
 
     def clear(self) -> None:
-        """Forget what was said."""
+        """Clear the history."""
         self._talk.clear()
 
 
 class _Documents:
-    """A CPM-Bee: what was said is a document's input, the answer is written under ``<ans>``."""
+    """A conversation with CPM-Bee: the history is the input, the answer fills ``<ans>``."""
 
     def __init__(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self._said: list[str] = []
 
     def reply(self, text: str) -> str:
-        """Say something and return the answer; both become history."""
+        """Send a user message and return the answer; both are appended to the history."""
         said = [*self._said, text]
         document = {"input": self.tokenizer.escape("\n".join(said)), "<ans>": ""}
         (filled,) = fill_documents(self.model, self.tokenizer, [document], **self.options)
@@ -73,7 +73,7 @@ class _Documents:
         return answer
 
     def clear(self) -> None:
-        """Forget what was said."""
+        """Clear the history."""
         self._said = []
 
 
@@ -85,17 +85,17 @@ def open_talk(
     directory: Path | None = None,
     limit: int | None = None,
 ) -> Talk:
-    """Return what answers with a model, in the model's form.
+    """Open a conversation with a model, in the model's form.
 
     Args:
-        model: any that writes text.
-        tokenizer: its own.
-        config: how to answer.
-        directory: of both, where a chat template may be.
-        limit: longest row in tokens, answer included; None takes the model's.
+        model: model that generates text.
+        tokenizer: the model's tokenizer.
+        config: generation options and system message.
+        directory: directory of the model and the tokenizer, which may hold a chat template.
+        limit: maximum row length in tokens, answer included; None uses the model's.
 
     Raises:
-        ConfigError: the model writes no text, or an option that it has not.
+        ConfigError: the model does not generate text, or does not support an option.
     """
     options, objective = config.given(), model.traits.objective
     family = type(model).__name__
@@ -123,12 +123,12 @@ def converse(
     system: str | None = None,
     limit: int | None = None,
 ) -> Conversation:
-    """Return a conversation by the template in a model's directory, or by a plain one.
+    """Return a conversation with the chat template of a model's directory, or with a plain one.
 
     Args:
-        model, tokenizer, directory, limit: as in `open_talk`.
+        model, tokenizer, directory, limit: same as in `open_talk`.
         options: fields of `GenerationConfig`.
-        system: what is said before all else.
+        system: system message.
     """
     source = None if directory is None else find_template(directory)
     if source is None:

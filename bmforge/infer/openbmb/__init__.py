@@ -1,1 +1,1 @@
-"""What OpenBMB's models were made for: conversations (EVA) and documents (CPM-Bee)."""
+"""Generation in the forms of OpenBMB's models: conversations (EVA) and documents (CPM-Bee)."""

@@ -1,7 +1,7 @@
-"""Talking to EVA: what was said before goes in front of every answer, as much as the window holds.
+"""Conversations with EVA: as much of the history as fits into the window precedes every answer.
 
 Source: ``src/eva_interactive.py`` and ``src/eva_datasets.py`` of thu-coai/EVA. Its hand-written
-rules (antonyms, fixed answers) and its ranking of several answers by a BERT are not here.
+rules (antonyms, fixed answers) and its ranking of several answers by a BERT are not implemented.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ __all__ = ["Chat", "ChatConfig", "join_history"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """How to answer; the defaults are the original's.
+    """Generation options of EVA's answers; the defaults are the original's.
 
     Args:
-        window: most tokens of the history that are read.
-        no_repeat_ngram: no stretch of so many tokens comes twice in an answer; 0 lets all pass.
-        max_new_tokens: longest answer.
-        min_new_tokens: shortest one.
-        num_beams: above 1, search with so many beams instead of drawing.
-        temperature: of the drawing.
-        top_p: draw among the likeliest that make up this probability.
-        repetition_penalty: above 1, what was written becomes less likely.
-        length_penalty: of a search with beams.
-        seed: of the drawing; None uses torch's global generator.
+        window: maximum history length in tokens.
+        no_repeat_ngram: length in tokens of n-grams that may occur only once in an answer; 0 for no
+            limit.
+        max_new_tokens: maximum answer length in tokens.
+        min_new_tokens: minimum answer length in tokens.
+        num_beams: number of beams; above 1, beam search replaces sampling.
+        temperature: sampling temperature.
+        top_p: total probability of the most likely tokens to sample from.
+        repetition_penalty: factor above 1 that makes generated tokens less likely.
+        length_penalty: length penalty of a beam search.
+        seed: random seed of sampling; None uses torch's global generator.
     """
 
     window: int = 128
@@ -62,7 +63,7 @@ class ChatConfig:
             )
 
     def options(self, end: int, padding: int) -> GenerationConfig:
-        """Return what a search or a drawing is told."""
+        """Return the `GenerationConfig` of a beam search or of sampling."""
         kind: dict[str, Any] = {"num_beams": self.num_beams, "length_penalty": self.length_penalty}
         if self.num_beams == 1:
             drawn = ("temperature", "top_p", "seed")
@@ -80,14 +81,14 @@ class ChatConfig:
 def join_history(
     utterances: Sequence[Sequence[int]], end: int, answer: int, window: int
 ) -> list[int]:
-    """Return the source of an answer: the last utterances that fit, and the blank for the answer.
+    """Return the encoder's input: the last utterances that fit, and the blank for the answer.
 
     Args:
-        utterances: ids of each, oldest first.
-        end: id behind every utterance.
-        answer: id that stands for the answer to come.
-        window: most ids that are returned; older utterances are left out whole, and of a single one
-            that is longer its end is kept.
+        utterances: token ids of each utterance, oldest first.
+        end: id that follows every utterance.
+        answer: sentinel id of the answer.
+        window: maximum number of returned ids; older utterances are dropped whole, and a single
+            utterance that is longer is truncated on the left.
     """
     ids = [answer]
     for utterance in reversed(utterances):
@@ -100,18 +101,18 @@ def join_history(
 
 
 class Chat:
-    """A conversation with a model.
+    """A conversation with EVA.
 
     Args:
-        model: an EVA, or another encoder-decoder that was trained on the same form.
-        tokenizer: its tokenizer.
-        config: how to answer.
+        model: EVA, or another encoder-decoder that was trained on the same form.
+        tokenizer: the model's tokenizer.
+        config: generation options.
 
     Attributes:
-        history: what was said, oldest first: the person's and the model's turns.
+        history: utterances of the person and the model, oldest first.
 
     Raises:
-        ConfigError: the tokenizer is of another model.
+        ConfigError: the tokenizer belongs to another model.
     """
 
     def __init__(
@@ -133,10 +134,10 @@ class Chat:
         self._options = self.config.options(tokenizer.sep_id, model.config.pad_token_id)
 
     def reply(self, text: str) -> str:
-        """Say something and return the answer; both become history.
+        """Send a message and return the answer; both are appended to the history.
 
         Raises:
-            ConfigError: nothing was said.
+            ConfigError: the message is empty.
         """
         if not text.strip():
             raise ConfigError("there is nothing to answer; say something.")
@@ -154,11 +155,11 @@ class Chat:
         return answer
 
     def clear(self) -> None:
-        """Forget what was said."""
+        """Clear the history."""
         self.history.clear()
 
     def _read(self, utterances: Sequence[str]) -> list[int]:
-        """Return what the encoder reads for the next answer."""
+        """Return the encoder's input for the next answer."""
         tokenizer = self.tokenizer
         encoded = [tokenizer.encode(text) for text in utterances]
         blank = tokenizer.sentinel_id(0)
@@ -166,9 +167,9 @@ class Chat:
 
 
 class _NoRepeatDecoder(Seq2SeqDecoder):
-    """Forbids every token that would repeat a stretch of `ngram` tokens of its row.
+    """Decoder that forbids every token that would repeat an n-gram of its row.
 
-    The start token is part of a row; 0 forbids nothing.
+    The start token is part of a row; n-gram length 0 forbids no token.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class _NoRepeatDecoder(Seq2SeqDecoder):
         self._written: list[list[int]] = [[] for _ in range(source.shape[0])]
 
     def run(self, tokens: Tensor) -> Tensor:
-        """As in the base, with what would repeat at -inf."""
+        """Return the base class's logits with -inf for tokens that would repeat an n-gram."""
         scores = super().run(tokens)
         for row, ids in enumerate(tokens.tolist()):
             self._written[row] += ids
@@ -187,6 +188,6 @@ class _NoRepeatDecoder(Seq2SeqDecoder):
         return scores
 
     def reorder(self, rows: Tensor) -> None:
-        """As in the base."""
+        """Reorder the rows as the base class does, and their token histories."""
         super().reorder(rows)
         self._written = [list(self._written[row]) for row in rows.tolist()]

@@ -1,11 +1,12 @@
-"""`fill_documents`: documents with open answers in, the same documents with the answers out.
+"""Filling of CPM-Bee documents: `fill_documents` generates the answers under ``<ans>``.
 
 The model writes one answer after the other, each in its own segment from ``<s>`` at position 0. The
-search is that of `generate` over all answers of a document together, as in the original: a row ends
-with the end of its last answer.
+beam search or sampling of `generate` runs over all answers of a document together, as in the
+original: a row ends with the end of its last answer.
 
 Source: ``CPMBeeBeamSearch`` in ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. Here the limit of
-new tokens is one answer's, so that none is left out, and answers can be held to a few texts.
+new tokens holds per answer, so that no answer is left out, and answers can be constrained to a
+list of texts.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 __all__ = ["fill_documents", "fill_each", "longest_document"]
 
-# The original's defaults; drawing knows no beams.
+# The original's defaults; sampling uses no beams.
 _MAX_NEW_TOKENS, _NUM_BEAMS = 100, 3
-# Tokens of a row in the original's training.
+# Row length in the original's training, in tokens.
 _WINDOW = 2048
-# Options that the answers' own ends and the documents' own number leave no room for.
+# Options that do not apply: answers have their own end outputs, one answer per document.
 _FIXED = (
     "min_new_tokens",
     "num_return_sequences",
@@ -56,24 +57,26 @@ def fill_documents(
     batch_size: int = 8,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Return copies of documents with what the model writes under ``<ans>``.
+    """Return copies of documents with the model's answers under ``<ans>``.
 
     Args:
-        model: a CPM-Bee.
-        tokenizer: that of the model.
-        documents: nested dicts of texts with ``<ans>``; what stands under it is written anew.
-        config: how to write. When not given: 3 beams, or none with ``do_sample=True``, and at most
-            100 tokens per answer. `max_new_tokens` is the limit of one answer.
-        examples: documents with their answers, to look at.
-        constraints: keys under ``<ans>`` -> the texts that may stand there; None reads options and
-            ratings such as (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
-        max_length: the longest document with its examples, in tokens; None sets no limit.
-        batch_size: documents read at a time.
+        model: CPM-Bee model.
+        tokenizer: the model's tokenizer.
+        documents: nested dicts of texts with ``<ans>``; existing answers are overwritten.
+        config: generation options. Default: 3 beams, or none with ``do_sample=True``, and at
+            most 100
+            tokens per answer. `max_new_tokens` is the limit of one answer.
+        examples: documents with their answers as few-shot examples.
+        constraints: allowed answers by key under ``<ans>``; None reads options and ratings such as
+            (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
+        max_length: maximum length of a document with its examples, in tokens; None for no limit.
+        batch_size: documents per batch.
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Raises:
-        ConfigError: a tokenizer of another model, or an option that documents leave no room for.
-        DataError: a document that cannot be read; its number is named.
+        ConfigError: the tokenizer belongs to another model, or an option does not apply to
+            documents.
+        DataError: a document cannot be read; its number is named.
     """
     config = _check(model, tokenizer, config, options, batch_size)
     prompts = []
@@ -102,20 +105,20 @@ def fill_each(
     batch_size: int = 8,
     **options: Any,
 ) -> Iterator[dict[str, Any] | DataError]:
-    """Yield for each of many documents its filled copy, or what is wrong with it, in order.
+    """Yield the filled copy of each document, or its error, in order.
 
-    They are filled and come out batch by batch. None may be longer than `longest_document`.
+    Documents are filled and yielded batch by batch. None may be longer than `longest_document`.
 
     Args:
-        model: a CPM-Bee.
-        tokenizer: that of the model.
-        documents: as in `fill_documents`; an error among them comes out in its place.
-        config: as there.
-        batch_size: documents read at a time.
-        options: as there.
+        model: CPM-Bee model.
+        tokenizer: the model's tokenizer.
+        documents: documents as in `fill_documents`; an error among them is yielded unchanged.
+        config: generation options as in `fill_documents`.
+        batch_size: documents per batch.
+        options: fields of `GenerationConfig` that replace those of `config`.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: same as in `fill_documents`.
     """
     config = _check(model, tokenizer, config, options, batch_size)
     longest, left = longest_document(model), iter(documents)
@@ -129,10 +132,9 @@ def fill_each(
 
 
 def longest_document(model: CPMBee) -> int:
-    """Return the tokens of the longest document that a model is asked about.
+    """Return the maximum length of a document in tokens.
 
-    It is the window that the published models were trained with, or that of the model where it is
-    wider.
+    It is the larger of the published models' training window and the model's `max_seq_len`.
     """
     return max(_WINDOW, model.config.max_seq_len)
 
@@ -155,7 +157,7 @@ def _check(
     options: dict[str, Any],
     batch_size: int,
 ) -> GenerationConfig:
-    """Return the whole config; refuse what does not fit the model."""
+    """Return the complete generation config after checking tokenizer, options and batch size."""
     if len(tokenizer) != model.config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size="
@@ -167,7 +169,7 @@ def _check(
 
 
 def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-    """Return the config with the original's defaults."""
+    """Return the generation config with the original's defaults filled in."""
     if config is None:
         beams = 1 if options.get("do_sample") else _NUM_BEAMS
         config = GenerationConfig(max_new_tokens=_MAX_NEW_TOKENS, num_beams=beams)
@@ -183,7 +185,7 @@ def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> Gener
 def _fill(
     model: CPMBee, tokenizer: CPMBeeTokenizer, prompts: list[Prompt], config: GenerationConfig
 ) -> list[dict[str, Any]]:
-    """Fill one batch."""
+    """Fill one batch of documents."""
     batch = collate_prompts(prompts, tokenizer)
     decoder = _DocumentDecoder(model, batch, tokenizer, config)
     start = torch.full((len(prompts), 1), tokenizer.bos_id, device=decoder.device)
@@ -204,7 +206,9 @@ def _fill(
 
 
 class _Row(NamedTuple):
-    """Where a row is: its document, the answer it writes, and what it has written of it."""
+    """State of a row: its document, the index of its current answer, and that answer's tokens so
+    far.
+    """
 
     document: int
     slot: int
@@ -212,15 +216,17 @@ class _Row(NamedTuple):
 
 
 class _DocumentDecoder(Decoder):
-    """A batch of documents in the middle of being answered.
+    """Decoder of a batch of documents.
 
-    Behind the model's outputs there is one that ends a row, and one for the end of each answer
-    before the last: each stands in a row once, so that no penalty on repetition keeps answers from
+    The model's logits are extended by one output that ends a row, and one that ends each answer
+    before
+    the last: each occurs at most once in a row, so that repetition penalties cannot keep an answer
+    from
     ending.
 
     Attributes:
-        finish: the output that ends a row.
-        max_new_tokens: outputs of the longest row.
+        finish: id of the output that ends a row.
+        max_new_tokens: number of outputs of the longest row.
     """
 
     model: CPMBee
@@ -255,7 +261,7 @@ class _DocumentDecoder(Decoder):
         model(ids, input_sub=sub, cache=self.cache, logits_to_keep=1, **self._seen, **self._tables)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the outputs chosen last, or ``<s>`` at first; return scores of the next.
+        """Feed the outputs chosen last, or ``<s>`` at first; return the scores of the next outputs.
 
         Shape:
             tokens: (R, 1) -> (R, outputs) in fp32
@@ -285,7 +291,7 @@ class _DocumentDecoder(Decoder):
         return self._choose_among(out.logits[:, -1].float())
 
     def _advance(self, row: _Row, token: int) -> _Row:
-        """Return where a row is after an output."""
+        """Return the state of a row after an output."""
         if token > self.finish:
             return _Row(row.document, row.slot + 1, ())
         if token in (self.finish, self._tokenizer.bos_id):
@@ -293,7 +299,9 @@ class _DocumentDecoder(Decoder):
         return row._replace(written=(*row.written, token))
 
     def _next_input(self, row: _Row) -> tuple[int, int, int, int, int]:
-        """Return (id, sub id, position, segment, segments of the document) to be fed."""
+        """Return the model input of a row: (id, sub id, position, segment, segments of the
+        document).
+        """
         prompt = self._batch.prompts[row.document]
         place = len(row.written), prompt.encoded.answers[row.slot].segment, prompt.num_segments
         if not row.written:
@@ -303,7 +311,7 @@ class _DocumentDecoder(Decoder):
         return *token, *place
 
     def _choose_among(self, logits: Tensor) -> Tensor:
-        """Leave the scores of what each row may write, with its end where that belongs."""
+        """Return the logits with -inf for forbidden outputs, and scores for the end outputs."""
         rows, vocabulary = self._rows, logits.shape[1]
         scores = logits.new_full((len(rows), self._columns), -torch.inf)
         scores[:, :vocabulary] = logits
@@ -322,19 +330,19 @@ class _DocumentDecoder(Decoder):
         return scores
 
     def _allowed(self, row: _Row) -> set[int] | None:
-        """Return the outputs that may follow; None where no more is known than what is banned."""
+        """Return the outputs that may follow in a row; None if the answer is not constrained."""
         texts, done = self._batch.allowed[row.document][row.slot], len(row.written)
         if texts is None:
             return {self._tokenizer.eos_id} if done >= self._limit else None
         return {text[done] for text in texts if len(text) > done and text[:done] == row.written}
 
     def _end(self, row: _Row) -> int:
-        """Return the output that ends the answer: of the last one, the row with it."""
+        """Return the output that ends the current answer; for the last answer it ends the row."""
         last = len(self._batch.prompts[row.document].encoded.answers) - 1
         return self.finish if row.slot == last else self.finish + 1 + row.slot
 
     def reorder(self, rows: Tensor) -> None:
-        """Go on with the old rows `rows` as the new rows."""
+        """Replace the rows by copies of the old rows with these indices."""
         self.cache.reorder(rows)
         self._seen = {name: seen.index_select(0, rows) for name, seen in self._seen.items()}
         relations = self._tables["segment_rel"].index_select(0, rows)
@@ -342,7 +350,7 @@ class _DocumentDecoder(Decoder):
         self._rows = [self._rows[number] for number in rows.tolist()]
 
     def split(self, outputs: list[int], document: int) -> list[list[int] | None]:
-        """Return the answers of a finished row; None for those that it did not come to."""
+        """Return the answers of a finished row; None for those that were not reached."""
         answers: list[list[int] | None] = [[]]
         for output in outputs:
             if output == self.finish:

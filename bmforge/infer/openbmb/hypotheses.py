@@ -1,11 +1,11 @@
-"""CPM-Ant's beam search, step for step: what it returns is what the original returns.
+"""CPM-Ant's beam search, equal to the original step by step.
 
-It differs from `beam_search`, which is transformers': the end of a row does not count in its
-length, any of the candidates may end a row, and the penalty on repetition is on logits and on what
-was written only.
+It differs from `beam_search`, which is transformers': the end token does not count in the length,
+any of the candidates may end a row, and the repetition penalty is applied to logits and to
+generated tokens only.
 
 Source: ``CPMAntBeamSearch`` and ``BeamHypotheses`` in ``cpm_live/generation`` of OpenBMB/CPM-Live.
-There `max_length` is one below the number of tokens that a row may have.
+Its `max_length` is one below the number of tokens that a row may have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bmforge.infer.sampling import check_scores, penalize_repetition
 
 __all__ = ["search_hypotheses"]
 
-# As much as makes no row but the first begin.
+# Initial score of all beams but the first, so that only the first one starts.
 _WORST = -1.0e9
 _UNKNOWN = (
     "presence_penalty",
@@ -32,18 +32,18 @@ _UNKNOWN = (
 
 
 def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig) -> list[int]:
-    """Return a prompt's ids with the best continuation, without its end.
+    """Return a prompt's ids with the best continuation, without its end token.
 
     Args:
-        decoder: fresh, holds nothing yet.
+        decoder: new decoder whose cache is empty.
         prompt: token ids.
-        config: with end tokens filled in.
+        config: generation options, with end tokens filled in.
 
     Shape:
         prompt: (1, T)
 
     Raises:
-        ConfigError: an option that this search does not know.
+        ConfigError: this search does not support an option.
     """
     idle = config.given(*_UNKNOWN)
     if idle:
@@ -88,7 +88,7 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
 def _keep_best(
     ended: list[tuple[float, list[int]]], found: tuple[float, list[int]], count: int
 ) -> None:
-    """Add an ended row unless there are enough better ones."""
+    """Add an ended row to the `count` best; drop the worst if there are more."""
     if len(ended) == count:
         worst = min(ended, key=_score)
         if found[0] <= worst[0]:

@@ -1,9 +1,9 @@
-"""A prompt and what a model writes for it, in the form and with the defaults of its original.
+"""Text generation with the prompt form and the defaults of each model family's original code.
 
-CPM-Ant reads ``<s>`` and the text without what it cannot spell, writes no end and no line break
-first, and searches with 3 beams, or draws at temperature 0.9 among the likeliest that make up 0.9.
-CPM-1 draws at temperature 0.9. EVA answers one utterance, CPM-2 writes the rest of a text, which is
-one cut-out span, and CPM-Bee fills the answer of a document. All other models go on with the text.
+CPM-Ant reads ``<s>`` and the text without unknown tokens, does not begin with an end token or a
+line break, and uses 3 beams, or samples at temperature 0.9 with top-p 0.9. CPM-1 samples at
+temperature 0.9. EVA answers one utterance, CPM-2 writes the rest of a text as one masked span, and
+CPM-Bee fills the answer of a document. All other models continue the text.
 
 Source: ``cpm_live/generation/ant.py`` and ``text_generation.py`` of OpenBMB/CPM-Live (branch
 cpm-ant), ``generate_samples.py`` of TsinghuaAI/CPM-1-Generate, ``src/eva_interactive.py`` of
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _CONTINUE = "往后写约100字"  # CPM-Bee's own words for it
-# What is not given, by the objective or the tokenizer of a family's traits.
+# Default options by training objective or tokenizer of a model family.
 _SEARCHING: dict[str, dict[str, Any]] = {"hidden tokens": {"num_beams": 3}}
 _DRAWING: dict[str, dict[str, Any]] = {
     "hidden tokens": {"temperature": 0.9, "top_p": 0.9},
@@ -55,16 +55,17 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
     """Return a prompt with its continuation, or the answer of a model that answers.
 
     Args:
-        model: any model that generates text.
-        tokenizer: the model's.
-        prompt: the text; the names of CPM-Bee's languages and special tokens in it are characters.
-        options: fields of `GenerationConfig`; a missing one is as in the family's original code, or
-            else in the model's generation_config.json.
+        model: model that generates text.
+        tokenizer: the model's tokenizer.
+        prompt: text; names of CPM-Bee's languages and special tokens in it are plain characters.
+        options: fields of `GenerationConfig`; the defaults are those of the family's original
+            code, or
+            else of the model's generation_config.json.
 
     Raises:
-        ConfigError: an option that does not fit, or a prompt without tokens.
-        DataError: a text that is longer than CPM-Bee's window.
-        ShapeError: ids that the model does not have.
+        ConfigError: an option does not apply, or the prompt has no tokens.
+        DataError: the text is longer than CPM-Bee's window.
+        ShapeError: the prompt has ids outside the model's vocabulary.
     """
     return write_texts(model, tokenizer, prompt, **options)[0]
 
@@ -106,15 +107,15 @@ def continue_ids(
     """Return the text of each continuation, which ends in front of the first stop string.
 
     Args:
-        model: any model that generates text.
-        tokenizer: the model's.
-        ids: of the prompt, or of the text that an encoder reads.
-        config: how to continue.
+        model: model that generates text.
+        tokenizer: the model's tokenizer.
+        ids: token ids of the prompt, or of an encoder's text.
+        config: generation options.
         on_text: called with each piece of the first continuation's text.
 
     Raises:
-        ConfigError: an option that does not fit.
-        ShapeError: ids that the model does not have.
+        ConfigError: an option does not apply.
+        ShapeError: the prompt has ids outside the model's vocabulary.
     """
     stops, config = config.stop_strings, config.replace(stop_strings=())
     if stops and config.num_beams > 1:
@@ -138,11 +139,11 @@ def continue_ids(
 
 
 class _RowTexts:
-    """Decodes the continuations of a batch step by step.
+    """Incremental detokenizer of a batch of continuations.
 
     Args:
-        tokenizer, stops, hidden, before: as in `TextStream`, for every row.
-        ends: end tokens; what follows one in its row is padding.
+        tokenizer, stops, hidden, before: arguments of `TextStream`, the same for every row.
+        ends: end tokens; all later tokens of a row are padding.
         on_text: called with the pieces of the first row's text.
     """
 
@@ -161,7 +162,7 @@ class _RowTexts:
         self._ended: list[bool] = []
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Take the tokens of one step, (R,); return which rows have met a stop string, (R,)."""
+        """Decode one step's tokens, (R,); return the rows that met a stop string, (R,)."""
         while len(self._streams) < len(tokens):
             self._streams.append(self._make())
             self._ended.append(False)
@@ -173,7 +174,7 @@ class _RowTexts:
         return torch.tensor(stopped, device=tokens.device)
 
     def finish(self) -> list[str]:
-        """Return the whole texts, after the last step."""
+        """Return the whole texts after the last step."""
         for row, stream in enumerate(self._streams):
             self._show(row, stream.finish())
         return [stream.text for stream in self._streams]
@@ -184,7 +185,7 @@ class _RowTexts:
 
 
 def _complete(options: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return options with those of the family's original code where none is given."""
+    """Return the options with the defaults of the family's original code filled in."""
     searches = options.get("num_beams", 1) > 1
     samples = options.get("do_sample", not searches and any(name in _DRAWS for name in names))
     table = _DRAWING if samples else _SEARCHING
@@ -202,7 +203,7 @@ def _show(tokenizer: Any, ids: Sequence[int]) -> str:
 def answer_document(
     model: Any, tokenizer: CPMBeeTokenizer, prompt: str, options: dict[str, Any]
 ) -> str:
-    """Fill the answer of a document that asks for the rest of a text."""
+    """Fill the answer of a CPM-Bee document that asks for the rest of a text."""
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
     document = {"input": tokenizer.escape(prompt), "prompt": _CONTINUE, "<ans>": ""}
@@ -215,7 +216,7 @@ def answer_document(
 def _continue_hidden(
     model: CausalLM, tokenizer: Any, ids: Sequence[int], options: dict[str, Any]
 ) -> str:
-    """Go on with a text as CPM-Ant does."""
+    """Continue a text as CPM-Ant's original code does."""
     config = complete_config(model, GenerationConfig(**options))
     with evaluating(model), torch.no_grad():
         decoder, start = start_hidden(model, tokenizer, read_hidden(tokenizer, ids), config)
@@ -227,7 +228,7 @@ def _continue_hidden(
 
 
 def read_hidden(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """Return a text's ids as CPM-Ant reads them: its begin mark, and nothing it cannot spell."""
+    """Return a text's ids as CPM-Ant reads them: begin token first, unknown tokens removed."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return [*begin, *(id for id in ids if id != tokenizer.unk_id)]
 
@@ -235,7 +236,7 @@ def read_hidden(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 def start_hidden(
     model: CausalLM, tokenizer: Any, ids: Sequence[int], config: GenerationConfig
 ) -> tuple[Decoder, Tensor]:
-    """Return what goes on with a text as CPM-Ant does, and the tokens to begin with, (1, T)."""
+    """Return the decoder for a text in CPM-Ant's form and its first input tokens, (1, T)."""
     start = torch.tensor([ids])
     mask = torch.ones_like(start)
     check_prompt(model, start, mask, config)
@@ -247,14 +248,14 @@ def start_hidden(
 
 
 class _TextDecoder(Decoder):
-    """Scores the tokens of a text: no prompts behind them (CPM-Ant+), and some not at first.
+    """Decoder that forbids ids outside the tokenizer (CPM-Ant+'s prompts) and some first tokens.
 
     Args:
-        model: gives the scores.
-        mask: as in the base.
-        max_length: as in the base.
-        vocab_size: tokens of the tokenizer.
-        banned: where a text begins to be continued; None among them is none.
+        model: model that computes the logits.
+        mask: mask as in `Decoder`.
+        max_length: maximum length as in `Decoder`.
+        vocab_size: number of tokens of the tokenizer.
+        banned: tokens that may not begin the continuation; None entries are ignored.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class _TextDecoder(Decoder):
         self._banned = [id for id in banned if id is not None]
 
     def run(self, tokens: Tensor) -> Tensor:
-        """As in the base, with what is forbidden at -inf."""
+        """Return the base class's logits with -inf for forbidden tokens."""
         is_first = self.cache.length == 0
         scores = super().run(tokens)
         scores[:, self._vocab_size :] = -torch.inf
@@ -282,7 +283,7 @@ class _TextDecoder(Decoder):
 def _write_span(
     model: Any, tokenizer: CPM2Tokenizer, ids: Sequence[int], options: dict[str, Any]
 ) -> str:
-    """Write what stands at the end of a text: EVA's answer, or CPM-2's first cut-out span."""
+    """Generate the span at the end of a text: EVA's answer, or CPM-2's first masked span."""
     source, ends = read_span(model, tokenizer, ids)
     options["eos_token_id"] = (*GenerationConfig(**options).eos_tokens, *ends)
     out = generate(model, torch.tensor([source]), **options)[0, 1:].tolist()
@@ -292,7 +293,7 @@ def _write_span(
 def read_span(
     model: Any, tokenizer: CPM2Tokenizer, ids: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return what the encoder reads, and further ids that end an answer."""
+    """Return the encoder's input and further ids that end an answer."""
     blank, end = tokenizer.sentinel_id(0), tokenizer.role_id("sep")
     if model.traits.objective == "dialogues" and end is not None:
         return join_history([ids], end, blank, len(ids) + 2), []
