@@ -1,1 +1,1 @@
-"""Tuning by few parameters (`delta/`), or by templates and label words (`prompt/`)."""
+"""Parameter-efficient tuning: adapters (`delta/`), and templates with label words (`prompt/`)."""

@@ -1,7 +1,8 @@
-"""Deltas: few trained parameters beside a model that stays as it is, on every family and layout.
+"""Deltas (adapters): few trained parameters attached to a frozen base, for all families and
+layouts.
 
-Start reading at `delta.py` (what all types do); a type is a small file. The parts that do the work
-are in `bmforge.nn`.
+Start reading at `delta.py` (what all types do); each type is a small file. The modules that do the
+computation are in `bmforge.nn`.
 """
 
 from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter

@@ -1,4 +1,4 @@
-"""Adapters: bottlenecks behind modules, in three forms, and beside them."""
+"""Bottleneck adapters: sequential, with low-rank matrices, and parallel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Adapter", "LowRankAdapter", "ParallelAdapter"]
 
 
 class Adapter(Delta):
-    """``h + up(act(down(h)))`` behind a module.
+    """Bottleneck ``h + up(act(down(h)))`` applied to the output of a module.
 
     Options: those of `nn.bottleneck.BottleneckOptions`.
 
@@ -31,7 +31,7 @@ class Adapter(Delta):
 
 
 class LowRankAdapter(Adapter):
-    """The same with matrices that are products of two thin ones, of any rank.
+    """An `Adapter` whose matrices are products of two thin matrices, of any rank.
 
     Options: as `Adapter`.
     """
@@ -41,13 +41,13 @@ class LowRankAdapter(Adapter):
 
 
 class ParallelAdapter(Delta):
-    """Reads where a first module reads, adds to what a second one makes.
+    """Bottleneck that reads the input of one module and adds to the output of another.
 
     Args:
-        model: any.
-        pairs: (first, second) targets; each must mean as many modules. None takes each attention
-            and each MLP for both.
-        options: as `Adapter`, and those of every `Delta`.
+        model: any model.
+        pairs: (read, write) targets; each must match the same number of modules. None uses every
+            attention and every MLP as both.
+        options: options of `Adapter` and of every `Delta`.
 
     Source: He et al., "Towards a unified view of parameter-efficient transfer learning" (2022).
     """
@@ -66,7 +66,9 @@ class ParallelAdapter(Delta):
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach it where a directory says: pairs of the module read and the module written."""
+        """Attach the adapter as a directory describes it: pairs of the module read and the module
+        written.
+        """
         told = dict(options)
         reads_at = told.pop("reads_at", {})
         pairs = [(reads_at.get(n, n), n) for n in told.pop("targets")]

@@ -1,9 +1,9 @@
-"""Which modules a target names: OpenDelta's rules, globs, common words, published names.
+"""Finds the modules that a target matches: OpenDelta's rules, globs, common words, published names.
 
 A target is, in this order: a common word (`WORDS`), which means the same in every family; an ending
-of a module's name that begins at a dot; ``[r]`` and a regular expression that fits such an ending;
-a name glob (see `surgery`); or one of these among the names that the model has in published
-checkpoints, where a fused layer stands for all of its parts.
+of a module's name that begins at a dot; ``[r]`` and a regular expression that matches such an
+ending; a name glob (see `surgery`); or one of these among the names that the model has in published
+checkpoints, where a fused layer means all of its parts.
 
 Source: the rules of endings and regular expressions are OpenDelta's (Hu et al., 2023).
 """
@@ -157,10 +157,10 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tell whether a module's name fits an ending or ``[r]`` with a regular expression.
+    """Return True if a module's name has this ending or matches this ``[r]`` regular expression.
 
     Raises:
-        ConfigError: no valid regular expression.
+        ConfigError: the regular expression is invalid.
     """
     if not pattern.startswith(_REGEX):
         return name == pattern or name.endswith("." + pattern)
@@ -174,7 +174,7 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def is_excluded(name: str, exclude: Iterable[str]) -> bool:
-    """Tell whether a name begins with an excluded one, or fits it."""
+    """Return True if a name starts with an excluded name or matches an excluded pattern."""
     return any(name.startswith(one) or _hits(name, one) for one in exclude)
 
 
@@ -185,12 +185,12 @@ def known_names(model: nn.Module) -> list[str]:
 
 
 def excludes_of(known: Sequence[str], exclude: Iterable[str]) -> list[str]:
-    """Return the patterns of `exclude` that exclude something, common words always."""
+    """Return the patterns of `exclude` that match a known name, and all common words."""
     return [one for one in exclude if one in WORDS or any(is_excluded(n, (one,)) for n in known)]
 
 
 def published_names(model: Any) -> dict[str, list[str]]:
-    """Return what published checkpoints call modules of ours -> our names; {} for other models."""
+    """Return a map: module name in published checkpoints -> our names; {} for other models."""
     rules = getattr(model, "published_rules", None)
     found: dict[str, list[str]] = {}
     for rule in rules() if callable(rules) else ():
@@ -201,11 +201,12 @@ def published_names(model: Any) -> dict[str, list[str]]:
 
 
 def all_names(model: Any) -> dict[str, list[str]]:
-    """Return all other names of a model's modules -> the names that they have in it.
+    """Return all alternative names of a model's modules -> the names that they have in it.
 
-    Those of published checkpoints; of models of ours inside of it, too; names that a module knows
-    itself (`published_modules`, as of the old model classes); and published modules that hold just
-    what one of ours does (``h.0.attn``).
+    Included are the names in published checkpoints, also of bmforge models nested in it; names that
+    a
+    module declares itself (`published_modules`, as in the old model classes); and published modules
+    with exactly the contents of one of ours (``h.0.attn``).
     """
     found: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
@@ -217,7 +218,7 @@ def all_names(model: Any) -> dict[str, list[str]]:
 
 
 def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return published modules that are none themselves, but hold all that is in one of ours."""
+    """Return published container modules whose contents are exactly those of one of our modules."""
     leaves = {name for names in published.values() for name in names}
     holds, known = (
         {owner: frozenset(inside) for owner, inside in _inside(pairs).items()}
@@ -232,7 +233,7 @@ def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[st
 
 
 def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
-    """Return every beginning of names, to a dot -> what the names with it stand for."""
+    """Return every dotted prefix of the names -> the modules meant by names with it."""
     found: dict[str, set[str]] = {}
     for name, meant in pairs:
         parts = name.split(".")
@@ -242,10 +243,10 @@ def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
 
 
 def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, of the modules that targets mean; or single parameters.
+    """Return the parameters, by name, of the modules or single parameters that targets match.
 
     Raises:
-        ConfigError: a target that means neither a module with parameters nor a parameter.
+        ConfigError: a target matches neither a module with parameters nor a parameter.
     """
     deltas = {
         id(parameter)
@@ -280,16 +281,16 @@ def find_places(
     exclude: Sequence[str] = (),
     needs_all: bool = True,
 ) -> list[str]:
-    """Return the names of the modules that targets mean, in the model's order.
+    """Return the names of the modules that targets match, in the model's order.
 
     Args:
-        model: any.
-        targets: see the head of this file.
-        exclude: beginnings of names, or targets, that are left out.
-        needs_all: a target that means nothing is an error; else it is one only if all do.
+        model: any model.
+        targets: see the module docstring.
+        exclude: name prefixes, or targets, to leave out.
+        needs_all: raise if any target matches nothing; else only if none matches.
 
     Raises:
-        ConfigError: a target that matches nothing; near names are listed.
+        ConfigError: a target that matches nothing; similar names are listed.
     """
     # Parts that were put into the model before are none of its modules.
     names = [n for n, m in model.named_modules() if n and not hasattr(m, "is_delta")]
@@ -307,7 +308,7 @@ def find_places(
 
 
 def _linear_in_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers in the repeated blocks that are no routers."""
+    """Return the names of the linear layers in the repeated blocks, routers excluded."""
     blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
     return [
         name
@@ -322,14 +323,14 @@ def _linear_in_blocks(model: nn.Module) -> list[str]:
 def find_called(
     model: nn.Module, targets: Sequence[str], exclude: Sequence[str], needs_all: bool
 ) -> list[str]:
-    """Return the names of the modules that targets mean and the model calls, for parts beside them.
+    """Return the names of the targeted modules that the model calls, so that parts can be attached.
 
     Args:
         model, targets, exclude, needs_all: see `find_places`.
 
     Raises:
-        ConfigError: as `find_places`; or a target that is no common word means a module that the
-            model never calls.
+        ConfigError: as `find_places`; or a target other than a common word matches a module that
+            the model never calls.
     """
     found = find_places(model, targets, exclude, needs_all)
     return keep_called(model, found, drops=set(targets) <= {ALL_LINEAR, *WORDS})

@@ -1,7 +1,8 @@
-"""What every delta does: find its places, put its parts there, freeze, detach, save.
+"""Base class of all deltas: find target modules, attach parts, freeze, detach, describe.
 
-A delta is parts of one kind (`nn.part_kinds`) under one name, which are trained and saved alone. A
-type is a class that says which kind, which options and which places where nothing is said.
+A delta is a set of parts of one kind (`nn.part_kinds`) under one name, trained and saved
+separately from the base. A type is a class that declares the kind, the default options and the
+default targets.
 """
 
 from __future__ import annotations
@@ -36,34 +37,35 @@ __all__ = ["AttachedDelta", "adapter_types", "init_deltas_"]
 
 
 class AttachedDelta:
-    """Parts of one kind beside modules of a model, under one name; they are put there at once.
+    """Parts of one kind attached to modules of a model under one name, on construction.
 
-    The rest of the model is frozen. A delta is fp32 beside a base of half precision or of integers,
-    and casts what comes and goes.
+    The rest of the model is frozen. A delta is fp32 on a base of half precision or integers, and
+    casts
+    its inputs and outputs.
 
     Args:
-        model: any `nn.Module`; on meta or not, not laid out.
-        targets: what it stands beside, see `address`; None takes the type's usual places.
-        name: of the delta, and of its parts in the model.
-        exclude: beginnings of names, or targets, that are left out.
-        train_also: modules, or single parameters, that are trained whole and saved with the delta,
-            such as a new head.
-        seed: of what is drawn; see `init_deltas_`.
-        options: of the kind; see `nn.part_kinds`.
+        model: any `nn.Module`; on meta or not, not yet parallelized.
+        targets: modules to attach to, see `address`; None uses the type's default targets.
+        name: name of the delta and of its parts in the model.
+        exclude: name prefixes, or targets, to leave out.
+        train_also: modules, or single parameters, that are trained in full and saved with the
+            delta, such as a new head.
+        seed: random seed of the initialization; see `init_deltas_`.
+        options: options of the kind; see `nn.part_kinds`.
 
     Attributes:
-        default_targets: common words for where it stands; those that a model lacks are passed over.
-        defaults: of the options.
-        stands_behind: its parts need what a module made as a whole, so beside the last projection
-            of an attention or MLP of ours they stand beside that one, which makes the same.
+        default_targets: common words of the default targets; those that a model lacks are skipped.
+        defaults: default values of the options.
+        stands_behind: True if the parts need the complete output of a module: a target that is the
+            last projection of an attention or MLP is replaced by that attention or MLP.
         peft_type: `peft_type` of its directories: PEFT's name, or one that begins with BMFORGE.
-        peft_reads: further types of PEFT that compute the same once they are saved.
-        origin: the config of the file of PEFT's that it came from, and
-        extra: tensors there that are none of it; both are written back.
-        provenance: what it was made of, of a delta that was loaded.
+        peft_reads: further PEFT types that compute the same once they are saved.
+        origin: config of the PEFT directory that it was loaded from; written back on saving.
+        extra: tensors of that directory outside the adapter; written back on saving.
+        provenance: data and licenses that a loaded delta was trained on.
 
     Raises:
-        ConfigError: targets or options that do not fit the model, which is as it was then.
+        ConfigError: targets or options that do not fit the model. The model is unchanged then.
     """
 
     kind: ClassVar[str] = ""
@@ -110,12 +112,12 @@ class AttachedDelta:
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach an adapter as a directory describes it; overridden by types with more to say.
+        """Attach an adapter as a directory describes it; overridden by types with more to read.
 
         Args:
-            model: the base.
+            model: base model.
             name: name of the adapter.
-            options: arguments of the class, its targets as whole names of modules.
+            options: arguments of the class; its targets are full module names.
         """
         told = dict(options)
         if "targets" in told:  # `norm` alone would be the common word
@@ -125,7 +127,7 @@ class AttachedDelta:
     # What a type may say otherwise.
 
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return options that the kind has."""
+        """Return the options with defaults, after checking that the kind has them."""
         known = PART_KINDS[self.kind].options.__dataclass_fields__
         for key in options:
             if key not in known:
@@ -136,7 +138,7 @@ class AttachedDelta:
         return options
 
     def _settle_names(self) -> list[str]:
-        """Return the names of the modules beside which parts come to stand."""
+        """Return the names of the modules to which parts will be attached."""
         given = self.default_targets if self.targets is None else tuple(self.targets)
         found = find_called(self.model, given, self.exclude, self.targets is not None)
         if self.targets is None:
@@ -146,7 +148,7 @@ class AttachedDelta:
         return found
 
     def _is_usual(self, module: nn.Module) -> bool:
-        """Tell whether a module that a common word names can have a part where nothing is said."""
+        """Return True if a module matched by a default target can have a part."""
         return True
 
     # What all do.
@@ -195,7 +197,7 @@ class AttachedDelta:
         self.record_(True)
 
     def record_(self, is_there: bool) -> None:
-        """Let a model of ours remember the parts in its config, or forget them."""
+        """Record the parts in the config of a bmforge model, or remove the record."""
         if not hasattr(self.model, "remember_part_"):
             return
         model: Any = self.model
@@ -208,7 +210,9 @@ class AttachedDelta:
             model.forget_part_(self.kind, where, dict(self.options), name)
 
     def _order_changes_(self, model: Any) -> None:
-        """Keep the config's changes in the order in which adapters apply: it matters for some."""
+        """Sort the config's changes into the order in which adapters apply, since some do not
+        commute.
+        """
         order = {name: number for number, name in enumerate(deltas_of(model))}
         order.setdefault(self.name, len(order))
         changes = list(model.config.changes)
@@ -219,7 +223,7 @@ class AttachedDelta:
         model.config = model.config.replace(changes=tuple(changes))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and parameter of all that its parts have; one that several have comes once."""
+        """Yield name and parameter of all its parts; a shared parameter is yielded once."""
         seen: set[int] = set()
         for owner, slot, part in self.here():
             for key, parameter in part.named_parameters():
@@ -241,16 +245,18 @@ class AttachedDelta:
         ]
 
     def here(self) -> list[Held]:
-        """Return what stands, or stood, in the part of the model on this process (a pipeline's)."""
+        """Return the parts on this process (pipeline stage), attached or detached."""
         names = {name for name, _ in self.model.named_modules()}
         return [held for held in self.held if held.owner in names]
 
     def places(self) -> list[str]:
-        """Return the names of the modules beside which its parts stand."""
+        """Return the names of the modules to which its parts are attached."""
         return [held.owner for held in self.held]
 
     def init_(self, seed: int = 0) -> Self:
-        """Draw its tensors by their names, with the same result on every layout; return it."""
+        """Initialize its tensors at random by their names, identically on every layout; return
+        self.
+        """
         for owner, slot, part in self.here():
             for key, note in tensor_notes(part).items():
                 tensor = getattr(part, key)
@@ -260,10 +266,10 @@ class AttachedDelta:
         return self
 
     def freeze_(self, base: bool = True) -> Self:
-        """Train nothing of the model but deltas and what they train whole.
+        """Leave only deltas, and the modules they train in full, trainable.
 
         Args:
-            base: switch gradients of the base off; else on, for training all of it beside.
+            base: freeze the base; False makes the base trainable too.
         """
         trained = {
             id(parameter)
@@ -277,33 +283,33 @@ class AttachedDelta:
         return self
 
     def train_also_(self, targets: Sequence[str]) -> Self:
-        """Train these modules or parameters whole, and save them with the delta; no others."""
+        """Train exactly these modules or parameters in full, and save them with the delta."""
         self._whole_names = frozenset(find_wholes(self.model, targets))
         self.train_also = tuple(targets)
         return self
 
     def requires_grad_(self, wanted: bool = True) -> Self:
-        """Say whether its parts are trained: False leaves it in the model, frozen."""
+        """Switch the training of its parts on or off; False leaves it in the model, frozen."""
         for parameter in self.parameters():
             parameter.requires_grad_(wanted)
         return self
 
     def wholes(self) -> dict[str, nn.Parameter]:
-        """Return the parameters, by name, that are trained and saved whole (`train_also`)."""
+        """Return the parameters, by name, that are trained and saved in full (`train_also`)."""
         named = self.model.named_parameters() if self._whole_names else ()
         return {name: p for name, p in named if name in self._whole_names}
 
     def is_attached(self) -> bool:
-        """Tell whether its parts stand in the model."""
+        """Return True if its parts are attached to the model."""
         return any(
             self.model.get_submodule(owner)._modules.get(slot) is part
             for owner, slot, part in self.here()
         )
 
     def detach(self) -> Self:
-        """Take its parts out of the model, which is then what it was; `attach` puts them back.
+        """Remove its parts, which restores the base model's outputs; `attach` puts them back.
 
-        Of a model that is laid out they stay where they are, switched off.
+        On a parallelized model the parts stay attached with weight 0.
         """
         if not self.is_attached():
             raise ConfigError(f"delta {self.name!r} is detached already.")
@@ -321,7 +327,7 @@ class AttachedDelta:
         return self
 
     def attach(self) -> Self:
-        """Put its parts back where they were."""
+        """Attach the parts again where they were."""
         if is_laid_out(self.model):
             self.weigh_(1.0)
             return self
@@ -345,7 +351,7 @@ class AttachedDelta:
         return self
 
     def _restore_order_(self, module: nn.Module) -> None:
-        """Let later adapters of a module apply after this one again: the order matters."""
+        """Move later adapters of a module after this one again, since the order matters."""
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
             for slot in (f"{name}_reader", name):
@@ -353,16 +359,16 @@ class AttachedDelta:
                     module._modules[slot] = module._modules.pop(slot)
 
     def remove(self) -> None:
-        """Detach it, where it is attached, and forget it."""
+        """Detach it if it is attached, and delete it from the model's record."""
         if self.is_attached():
             self.detach()
         deltas_of(self.model).pop(self.name, None)
 
     def weigh_(self, weight: float) -> Self:
-        """Give what it changes a factor; 0 switches it off.
+        """Set the factor on its output; 0 disables it.
 
         Raises:
-            ConfigError: keys and values, or rows, in front of a text cannot be weighed.
+            ConfigError: a prefix or a soft prompt with a weight other than 0 or 1.
         """
         self.check_weight(weight)
         if weight == self.weight:
@@ -393,21 +399,21 @@ class AttachedDelta:
             raise ConfigError(f"delta {self.name!r} is merged: call unmerge() before {what}.")
 
     def describe(self) -> dict[str, Any]:
-        """Return what files say of it, but for its tensors."""
+        """Return the type, kind and options that are written to its config file."""
         kind = PART_KINDS[self.kind]
         settled = asdict(config_from_dict(kind.options, dict(self.options), "options."))
         return {"type": type(self).__name__, "kind": self.kind, "options": settled}
 
     def count_parameters(self) -> int:
-        """Return how many numbers are trained: of parts, and of what is trained whole."""
+        """Return the number of trained parameters: its parts and the modules trained in full."""
         return sum(p.numel() for p in (*self.parameters(), *self.wholes().values()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors by name, and those that are trained whole."""
+        """Return its tensors by name, with the parameters that are trained in full."""
         return {**dict(self.named_parameters()), **self.wholes()}
 
     def __repr__(self) -> str:
-        """Show what it is and where."""
+        """Show name, number of modules, number of parameters and state."""
         state = "merged" if self.merged else "attached" if self.is_attached() else "detached"
         return (
             f"{type(self).__name__}({self.name!r}, {len(self.held)} places, "
@@ -425,11 +431,11 @@ def adapter_types(base: type[AttachedDelta] = AttachedDelta) -> dict[str, type[A
 
 
 def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Draw the tensors of all deltas of a model, with the same result on every layout.
+    """Initialize the tensors of all deltas of a model at random, identically on every layout.
 
     Args:
-        model: with memory: after `load_weights_` where deltas were attached on meta.
-        seed: decides all of them.
+        model: materialized model: call after `load_weights_` if deltas were attached on meta.
+        seed: random seed of all tensors.
     """
     for delta in deltas_of(model).values():
         delta.init_(seed)

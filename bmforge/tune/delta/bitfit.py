@@ -1,4 +1,4 @@
-"""A trained bias beside linear layers and norms."""
+"""BitFit: a trained bias on linear layers and norms."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["BitFit"]
 
 
 class BitFit(Delta):
-    """A bias added to what modules make: training moves it as it would move a bias of their own.
+    """A bias added to the output of modules, equivalent to training the module's own bias.
 
-    It has no options. Stacked experts, whose projections have no place for one, get the one bias
-    behind all of them.
+    It has no options. Stacked experts, whose projections have no bias, share one bias that is added
+    to
+    the output of the mixture.
 
     Source: Ben Zaken et al., "BitFit" (2021).
     """

@@ -1,7 +1,7 @@
-"""Tuning a soft prompt through a score alone: no gradients, no look inside the model.
+"""Black-box tuning: train a soft prompt from scores alone, without gradients.
 
-Rows of a prompt are moved within a small random subspace by CMA-ES, which asks for the score of a
-few candidates at a time and learns where better ones lie.
+The prompt's rows move in a small random subspace. CMA-ES asks for the scores of a few candidates at
+a time and adapts its search distribution to them.
 
 Source: Sun et al., "Black-box tuning for language-model-as-a-service" (2022); the search is that of
 the library `cma` (Hansen).
@@ -29,15 +29,15 @@ __all__ = ["BlackBoxConfig", "tune_black_box"]
 
 @dataclass(frozen=True)
 class BlackBoxConfig:
-    """How a black box is searched.
+    """Settings of the black-box search.
 
     Args:
-        evaluations: at most so many scores are asked for, that of the start among them.
-        dims: of the subspace.
-        sigma: how far the first candidates lie apart; 1 moves rows by about the spread of the
+        evaluations: maximum number of scores to request, the initial one included.
+        dims: dimensions of the subspace.
+        sigma: initial step size of CMA-ES; 1 moves rows by about the standard deviation of the
             model's own.
-        population: candidates at a time; 0 takes 4 + 3 log(dims).
-        seed: of subspace and search.
+        population: candidates per iteration; 0 takes 4 + 3 log(dims).
+        seed: random seed of subspace and search.
     """
 
     evaluations: int = 1000
@@ -47,7 +47,7 @@ class BlackBoxConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Validate the settings."""
         for name, least in (("evaluations", 2), ("dims", 1), ("population", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}.")
@@ -66,23 +66,23 @@ def tune_black_box(
     config: BlackBoxConfig | None = None,
     **options: Any,
 ) -> SoftPrompt:
-    """Find a soft prompt with which a model scores well, and leave it in the model, frozen.
+    """Search for a soft prompt with a high score, and leave it attached to the model, frozen.
 
     Args:
-        model: of ours, that reads tokens; not laid out.
-        score: called with the model, in evaluation mode and without gradients; higher is better.
-            The same every time: examples that are drawn anew only make noise.
+        model: bmforge model that reads tokens; not parallelized.
+        score: function called with the model, in evaluation mode and without gradients; higher is
+            better. It should be deterministic: resampled examples only add noise.
         length: rows of the prompt.
-        name: of the delta.
-        config: how it is searched.
-        options: of `SoftPrompt`, such as `words`.
+        name: name of the delta.
+        config: settings of the search.
+        options: options of `SoftPrompt`, such as `words`.
 
     Returns:
-        the prompt with the best rows that were seen, the start's among them; `scores` has all
-        scores, in the order in which they were asked for.
+        the prompt with the best rows evaluated, the initial ones included; its `scores` has all
+        scores in the order of evaluation.
 
     Raises:
-        ConfigError: a score that is no number.
+        ConfigError: a score that is not a number.
         MissingDependencyError: `cma` is not installed.
     """
     told = config or BlackBoxConfig()
@@ -104,7 +104,7 @@ def _search(
     prompt: SoftPrompt,
     config: BlackBoxConfig,
 ) -> list[float]:
-    """Leave the best rows in a prompt; return all scores."""
+    """Write the best rows into the prompt; return all scores."""
     rows: Tensor = prompt.held[0].part.weight
     start, spread = rows.clone(), _spread_of(model)
     rng = np.random.default_rng(config.seed)
@@ -137,7 +137,7 @@ def _search(
 
 
 def _spread_of(model: Any) -> float:
-    """Return the standard deviation of a model's token rows."""
+    """Return the standard deviation of a model's token embeddings."""
     return float(whole_tensor(model.embed.weight.detach()).float().std())
 
 

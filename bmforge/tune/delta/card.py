@@ -1,4 +1,4 @@
-"""A delta's card: a README of what is known of it, for people."""
+"""Writes an adapter's model card: a README with its base, data, license and scores."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CARD_FIELDS = ("base", "data", "license", "scores", "command")
 
 
 def write_card(delta: AttachedDelta, told: Mapping[str, Any]) -> str:
-    """Return a card in Markdown, with the head that hubs read.
+    """Return a card in Markdown, with the YAML header that model hubs read.
 
     Args:
-        delta: whose card it is.
-        told: of `CARD_FIELDS`, what is known; scores is a table name -> number.
+        delta: adapter that the card describes.
+        told: values of the fields in `CARD_FIELDS`; scores is a map of table name -> number.
 
     Raises:
-        ConfigError: something else is told.
+        ConfigError: an unknown field.
     """
     for key in told:
         if key not in CARD_FIELDS:
@@ -61,7 +61,7 @@ def write_card(delta: AttachedDelta, told: Mapping[str, Any]) -> str:
 
 
 def _shorten(places: list[str]) -> str:
-    """Return the kinds of places, layers left out."""
+    """Return the distinct module names, with layer numbers replaced by ``*``."""
     kinds = dict.fromkeys(
         ".".join("*" if part.isdigit() else part for part in place.split(".")) for place in places
     )

@@ -1,4 +1,4 @@
-"""One delta made of several: weighed sums of what they add."""
+"""Combines several deltas into one: weighted sums of their contributions."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def combine_deltas(
     how: str = "concatenate",
     rank: int | None = None,
 ) -> Delta:
-    """Put a new delta into a model that adds what others add, each times its weight.
+    """Attach a new delta that adds the weighted sum of the contributions of others.
 
-    The others stay, switched off.
+    The others stay attached, disabled.
 
     Args:
-        model: with the deltas; not laid out.
+        model: model with the deltas; not parallelized.
         weights: name of a delta -> its weight.
         into: name of the new one.
-        how: "concatenate": ranks add up, nothing is lost; "svd": the best delta of `rank` for the
-            weighed sum; both for Loras. "sum": of every tensor, for deltas of one type, places and
-            options; of Loras it is no sum of what they add.
-        rank: of the new one, with "svd".
+        how: "concatenate": ranks add up, lossless; "svd": the best approximation of rank `rank` to
+            the weighted sum; both for LoRAs. "sum": sum of every tensor, for deltas of one type,
+            targets and options; for LoRAs this differs from the sum of their contributions.
+        rank: rank of the new delta, with "svd".
 
     Raises:
-        ConfigError: deltas that cannot be combined so.
+        ConfigError: deltas that cannot be combined in this way.
     """
     deltas = [find_delta(model, name) for name in weights]
     if not deltas:

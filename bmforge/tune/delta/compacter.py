@@ -12,8 +12,9 @@ __all__ = ["Compacter"]
 class Compacter(Adapter):
     """``h + up(act(down(h)))`` with matrices ``sum over n of kron(rule[n], left[n] right[n])``.
 
-    Options: as `Adapter`; `rank` 0 leaves the right halves whole, and with `shared_rule` both
-    matrices of an adapter have the same left halves.
+    Options: as `Adapter`; `rank` 0 keeps the right factors at full rank, and with `shared_rule`
+    both
+    matrices of an adapter share their left factors.
 
     Source: Karimi Mahabadi et al., "Compacter" (2021).
     """

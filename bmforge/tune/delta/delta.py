@@ -68,20 +68,20 @@ class Delta(AttachedDelta):
         return self
 
     def save(self, directory: str | Path, **card: Any) -> None:
-        """Write it to a directory: PEFT's two files, and a card.
+        """Write the adapter to a directory: PEFT's two files, and a card.
 
         Args:
-            directory: made when it does not exist.
-            card: what the card says besides what is known: base, data, license, scores, command.
+            directory: target directory; created if it does not exist.
+            card: further fields of the card: base, data, license, scores, command.
         """
         save_delta(self, Path(directory), card)
 
     @classmethod
     def load(cls, model: nn.Module, directory: str | Path, **options: Any) -> Self:
-        """Put a saved delta of this type into a model; see `files.load_delta`.
+        """Load a saved adapter of this type and attach it to a model; see `files.load_delta`.
 
         Raises:
-            ConfigError: the directory has a delta of another type.
+            ConfigError: the directory has an adapter of another type.
         """
         delta = load_delta(model, directory, **options, kind=cls)
         assert isinstance(delta, cls)

@@ -1,7 +1,8 @@
 """Deltas on disk: ``adapter_config.json``, ``adapter_model.safetensors`` and a card.
 
-What PEFT has is written in PEFT's form; other types are the same two files with a `peft_type` of
-ours and our names. Nothing is a pickle; OpenDelta's is read, with ``weights_only``.
+Types that PEFT supports are written in PEFT's form; other types use the same two files with a
+`peft_type` and tensor names of bmforge. Pickles are never written; OpenDelta's are read with
+``weights_only``.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ _OURS, _VERSION = "bmforge", 1
 
 
 def is_delta_dir(directory: str | Path) -> bool:
-    """Tell a directory that holds a delta: ours, PEFT's or OpenDelta's."""
+    """Return True if a directory contains a delta: bmforge's, PEFT's or OpenDelta's."""
     return (Path(directory) / CONFIG_NAME).exists()
 
 
 def save_delta(delta: AttachedDelta, directory: Path, told: Mapping[str, Any]) -> None:
-    """Write a delta; see `Delta.save`. On a layout every process must call this."""
+    """Write a delta; see `Delta.save`. On a parallelized model every process must call this."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mark: dict[str, Any] = {"version": _VERSION}
     keeps_origin = delta.origin is not None and peft_write.can_write(delta)
@@ -98,9 +99,9 @@ def save_delta(delta: AttachedDelta, directory: Path, told: Mapping[str, Any]) -
 
 @contextmanager
 def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
-    """Have a delta's parts whole and plain on every process; give what is trained whole.
+    """Gather a delta's parts on every process; return the parameters that are trained in full.
 
-    Comm: a gather of each tensor; of a pipeline an exchange of all of them.
+    Comm: an all-gather of each tensor; in a pipeline an exchange of all of them.
     """
     own = {
         f"{owner}.{slot}.{key}": whole_tensor(parameter).detach()
@@ -132,7 +133,7 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
 
 
 def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
-    """Return the parts' tensors by our names, without the delta's; a prefix is folded."""
+    """Return the parts' tensors by our names, without the delta's name; a prefix is folded."""
     found: dict[str, Tensor] = {}
     for owner, slot, part in delta.held:
         named = dict(part.named_parameters())
@@ -144,7 +145,7 @@ def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
 
 
 def _describe(delta: AttachedDelta) -> dict[str, Any]:
-    """Return what is needed to build the delta again."""
+    """Return the fields needed to build the delta again."""
     told = delta.describe()
     if delta.kind == "prefix":
         told["options"]["inner"] = 0
@@ -162,20 +163,22 @@ def load_delta(
     kind: type[AttachedDelta] | None = None,
     trainable: bool = True,
 ) -> AttachedDelta:
-    """Put a saved delta of whatever type into a model.
+    """Load a saved delta of any type and attach it to a model.
 
     Args:
-        model: the base, with its weights; not laid out.
-        directory: that ours, PEFT or OpenDelta has written.
-        name: of the delta here.
-        allow_other_base: take it on another base than it was trained on.
-        kind: refuse another type than this.
-        trainable: whether it is trained on; else it is frozen with the base.
+        model: base model with its weights; not parallelized.
+        directory: directory written by bmforge, PEFT or OpenDelta.
+        name: name of the delta in the model.
+        allow_other_base: accept a base other than the one that it was trained on.
+        kind: required type; None accepts any.
+        trainable: leave it trainable; else it is frozen with the base.
 
     Raises:
-        CheckpointError: no delta, or one that does not fit: of another base, with tensors that are
-            missing, unexpected, of a wrong shape or not finite, all listed. The model is as it was.
-        ConfigError: a type, a version or a setting that is not known here.
+        CheckpointError: no delta, or one that does not fit: trained on another base, or with
+            tensors
+            that are missing, unexpected, of a wrong shape or not finite, all listed. The model is
+            unchanged.
+        ConfigError: an unknown type, version or setting.
     """
     directory = Path(directory)
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
@@ -243,11 +246,11 @@ def _load(
 
 
 def type_of_delta(directory: str | Path) -> type[AttachedDelta]:
-    """Return the type of a saved delta: ours, PEFT's or OpenDelta's.
+    """Return the type of a saved delta: bmforge's, PEFT's or OpenDelta's.
 
     Raises:
-        CheckpointError: no delta is there.
-        ConfigError: a type that is not known here.
+        CheckpointError: the directory contains no delta.
+        ConfigError: an unknown type.
     """
     directory = Path(directory)
     if not (directory / CONFIG_NAME).exists() and is_opendelta(directory):
@@ -283,7 +286,7 @@ def _told(ours: Mapping[str, Any]) -> dict[str, Any]:
 def _ranks_of_blocks(
     model: nn.Module, told: dict[str, Any], blocks: Mapping[str, list[int]]
 ) -> None:
-    """Give parts that were written block by block their own ranks, and leave those without out."""
+    """Set the ranks of parts written block by block, and exclude those without a block."""
     names = peft_format.Names(model)
     scale = told["alpha"] / told["rank"]
     for theirs, ranks in blocks.items():
@@ -299,7 +302,7 @@ def _ranks_of_blocks(
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-    """Return config, tensors and what we noted beside them."""
+    """Return the config, the tensors and bmforge's own metadata."""
     weights = directory / WEIGHTS_NAME
     old = directory / OLD_WEIGHTS_NAME
     if not (directory / CONFIG_NAME).exists() or not (weights.exists() or old.exists()):
@@ -323,7 +326,7 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
-    """Read PEFT's older form, without running code from it."""
+    """Read PEFT's older pickle file without executing code from it."""
     tensors = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ValueError(f"{path.name} is not a table of tensors")
@@ -351,7 +354,7 @@ def _check_base(
 
 
 def _own_names(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put the delta's name in, which files leave out."""
+    """Insert the delta's name, which files omit, into the tensor names."""
     owners = {held.owner: held for held in delta.held if held.slot == delta.name}
     found = {}
     for name, tensor in tensors.items():
@@ -362,7 +365,7 @@ def _own_names(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _fill(delta: AttachedDelta, found: Mapping[str, Tensor], directory: Path) -> None:
-    """Check tensors against those of the delta, and put them in."""
+    """Check loaded tensors against the delta's, and copy them into it."""
     own, known = delta.tensors(), set(delta.names())
     problems = [f"missing: {name}" for name in own if name not in found]
     problems += [f"unexpected: {name}" for name in found if name not in own.keys() | known]

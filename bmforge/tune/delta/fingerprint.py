@@ -1,4 +1,4 @@
-"""What tells one base from another, on any layout and in any float dtype."""
+"""Fingerprints of base models, equal on any layout and in any float dtype."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["fingerprint_of", "is_torchao"]
 
 
 def is_torchao(weight: Tensor) -> bool:
-    """Tell a tensor of one of torchao's kinds."""
+    """Return True if a tensor is one of torchao's subclasses."""
     return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
-    """Return a hash of some numbers of every parameter of a model, its deltas left out.
+    """Return a hash of sampled values of every parameter of a model, its deltas excluded.
 
     Args:
-        model: any; laid out or not, on every process then.
-        but: names of parameters that are trained whole.
+        model: any model; if it is parallelized, every process must call this.
+        but: names of parameters that are trained in full, to exclude.
 
     Returns:
-        16 hexadecimal digits; None where parameters are on meta, streamed, quantized, or elsewhere
-        in a pipeline: a quantized base cannot be compared with the plain one.
+        16 hexadecimal digits; None if parameters are on meta, streamed, quantized, or on another
+        pipeline stage: a quantized base cannot be compared with the plain one.
 
-    Comm: of a model that is laid out, a gather of each parameter.
+    Comm: on a parallelized model, an all-gather of each parameter.
     """
     whole = getattr(model, "whole", None)
     if callable(whole) and whole() is not model:

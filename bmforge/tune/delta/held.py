@@ -1,4 +1,4 @@
-"""Where the parts of deltas stand, and what a model notes of its deltas."""
+"""Records of the attached parts of deltas, and the model's record of its deltas."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _DELTAS, _BASE_WEIGHTS = "_deltas", "_base_weights"
 
 
 class Held(NamedTuple):
-    """Where a part of a delta stands, or stood.
+    """A part of a delta and the module that it is, or was, attached to.
 
     Args:
-        owner: name of the module that has it.
-        slot: what it is called there.
-        part: it.
+        owner: name of the module.
+        slot: attribute name of the part in that module.
+        part: the attached module.
     """
 
     owner: str
@@ -47,7 +47,7 @@ class Held(NamedTuple):
 
 
 class AdapterLike(Protocol):
-    """What a model's record knows of an adapter; `base.AttachedDelta` is one."""
+    """Interface of an adapter in a model's record; `base.AttachedDelta` implements it."""
 
     kind: Any
     name: str
@@ -82,7 +82,7 @@ class AdapterLike(Protocol):
 
 
 def deltas_of(model: nn.Module) -> dict[str, Any]:
-    """Return the deltas of a model by name, detached ones included: its own record."""
+    """Return the model's mutable record of its deltas by name, detached ones included."""
     found: dict[str, Any] = model.__dict__.setdefault(_DELTAS, {})
     return found
 
@@ -94,7 +94,7 @@ def base_weights_of(model: nn.Module) -> dict[str, Any]:
 
 
 def delta_tensors(model: nn.Module) -> set[str]:
-    """Return the names of all tensors that a model's deltas brought, or train whole."""
+    """Return the names of all tensors that a model's deltas added, or train in full."""
     deltas = deltas_of(model).values()
     return {name for delta in deltas for name in (*delta.names(), *delta.wholes())}
 
@@ -103,7 +103,7 @@ def find_delta(model: nn.Module, name: str) -> Any:
     """Return a delta by its name.
 
     Raises:
-        ConfigError: the model has none of that name.
+        ConfigError: the model has no delta of that name.
     """
     known = deltas_of(model)
     if name not in known:
@@ -113,9 +113,10 @@ def find_delta(model: nn.Module, name: str) -> Any:
 
 
 def refuse_laid_out(model: nn.Module, what: str) -> None:
-    """Raise `ConfigError` where a model is laid out over processes, or streams.
+    """Raise `ConfigError` if a model is parallelized or streamed.
 
-    Who shares a model out, and then shares new parts out as well, says so by its `takes_parts`.
+    Code that also parallelizes newly attached parts sets `takes_parts` on the model to skip this
+    check.
     """
     if getattr(model, "takes_parts", False):
         return
@@ -128,7 +129,7 @@ def refuse_laid_out(model: nn.Module, what: str) -> None:
 
 
 def is_laid_out(model: nn.Module) -> bool:
-    """Tell whether a model is laid out over processes, be it one."""
+    """Return True if a model is parallelized, even over one process."""
     record = laid_out(model)
     if record is not None and record.layout is not None:
         return True
@@ -144,9 +145,9 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def part_around(model: nn.Module, name: str) -> str:
-    """Return the part of a block whose result is that of its last projection `name`, or `name`.
+    """Return the attention or MLP that ends with the projection `name`, else `name` itself.
 
-    Of an expert for all tokens it is the mixture that it is in.
+    For an expert that sees all tokens it is the mixture of experts that contains it.
     """
     owner, _, last = name.rpartition(".")
     if last not in _LAST or not isinstance(model.get_submodule(owner), _LAST[last]):
@@ -156,7 +157,9 @@ def part_around(model: nn.Module, name: str) -> str:
 
 
 def is_in_mixture(model: nn.Module, name: str) -> bool:
-    """Tell whether a module is inside a mixture of experts, where rows are tokens of any row."""
+    """Return True if a module is inside a mixture of experts, where tokens of all samples are
+    mixed.
+    """
     parts = name.split(".")
     return any(
         isinstance(model.get_submodule(".".join(parts[:count])), MoE)
@@ -165,6 +168,6 @@ def is_in_mixture(model: nn.Module, name: str) -> bool:
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """Return a description of the whole model where this is a stage of it, or the model."""
+    """Return the whole model's description if this is a pipeline stage, else the model."""
     whole = getattr(model, "whole", None)
     return whole() if callable(whole) else model

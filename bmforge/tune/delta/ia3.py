@@ -1,4 +1,4 @@
-"""A learned factor per channel on keys, values and the MLP's inside."""
+"""IA3: a trained factor per channel on keys, values and the MLP's hidden activations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["IA3"]
 
 
 class IA3(Delta):
-    """Factors on what linear layers make, and on what goes into those that `into` names.
+    """Trained factors on the outputs of linear layers, or on the inputs of the layers in `into`.
 
-    Options: `into`, endings of names; stacked experts have no place for factors.
+    Options: `into`, endings of module names; stacked experts are not supported.
 
     Source: Liu et al., "Few-shot parameter-efficient fine-tuning is better and cheaper than
     in-context learning" (2022).

@@ -1,4 +1,4 @@
-"""Low-rank parts beside linear layers, embeddings, heads and stacked experts."""
+"""LoRA: low-rank updates of linear layers, embeddings, heads and stacked experts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ __all__ = ["LoRA", "Lora"]
 
 
 class Lora(Delta):
-    """``alpha / rank * B A x`` beside a layer.
+    """Low-rank update ``alpha / rank * B A x`` added to a layer's output.
 
     Options: those of `nn.low_rank.LowRankOptions`; `root_scale` is rsLoRA, `magnitude` DoRA, `bias`
-    a bias of B; `ranks` and `alphas` say by glob what differs.
+    a
+    bias of B; `ranks` and `alphas` override the rank and alpha of modules by glob.
 
     Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021).
     """

@@ -330,7 +330,7 @@ def _apply_gain(part: Gain, weight: float, values: dict[str, Tensor], module: An
 def _check_weights(
     model: nn.Module, targets: dict[str, list[_Link]], deltas: Sequence[AttachedDelta]
 ) -> None:
-    """Raise `ConfigError` for weights that are shared with others, or are not in memory."""
+    """Raise `ConfigError` for weights that are shared with other modules, or are not in memory."""
     shared = shared_tensors(model)
     for target, chain in targets.items():
         for key in _keys(model, target, chain):
@@ -346,7 +346,7 @@ def _check_weights(
 
 
 def _join_licences_(delta: AttachedDelta) -> None:
-    """Record in the model what a merged adapter was made of."""
+    """Add a merged adapter's provenance and licenses to the model's."""
     model: Any = delta.model
     base, said = getattr(model, "provenance", None), delta.provenance
     if base is None or not said:

@@ -1,7 +1,7 @@
-"""OpenDelta's files: ``config.json`` and ``pytorch_model.bin``, read into deltas of ours.
+"""Reads OpenDelta's files, ``config.json`` and ``pytorch_model.bin``, into deltas of bmforge.
 
-Names in them are those of transformers' modules and of OpenDelta's own inside; the pickle is read
-with ``weights_only``. Nothing is written in this form.
+Tensor names combine transformers' module names with OpenDelta's inner names; the pickle is read
+with ``weights_only``. This format is never written.
 
 Source: opendelta 0.3.2, `utils/` and `delta_models/`.
 """
@@ -86,28 +86,28 @@ _LEAVES = {
 
 
 def is_opendelta(directory: Path) -> bool:
-    """Tell a directory that OpenDelta's `save_finetuned` has written."""
+    """Return True if OpenDelta's `save_finetuned` wrote this directory."""
     return (directory / _FILE).exists() and (directory / "config.json").exists()
 
 
 def read_opendelta_config(directory: Path) -> dict[str, Any]:
-    """Return the fields that OpenDelta's `save_finetuned` has written."""
+    """Return the fields of the config that OpenDelta's `save_finetuned` wrote."""
     found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return found
 
 
 def old_type_of(kind: type[AttachedDelta]) -> str | None:
-    """Return what OpenDelta calls a type of ours; None for one that it did not have."""
+    """Return OpenDelta's name of a delta type; None if OpenDelta does not have it."""
     return next((name for name, ours in _TYPES.items() if ours == kind.__name__), None)
 
 
 def opendelta_type(
     config: Mapping[str, Any], model: nn.Module | None = None
 ) -> tuple[type[AttachedDelta], dict[str, Any]]:
-    """Return the type of a delta and what it is told, of OpenDelta's config.
+    """Return the type of a delta and its options from OpenDelta's config.
 
     Raises:
-        ConfigError: a type that we do not have.
+        ConfigError: a type that bmforge does not have.
     """
     kind = str(config.get("delta_type"))
     if kind not in _TYPES:
@@ -127,7 +127,7 @@ def opendelta_type(
 
 
 def _pairs(config: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, str]]:
-    """Return where a parallel adapter reads and writes; its attention includes the norm."""
+    """Return (read, write) targets of a parallel adapter; its attention includes the norm."""
     backbone = str(config.get("backbone_class", ""))
     names = [_COMMON.get(name, name) for name in config.get("modified_modules") or ()]
     if names[::2] == ["attn", "mlp.up"] and model is not None and not hasattr(model, "traits"):
@@ -178,17 +178,17 @@ _OPTIONS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) -> AttachedDelta:
-    """Put a delta that OpenDelta has saved into a model of ours.
+    """Load a delta saved by OpenDelta and attach it to a bmforge model.
 
     Args:
-        model: of ours, whose published names are those that OpenDelta saw.
-        directory: with both files.
-        name: of the delta.
-        told: of every `Delta`.
+        model: bmforge model; its published names are those in OpenDelta's files.
+        directory: directory with both files.
+        name: name of the delta.
+        told: options common to every `Delta`.
 
     Raises:
         CheckpointError: tensors that are missing, unexpected or of a wrong shape, all listed.
-        ConfigError: a type or a place that the model has not.
+        ConfigError: a type or a module that the model does not have.
     """
     config = read_opendelta_config(directory)
     tensors = torch.load(directory / _FILE, map_location="cpu", weights_only=True)
@@ -226,13 +226,13 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) ->
 def to_our_names(
     model: nn.Module, delta: AttachedDelta, tensors: Mapping[str, Tensor], minus_base: bool = True
 ) -> dict[str, Tensor]:
-    """Bring tensors, or their gradients, of OpenDelta's names into ours.
+    """Rename OpenDelta's tensors, or their gradients, to our names.
 
     Args:
-        model: of ours, with the delta.
-        delta: made of OpenDelta's config.
-        tensors: by its names.
-        minus_base: its biases stand in the place of the model's own, ours are added to them.
+        model: bmforge model with the delta.
+        delta: delta built from OpenDelta's config.
+        tensors: tensors by OpenDelta's names.
+        minus_base: subtract the model's biases: OpenDelta's biases replace them, ours are added.
     """
     published = all_names(model)
     found = {} if delta.kind == "shift" else _wholes(model, tensors)
@@ -274,7 +274,7 @@ def _owner(
 
 
 def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what was trained whole beside a delta, under our names."""
+    """Return the parameters that were trained in full with a delta, by our names."""
     published, found = all_names(model), {}
     for name, tensor in tensors.items():
         if _INSIDE.fullmatch(name) is None and "reparams." not in name:
@@ -287,7 +287,7 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _place(delta: AttachedDelta, beginning: str) -> str:
-    """Return the name of the part whose module's name begins so."""
+    """Return the full name of the first part whose module's name starts with `beginning`."""
     for owner, slot, part in delta.held:
         if owner.startswith(beginning) and list(part.parameters()):
             return f"{owner}.{slot}"
@@ -295,7 +295,7 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
 
 
 def _side(model: nn.Module, published: Mapping[str, list[str]], theirs: str) -> str:
-    """Return the part of a block, attention or MLP, that a published module is or is in."""
+    """Return the attention or MLP that a published module is, or is inside of."""
     inside = [
         n for t in published if t == theirs or t.startswith(f"{theirs}.") for n in published[t]
     ]
@@ -343,13 +343,13 @@ def _biases(
 
 
 def _as_heads(delta: AttachedDelta, tensor: Tensor) -> Tensor:
-    """Bring (P, heads * H) into (K, P, H)."""
+    """Reshape (P, heads * H) to (K, P, H)."""
     heads, _, width = delta.held[0].part.key.shape
     return tensor.unflatten(1, (heads, width)).transpose(0, 1)
 
 
 def _fold(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the keys and values that its MLP makes of its embedding, for all layers."""
+    """Return the keys and values that the reparameterization MLP computes, for all layers."""
     mid = torch.tanh(
         tensors["wte.weight"] @ tensors["control_trans.0.weight"].T
         + tensors["control_trans.0.bias"]

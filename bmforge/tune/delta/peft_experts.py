@@ -1,7 +1,7 @@
-"""PEFT's Loras on stacked experts (`target_parameters`), read into parts of ours.
+"""Reads PEFT's LoRAs on stacked experts (`target_parameters`).
 
-PEFT has one pair of factors for all experts of a stack, gate and up projection fused; ours has one
-for every matrix. What is read computes the same; it is written in our form.
+PEFT has one pair of factors for all experts of a stack, gate and up projection fused; bmforge has
+one pair per matrix. The loaded adapter computes the same; it is saved in bmforge's form.
 
 Source: PEFT 0.21, `ParamWrapper`.
 """
@@ -23,7 +23,7 @@ _NAME = re.compile(r"(?:model\.)?(layers\.\d+\.mlp\.experts)(?:\.base_layer)*")
 
 
 def expert_owner(model: nn.Module, theirs: str) -> str | None:
-    """Return what transformers' stacked experts are called here; None for another module."""
+    """Return our name of transformers' stacked experts module; None for any other module."""
     match = _NAME.fullmatch(theirs)
     if match is None:
         return None
@@ -36,16 +36,16 @@ def expert_owner(model: nn.Module, theirs: str) -> str | None:
 def read_experts(
     name: str, part: Any, pairs: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a part, by their names in it.
+    """Return the tensors of an experts adapter, by their names in it.
 
     Args:
-        name: of the part, for messages.
+        name: name of the part, used in messages.
         part: an `ExpertsLowRank`.
-        pairs: of every stack of PEFT's its factors, "A" and "B"; what they stand beside is told by
-            their shapes. Beside a stack that has none nothing is added.
+        pairs: factors "A" and "B" of every PEFT stack; the matrix they belong to is inferred from
+            their shapes. Matrices without factors get an update of zero.
 
     Raises:
-        CheckpointError: factors of no stack.
+        CheckpointError: factors that match no stack.
     """
     found: dict[str, Tensor] = {}
     for key in part.keys:

@@ -1,8 +1,9 @@
 """Reads PEFT's adapter directories: the config's fields and the names of its tensors.
 
-Tensors stand under the names of transformers' modules. Where that has one fused layer for several
-of ours (`c_attn` = q, k and v), one pair of factors becomes one of each of ours with the same
-`down`; ours with different ones become one pair of the summed rank, whose `up` is block by block.
+Tensors are named after transformers' modules. Where transformers has one fused layer for several of
+ours (`c_attn` = q, k and v), one pair of factors is split into one per layer of ours with the same
+`down`; layers of ours with different `down` are written as one pair of the summed rank, whose `up`
+is block-diagonal.
 
 Source: PEFT 0.21, `utils/save_and_load.py` and the configs of its tuners.
 """
@@ -32,10 +33,10 @@ PREFIX = "base_model.model."
 
 
 class Names:
-    """How modules of a model are called in files: their name -> names of ours, in order of rows.
+    """Map between published module names and our names, in row order of fused layers.
 
     Args:
-        model: ours, or any other, whose own names hold.
+        model: bmforge model; for any other model the map is the identity.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,7 +83,7 @@ class Names:
         return pieces
 
     def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return published parameters, by name, that are made of these of ours."""
+        """Return published parameters, by name, computed from these parameters of ours."""
         if self.rules is None:
             return dict(tensors)
         found: dict[str, Tensor] = {}
@@ -95,7 +96,7 @@ class Names:
         return found
 
     def of(self, name: str) -> str:
-        """Return what files call a module of ours.
+        """Return the published name of a module of ours.
 
         Raises:
             ConfigError: published checkpoints have no such module.
@@ -106,7 +107,7 @@ class Names:
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
-    """Return published names of tied parameters -> the other names that they have there."""
+    """Return published names of tied parameters -> their other published names."""
     if not hasattr(model, "all_rules"):
         return {}
     theirs = {rule.ours: rule.theirs for rule in model.all_rules() if rule.is_renaming}
@@ -118,7 +119,7 @@ def _tied_names(model: Any) -> dict[str, list[str]]:
 
 
 def rows_of(model: nn.Module, name: str) -> int:
-    """Return how many features come out of a linear layer."""
+    """Return the number of output features of a linear layer."""
     sizes = linear_sizes(model.get_submodule(name))
     assert sizes is not None
     return sizes[1]
@@ -224,7 +225,7 @@ def _whole_key(key: str) -> str | None:
 def _saved_whole(
     names: Names, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    """Return the names of our parameters that a file has whole.
+    """Return the names of our parameters that a file contains in full.
 
     Raises:
         CheckpointError: parameters that this model does not have.
@@ -255,7 +256,7 @@ def _is_copy(tensors: Mapping[str, Tensor], key: str) -> bool:
 
 
 def _refuse_untied(names: Names, config: Mapping[str, Any], whole: Iterable[str]) -> None:
-    """Raise `ConfigError` where PEFT trains one of two tied weights alone."""
+    """Raise `ConfigError` if PEFT trained only one of two tied weights."""
     if config.get("ensure_weight_tying") or not config.get("modules_to_save"):
         return
     shared, named = shared_tensors(names.model), dict(names.model.named_parameters())
@@ -271,12 +272,12 @@ def _refuse_untied(names: Names, config: Mapping[str, Any], whole: Iterable[str]
 def read_tensors(
     delta: AttachedDelta, tensors: Mapping[str, Tensor], blocks: Mapping[str, list[int]]
 ) -> dict[str, Tensor]:
-    """Bring PEFT's tensors into our names.
+    """Rename PEFT's tensors to our names.
 
     Args:
-        delta: ours, made of its config.
-        tensors: by PEFT's names.
-        blocks: fused layer -> ranks of our parts of it, where we wrote them block by block.
+        delta: delta built from PEFT's config.
+        tensors: tensors by PEFT's names.
+        blocks: fused layer -> ranks of our parts of it, if bmforge wrote them block by block.
     """
     names, held = Names(delta.model), {one.owner: one for one in delta.held}
     stacks: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -307,7 +308,7 @@ def read_tensors(
 
 
 def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return a tensor that is not of a module with an adapter, by our names."""
+    """Return a tensor that belongs to no adapted module, by our names."""
     if key == "prompt_embeddings":
         return _read_prompt(delta, tensor)
     if ".ln_tuning_layers." in key:
@@ -350,14 +351,14 @@ _LEAVES = {
 def _split(
     parts: list[Held | None], rows: list[int], leaf: str, tensor: Tensor, ranks: list[int] | None
 ) -> dict[str, Tensor]:
-    """Return a fused layer's tensor as those of our parts.
+    """Split a fused layer's tensor into the tensors of our parts.
 
     Args:
-        parts: of the layer, in order; None where nothing stands.
-        rows: of each; [] where the layer is not fused.
-        leaf: what PEFT calls the tensor.
-        tensor: of the whole layer.
-        ranks: of each, where they lie block by block.
+        parts: parts of the layer, in order; None for modules without a part.
+        rows: output features of each part; [] if the layer is not fused.
+        leaf: PEFT's name of the tensor.
+        tensor: tensor of the whole layer.
+        ranks: rank of each part, if they were written block by block.
     """
     if leaf not in _LEAVES:
         raise CheckpointError(f"lora_{leaf} is no tensor of PEFT's that is known.")
@@ -379,11 +380,11 @@ def _split(
 
 
 def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
-    """Let parts that are one layer in files, with one `down`, have one here.
+    """Share one `down` among our parts of each fused layer, as PEFT does.
 
     Args:
-        delta: of PEFT's file.
-        blocks: layers whose parts have their own.
+        delta: delta loaded from PEFT's files.
+        blocks: layers whose parts have separate `down` factors.
     """
     names, held = Names(delta.model), {one.owner: one.part for one in delta.held}
     for theirs, owners in names.ours.items():

@@ -1,4 +1,4 @@
-"""Writing deltas in PEFT's form; see `peft_format.py`."""
+"""Writes deltas in PEFT's form; see `peft_format.py`."""
 
 from __future__ import annotations
 
@@ -91,15 +91,17 @@ def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
 
 
 def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
-    """Return what tells of a parameter that a part of ours has it, which PEFT does not know."""
+    """Return a predicate: does this parameter belong to an adapter module, which PEFT does not
+    know?
+    """
     model = whole_model(delta.model)
     return lambda name: hasattr(model.get_submodule(name.rpartition(".")[0]), "is_delta")
 
 
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
-    """Return True if what is trained whole are whole modules of published checkpoints.
+    """Return True if the parameters trained in full are complete modules of published checkpoints.
 
-    In a prompt's directory PEFT looks for the classification head alone.
+    In a prompt's directory PEFT looks only for the classification head.
     """
     wholes = set(delta.wholes())
     if delta.peft_type == "LN_TUNING":
@@ -146,13 +148,14 @@ def written_whole(delta: AttachedDelta) -> set[str]:
 def write_tensors(
     delta: AttachedDelta, wholes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
-    """Return PEFT's tensors of a delta, what was written block by block, and patterns of ranks.
+    """Return a delta's tensors in PEFT's form, the layers written block by block, and rank
+    patterns.
 
     The patterns are fields of the config: `rank_pattern` and `alpha_pattern`.
 
     Args:
-        delta: with all its parts, whole.
-        wholes: what is trained whole.
+        delta: delta with all its parts, gathered.
+        wholes: parameters trained in full.
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:
@@ -180,7 +183,7 @@ def write_tensors(
 def _write_wholes(
     delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor], prefix: str = PREFIX
 ) -> dict[str, Tensor]:
-    """Return what is trained whole by PEFT's names."""
+    """Return the parameters trained in full, by PEFT's names."""
     found: dict[str, Tensor] = {}
     places, norms = set(delta.places()), delta.peft_type == "LN_TUNING"
     sources = names.sources_of(wholes)
@@ -292,7 +295,7 @@ def _join_low_rank(
 def write_config(
     delta: AttachedDelta, patterns: Mapping[str, Any], wholes: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return what PEFT's adapter_config.json says of a delta."""
+    """Return the content of PEFT's adapter_config.json for a delta."""
     config: dict[str, Any] = {
         "peft_type": delta.peft_type,
         "base_model_name_or_path": None,
@@ -337,7 +340,7 @@ def write_config(
 
 
 def _trains_tied(model: nn.Module, wholes: Mapping[str, Tensor]) -> bool:
-    """Return True if a weight that is trained whole is tied to another."""
+    """Return True if a weight that is trained in full is tied to another."""
     shared, named = shared_tensors(model), dict(model.named_parameters())
     return any(id(named[name]) in shared for name in wholes if name in named)
 

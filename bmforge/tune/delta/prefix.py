@@ -1,4 +1,4 @@
-"""Prefix tuning: trained keys and values in front of those of every sample, per layer."""
+"""Prefix tuning: trained keys and values prepended to those of every sample, per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trained rows in front of the text; of an encoder-decoder, of the source."""
+"""Soft prompts: trained embeddings before the text (before the source of an encoder-decoder)."""
 
 from __future__ import annotations
 
@@ -49,19 +49,21 @@ _OTHERS = {
 
 
 class SoftPrompt(Delta):
-    """Rows that stand in front of every text, as ids from the vocabulary's size on.
+    """Trained embeddings before every text, with ids that start at the vocabulary size.
 
-    A model of ours is called as before: the ids come in front of `input_ids`, and masks and labels
-    are lengthened. Logits are those of all positions, the prompt's included; the loss is of the
-    text alone.
+    A bmforge model is called as before: the ids are prepended to `input_ids`, and masks and labels
+    are
+    lengthened. Logits cover all positions, the prompt's included; the loss covers only the text.
 
     Args:
-        model: of ours, that reads tokens.
-        words: ids of tokens whose rows are taken at the start, repeated as needed; () draws them.
+        model: bmforge model that reads tokens.
+        words: ids of tokens whose embeddings initialize the rows, repeated as needed; ()
+            initializes
+            at random.
         options: `length` and `std`, and those of every `Delta`.
 
     Attributes:
-        scores: where it was searched by them (`tune_black_box`), all that were seen.
+        scores: all scores of the search, if `tune_black_box` found the prompt.
 
     Source: Lester et al., "The power of scale for parameter-efficient prompt tuning" (2021).
     """
@@ -92,11 +94,11 @@ class SoftPrompt(Delta):
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach it to the token embedding, the only place that it can have."""
+        """Attach it to the token embedding, its only possible target."""
         return cls(model, name=name, **{k: v for k, v in options.items() if k != "targets"})
 
     def init_(self, seed: int = 0) -> SoftPrompt:
-        """Draw the rows, or take those of words."""
+        """Initialize the rows at random, or from the embeddings of `words`."""
         super().init_(seed)
         table: Any = getattr(self.model, "embed", None)
         prompt: Any = self.held[0].part
@@ -121,11 +123,10 @@ class SoftPrompt(Delta):
 def put_prompt_first(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The hook before a model with a soft prompt: bring it in front of what is read.
+    """Forward pre-hook of a model with a soft prompt: prepend the prompt to the inputs.
 
     Raises:
-        ConfigError: an argument that says something of every token, of which it is not known what
-            it would say of the prompt's.
+        ConfigError: a per-token argument for which no value for the prompt's rows is defined.
     """
     table = model.whole().embed
     prompt = getattr(table, "prompt", None)
@@ -178,19 +179,19 @@ _PUT_TWICE = (
 
 
 def _is_apart(model: Any) -> bool:
-    """Tell whether what is read and what is written are different rows."""
+    """Return True if the model is an encoder-decoder, with separate source and target rows."""
     return bool(model.traits.reads == "apart")
 
 
 def put_rows_before(
     model: Any, ids: tuple[int, ...], names: tuple[str, ...] | None
 ) -> tuple[int, ...]:
-    """Return ids with those of a soft prompt in front, where one of these deltas is one.
+    """Return ids with those of the soft prompt prepended, if one of these deltas is a soft prompt.
 
     Args:
-        model: with deltas, or none.
-        ids: of a text.
-        names: of deltas; None takes those that are switched on.
+        model: model with or without deltas.
+        ids: token ids of a text.
+        names: names of deltas; None uses the enabled ones.
     """
     for name, delta in deltas_of(model).items():
         is_on = bool(delta.weight) if names is None else name in names

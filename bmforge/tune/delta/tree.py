@@ -1,6 +1,6 @@
-"""A model as a tree of its modules: equal neighbours folded, and whose each tensor is.
+"""A model's module tree, with equal neighbors folded and each tensor marked frozen or trained.
 
-`tree_page` draws it on a page, `draw_tree` in a terminal.
+`tree_page` renders it as an HTML page, `draw_tree` in a terminal.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _STYLES = {"trained": "bright_blue", "frozen": "bright_black", "delta": "magenta
 
 @dataclass(frozen=True)
 class OwnTensor:
-    """A parameter that a module has itself.
+    """A parameter registered directly on a module.
 
     Args:
-        name: in the module.
-        shape: whole.
-        is_trained: it has a gradient.
-        is_delta: it is a delta's.
-        is_again: another module further up has it, too.
+        name: name in the module.
+        shape: global shape.
+        is_trained: True if it requires gradients.
+        is_delta: True if it belongs to a delta.
+        is_again: True if a module further up has the same parameter (tied).
     """
 
     name: str
@@ -53,9 +53,9 @@ class Counts:
     """Numbers of parameters.
 
     Args:
-        total: of a module and what is in it, deltas too.
-        trained: of these those that are trained.
-        delta: those of deltas.
+        total: parameters of a module and its submodules, deltas included.
+        trained: trained parameters among these.
+        delta: parameters of deltas among these.
     """
 
     total: int = 0
@@ -63,7 +63,7 @@ class Counts:
     delta: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        """Add them up."""
+        """Return the sums of both."""
         return Counts(
             self.total + other.total, self.trained + other.trained, self.delta + other.delta
         )
@@ -71,15 +71,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class Row:
-    """Modules that look the same, and what is in one of them.
+    """A run of modules with equal structure, and the contents of one of them.
 
     Args:
         name: ``attn``, ``layers.0-11`` or ``q_proj, k_proj``.
-        kind: their class.
-        targets: what a delta's targets call them; () of the whole and of a delta's parts.
-        tensors: that one of them has itself.
-        counts: of all of them.
-        children: what is in one of them.
+        kind: class name of the modules.
+        targets: delta targets that match the modules; () for the root and for a delta's parts.
+        tensors: parameters registered directly on one of the modules.
+        counts: parameters of all the modules.
+        children: rows inside one of the modules.
     """
 
     name: str
@@ -95,14 +95,14 @@ class _Node:
     """One module.
 
     Args:
-        name: in its owner.
-        kind: its class.
-        tensors: its own.
-        children: that are shown.
-        is_delta: a part of a delta, or in one.
-        is_list: it holds modules and does nothing else.
-        look: what is the same of modules that look the same.
-        counts: of it and what is in it.
+        name: name in its parent.
+        kind: class name.
+        tensors: parameters registered directly on it.
+        children: submodules that are shown.
+        is_delta: True for a part of a delta, or a module inside one.
+        is_list: True for a container without computation.
+        look: key that is equal for modules of equal structure.
+        counts: parameters of it and its submodules.
     """
 
     name: str
@@ -116,11 +116,11 @@ class _Node:
 
 
 def fold_tree(model: nn.Module, root: str = "model", keep_empty: bool = False) -> Row:
-    """Return a model's tree, with neighbours that look the same folded into one row.
+    """Return a model's tree, with neighbors of equal structure folded into one row.
 
     Args:
-        model: any, on meta or not.
-        root: what the whole is called.
+        model: any model, on meta or not.
+        root: name shown for the root.
         keep_empty: show modules without parameters, too.
     """
     return _row(_read(root, model, set(), False, keep_empty), root, "")
@@ -150,7 +150,7 @@ def _read(name: str, module: nn.Module, seen: set[int], is_delta: bool, keep_emp
 
 
 def _row(node: _Node, name: str, target: str) -> Row:
-    """Return the row of a module; a list of modules that look the same is one row with them."""
+    """Return the row of a module; a list of equal modules becomes one row with them."""
     runs = list(_runs(node))
     if len(runs) == 1 and node.is_list and target:
         made = _run_row(node, runs[0], target)
@@ -161,7 +161,7 @@ def _row(node: _Node, name: str, target: str) -> Row:
 
 
 def _runs(node: _Node) -> Iterator[list[_Node]]:
-    """Yield neighbours that look the same: those with numbers, and those without anything in."""
+    """Yield runs of equal neighbors: numbered modules, and modules without children."""
 
     def alike(child: _Node) -> Any:
         is_folded = child.name.isdigit() or not (child.children or child.is_delta)
@@ -186,16 +186,16 @@ def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> Row:
 
 
 def _numbers(owner: _Node, run: Sequence[_Node]) -> str:
-    """Return what stands for these numbers in a target: ``*`` where it is all of them."""
+    """Return the target pattern for these module numbers: ``*`` if they are all."""
     if len(run) == len(owner.children):
         return "*"
     return f"({'|'.join(node.name for node in run)})"
 
 
 def _spelled(target: str) -> str:
-    """Return a target as it is written: numbers that are not all make it a regular expression.
+    """Return the target as users write it: a subset of numbers needs a regular expression.
 
-    So do names that are common words, which mean more than this one.
+    A name that is a common word does too, since the word would match more modules.
     """
     if target in WORDS:
         return f"[r]^{target}$"
@@ -207,14 +207,14 @@ def _spelled(target: str) -> str:
 
 
 def walk_rows(row: Row, depth: int = 0) -> Iterator[tuple[int, Row]]:
-    """Yield every row, from the top, with how deep it is."""
+    """Yield every row with its depth, from the top."""
     yield depth, row
     for child in row.children:
         yield from walk_rows(child, depth + 1)
 
 
 def short_count(count: int) -> str:
-    """Return a number of parameters in few letters: 11.31B."""
+    """Return an abbreviated number of parameters, such as 11.31B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.{2 if count < 100 * size else 1}f}{unit}"
@@ -222,7 +222,7 @@ def short_count(count: int) -> str:
 
 
 def draw_tree(row: Row) -> Tree:
-    """Return a tree for rich to print: trained blue, frozen grey, deltas magenta."""
+    """Return the tree as a rich object: trained blue, frozen gray, deltas magenta."""
     tree = Tree(_label(row), guide_style="bright_black")
     _hang(tree, row)
     return tree

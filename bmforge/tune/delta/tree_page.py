@@ -1,4 +1,6 @@
-"""A model's tree as one page: a click on a row marks a target and writes the line for it."""
+"""Renders a model's tree as one HTML page: clicking rows selects targets and shows the code for
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,12 @@ write();
 
 
 def write_tree_page(path: Path, row: Row, title: str) -> Path:
-    """Write a page that needs nothing but itself; return its path.
+    """Write a self-contained HTML page; return its path.
 
     Args:
-        path: where.
-        row: of the whole model.
-        title: what is shown.
+        path: output file.
+        row: row of the whole model.
+        title: title of the page.
     """
     counts = row.counts
     said = f"{counts.total:,} parameters, {counts.trained:,} of them trained"
