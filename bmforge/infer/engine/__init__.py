@@ -1,12 +1,12 @@
-"""The low-memory runtime: a model of any size in a budget of bytes.
+"""Low-memory inference engine: runs a model of any size within a memory budget.
 
-Start reading at `engine.py` (what it does), then `budget.py` (what goes where) and `weights.py`
-(how it gets there); `workspace.py` says what a step needs, `native_step.py` runs blocks for a few
-tokens by one call, `encode.py` is for encoders, `blanks.py` for texts with holes.
+Start reading at `engine.py` (public API), then `budget.py` (placement) and `weights.py` (loading);
+`workspace.py` measures activations, `native_step.py` runs blocks for a few tokens in one native
+call, `encode.py` is for encoders, `blanks.py` fills masked spans.
 
-Many requests at once: `request.py` (what is asked), `requests.py` (the thread that answers),
-`scheduler.py` over `pages.py` (whose turn it is), `packed_step.py` (one step for all), `answers.py`
-(what is written); `rows.py` is for what cannot share a step.
+Batched requests: `request.py` (public types), `requests.py` (engine thread), `scheduler.py` over
+`pages.py` (continuous batching), `packed_step.py` (one step of a batch), `answers.py` (output);
+`rows.py` runs requests that cannot be batched.
 """
 
 from bmforge.infer.engine.budget import EngineConfig, MemoryPlan

@@ -1,4 +1,4 @@
-"""One answer while it is written: which token comes next, what can be shown, and why it ends."""
+"""State of one answer during generation: token choice, incremental text and finish reason."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _OF_ROWS = (
 
 
 class Vocabulary:
-    """What tokens stand for, by id.
+    """Bytes of the tokens, by id.
 
     Args:
-        tokenizer: the model's; None where texts are nobody's business.
+        tokenizer: the model's tokenizer; None if no text is decoded.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -44,7 +44,7 @@ class Vocabulary:
         self._tokens: dict[int, str] | None = None
 
     def data(self, id: int) -> bytes:
-        """Return the bytes of a token; none where the vocabulary has no such id."""
+        """Return the bytes of a token; empty for an unknown id."""
         if self._tokens is None:
             vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
             self._tokens = {id: token for token, id in vocabulary.items()}
@@ -59,29 +59,29 @@ class Vocabulary:
 
 
 class _NoText:
-    """Stands for the tokenizer of an engine that has none: ids are all there is."""
+    """Replaces the tokenizer of an engine without one: every text is empty."""
 
     def decode_written(self, ids: Sequence[int]) -> str:
         return ""
 
 
 class Answer:
-    """An answer in the middle of being written.
+    """An answer during its generation.
 
     Args:
-        index: of those of its request.
-        config: how it is written, end tokens and seed filled in.
-        prompt: ids that count as repeated.
-        vocabulary: what tokens stand for.
-        hidden: ids that stand for no text.
+        index: index of the answer in its request.
+        config: generation options, end tokens and seed filled in.
+        prompt: prompt ids that repetition penalties count.
+        vocabulary: bytes of the tokens.
+        hidden: ids without text.
         before: ids of the text that the answer continues.
-        matcher: what it must be a case of.
+        matcher: state of the constraint; None without one.
 
     Attributes:
-        ids: the tokens so far.
-        finish_reason: why it ended; None while it goes on.
-        cached: tokens of the prompt that were not computed.
-        is_told: its end was handed over.
+        ids: tokens so far.
+        finish_reason: reason why the answer ended; None before its end.
+        cached: number of prompt tokens found in the prefix cache.
+        is_told: whether the final piece was delivered.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class Answer:
         self._allowed = None if matcher is None else matcher.allowed()
 
     def choose(self, scores: Tensor) -> int | None:
-        """Choose the next token; None where the answer ends without one.
+        """Choose the next token; None if the answer ends without one.
 
-        Whether it goes on behind the token, `finish_reason` tells.
+        `finish_reason` is set if the answer ends after this token.
 
         Shape:
             scores: (V,) in fp32
 
         Raises:
-            ConfigError: no token is left.
+            ConfigError: no token is allowed.
         """
         if self._matcher is not None and self._allowed is None:
             self.end("stop")
@@ -157,11 +157,11 @@ class Answer:
         return draw_token(probabilities, draw_number(config.seed, self.index, len(self.ids)))
 
     def _known(self) -> list[int]:
-        """Return the row so far, where an option asks for it."""
+        """Return prompt and answer ids if an option depends on them, else an empty list."""
         return [*self._prompt, *self.ids] if self._looks_back else []
 
     def _describe(self, scores: Tensor, token: int) -> TokenLogprob:
-        """Return how likely a token was, and the likeliest in its place."""
+        """Return the log-probabilities of a token and of the most likely ones at its position."""
         logprobs = scores.log_softmax(-1)
         best = logprobs.topk(min(self.config.logprobs or 0, len(logprobs)))
         top = tuple(
@@ -171,25 +171,25 @@ class Answer:
         return TokenLogprob(token, float(logprobs[token]), self._vocabulary.data(token), top)
 
     def write(self, ids: Sequence[int]) -> None:
-        """Take a whole answer, which ends with its first end token."""
+        """Set the whole answer, cut after its first end token."""
         ends = [place for place, id in enumerate(ids) if id in self.config.eos_tokens]
         self.ids = list(ids[: ends[0] + 1] if ends else ids)
         self._fresh += self._stream.add(self.ids)
         self.end("stop" if ends else "length")
 
     def write_text(self, text: str) -> None:
-        """Take the text of a whole answer."""
+        """Set the text of the whole answer."""
         self._stream.text = self._fresh = text
         self.end("stop")
 
     def end(self, reason: FinishReason) -> None:
-        """End it, for the first reason that comes."""
+        """End the answer; the first reason is kept."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self._fresh += self._stream.finish()
 
     def piece(self) -> Piece | None:
-        """Return what is new since the last one; None where nothing is."""
+        """Return the output since the last piece; None if there is no new output."""
         ids, tells = tuple(self.ids[self._told :]), self.config.logprobs is not None
         if not ids and not self._fresh and self.finish_reason is None:
             return None
@@ -199,7 +199,7 @@ class Answer:
         return made
 
     def completion(self, prompt_tokens: int) -> Completion:
-        """Return all of it, when it has ended."""
+        """Return the whole answer after its end."""
         assert self.finish_reason is not None
         return Completion(
             index=self.index,

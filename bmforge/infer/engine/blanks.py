@@ -1,7 +1,7 @@
-"""Texts with blanks, as encoder-decoders were pretrained to fill them.
+"""Filling of masked spans with encoder-decoders.
 
-Source: CPM-2's and T5's span filling; that each blank is begun by its own sentinel, whatever the
-model would have written, is how BMInf's ``CPM2.fill_blank`` does it.
+Source: CPM-2's and T5's span filling; each span is forced to begin with its own sentinel, as in
+BMInf's ``CPM2.fill_blank``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def fill_blanks(
     make_decoder: Callable[..., Seq2SeqDecoder] = Seq2SeqDecoder,
     **options: Any,
 ) -> list[str]:
-    """Return what belongs in every blank of a text, in their order.
+    """Return the model's text for every blank, in order.
 
     Args:
-        model: an encoder-decoder with a sentinel for each blank (CPM-2, T5, EVA).
-        tokenizer: its own.
-        text: with 1 to 16 blanks.
-        blank: how a blank is written.
-        make_decoder: what gives the scores; see `Seq2SeqDecoder`.
-        options: fields of `GenerationConfig`; `max_new_tokens` is of one blank.
+        model: encoder-decoder with a sentinel for each blank (CPM-2, T5, EVA).
+        tokenizer: the model's tokenizer.
+        text: text with 1 to 16 blanks.
+        blank: marker of a blank in the text.
+        make_decoder: constructor of the decoder; see `Seq2SeqDecoder`.
+        options: fields of `GenerationConfig`; `max_new_tokens` is the limit per blank.
 
     Raises:
-        ConfigError: no blank or too many, a model without sentinels, or beams.
+        ConfigError: there are no blanks or too many, the model has no sentinels, or beams are used.
     """
     pieces = text.split(blank)
     count = len(pieces) - 1
@@ -73,7 +73,7 @@ def fill_blanks(
 
 
 def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
-    """Return the id that stands for a blank, if there is one."""
+    """Return the sentinel id of a blank; None if the model has none."""
     if model.traits.reads != "apart" or not model.traits.sentinel:
         return None
     found: int | None = tokenizer.token_to_id(model.traits.sentinel.format(number))
@@ -81,7 +81,7 @@ def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
 
 
 def _read(model: Any, tokenizer: Any, pieces: list[str], marks: list[int]) -> Tensor:
-    """Return what the encoder reads, (1, S)."""
+    """Return the encoder's input ids, (1, S)."""
     ids = tokenizer.encode(pieces[0])
     for mark, piece in zip(marks, pieces[1:], strict=False):
         ids = [*ids, mark, *(tokenizer.encode(piece) if piece else ())]
@@ -98,7 +98,7 @@ def _write(
     marks: list[int],
     config: GenerationConfig,
 ) -> list[str]:
-    """Begin each blank with its sentinel and go on until another mark, or the limit."""
+    """Generate each blank from its sentinel up to another sentinel or the token limit."""
     device = next(model.parameters()).device
     unfed, texts = [model.config.decoder_start_token_id], []
     for mark in marks:

@@ -1,4 +1,4 @@
-"""One budget for the whole model: what stays, what comes and goes, and what a step needs."""
+"""Memory planning: which blocks are resident, which are streamed, and how much a step needs."""
 
 from __future__ import annotations
 
@@ -37,19 +37,22 @@ _LONGEST = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine is planned for.
+    """Limits for which an engine plans its memory.
 
     Args:
-        max_rows: rows at once: prompts, times beams or sequences of each.
-        max_tokens: of a row, new ones included; of an encoder-decoder, of a source and of a target
-            each. None takes 1,024, or what the model has positions for where that is less.
-        spill_directory: where weights of a model that is in memory already go; None takes the
-            system's temporary directory.
-        stream_experts: experts of a directory are read when the router chooses them, and those that
-            were used last stay as far as the budget goes; everything else stays. No gradients.
-        beside_bytes: of the budget that are left free for what is put beside the model once it is
-            open, such as deltas.
-        requests: those that are submitted, and run beside each other.
+        max_rows: maximum number of rows at once: prompts times beams or sequences of each.
+        max_tokens: maximum row length, new tokens included; for an encoder-decoder of source
+            and target
+            each (default: 1,024, or the model's positions if fewer).
+        spill_directory: directory for the streamed weights of a module in memory (default: the
+            system's
+            temporary directory).
+        stream_experts: read experts from the directory when the router chooses them, and cache
+            the most
+            recently used ones; all else is resident. No gradients.
+        beside_bytes: part of the budget reserved for modules that are attached later, such as
+            adapters.
+        requests: limits of the batched requests.
     """
 
     max_rows: int = 1
@@ -70,7 +73,7 @@ class EngineConfig:
             raise ConfigError(f"EngineConfig: beside_bytes={self.beside_bytes} is below 0.")
 
     def tokens_of(self, model: nn.Module) -> int:
-        """Return the longest row for a model."""
+        """Return the maximum row length for a model."""
         limit = getattr(model, "position_limit", None)
         tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST)
         if limit is not None and tokens > limit:
@@ -87,17 +90,17 @@ def plan_memory(
     device_budget_bytes: int | None,
     host_budget_bytes: int | None,
 ) -> MemoryPlan:
-    """Return where a model's tensors go.
+    """Plan the placement of a model's tensors.
 
     Args:
-        model: on meta, or as it is.
-        devices: where it computes; what is in no block is on the first.
-        config: what is asked of it.
-        device_budget_bytes: of every device; None takes what is free.
-        host_budget_bytes: likewise of the host, where that is another memory.
+        model: model, possibly on the meta device.
+        devices: compute devices; tensors outside of blocks are on the first.
+        config: limits of the engine.
+        device_budget_bytes: budget of every device; None uses the free memory.
+        host_budget_bytes: budget of the host if no device is a CPU; None uses the free memory.
 
     Raises:
-        ConfigError: a budget is too small, which says the smallest that works; or too large.
+        ConfigError: a budget is too small (the message names the smallest that works) or too large.
     """
     budgets = check_budgets(devices, device_budget_bytes, host_budget_bytes)
     blocks = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
@@ -132,17 +135,17 @@ def plan_weights(
     blocks: Mapping[str, nn.Module],
     option: str = "memory_limit",
 ) -> MemoryPlan:
-    """Return where a model's tensors go by a limit on weights and slots alone.
+    """Plan the placement of a model's tensors from a limit on weights and streaming slots only.
 
     Args:
-        model: as it is.
-        device: where it computes.
-        limit_bytes: of all weights and buffers on the device, and of slots.
-        blocks: name -> module of what may come and go, in the order in which it runs.
-        option: what a person calls the limit.
+        model: the model.
+        device: compute device.
+        limit_bytes: limit for all weights, buffers and streaming slots on the device.
+        blocks: modules that may be streamed, by name, in execution order.
+        option: name of the limit in the caller's options.
 
     Raises:
-        ConfigError: it is too small, with the smallest that works.
+        ConfigError: the limit is too small; the message names the smallest that works.
     """
     room, nothing = DeviceRoom(device, limit_bytes), Workspace(0, 0)
     found = divide_blocks(model, blocks, [room], None, nothing)
@@ -159,7 +162,7 @@ def plan_weights(
 def _plan_experts(
     model: nn.Module, blocks: Mapping[str, nn.Module], rooms: Sequence[DeviceRoom], work: Workspace
 ) -> Divided:
-    """Return the same as `divide_blocks` where experts come when they are chosen, all else stays.
+    """Plan like `divide_blocks`, with streamed experts and everything else resident.
 
     Raises:
         ConfigError: the model has no experts, or there are several devices.
@@ -217,16 +220,17 @@ def _too_small(
 def check_budgets(
     devices: Sequence[torch.device], device_budget_bytes: int | None, host_budget_bytes: int | None
 ) -> list[int]:
-    """Return every device's budget: the given one, or what is free.
+    """Return every device's budget in bytes: the configured one, or the free memory.
 
     Args:
-        devices: a CPU that is named several times is divided.
-        device_budget_bytes: of each; None takes what is free.
-        host_budget_bytes: None, or of the host where no device is one.
+        devices: compute devices; the memory of a CPU named several times is divided.
+        device_budget_bytes: budget of each device; None uses the free memory.
+        host_budget_bytes: budget of the host; must be None if a device is a CPU.
 
     Raises:
-        ConfigError: a budget is not above 0, more than the machine has, or of a host that is the
-            device.
+        ConfigError: a budget is not above 0 or exceeds the machine's memory, or the host budget
+            is set
+            although the device is the host.
     """
     if host_budget_bytes is not None and any(map(is_host, devices)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which of a model's blocks are on which device, and which of them stay there."""
+"""Assignment of a model's blocks to devices, resident or streamed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["Divided", "DeviceRoom", "divide_blocks", "find_staying"]
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """One device.
+    """Memory of one device.
 
     Args:
-        device: it.
-        room_bytes: for all that a model needs there.
-        runtime_bytes: of these, what the process needs besides tensors.
+        device: the device.
+        room_bytes: memory budget in bytes.
+        runtime_bytes: part of the budget that the process needs besides tensors.
     """
 
     device: torch.device
@@ -40,12 +40,12 @@ class DeviceRoom:
 
 @dataclass(frozen=True)
 class Divided:
-    """How blocks are divided.
+    """Result of `divide_blocks`.
 
     Args:
-        plan: None where some device is too small.
-        smallest_bytes: of every device: so much is enough.
-        outside_bytes: of weights that are in no block or never leave.
+        plan: placement; None if a device is too small.
+        smallest_bytes: budget per device that is sufficient.
+        outside_bytes: weights outside of blocks and those that are never streamed.
     """
 
     plan: MemoryPlan | None
@@ -55,7 +55,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class _Block:
-    """A block's bytes: of tensors that may come and go, and of those that stay beside it."""
+    """Sizes of a block in bytes: streamed tensors and resident ones."""
 
     name: str
     moving: int
@@ -71,9 +71,9 @@ _Stack = Sequence[_Block]
 
 
 def find_staying(model: nn.Module) -> Stays:
-    """Return what tells of a block that comes and goes which of its tensors stay themselves.
+    """Return a predicate: does this tensor of a streamed block stay resident?
 
-    Norms, biases and deltas: they are small, and who trains them trains them where they are.
+    True for norms, biases and adapters, which are small and trained in place.
     """
     own = delta_tensors(model)
     return lambda name, tensor: tensor.dim() < 2 or name in own
@@ -86,19 +86,21 @@ def divide_blocks(
     host_budget_bytes: int | None,
     work: Workspace,
 ) -> Divided:
-    """Return where a model's blocks go, on one device or several.
+    """Assign a model's blocks to one or several devices.
 
-    What is outside of blocks is on the first device; every device has the largest step, and the
-    keys and values of its own blocks. One that is not needed, or has no room for the slots of its
-    share, has nothing.
+    Tensors outside of blocks are on the first device; every device reserves the largest step and
+    the KV
+    cache of its own blocks. A device that is not needed, or too small for its slots, gets no
+    blocks.
 
     Args:
-        model: on meta, or as it is.
-        blocks: name -> module of what may come and go, in the order in which it runs.
-        rooms: the devices.
-        host_budget_bytes: for blocks that wait on the host; None takes half of what is free, and
-            where a CPU is among the devices, what is left of its room at most.
-        work: what a step needs.
+        model: model, possibly on the meta device.
+        blocks: modules that may be streamed, by name, in execution order.
+        rooms: memory of the devices.
+        host_budget_bytes: host memory for streamed blocks; None uses half of the free memory,
+            limited
+            by the rest of the budget if a CPU is among the devices.
+        work: memory of the KV cache and of a step.
     """
     stacks = _find_stacks(model, blocks)
     everything = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
@@ -138,9 +140,9 @@ def _plan_device(
     outside: int,
     work: Workspace,
 ) -> tuple[MemoryPlan | None, int]:
-    """Return the plan of one device with its own blocks of all, and what is enough for them.
+    """Return the plan of one device and the budget that is sufficient for its blocks.
 
-    None is for too small. Blocks that wait on the host are not in it yet.
+    The plan is None if the device is too small. Blocks cached in host memory are added later.
     """
     sizes = [[block.moving for block in stack] for stack in own]
     fixed = outside + sum(block.staying for stack in own for block in stack)
@@ -176,9 +178,11 @@ def _share_out(
 ) -> list[Collection[str]]:
     """Return the names of every device's blocks.
 
-    Blocks fill one device after the other; where they do not all fit, every device has as much of
-    them, in their order, as it has room, so that no link brings more than it must. A block that
-    shares tensors with others stays with them on the first device.
+    Blocks fill one device after the other. If they do not all fit, each device gets consecutive
+    blocks
+    in proportion to its memory, which balances the transfers. Blocks that share tensors stay
+    together
+    on the first device.
     """
     order = [block for stack in reversed(stacks) for block in stack]
     if len(free) == 1:
@@ -198,7 +202,7 @@ def _share_out(
 
 
 def _fill_devices(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
-    """Return the device of every block, one filled after the other; None where not all fit."""
+    """Return the device index of every block, filled in order; None if not all fit."""
     numbers: list[int] = []
     device, left = 0, free[0]
     for size in sizes:
@@ -213,7 +217,7 @@ def _fill_devices(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None
 
 
 def _divide_by_room(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
-    """Return the device of every block, such that each has its share of their bytes."""
+    """Return the device index of every block, in proportion to the devices' memory."""
     ends = list(accumulate(max(0, room) for room in free))
     behind = list(accumulate(sizes))
     scale = ends[-1] / max(1, sum(sizes))
@@ -222,21 +226,21 @@ def _divide_by_room(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
 
 
 def _only(stacks: Sequence[_Stack], names: Collection[str]) -> list[_Stack]:
-    """Return the blocks of some names, by stack."""
+    """Return the blocks with these names, by stack."""
     return [[block for block in stack if block.name in names] for stack in stacks]
 
 
 def _share_of(cache_bytes: int, own: Sequence[_Stack], stacks: Sequence[_Stack]) -> int:
-    """Return what some blocks hold of the keys and values, which are those of the first stack."""
+    """Return the bytes of the KV cache that belong to these blocks of the first stack."""
     if not stacks:
         return cache_bytes
     return -(-cache_bytes * len(own[0]) // len(stacks[0]))
 
 
 def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[_Block]]:
-    """Return the blocks of every stack; the last stack, which writes, first.
+    """Return the blocks of every stack, the decoder stack first.
 
-    Of an encoder-decoder the decoder's blocks run for every token, so they leave last.
+    An encoder-decoder's decoder blocks run for every token, so they are streamed last.
     """
     shared, stays = shared_tensors(model), find_staying(model)
     stacks: dict[str, list[_Block]] = {}
@@ -256,7 +260,7 @@ def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list
 def _host_room(
     rooms: Sequence[DeviceRoom], plans: Sequence[MemoryPlan], budget_bytes: int | None
 ) -> int:
-    """Return the bytes of host memory in which blocks of accelerators may wait."""
+    """Return the bytes of host memory that may cache blocks of accelerators."""
     if budget_bytes is not None:
         return budget_bytes
     half = (available_host_bytes() or 0) // 2
@@ -269,7 +273,7 @@ def _host_room(
 def _fill_host(
     plans: Sequence[MemoryPlan], stacks: Sequence[_Stack], room_bytes: int
 ) -> list[MemoryPlan]:
-    """Return plans with the blocks that wait in host memory: the first that fit, none on a CPU."""
+    """Add the blocks cached in host memory to the plans: the first that fit, none on a CPU."""
     filled = []
     for plan in plans:
         waiting = []

@@ -1,8 +1,8 @@
-"""Guesses by a small model that writes ahead of a large one, which checks them in one step.
+"""Speculative decoding with a draft model, whose tokens the target model verifies in one step.
 
-The small model's keys and values lie in pages with the numbers of the large one's, so that what is
-shared, copied or given back there is so here. What it guesses changes how soon tokens come and
-nothing else: a page in which it has nothing sound makes for worse guesses, not for other answers.
+The draft model's KV cache uses the page numbers of the target's, so that pages are shared, copied
+and freed together. Draft tokens change only the speed: a page without valid draft keys lowers the
+acceptance rate but never changes an answer.
 
 Source: Leviathan et al., "Fast inference from transformers via speculative decoding" (2023).
 """
@@ -35,19 +35,20 @@ __all__ = ["Draft", "check_draft", "open_draft"]
 def open_draft(
     config: EngineConfig, budget_bytes: int | None, device: torch.device
 ) -> tuple[Any, Any, int]:
-    """Return a small model, the tokens of its vocabulary, and what it takes of a budget.
+    """Open the draft model.
 
     Args:
-        config: which model, and for how many tokens.
-        budget_bytes: of everything; None is no limit.
-        device: where it computes.
+        config: limits of the engine, with the draft model.
+        budget_bytes: budget of the whole engine; None for no limit.
+        device: compute device.
 
     Returns:
-        the model, None where there is none; token -> id, None where it has no tokenizer; bytes, 0
-        without a budget
+        the model, None without one; its vocabulary (token to id), None without a tokenizer; its
+        bytes,
+        0 without a budget
 
     Raises:
-        ConfigError: it takes the whole budget.
+        ConfigError: the draft model takes the whole budget.
     """
     draft, tokens = config.requests.draft, None
     if draft is None:
@@ -72,13 +73,13 @@ def open_draft(
 
 
 def check_draft(model: Any, draft: Any, known: Any = None, drafts: Any = None) -> None:
-    """Raise `ConfigError` where a small model cannot guess for a large one.
+    """Raise `ConfigError` if the draft model does not fit the target model.
 
     Args:
-        model: that checks.
-        draft: that guesses.
-        known: token -> id of the one, and
-        drafts: of the other; None where that is not known.
+        model: target model.
+        draft: draft model.
+        known: vocabulary of the target (token to id); None if unknown.
+        drafts: vocabulary of the draft; None if unknown.
     """
     sizes = model.config.vocab_size, draft.config.vocab_size
     if sizes[0] != sizes[1] or (known is not None and drafts is not None and known != drafts):
@@ -96,11 +97,11 @@ def check_draft(model: Any, draft: Any, known: Any = None, drafts: Any = None) -
 
 
 class Draft:
-    """Fills in guesses, a token of all sequences in each of its steps.
+    """Fills in draft tokens, one token of all sequences per step.
 
     Args:
-        model: the small one.
-        total_pages: of the large one's keys and values.
+        model: draft model.
+        total_pages: number of pages of the target's KV cache.
     """
 
     def __init__(self, model: Any, total_pages: int) -> None:
@@ -108,15 +109,15 @@ class Draft:
         self._known: dict[Sequence, int] = {}
 
     def look_again(self) -> None:
-        """As `PackedStep`, of the small model."""
+        """Check in the next step whether the draft model changed; see `PackedStep`."""
         self._step.look_again()
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page, as the large model's was."""
+        """Copy a page of the draft's KV cache."""
         self._step.cache.copy_page(source, target)
 
     def fill(self, parts: Several[Part]) -> list[Part]:
-        """Return parts with guesses in the places that were kept for them."""
+        """Return the parts with draft tokens in place of the placeholders."""
         self._step.cut()
         alive = {part.sequence for part in parts}
         self._known = {s: n for s, n in self._known.items() if s in alive or s.pages}
@@ -151,13 +152,13 @@ class Draft:
         ]
 
     def _open(self, parts: Several[Part], guessed: dict[int, list[int]]) -> list[int]:
-        """Return the numbers of parts that want more guesses."""
+        """Return the indices of parts that need more draft tokens."""
         return [n for n, found in guessed.items() if len(found) < len(parts[n].guessed)]
 
     def _write(
         self, parts: Several[Part], guessed: dict[int, list[int]], left: Several[int]
     ) -> list[torch.Tensor]:
-        """Return scores of what follows the last guess of some parts."""
+        """Return the draft's logits after the last draft token of these parts."""
         rows = []
         for number in left:
             part = parts[number]

@@ -1,4 +1,4 @@
-"""Who has the model: submitted requests together, or one other request alone."""
+"""Exclusive lock on the model: held by the batch loop or by one synchronous call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ModelLock"]
 
 
 class ModelLock:
-    """Lets one at a time have the model."""
+    """Lock on the model."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,7 +21,7 @@ class ModelLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Have the model for submitted requests; wait for whoever has it."""
+        """Hold the model for the batch loop; wait until it is free."""
         with self._lock:
             self._is_shared = True
             try:
@@ -31,14 +31,14 @@ class ModelLock:
 
     @contextmanager
     def alone(self, what: str, requests: Requests | None) -> Iterator[None]:
-        """Have the model for one request, or between two steps of submitted ones.
+        """Hold the model for one call, or between two steps of the batch loop.
 
         Args:
-            what: is asked.
-            requests: what runs submitted ones, if there is any.
+            what: name of the call for error messages.
+            requests: batch loop; None without one.
 
         Raises:
-            ConfigError: somebody has it.
+            ConfigError: the model is in use.
         """
         if requests is not None and requests.is_here:
             yield

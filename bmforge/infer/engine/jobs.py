@@ -1,4 +1,4 @@
-"""Requests that were taken: each with its answers, and those that share steps of the model."""
+"""Accepted requests with their answers, and the loop of those that share model steps."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ KV_CACHE_DTYPES = {
 
 
 def _weigh(model: Any) -> int:
-    """Return the bytes that a step of a model reads, about."""
+    """Return the approximate bytes that one step of a model reads."""
     return sum(packed_bytes(tensor) for tensor in model.parameters())
 
 
 class Job:
-    """A request on its way.
+    """An accepted request.
 
     Args:
-        number: when it came.
-        ready: what is asked.
-        now_s: the time.
+        number: arrival number.
+        ready: prepared request.
+        now_s: current time in seconds.
 
     Attributes:
-        handle: what whoever asked has of it.
-        rows: what runs it, where it has rows of its own.
-        sequences: those that write its answers, where it runs with others.
-        is_running: it has begun.
+        handle: the caller's handle.
+        rows: runner of a request that cannot be batched; None otherwise.
+        sequences: sequences of a batched request, with their answers.
+        is_running: whether the request has started.
     """
 
     def __init__(self, number: int, ready: Ready, now_s: float) -> None:
@@ -65,18 +65,18 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether all answers have ended."""
         return self.handle.done
 
     def over(self, now_s: float) -> FinishReason | None:
-        """Return why it must end now, if it must."""
+        """Return the reason if the job is cancelled or past its deadline, else None."""
         if self.handle.is_cancelled:
             return "cancelled"
         late = self._deadline_s is not None and now_s >= self._deadline_s
         return "deadline" if late else None
 
     def tell(self, finished: bool = False) -> None:
-        """Hand over what is new of every answer; of finished ones all that is left."""
+        """Deliver the new output of every answer, and with `finished` end all answers."""
         for answer in self.ready.answers:
             if finished and answer.finish_reason is None:
                 answer.end("length")
@@ -91,7 +91,7 @@ class Job:
                 self.handle.fail(error)
 
     def end(self, reason: FinishReason) -> None:
-        """End every answer that goes on."""
+        """End every unfinished answer with a reason."""
         if self.rows is not None:
             self.rows.stop()
         for answer in self.ready.answers:
@@ -99,25 +99,25 @@ class Job:
         self.tell()
 
     def fail(self, error: Exception) -> None:
-        """End it with an error."""
+        """End the job with an error."""
         if self.rows is not None:
             self.rows.stop()
         self.handle.fail(error)
 
 
 class PackedJobs:
-    """Requests whose tokens share the steps of a model.
+    """Batched requests, whose tokens share the steps of a model.
 
     Args:
-        model: what answers.
-        config: how many at once.
-        total_tokens: keys and values there is room for.
-        draft: a small model that guesses; None has none.
-        is_shared: the caller holds the model and may write any of its weights.
+        model: the model.
+        config: limits of batched requests.
+        total_tokens: capacity of the KV cache in tokens.
+        draft: draft model; None without speculative decoding by a model.
+        is_shared: whether the caller holds the model and may write any of its weights.
 
     Attributes:
-        jobs: those that are not done.
-        pages: of keys and values.
+        jobs: unfinished jobs.
+        pages: pages of the KV cache.
     """
 
     def __init__(
@@ -139,20 +139,20 @@ class PackedJobs:
 
     @property
     def running(self) -> int:
-        """Answers that have pages."""
+        """Number of answers that have pages."""
         return len(self._scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Answers that wait for them."""
+        """Number of answers that wait for pages."""
         return len(self._scheduler.waiting)
 
     def check(self, tokens: int) -> None:
-        """Raise `ConfigError` where so many tokens could never run."""
+        """Raise `ConfigError` if a sequence of this length exceeds the KV cache."""
         self._scheduler.check(tokens)
 
     def add(self, job: Job) -> None:
-        """Take a job."""
+        """Add a job."""
         if not self.jobs:  # while nobody waited the model may have been changed
             self.notice_changes()
         ready = job.ready
@@ -167,7 +167,7 @@ class PackedJobs:
         self.jobs.append(job)
 
     def remove(self, job: Job) -> None:
-        """Give back what a job has; nothing where it is none of these."""
+        """Remove a job and free its pages; no effect for an unknown job."""
         if job in self.jobs:
             self.jobs.remove(job)
             for sequence in job.sequences:
@@ -175,15 +175,15 @@ class PackedJobs:
             job.sequences.clear()
 
     def release(self) -> None:
-        """Give back the memory of pages, and with it every prefix, where no job needs it."""
+        """Free the KV cache and all cached prefixes if there are no jobs."""
         if not self.jobs:
             self._step = self._draft = None
             self.pages.forget()
 
     def notice_changes(self) -> None:
-        """Drop what was computed by a model that is another one now; who runs is computed anew.
+        """Drop the KV cache if the model changed; running sequences are recomputed.
 
-        Steps look at their blocks themselves: at the small model's as well, and closer.
+        The draft model's blocks are checked in the next step.
         """
         if self._changes.since_last():
             self._scheduler.begin_anew()
@@ -194,7 +194,7 @@ class PackedJobs:
                 step.look_again()
 
     def step(self) -> None:
-        """Run the model once for all; answers go on, or end."""
+        """Run one step of the model for all sequences and advance their answers."""
         if not self.jobs:
             return
         if self._step is None:
@@ -236,7 +236,7 @@ class PackedJobs:
         return step.run(rows, [part.tokens for part in parts], wanted, deltas)
 
     def _go_on(self, job: Job, part: Part, scores: Tensor) -> None:
-        """Let answers choose a token each by the scores behind a part of their sequence."""
+        """Choose the next tokens of a sequence from a part's logits; errors end the job."""
         if not part.is_last:
             self._scheduler.finish(part)
             return
@@ -250,7 +250,7 @@ class PackedJobs:
             self._scheduler.remove(one)
 
     def _choose(self, job: Job, part: Part, scores: Tensor) -> None:
-        """Choose the next tokens of a sequence; behind a prompt one for every answer."""
+        """Choose the next tokens of a sequence; after a prompt, one for each answer."""
         sequence, answers = part.sequence, job.ready.answers
         answer = job.sequences[sequence]
         for number, row in enumerate(scores):
