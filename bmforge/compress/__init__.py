@@ -1,8 +1,9 @@
-"""Making a model small: quantise, prune, distil and turn into experts, in any combination.
+"""Model compression: quantization, pruning, distillation and MoEfication, in any combination.
 
-Start reading at `compress.py` (all of it at once) and `method.py` (what all ways have in common);
-`phases.py` divides a recipe, `report.py` says what became of a model. `distill/` lets a model learn
-from another one, `prune/` makes zeros and smaller shapes, `quantize/` integers, `moefy/` experts.
+Start reading at `compress.py` (the combined entry point) and `method.py` (the interface of all
+methods); `phases.py` splits a recipe into phases, `report.py` holds the results. Subpackages:
+`distill/` (distillation), `prune/` (sparsity and structured pruning), `quantize/` (quantization),
+`moefy/` (splitting MLPs into experts).
 """
 
 from bmforge.compress.calibrate import calibrate_blocks

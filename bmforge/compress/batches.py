@@ -22,7 +22,7 @@ _IGNORED_LABEL = -100
 
 
 def check_batches(batches: Sequence[Any] | None) -> Sequence[Any]:
-    """Return the batches if there are any and each of them has elements.
+    """Return the batches after checking that there is at least one and that none is empty.
 
     Raises:
         ConfigError: the sequence is missing or empty, or a batch is empty.
@@ -53,7 +53,7 @@ def prepare_batches(model: nn.Module, batches: Sequence[Any] | None) -> list[dic
     """Return calibration batches as keyword arguments of the model, without padding.
 
     Args:
-        model: model that the batches are for.
+        model: model that consumes the batches.
         batches: keyword arguments of the model's forward, or token ids alone. `attention_mask`
             marks the padding of the inputs; `decoder_attention_mask`, or labels of -100 at the
             end, mark that of an encoder-decoder's targets.
@@ -70,7 +70,7 @@ def prepare_batches(model: nn.Module, batches: Sequence[Any] | None) -> list[dic
 
 
 def _has_decoder(model: nn.Module) -> bool:
-    """Return True for an encoder-decoder, whose labels have a length of their own."""
+    """Return True for an encoder-decoder, whose labels have a different length than the inputs."""
     traits, config = getattr(model, "traits", None), getattr(model, "config", None)
     return getattr(traits, "reads", "") == "apart" or bool(
         getattr(config, "is_encoder_decoder", False)
@@ -78,7 +78,7 @@ def _has_decoder(model: nn.Module) -> bool:
 
 
 def _split_by_length(batch: dict[str, Any], has_decoder: bool, number: int) -> list[dict[str, Any]]:
-    """Return the batch as batches whose sequences have equal lengths, cropped to these."""
+    """Split a batch into batches of equally long sequences, cropped to their real tokens."""
     keys = [key for key, value in batch.items() if isinstance(value, Tensor) and value.dim() > 1]
     target_keys = {key for key in keys if key.startswith("decoder_")}
     target_keys |= {"labels"} & set(keys) if has_decoder else set()
@@ -105,26 +105,27 @@ def _split_by_length(batch: dict[str, Any], has_decoder: bool, number: int) -> l
             span, shape = (target, target_shape) if is_target else (source, source_shape)
             value = batch[key][rows] if batch[key].shape[0] == masks[0].shape[0] else batch[key]
             if span is not None and batch[key].shape[:2] == shape:
-                value = value[:, span].contiguous()  # transformers' losses call view()
+                # transformers' losses call view(), which needs contiguous labels.
+                value = value[:, span].contiguous()
             part[key] = value
         parts.append(part)
     return parts
 
 
 def _source_mask(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return which input tokens are real, (B, T); None if no two-dimensional mask says so."""
+    """Return a bool mask of the real input tokens, (B, T), or None without a 2-D attention mask."""
     mask = batch.get("attention_mask")
     return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def _target_mask(batch: Mapping[str, Any], has_decoder: bool) -> Tensor | None:
-    """Return which target tokens of an encoder-decoder are real, (B, T); None if all may be."""
+    """Return a bool mask of an encoder-decoder's real target tokens, (B, T), or None if unknown."""
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return mask != 0
     if not has_decoder or not isinstance(labels, Tensor) or labels.dim() != 2:
         return None
-    # Ignored labels inside a sequence are targets that the loss leaves out, not padding.
+    # Labels of -100 inside a sequence are real tokens without a loss, not padding.
     is_counted = labels != _IGNORED_LABEL
     return is_counted.flip(1).cumsum(1).flip(1) > 0
 

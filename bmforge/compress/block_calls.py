@@ -1,4 +1,4 @@
-"""How the blocks of a stack are called, and with what the first one is."""
+"""Records the arguments of each block of a stack, so that blocks can be run one at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ __all__ = ["BlockCall", "record_calls"]
 
 @dataclass
 class BlockCall:
-    """How a block was called for one batch; its hidden states come from the block before.
+    """Arguments of a block for one batch; the hidden states come from the previous block.
 
     Args:
-        args: by position.
-        kwargs: by name.
-        slot: where the hidden states stand in one or the other.
-        take: which of the block's outputs goes on; None: it has one.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        slot: index or name of the argument that holds the hidden states.
+        take: index of the block's output that is passed to the next block; None if the block
+            returns a single tensor.
     """
 
     args: tuple[Any, ...]
@@ -31,7 +32,7 @@ class BlockCall:
     take: int | None = None
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Return what goes on to the next block."""
+        """Run the block on hidden states and return the hidden states for the next block."""
         args, kwargs = list(self.args), dict(self.kwargs)
         if isinstance(self.slot, int):
             args[self.slot] = x
@@ -41,7 +42,7 @@ class BlockCall:
         return out if self.take is None else out[self.take]
 
     def widened(self) -> BlockCall:
-        """Return the same call with its 16-bit arguments in fp32."""
+        """Return a copy of the call with its 16-bit arguments in fp32."""
         args = tuple(_widen(value) for value in self.args)
         kwargs = {name: _widen(value) for name, value in self.kwargs.items()}
         return BlockCall(args, kwargs, self.slot, self.take)
@@ -58,13 +59,13 @@ def _widen(value: Any) -> Any:
 
 
 class _EnoughError(Exception):
-    """The last block of a stack has run."""
+    """Raised to stop the forward pass once the last block of a stack has run."""
 
 
 def record_calls(
     model: nn.Module, stack: Sequence[nn.Module], batch: Mapping[str, Any]
 ) -> tuple[Tensor, list[BlockCall]]:
-    """Return what goes into the first block, and how each is called."""
+    """Return the input hidden states of the first block and the recorded call of each block."""
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     calls: list[BlockCall] = []
     last: list[Any] = []
@@ -103,7 +104,7 @@ def record_calls(
 def _find_slot(
     out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
 ) -> tuple[int | str, int | None]:
-    """Return where a block has what the one before made, and which of its outputs that was."""
+    """Find the argument of a block that is the previous block's output, and the output's index."""
     outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for take, value in outs:
@@ -119,6 +120,6 @@ def _find_slot(
 def _without(
     args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments that do not hold the hidden states."""
+    """Return the arguments with the hidden states replaced by None."""
     kept = tuple(None if place == slot else value for place, value in enumerate(args))
     return kept, {name: None if name == slot else value for name, value in kwargs.items()}

@@ -1,8 +1,9 @@
-"""Block by block over real batches: what goes into each, with the blocks before it changed already.
+"""Block-by-block calibration: each block is changed on the outputs of the changed blocks before it.
 
-A model is run once up to the end of a stack, and what its blocks are called with is kept. Then one
-block after the other is shown its inputs, changed, and run again for the inputs of the next. So the
-statistics of one block are in memory at a time, and each block sees the errors of those before.
+The model runs once up to the end of a stack while the arguments of its blocks are recorded. Then
+each block in turn receives its inputs, is changed, and runs again to produce the inputs of the next
+block. Only the statistics of one block are in memory at a time, and each block is calibrated on
+inputs that contain the errors of the blocks before it.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ __all__ = [
 
 
 class Statistic(Protocol):
-    """What is gathered of the inputs of one matrix."""
+    """Interface of a statistic accumulated over the inputs of one matrix."""
 
     def add(self, x: Tensor) -> None:
-        """Count inputs, (tokens, columns)."""
+        """Add inputs, (tokens, columns), to the statistic."""
 
 
 @dataclass
 class BlockRun:
-    """A block and what goes into it, batch by batch.
+    """A block with its calibration inputs.
 
     Args:
-        name: of the block in the model.
-        block: it.
-        matrices: those in it that are asked for.
-        statistics: name of a matrix -> what was gathered of its inputs; those that no
-            text has reached have none.
-        calls: how it is called.
-        inputs: hidden states that go in.
-        is_last: no other part of this block is shown after this one.
+        name: module name of the block.
+        block: block module.
+        matrices: selected matrices in the block.
+        statistics: matrix name -> statistic of its inputs; matrices that no token reached are
+            missing.
+        calls: recorded call of the block for each batch.
+        inputs: input hidden states of each batch.
+        is_last: True if no further part of this block is visited afterwards.
     """
 
     name: str
@@ -62,7 +63,7 @@ class BlockRun:
     is_last: bool = True
 
     def run(self, count: int | None = None) -> Iterator[Tensor]:
-        """Yield what comes out for every batch, or the first so many."""
+        """Yield the output of the block for every batch, or for the first `count` batches."""
         pairs = zip(self.calls, self.inputs, strict=True)
         for number, (call, x) in enumerate(pairs):
             if count is not None and number >= count:
@@ -86,28 +87,28 @@ def calibrate_blocks(
     title: str = "calibrate",
     size: Callable[[Matrix], int] | None = None,
 ) -> None:
-    """Show every block what real texts bring, in the order in which they run.
+    """Visit every block with calibration statistics of its inputs, in execution order.
 
-    Works on bmforge's and transformers' models, and on any whose repeated blocks each give their
-    hidden states to the next; the stacks of an encoder-decoder come one after the other.
+    Supports bmforge's and transformers' models, and any model whose repeated blocks pass hidden
+    states to each other. The stacks of an encoder-decoder are visited one after the other.
 
     Args:
-        model: whole and in memory; it is put into evaluation mode meanwhile.
-        batches: the model's arguments, or token ids alone.
-        visit: changes a block; its statistics are forgotten afterwards.
-        gather: makes what counts the inputs of a matrix.
-        where: name globs of modules; empty takes the blocks' linear layers and experts.
-        title: of the progress bar.
-        size: bytes of a matrix's statistic. With it a block is visited in parts, those that run
-            last first, so that none sees another input than the plain block has, and the
-            statistics of a part take half of the block's matrices at most, or are of one input.
+        model: complete model in memory; in evaluation mode during calibration.
+        batches: keyword arguments of the model's forward, or token ids alone.
+        visit: callback that changes a block; its statistics are freed afterwards.
+        gather: factory of the statistic for the inputs of a matrix.
+        where: name globs of modules; empty selects the blocks' linear layers and experts.
+        title: title of the progress bar.
+        size: bytes of a matrix's statistic. If set, a block is visited in parts, those that run
+            last first, so that the inputs of each part equal those of the unchanged block. A part's
+            statistics cover at most half of the block's matrices, or a single input.
 
     Raises:
-        ConfigError: no or empty batches, matrices outside of repeated blocks, or blocks that give
-            something else to each other than hidden states.
+        ConfigError: no or empty batches, matrices outside of repeated blocks, or blocks that do
+            not pass hidden states to each other.
 
-    Memory: the hidden states of all batches, what one batch makes in a block, and the statistics
-        of one block, or with `size` of a part of it.
+    Memory: the hidden states of all batches, the activations of one batch in a block, and the
+    statistics of one block, or of a part of it if `size` is set.
     """
     prepared = prepare_batches(model, batches)
     blocks = find_repeated_blocks(model)
@@ -128,7 +129,7 @@ def calibrate_blocks(
 def by_block(
     matrices: Sequence[Matrix], blocks: Mapping[str, nn.Module]
 ) -> dict[str, list[Matrix]]:
-    """Return block -> the matrices in it."""
+    """Return block name -> the matrices in that block."""
     found: dict[str, list[Matrix]] = {}
     for matrix in matrices:
         names = [name for name in blocks if f"{matrix.owner}.".startswith(f"{name}.")]
@@ -146,7 +147,7 @@ def by_block(
 def _find_stacks(
     model: nn.Module, blocks: Mapping[str, nn.Module], batch: Mapping[str, Any]
 ) -> list[list[str]]:
-    """Return the names of blocks in the order in which they run, stack by stack."""
+    """Return the block names in execution order, one list per stack."""
     order: list[str] = []
     handles = [
         block.register_forward_pre_hook(lambda *_, name=name: order.append(name))
@@ -168,7 +169,7 @@ def _find_stacks(
 
 @dataclass(frozen=True)
 class _Show:
-    """What is done with each block; see `calibrate_blocks`."""
+    """Visits the blocks of a stack one after the other; see `calibrate_blocks`."""
 
     visit: Callable[[BlockRun], None]
     gather: Callable[[Matrix], Statistic]
@@ -204,7 +205,7 @@ def _calibrate_stack(
         if number > last:
             continue
         calls = [found[number] for found in recorded]
-        # What is replaced in a block is kept by nobody here: the model becomes smaller as it goes.
+        # Keep no reference to replaced layers, so that their memory is freed block by block.
         if inside := matrices.pop(name, None):
             show(BlockRun(name, blocks[name], inside, {}, calls, hidden))
             del inside
@@ -215,26 +216,26 @@ def _calibrate_stack(
 
 
 class _Inputs:
-    """Knows matrices that get the same tensor, without keeping it alive."""
+    """Maps input tensors to the first matrix that received them, through weak references."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
 
     def find(self, x: Tensor) -> str | None:
-        """Return the first matrix that has got this tensor."""
+        """Return the name of the first matrix that received this tensor, or None."""
         return next((name for other, name in self._seen if other() is x), None)
 
     def add(self, x: Tensor, name: str) -> None:
-        """Note who has got a tensor."""
+        """Record the matrix that received a tensor."""
         self._seen.append((weakref.ref(x), name))
 
     def clear(self) -> None:
-        """Forget a batch."""
+        """Forget all tensors, at the end of a batch."""
         self._seen.clear()
 
 
 def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
-    """Return a block's matrices in parts whose statistics fit together, the last to run first."""
+    """Split a block's matrices into parts whose statistics fit in memory, last to run first."""
     groups: dict[str, list[Matrix]] = {}
     known: set[str] = set()
     inputs = _Inputs()
@@ -265,7 +266,7 @@ def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
 
 
 def _gather_in(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
-    """Return what was gathered of a block's inputs; what gets the same tensor has one statistic."""
+    """Return the statistics of a block's inputs; matrices with the same input share one."""
     found: dict[str, Statistic] = {}
     shared: dict[str, str] = {}
     inputs = _Inputs()

@@ -1,10 +1,10 @@
-"""Changing a matrix column by column, the later ones making up for what the earlier ones lose.
+"""Column-by-column matrix updates in which later columns compensate the errors of earlier ones.
 
-What GPTQ and SparseGPT share: they differ in what becomes of a column.
+This is the part that GPTQ and SparseGPT have in common; they differ in how a column is changed.
 
 Source: Frantar et al., "GPTQ" (2022), algorithm 1; Frantar and Alistarh, "SparseGPT" (2023).
-Inputs that no text has reached are not set to zero: damping makes them cheap, and nobody makes up
-for them.
+Weights of inputs that are always zero in calibration are not set to zero: with damping alone,
+changing them is cheap and no other column compensates for them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ __all__ = ["Settler", "settle_columns"]
 
 
 class Settler(Protocol):
-    """Says what becomes of columns."""
+    """Interface that computes the new value of a column: rounded (GPTQ) or pruned (SparseGPT)."""
 
     def settle(self, number: int, block: Tensor, place: int, roots: Tensor) -> Tensor:
-        """Return what becomes of a column, the first time it is seen.
+        """Return the new value of a column.
 
         Args:
-            number: of the column in the matrix.
-            block: columns that are looked at together, as they are by now.
-            place: of this one among them; those before are settled.
-            roots: for each the root of its entry of the inverse Hessian, the columns before it
-                left out.
+            number: index of the column in the matrix.
+            block: current block of columns, with the compensation so far.
+            place: index of the column within the block; earlier columns are final.
+            roots: diagonal of the Cholesky factor of the inverse Hessian for the block's columns.
 
         Shape:
             block: (rows, columns of the block); roots: (columns of the block,); returns (rows,)
@@ -47,19 +46,19 @@ def settle_columns(
     name: str,
     in_place: bool = False,
 ) -> Tensor:
-    """Return the matrix with every column settled.
+    """Return the matrix after every column was replaced and its error compensated.
 
     Args:
-        matrix: (rows, columns).
-        hessian: of what goes in.
-        settler: says what becomes of a column.
+        matrix: weights, (rows, columns).
+        hessian: Hessian of the matrix's inputs.
+        settler: computes the new value of each column.
         damp: share of the mean of the Hessian's diagonal that is added to it.
-        block_columns: columns after which the rest is brought up to date.
-        name: of the matrix, for messages.
-        in_place: the matrix itself may be used up; it is where it is wide enough to be worked on.
+        block_columns: number of columns per block; the remaining columns are updated after each.
+        name: name of the matrix for messages.
+        in_place: overwrite the matrix as a work buffer if it already has the wide dtype.
 
     Raises:
-        ConfigError: the Hessian is not positive; the matrix is as it was then.
+        ConfigError: the Hessian is not positive definite; the matrix is unchanged then.
     """
     wide = wide_dtype(matrix.dtype)
     factor = hessian.inverse_factor(damp, name).to(wide)

@@ -1,7 +1,7 @@
-"""Several ways of making a model small at once, and a teacher beside them.
+"""Combines several compression methods with distillation from a teacher.
 
-A `Compression` hands out functions of the shapes that a Trainer takes, and works in a loop of your
-own just as well:
+A `Compression` provides an objective and a callback for a Trainer, and also works in a custom
+training loop:
 
     job = compress(model, config, teacher=teacher, batches=calibration)
     Trainer(model, loader, train, objective=job.objective(causal_lm), callbacks=(job,)).fit()
@@ -48,17 +48,17 @@ def compress(
     batches: Sequence[Batch] | None = None,
     methods: Sequence[Method] = (),
 ) -> Compression:
-    """Put all that a config asks for into a model, before it is laid out.
+    """Attach all compression methods of a config to a model that is not parallelized yet.
 
     Args:
-        model: any; changed in place.
-        config: what is done; parts may be left out.
-        teacher: what the model learns from, where the config has `distill`; or its kept answers.
-        batches: real inputs, for methods that look at what goes through the model.
-        methods: further ones of your own, not attached yet; see `Method`.
+        model: any model; changed in place.
+        config: compression settings; each part is optional.
+        teacher: distillation teacher, or its saved answers; required with `distill`.
+        batches: calibration batches for methods that need them.
+        methods: custom methods, not attached yet; see `Method`.
 
     Raises:
-        ConfigError: what does not fit the model, or each other; or nothing is asked for.
+        ConfigError: settings that do not fit the model or each other, or an empty config.
     """
     config = config or CompressConfig()
     if (config.distill is None) != (teacher is None):
@@ -77,20 +77,20 @@ def compress(
 
 
 class Compression:
-    """A model on its way to being small: an objective, a callback, and what is left at the end.
+    """A compression in progress: training objective, callback, and the finished model.
 
     Args:
-        model: not laid out yet.
-        methods: what is done, attached to it, in the one order of `METHOD_NAMES`.
-        distill: what it learns from its teacher.
-        teacher: None where it learns from its task alone.
-        before: its sizes before anything was done.
+        model: model, not parallelized yet.
+        methods: methods attached to the model, in the order of `METHOD_NAMES`.
+        distill: distillation settings.
+        teacher: distillation teacher; None trains on the task's loss alone.
+        before: sizes of the model before compression.
 
     Attributes:
-        model: the small one, once it is finished: the one that was given, or a plain one in its
-            place where that had been laid out over processes.
+        model: compressed model once finished: the original object, or a plain model that
+            replaces it if it was parallelized.
         step: optimizer steps done.
-        distiller: what compares with the teacher; None without one.
+        distiller: compares student and teacher; None without a teacher.
     """
 
     name = "compression"
@@ -105,7 +105,7 @@ class Compression:
     ) -> None:
         self.model, self.methods, self.step = model, list(methods), 0
         self._before = before or measure_sizes(model)
-        # Before the teacher's parts come in, which are no part of the small model.
+        # Copied before the distiller attaches projections, which are not part of the result.
         self._plain = copy_to_meta(model)
         self.distiller: Distiller | None = None
         if teacher is not None:
@@ -113,12 +113,12 @@ class Compression:
         self._is_finished = False
 
     def init_(self, seed: int = 0) -> None:
-        """Draw what is trained for the teacher's sake alone, of a model that was on meta before."""
+        """Initialize the parameters that only distillation uses, if the model was on meta."""
         if self.distiller is not None:
             self.distiller.init_(seed)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return name glob of parameters -> settings that an optimizer is to have for them."""
+        """Return name glob of parameters -> their optimizer settings."""
         found: dict[str, dict[str, float]] = {}
         for method in self.methods:
             groups = getattr(method, "optim_groups", None)
@@ -126,12 +126,13 @@ class Compression:
         return found
 
     def objective(self, inner: Objective) -> Objective:
-        """Return the task's objective with the teacher's and the methods' own losses in it.
+        """Return the task's objective plus the losses of the distillation and of the methods.
 
-        Of a model that is not in training, as in evaluation, it is the task's alone.
+        In evaluation mode it returns the task's loss alone.
 
         Args:
-            inner: (model, batch, number of items) -> the sum of the items' losses over the number.
+            inner: (model, batch, number of items) -> sum of the items' losses over the number
+                of items.
         """
         taught = inner if self.distiller is None else self.distiller.objective(inner)
         return partial(self._add_extra, taught)
@@ -145,16 +146,16 @@ class Compression:
         for method in self.methods:
             extra = method.extra_loss(model, self.step)
             if extra is not None:
-                # It has no tokens: each micro-batch adds its share, so that it counts once a step.
+                # Each micro-batch adds its share of items, so that the term counts once per step.
                 loss = loss + extra * (count_labels(batch, model) / num_items)
         return loss
 
     def after_step_(self) -> None:
-        """Go on after a step of the optimizer, in a loop of your own."""
+        """Update the methods after an optimizer step, in a custom training loop."""
         self._go_on_(self.step + 1, self.model)
 
     def __call__(self, trainer: Any, row: Any) -> None:
-        """Be a callback of a Trainer."""
+        """Update the methods after an optimizer step, as a Trainer callback."""
         self._go_on_(trainer.step, trainer.model)
 
     def _go_on_(self, step: int, model: nn.Module) -> None:
@@ -165,17 +166,17 @@ class Compression:
             method.after_step_(model, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands: plain numbers, the same on every process."""
+        """Return the step and the state of each method as plain numbers, equal on every process."""
         return {
             "step": self.step,
             "methods": {method.name: method.state_dict() for method in self.methods},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`.
+        """Resume from the result of `state_dict`.
 
         Raises:
-            ConfigError: other methods were at work there.
+            ConfigError: the state belongs to a run with other methods.
         """
         here = [method.name for method in self.methods]
         if set(state["methods"]) != set(here):
@@ -190,26 +191,28 @@ class Compression:
             method.load_state_dict(state["methods"][method.name])
 
     def leave_teacher_(self) -> None:
-        """Take out what is there for the teacher's sake alone; the model is then what is saved."""
+        """Remove the modules that only distillation uses, so that the model can be saved."""
         if self.distiller is not None:
             self.distiller.leave_()
 
     def finish_(self) -> CompressReport:
-        """Leave the small model, and say what became of it.
+        """Finish all methods and return the report of the compressed model.
 
-        Of a model that is laid out it is a plain one in its place, `model`, on every process.
+        For a parallelized model, `model` becomes a plain model on every process.
 
         Raises:
-            ConfigError: it is finished already, or cut into stages of a pipeline.
+            ConfigError: the compression is already finished, or the model is split into
+                pipeline stages.
 
-        Comm: of a model that is laid out, a gather of each tensor.
+        Comm: one all-gather per tensor of a parallelized model.
         """
         if self._is_finished:
             raise ConfigError("the model is small already: finish_ is called once.")
         self.leave_teacher_()
         self.model = _plain_model(self.model, self._plain)
         facts = {method.name: method.finish_(self.model) for method in self.methods}
-        if "zeros" in facts and "quantize" in facts:  # rounding comes after the zeros were counted
+        # Quantization may add zeros after they were counted.
+        if "zeros" in facts and "quantize" in facts:
             facts["zeros"] |= measure_zeros(self.model, facts["zeros"].get("layers", ()))
         self._is_finished = True
         done = " + ".join(METHOD_WORDS[method.name] for method in self.methods) or "distilled"
@@ -223,7 +226,7 @@ METHOD_WORDS = dict(
 
 
 def _plain_model(model: nn.Module, plain: nn.Module) -> nn.Module:
-    """Return the model itself, or of one that is laid out the plain one with its values."""
+    """Return the model, or for a parallelized one the plain model filled with its values."""
     if not any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values()):
         return model
     record = laid_out(model)

@@ -1,4 +1,4 @@
-"""One recipe: everything that is to be done to a model to make it small, as data."""
+"""Configuration of a compression: the settings of all methods in one dataclass."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["CompressConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class CompressConfig:
-    """What is done to a model, in this order; None leaves it out. Distillation spans all.
+    """Compression methods, applied in this order; None disables one. Distillation spans all.
 
     Args:
-        structure: smaller shapes.
-        moefy: MLPs become experts.
-        prune: weights become zeros.
-        quantize: weights become integers.
-        distill: a teacher beside the task.
+        structure: structured pruning to smaller shapes.
+        moefy: splitting MLPs into experts.
+        prune: unstructured or 2:4 sparsity.
+        quantize: weight quantization.
+        distill: distillation from a teacher.
     """
 
     structure: StructureConfig | None = None
@@ -34,12 +34,12 @@ class CompressConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is asked for, besides a teacher."""
+        """Names of the enabled methods, without distillation."""
         found = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         return tuple(name for name in found if name != "distill")
 
     def looks(self, name: str) -> bool:
-        """Tell whether a part of it needs to see real inputs."""
+        """Return True if a part of the config needs calibration batches."""
         part: Any = getattr(self, name)
         if name == "structure":
             return part is not None and not part.gates and part.by != "size"
@@ -49,5 +49,5 @@ class CompressConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether anything of it needs to see real inputs."""
+        """Whether any enabled method needs calibration batches."""
         return any(self.looks(name) for name in self.names)

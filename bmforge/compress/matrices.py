@@ -1,7 +1,7 @@
-"""The matrices of any model: where they are, what they hold, and what goes into them.
+"""Finds the weight matrices of any model, reads and writes them, and observes their inputs.
 
-Linear layers (transformers' Conv1D as well), embeddings, heads, and every expert of a stack hold
-one; all are seen as (rows, columns), what comes out by what goes in.
+A linear layer (also transformers' Conv1D), an embedding, a head and every expert of a stack hold
+one matrix each. All are presented as (rows, columns): output features by input features.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from bmforge.surgery import find_repeated_blocks, match_names
 
 __all__ = ["Matrix", "find_matrices", "is_stored", "usual_names", "warn_of_stacks", "watch_inputs"]
 
-# Last parts of names of linear layers that choose experts; they stay as they are.
+# Last name parts of router layers, which are not compressed.
 _ROUTERS = ("router", "gate", "shared_gate", "shared_expert_gate")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of a model.
+    """One weight matrix of a model.
 
     Args:
-        owner: name of the module that has it.
-        module: it.
-        key: name of the parameter.
-        index: which of a stack; None where there is no stack.
+        owner: name of the module that owns the parameter.
+        module: that module.
+        key: parameter name within the module.
+        index: index of the expert in a stacked parameter; None if the parameter is one matrix.
     """
 
     owner: str
@@ -47,24 +47,24 @@ class Matrix:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Display name of the matrix: module, expert index, and parameter unless it is "weight"."""
         place = "" if self.index is None else f"[{self.index}]"
         return f"{self.owner}{place}" if self.key == "weight" else f"{self.owner}.{self.key}{place}"
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that it is, or is in."""
+        """Parameter that is, or contains, the matrix."""
         return getattr(self.module, self.key)
 
     def read(self) -> Tensor:
-        """Return it as it lies in memory, a view: (rows, columns)."""
+        """Return a view of the matrix, (rows, columns)."""
         whole = self.parameter.detach()
         if self.index is not None:
             return whole[self.index]
         return whole.t() if hasattr(self.module, "nf") else whole
 
     def write_(self, values: Tensor) -> None:
-        """Give it other values.
+        """Overwrite the values of the matrix.
 
         Shape:
             values: (rows, columns)
@@ -73,20 +73,20 @@ class Matrix:
 
 
 def is_stored(module: nn.Module) -> bool:
-    """Tell whether a module's weights are integers already."""
+    """Return True if a module's weights are stored as integers."""
     return isinstance(module, (PackedStore, RowStore, Int8Experts))
 
 
 def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
-    """Return the matrices of the modules that globs name, in the model's order; tied ones once.
+    """Return the matrices of the modules that match the globs, in model order, tied ones once.
 
     Args:
-        model: any.
-        where: name globs of modules; a block or the like stands for all linear layers in it. Empty
-            takes linear layers and experts of the repeated blocks, without routers.
+        model: any model.
+        where: name globs of modules; a container such as a block selects all linear layers in
+            it. Empty selects linear layers and experts of the repeated blocks, without routers.
 
     Raises:
-        ConfigError: a glob that matches nothing, or no matrix; or one that is stored as integers.
+        ConfigError: a glob that matches no module or no matrix, or a matrix stored as integers.
     """
     modules = dict(model.named_modules())
     names: dict[str, None] = {}
@@ -130,14 +130,14 @@ def usual_names(model: nn.Module) -> list[str]:
 
 
 def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
-    """Log the experts of other libraries' models, which are not linear layers and stay as they are.
+    """Log the experts of other libraries' models, which are not linear layers and stay unchanged.
 
     transformers 5 keeps the experts of a layer in three-dimensional parameters.
 
     Args:
         model: any model.
         where: globs of a config; nothing is logged if they name modules.
-        done: what is done to the other weights, such as "quantized".
+        done: participle for the message, such as "quantized".
     """
     if where:
         return
@@ -159,7 +159,7 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
 
 
 def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
-    """Return the modules with matrices among these; of what has none, those within it."""
+    """Return the named modules that have matrices, replacing containers by the modules in them."""
     found: dict[str, None] = {}
     parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, BesidePart))
     for name in names:
@@ -193,12 +193,12 @@ def _matrices_of(name: str, module: nn.Module) -> Iterator[Matrix]:
 def watch_inputs(
     matrices: Sequence[Matrix], note: Callable[[Matrix, Tensor], None]
 ) -> Iterator[None]:
-    """While this lasts, tell what goes into matrices.
+    """Context manager: call `note(matrix, input)` for every multiplication with a matrix.
 
     Args:
-        matrices: of linear layers and experts.
-        note: called with a matrix and what it is about to be multiplied with, (tokens, columns).
-            Matrices that get the same tensor are told of the same object, one after the other.
+        matrices: matrices of linear layers and experts.
+        note: callback that receives a matrix and its input, (tokens, columns). Matrices with
+            the same input receive the same tensor object, one after the other.
     """
     by_module: dict[int, list[Matrix]] = {}
     for matrix in matrices:

@@ -1,4 +1,4 @@
-"""What every way of making a model small has in common: it is put in, it goes along, it ends."""
+"""Interface of all compression methods: attach to a model, follow the training steps, finish."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 __all__ = ["METHOD_NAMES", "Method", "MethodBase"]
 
-# In the order in which they are put into a model and taken out of it.
+# Order in which methods are attached and finished.
 METHOD_NAMES = ("structure", "experts", "zeros", "quantize")
 
 
 @runtime_checkable
 class Method(Protocol):
-    """One way to make a model small, used inside a run or by hand.
+    """A compression method, used within a training run or on its own.
 
     Attributes:
         name: "structure", "experts", "zeros" or "quantize".
@@ -23,50 +23,50 @@ class Method(Protocol):
     name: str
 
     def attach_(self, model: nn.Module) -> None:
-        """Put what the method needs into a model that is not laid out yet: parts, hooks, changes.
+        """Add the method's modules, hooks and changes to a model that is not parallelized yet.
 
         Raises:
-            ConfigError: it does not fit the model, or what was done to it before.
+            ConfigError: the method does not fit the model or the methods already applied to it.
         """
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Return a scalar that is added to the loss once a step (a Lagrangian, a balance)."""
+        """Return a scalar added to the loss once per step (such as a Lagrangian), or None."""
 
     def after_step_(self, model: nn.Module, step: int) -> None:
-        """Go on after the optimizer's step; `step` are done."""
+        """Update the method after an optimizer step; `step` is the number of steps done."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is not in the model's tensors: plain numbers, the same on every process."""
+        """Return the state outside the model's tensors as plain numbers, equal on every process."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Resume from the result of `state_dict`."""
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Leave the small model; return facts for the report as plain values."""
+        """Finalize the compressed model; return facts for the report as plain values."""
 
 
 class MethodBase:
-    """A method that does nothing; one of ours overrides what it needs."""
+    """Base class of the methods: every hook does nothing unless overridden."""
 
     name = ""
 
     def attach_(self, model: nn.Module) -> None:
-        """Need nothing in the model."""
+        """Leave the model unchanged."""
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Add nothing to the loss."""
+        """Return None: no additional loss."""
         return None
 
     def after_step_(self, model: nn.Module, step: int) -> None:
         """Do nothing after a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return that there is no state."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have nothing to go on from."""
+        """Ignore the state."""
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Leave the model as it is."""
+        """Leave the model unchanged; return no facts."""
         return {}

@@ -1,4 +1,4 @@
-"""From a config to methods that are attached to a model, in the one order."""
+"""Creates the methods that a config enables and attaches them to a model in a fixed order."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ Attach = Callable[[nn.Module, Any, Batches], Method]
 def attach_methods(
     model: nn.Module, config: CompressConfig, batches: Batches, own: Sequence[Method] = ()
 ) -> list[Method]:
-    """Put what a config asks for into a model, and methods of one's own, in the one order.
+    """Attach the methods of a config, and custom ones, in the order of `METHOD_NAMES`.
 
     Args:
-        model: any; changed in place.
-        config: what is done.
-        batches: real inputs for those that look at some.
-        own: further methods, not attached yet.
+        model: any model; changed in place.
+        config: compression settings.
+        batches: calibration batches.
+        own: custom methods, not attached yet.
 
     Raises:
-        ConfigError: a method twice or of no known name, beside gates what needs the shapes of now,
-            inputs that nothing looks at or that are missing, or what does not fit the model.
+        ConfigError: a duplicate or unknown method, gates together with a method that needs the
+            current shapes, batches that are unused or missing, or settings that do not fit the
+            model.
     """
     _check(config, batches, own)
     attached: list[Method] = []
@@ -80,7 +81,7 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
 
 
 def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
-    """Refuse beside gates, which leave other shapes in the end, what needs the shapes of now."""
+    """Refuse gates, which change shapes at the end, together with methods that fix the shapes."""
     settings = [(name, getattr(config, part)) for name, (part, _) in _PARTS.items()]
     settings += [(method.name, getattr(method, "config", None)) for method in own]
     if not any(name == "structure" and getattr(told, "gates", ()) for name, told in settings):
@@ -95,7 +96,7 @@ def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
 
 
 def _needs_shapes(name: str, settings: Any) -> str:
-    """Return what settings of a method make that fits one shape of the model; "" for nothing."""
+    """Return the setting of a method that depends on the current shapes, or "" if none does."""
     if settings is None:
         return ""
     if name == "experts":
@@ -129,7 +130,7 @@ def _attach_experts(model: nn.Module, config: Any, batches: Batches) -> Method:
     return method
 
 
-# Method -> its part of the config, and what attaches it.
+# Method -> its field of the config, and the function that attaches it.
 _PARTS: Mapping[str, tuple[str, Attach]] = {
     "structure": ("structure", _attach_structure),
     "experts": ("moefy", _attach_experts),

@@ -1,4 +1,4 @@
-"""In which order a model is made small: what changes shapes by itself, what keeps them together."""
+"""Splits a compression recipe into phases: structure, experts, then sparsity and quantization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bmforge.errors import ConfigError
 
 __all__ = ["PHASES", "Phase", "PhaseSteps", "split_phases"]
 
-# Phase -> the parts of a config that it carries out; distillation goes along in each.
+# Phase -> the parts of a config that it applies; distillation is active in each.
 PHASES = {
     "structure": ("structure",),
     "experts": ("moefy",),
@@ -19,12 +19,13 @@ PHASES = {
 
 @dataclass(frozen=True)
 class PhaseSteps:
-    """Steps of training in each phase; without any it is done after training only.
+    """Training steps of each phase; with all at 0, compression runs after training only.
 
     Args:
-        structure: while shapes shrink.
-        experts: after MLPs have become experts.
-        weights: with zeros and with what will be integers, or of distillation alone.
+        structure: training steps of structured pruning (default: 0).
+        experts: training steps after MLPs are split into experts (default: 0).
+        weights: training steps with sparsity and fake quantization, or with distillation alone
+            (default: 0).
     """
 
     structure: int = 0
@@ -32,7 +33,7 @@ class PhaseSteps:
     weights: int = 0
 
     def __post_init__(self) -> None:
-        """Check that none is negative."""
+        """Raise `ConfigError` for a negative number of steps."""
         for name in PHASES:
             if getattr(self, name) < 0:
                 raise ConfigError(f"steps.{name}={getattr(self, name)} must be at least 0.")
@@ -40,12 +41,12 @@ class PhaseSteps:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase.
+    """One phase of a recipe.
 
     Args:
-        name: in `PHASES`.
-        config: what is done in it.
-        steps: of training.
+        name: name in `PHASES`.
+        config: compression settings of this phase.
+        steps: number of training steps.
     """
 
     name: str
@@ -54,17 +55,18 @@ class Phase:
 
 
 def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]:
-    """Return the phases of a config, in the one order.
+    """Split a config into its phases, in order.
 
     Raises:
-        ConfigError: steps of a phase that does nothing; nothing to do; or a teacher without steps.
+        ConfigError: steps for a phase without a method, an empty config, or a teacher without
+            steps.
     """
     everything = [part for parts in PHASES.values() for part in parts]
     found = []
     for name, parts in PHASES.items():
         count = getattr(steps, name)
         is_wanted = any(getattr(config, part) is not None for part in parts)
-        # A teacher alone teaches where nothing else happens.
+        # Distillation alone counts as the weights phase.
         is_last = name == "weights" and config.distill is not None and count > 0
         if not is_wanted and not is_last:
             if count:

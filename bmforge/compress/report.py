@@ -1,4 +1,4 @@
-"""What became of a model: sizes, quality and facts of every phase, as data and as one page."""
+"""Compression report: sizes, quality and facts of every phase, as JSON and as an HTML page."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from bmforge.surgery import persistent_tensors
 __all__ = ["CompressReport", "ModelSizes", "PhaseFacts", "measure_sizes", "measure_zeros"]
 
 _JSON, _PAGE = "compression.json", "report.html"
-# Bars of a fact; longer lists of numbers are told by their length; numbers in whole from here on.
+# Most bars per fact; longest list shown in full; smallest number shown without decimals.
 _MOST_SHOWN, _FEW, _LARGE = 64, 8, 1_000
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """How large a model is.
+    """Size of a model.
 
     Args:
-        parameters: numbers that it computes with, however they are kept.
-        size_bytes: what they take in memory, and about what a file does.
-        zeros: how many numbers of its float matrices are 0.
+        parameters: number of weights, whatever their storage format.
+        size_bytes: bytes in memory, about the size of the checkpoint.
+        zeros: number of zeros in the floating-point matrices.
     """
 
     parameters: int
@@ -44,16 +44,16 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class PhaseFacts:
-    """What a phase has left.
+    """Results of one phase.
 
     Args:
-        name: of the phase.
-        sizes: of the model after it.
-        facts: method -> what it says of itself.
-        quality: figure -> value, on held-out data.
-        speed: what was timed -> value.
-        steps: of training in it.
-        directory: of the model that it left.
+        name: name of the phase.
+        sizes: size of the model after the phase.
+        facts: method name -> facts that the method reports.
+        quality: metric -> value on held-out data.
+        speed: timed operation -> value.
+        steps: number of training steps.
+        directory: directory of the resulting model.
     """
 
     name: str
@@ -67,14 +67,14 @@ class PhaseFacts:
 
 @dataclass(frozen=True)
 class CompressReport:
-    """What became of a model, phase by phase.
+    """Results of a compression, phase by phase.
 
     Args:
-        model: its family or class.
-        before: its sizes.
-        phases: in order.
-        quality: of the model before, figure -> value.
-        speed: likewise.
+        model: model family or class name.
+        before: size before compression.
+        phases: results of the phases, in order.
+        quality: metric -> value before compression.
+        speed: timed operation -> value before compression.
     """
 
     model: str
@@ -85,16 +85,16 @@ class CompressReport:
 
     @property
     def after(self) -> ModelSizes:
-        """The sizes of the small model."""
+        """Size of the compressed model."""
         return self.phases[-1].sizes if self.phases else self.before
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What all methods say of themselves, by method."""
+        """Facts of all methods, by method name."""
         return {name: said for phase in self.phases for name, said in phase.facts.items()}
 
     def format(self) -> str:
-        """Return it as text: a line for every phase."""
+        """Format the report as text, one line per phase."""
         rows = [("before", self.before, self.quality, self.speed)]
         rows += [(p.name, p.sizes, p.quality, p.speed) for p in self.phases]
         lines = [f"{self.model}: {_times(self.before.size_bytes, self.after.size_bytes)} smaller"]
@@ -127,7 +127,7 @@ class CompressReport:
         return [(name, getattr(sizes, key) * scale) for name, sizes in found]
 
     def _figures(self, kind: str) -> dict[str, list[tuple[str, float]]]:
-        """Return figure -> (phase, value) of those that were measured."""
+        """Return metric -> (phase, value) pairs of the measured metrics of one kind."""
         found: dict[str, list[tuple[str, float]]] = {}
         for name, values in [
             ("before", getattr(self, kind)),
@@ -139,10 +139,10 @@ class CompressReport:
 
     @classmethod
     def load(cls, directory: str | Path) -> CompressReport:
-        """Read what `save` wrote.
+        """Read a report written by `save`.
 
         Raises:
-            DataError: there is none, or it is damaged.
+            DataError: the report is missing or damaged.
         """
         file = Path(directory) / _JSON
         if not file.is_file():
@@ -151,14 +151,15 @@ class CompressReport:
 
 
 def measure_zeros(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Count the zeros of pruned matrices as they are stored, integers included.
+    """Count the zeros of pruned matrices in their storage format, quantized ones included.
 
     Args:
         model: finished model.
         names: names of the pruned parameters before they were quantized.
 
     Returns:
-        zeros, weights, share, and the share of groups of four inputs with two zeros or more.
+        number of zeros, number of weights, share of zeros, and share of groups of four inputs
+        with at least two zeros.
     """
     zeros = weights = groups = sparse_groups = 0
     for name in names:
@@ -184,7 +185,7 @@ def measure_zeros(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
 
 
 def measure_sizes(model: nn.Module) -> ModelSizes:
-    """Return how large a model is: packed numbers count as the numbers that they stand for."""
+    """Measure the size of a model; packed weights count as the weights that they encode."""
     parameters = size_bytes = zeros = 0
     notes = {name: tensor_notes(module) for name, module in model.named_modules()}
     counted: set[tuple[str, str]] = set()
@@ -229,7 +230,7 @@ def _tiles(report: CompressReport) -> str:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:
-    """Return a table of numbers with bars; "" where there are none."""
+    """Return an HTML table of numbers with bars; "" without rows."""
     if not rows:
         return ""
     largest = max(abs(value) for _, value in rows) or 1.0
@@ -242,7 +243,7 @@ def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:
 
 
 def _facts_section(phase: PhaseFacts) -> str:
-    """Return what the methods of a phase say, each in a table of its own."""
+    """Return an HTML section with one table of facts per method."""
     parts = []
     for method, facts in phase.facts.items():
         numbers = {k: v for k, v in facts.items() if _is_table(v)}
@@ -261,7 +262,7 @@ def _facts_section(phase: PhaseFacts) -> str:
 
 
 def _is_table(value: Any) -> bool:
-    """Tell a mapping of names to numbers (sensitivity, gates, shares), which is drawn."""
+    """Return True for a mapping of names to numbers (such as sensitivities), shown as bars."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -278,7 +279,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _say(value: Any) -> str:
-    """Return a value for people; of long lists how long they are: compression.json has them."""
+    """Format a value for the page; a long list is abbreviated to its length."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

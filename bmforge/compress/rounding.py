@@ -1,6 +1,6 @@
-"""Rounding matrices and activations as the runtime's storage does, staying floats.
+"""Rounds matrices and activations like the runtime's storage formats, with floating-point results.
 
-Where the runtime's kernels run they do it, with the same bits.
+The runtime's kernels are used where they are available, so the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _kernels_for(tensor: Tensor) -> Kernels | None:
 
 
 def round_matrix(matrix: Tensor, spec: QuantSpec) -> Tensor:
-    """Return what a matrix is after it was packed, bit for bit, in its own dtype.
+    """Quantize and dequantize a matrix, bit-identical to the packed weights, in its own dtype.
 
     Shape:
         matrix: (rows, columns); returns the same
@@ -46,7 +46,7 @@ def round_matrix(matrix: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def quantize_rows(matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Return the integers of a matrix whose rows have one scale each, and these scales.
+    """Quantize a matrix with one scale per row; return the integers and the scales.
 
     Shape:
         matrix: (rows, columns); returns (rows, columns) int8 and (rows,) fp32
@@ -60,7 +60,7 @@ def quantize_rows(matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return integers and scales of activations by groups of columns, in the runtime's bits.
+    """Quantize activations by groups of columns, bit-identical to the runtime.
 
     Shape:
         x: (T, columns); returns (T, columns) int8 and (T, groups) fp32
@@ -99,12 +99,12 @@ class _RoundActivations(torch.autograd.Function):
 
 
 def round_weight(weight: Tensor, spec: QuantSpec, is_turned: bool = False) -> Tensor:
-    """Return a weight rounded; its gradient goes through as if it were not.
+    """Fake-quantize a weight with a straight-through estimator for its gradient.
 
     Args:
-        weight: (rows, columns), or a stack of such.
-        spec: how.
-        is_turned: it lies (columns, rows), as in transformers' Conv1D.
+        weight: one matrix, (rows, columns), or a stack of matrices.
+        spec: quantization scheme.
+        is_turned: True if the weight is stored as (columns, rows), as in transformers' Conv1D.
 
     Source: Bengio et al., "Estimating or propagating gradients through stochastic neurons" (2013).
     """
@@ -112,7 +112,7 @@ def round_weight(weight: Tensor, spec: QuantSpec, is_turned: bool = False) -> Te
 
 
 def round_activations(x: Tensor, group: int) -> Tensor:
-    """Return activations rounded by groups of columns, token by token; gradients go through.
+    """Fake-quantize activations per token and column group, with straight-through gradients.
 
     Shape:
         x: (..., columns); returns the same

@@ -1,4 +1,4 @@
-"""How much each matrix harms when it is rounded, and how bits are best spent."""
+"""Measures how much quantizing each module raises the loss, and allocates bits accordingly."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What rounding one module alone costs.
+    """Increase of the loss when a single module is quantized.
 
     Args:
-        name: of the module.
-        scheme: by which it was rounded.
-        loss: how much the loss grew.
-        weights: how many it has.
-        bits: of each, with its share of scales.
+        name: module name.
+        scheme: quantization scheme.
+        loss: increase of the loss.
+        weights: number of weights in the module.
+        bits: bits per weight, including scales.
     """
 
     name: str
@@ -52,21 +52,21 @@ def measure_sensitivity(
     where: Sequence[str] = (),
     loss: Loss | None = None,
 ) -> list[Sensitivity]:
-    """Return what rounding each matrix alone adds to the loss, the others staying as they are.
+    """Measure the increase of the loss when each module alone is quantized.
 
     Args:
-        model: whole and in memory; it is the same afterwards.
-        batches: the model's arguments, or token ids alone. With `labels` the task's loss is taken,
-            else how far the outputs move (the divergence of the logits, or the squared change of
-            the hidden states).
-        schemes: names in `nn.packing.PRESETS`; those that do not fit a width are passed over.
-        where: name globs of modules; empty takes the blocks' linear layers and experts.
-        loss: of (model, batch) instead.
+        model: complete model in memory; unchanged afterwards.
+        batches: keyword arguments of the model's forward, or token ids alone. With `labels` the
+            task's loss is measured, otherwise the change of the outputs (KL divergence of the
+            logits, or squared change of the hidden states).
+        schemes: names in `nn.packing.PRESETS`; schemes that do not fit a width are skipped.
+        where: name globs of modules; empty selects the blocks' linear layers and experts.
+        loss: custom loss of (model, batch).
 
     Raises:
-        ConfigError: no or empty batches, an unknown scheme, or a matrix that none fits.
+        ConfigError: no or empty batches, an unknown scheme, or a matrix that no scheme fits.
 
-    Memory: one matrix twice; without labels the outputs of one batch.
+    Memory: a copy of one module's weights; without labels also the outputs of one batch.
     Compute: a forward pass per batch, module and scheme.
     """
     prepared = prepare_batches(model, batches)
@@ -95,7 +95,7 @@ def measure_sensitivity(
 
 
 def _count_tokens(batch: Mapping[str, Any]) -> int:
-    """Return how many tokens of a batch count in its mean loss."""
+    """Return the number of tokens that contribute to a batch's mean loss."""
     labels = batch.get("labels")
     if labels is not None:
         return int((labels != -100).sum())
@@ -124,7 +124,7 @@ def _size(members: Sequence[Matrix], spec: QuantSpec) -> tuple[int, float]:
 
 
 def _measurer(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> Callable[[], float]:
-    """Return what gives a batch's loss; without labels that is 0 before anything is rounded."""
+    """Return a function that computes a batch's loss; without labels, the change of the outputs."""
     if loss is not None:
         return lambda: float(loss(model, batch))
     if "labels" in batch:
@@ -161,24 +161,24 @@ def choose_specs(
     where: Sequence[str] = (),
     loss: Loss | None = None,
 ) -> dict[str, QuantSpec]:
-    """Return name of a module -> "int4" or "int8", so that bits go where they help most.
+    """Choose "int4" or "int8" for each module so that the bits go where they reduce the loss most.
 
     Args:
-        model: see `measure_sensitivity`.
-        batches: see there.
-        average_bits: of a weight, with its share of scales, over all of them.
-        where: see there.
-        loss: see there.
+        model: complete model in memory.
+        batches: calibration batches; see `measure_sensitivity`.
+        average_bits: mean bits per weight over all modules, including scales.
+        where: name globs of modules; see `measure_sensitivity`.
+        loss: custom loss; see `measure_sensitivity`.
 
     Raises:
-        ConfigError: fewer bits than there can be (the fewest), or more than help.
+        ConfigError: a budget below the smallest possible or above the largest useful one.
     """
     found = measure_sensitivity(model, batches, where=where, loss=loss)
     return {name: PRESETS[scheme] for name, scheme in spend_bits(found, average_bits).items()}
 
 
 def spend_bits(found: Sequence[Sensitivity], average_bits: float) -> dict[str, str]:
-    """Return name -> scheme within a budget: from the fewest bits on, the best gain per bit first.
+    """Return module name -> scheme within a bit budget: greedy upgrades, best gain per bit first.
 
     Raises:
         ConfigError: a budget below the fewest bits, or above the most.

@@ -1,4 +1,4 @@
-"""What is gathered of the inputs of a matrix; see `calibrate.py`."""
+"""Calibration statistics of the inputs of a matrix; see `calibrate.py`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SAMPLED_ROWS = 512
 
 
 class InputNorms:
-    """Sums of squares of every column."""
+    """Sum of squares of every input column, for Wanda."""
 
     def __init__(self) -> None:
         self.squares: Tensor | None = None
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Count inputs."""
+        """Add the inputs of a batch, (tokens, columns)."""
         squares = x.to(wide_dtype(x.dtype)).square().sum(0)
         self.squares = squares if self.squares is None else self.squares + squares
         self.tokens += x.shape[0]
@@ -36,8 +36,8 @@ class InputNorms:
     def norms(self) -> Tensor:
         """The 2-norm of every column over all tokens.
 
-        Columns that were always 0 count a millionth of the largest, so that of their weights the
-        smallest are pruned first.
+        Columns that are always 0 get a millionth of the largest norm, so that their smallest
+        weights are pruned first.
         """
         assert self.squares is not None
         norms = self.squares.sqrt()
@@ -45,7 +45,7 @@ class InputNorms:
 
 
 class InputSizes:
-    """Largest and mean sizes of every column, and some rows."""
+    """Largest and mean absolute value of every input column, and a sample of rows."""
 
     def __init__(self) -> None:
         self.largest: Tensor | None = None
@@ -55,12 +55,12 @@ class InputSizes:
 
     @property
     def is_dead(self) -> Tensor:
-        """Columns that no token has excited: (columns,), bool."""
+        """Columns that are 0 for every token: (columns,), bool."""
         assert self.largest is not None
         return self.largest == 0
 
     def add(self, x: Tensor) -> None:
-        """Count inputs."""
+        """Add the inputs of a batch, (tokens, columns)."""
         if not x.shape[0]:
             return
         wide = x.to(wide_dtype(x.dtype))
@@ -73,24 +73,24 @@ class InputSizes:
 
     @property
     def means(self) -> Tensor:
-        """The mean size of every column."""
+        """The mean absolute value of every column."""
         assert self._sums is not None
         return self._sums / max(self.tokens, 1)
 
     def sample(self) -> Tensor:
-        """Return some rows of all batches, evenly: (rows, columns)."""
+        """Return evenly spaced rows of all batches: (rows, columns)."""
         rows = torch.cat(self._rows)
         self._rows = [rows]
         return _spread(rows)
 
 
 def _spread(rows: Tensor) -> Tensor:
-    """Return at most so many rows, from the first to the last of them."""
+    """Return at most `_SAMPLED_ROWS` evenly spaced rows."""
     return rows[:: max(1, -(-rows.shape[0] // _SAMPLED_ROWS))]
 
 
 class Hessian:
-    """Products of inputs, ``X^T X``: of the squared error of a product, up to a factor."""
+    """Sum of ``X^T X`` over the inputs: Hessian of the squared output error, up to a factor."""
 
     def __init__(self) -> None:
         self.products: Tensor | None = None
@@ -99,17 +99,17 @@ class Hessian:
 
     @property
     def is_dead(self) -> bool:
-        """Whether all inputs were zero, so that no weight matters more than another."""
+        """Whether all inputs were zero, so that all weights are equally unimportant."""
         return self.products is not None and not bool(self.products.diagonal().any())
 
     @staticmethod
     def size_bytes(matrix: Matrix) -> int:
-        """Return what it takes for the inputs of a matrix."""
+        """Return the bytes of the Hessian for the inputs of a matrix."""
         columns = matrix.read().shape[1]
         return columns * columns * wide_dtype(matrix.parameter.dtype).itemsize
 
     def add(self, x: Tensor) -> None:
-        """Count inputs."""
+        """Add the inputs of a batch, (tokens, columns)."""
         wide = x.to(wide_dtype(x.dtype))
         if self.products is None:
             self.products = wide.t() @ wide
@@ -120,14 +120,14 @@ class Hessian:
     def inverse_factor(self, damp: float, name: str) -> Tensor:
         """Return the upper Cholesky factor of the inverse of the damped Hessian.
 
-        It takes the place of the products, and is made once for all matrices with these inputs.
+        The factor overwrites the products and is computed once for all matrices with these inputs.
 
         Args:
             damp: share of the mean of the diagonal that is added to it.
-            name: of the matrix, for messages.
+            name: name of the matrix for messages.
 
         Raises:
-            ConfigError: it is not positive.
+            ConfigError: the Hessian is not positive definite.
         """
         if self._factor is not None:
             return self._factor
@@ -135,15 +135,15 @@ class Hessian:
         damped, self.products = self.products.div_(max(self.tokens, 1)), None
         damped.diagonal().add_(damp * damped.diagonal().mean())
         columns = damped.shape[0]
-        # It is symmetric: seen turned it lies as LAPACK wants it, and every step is in its place.
+        # The matrix is symmetric: its transpose is column-major, so LAPACK works in place.
         found, failed = damped.mT, torch.empty((), dtype=torch.int32, device=damped.device)
         torch.linalg.cholesky_ex(found, out=(found, failed))
         is_positive = not int(failed)
         if is_positive:
             torch.cholesky_inverse(found, out=found)
             torch.linalg.cholesky_ex(found, upper=True, out=(found, failed))
-            # isfinite() of it would take a second matrix, and more.
-            ends = torch.stack(found.mT.aminmax())  # as it lies
+            # isfinite() of the full matrix would allocate another one; its extremes suffice.
+            ends = torch.stack(found.mT.aminmax())  # contiguous
             is_positive = not int(failed) and bool(ends.isfinite().all())
         if not is_positive:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""Teaching a model by another one: what it predicts, and what it has inside.
+"""Knowledge distillation: a student learns from a teacher's predictions and internal states.
 
-Start reading at `distiller.py`; `losses.py` has the formulas, `maps.py` says which layer learns
-from which, `capture.py` gets at what is inside.
+Start reading at `distiller.py`; `losses.py` has the formulas, `maps.py` pairs the layers of student
+and teacher, `capture.py` records internal states.
 """
 
 from bmforge.compress.distill.answers import TeacherAnswers, write_answers

@@ -1,7 +1,7 @@
-"""A teacher's best answers in files, which take its place: written once, read as they are needed.
+"""Saved teacher predictions: the top-k tokens per position, written once and read during training.
 
-A row is found by what the model was given (ids, mask, positions), so the order of batches and the
-layout do not matter, and a row that was not asked about is noticed.
+A row is identified by a hash of its inputs (ids, mask, positions). So the order of batches and the
+parallel layout do not matter, and a row without a saved prediction raises an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHUNK_ELEMENTS = 1 << 23
 
 
 def fingerprint_vocabulary(tokens: Mapping[str, int] | None) -> str:
-    """Return hex digits that depend on every token and its id; "" where they are not known."""
+    """Return a hash of every token and its id as hex digits; "" without a vocabulary."""
     if tokens is None:
         return ""
     text = repr(sorted(tokens.items())).encode("utf-8", "surrogatepass")
@@ -54,25 +54,26 @@ def write_answers(
     vocabulary: Mapping[str, int] | None = None,
     shard_bytes: int = 1 << 30,
 ) -> Path:
-    """Ask a teacher about batches, and keep the most likely tokens at every position.
+    """Run a teacher on batches and save the most likely tokens at every position.
 
     Args:
-        teacher: a decoder or masked language model of ours, whole in this process.
-        batches: its arguments, those that a student will be trained on; ids alone do as well.
-        directory: made; it must not exist.
-        count: k, of the tokens that are kept.
-        temperature: T, at which the student will learn.
-        vocabulary: token -> id, by which a student of another one is refused.
-        shard_bytes: about the size of a file.
+        teacher: bmforge decoder or masked language model, complete in this process.
+        batches: the student's training batches: keyword arguments of the teacher's forward, or
+            token ids alone.
+        directory: output directory; it must not exist.
+        count: k, the number of tokens saved per position (default: 32).
+        temperature: distillation temperature T (default: 1.0).
+        vocabulary: token -> id; a student with another vocabulary is refused.
+        shard_bytes: approximate size of a file in bytes.
 
     Returns:
-        the directory.
+        the output directory.
 
     Raises:
-        ConfigError: a teacher without a head of ours or cut over processes, or a k out of range.
+        ConfigError: a teacher without a bmforge head or split over processes, or k out of range.
         CheckpointError: the directory exists.
 
-    Memory: some logits, and a shard of answers.
+    Memory: a chunk of logits, and one shard of answers.
     """
     out = Path(directory)
     if out.exists():
@@ -106,7 +107,7 @@ def write_answers(
 
 
 def _check_teacher(teacher: nn.Module, count: int, temperature: float) -> int:
-    """Refuse what cannot be kept of a teacher; return the size of its vocabulary."""
+    """Check that a teacher's answers can be saved; return the size of its vocabulary."""
     size = int(getattr(getattr(teacher, "config", None), "vocab_size", 0))
     traits: Any = getattr(teacher, "traits", None)
     if traits is not None and traits.reads == "apart":
@@ -123,10 +124,10 @@ def _check_teacher(teacher: nn.Module, count: int, temperature: float) -> int:
 
 
 def find_head(model: nn.Module, who: str) -> LMHead:
-    """Return the head of a language model of ours.
+    """Return the head of a bmforge language model.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the model has no such head.
     """
     found = next((module for module in model.modules() if isinstance(module, LMHead)), None)
     if found is None:
@@ -140,9 +141,9 @@ def find_head(model: nn.Module, who: str) -> LMHead:
 def _ask(
     teacher: nn.Module, recorder: Recorder, batch: Any, count: int, temperature: float
 ) -> tuple[list[int], Answers]:
-    """Return the keys of a batch's rows, and the answers at all of their positions."""
+    """Run the teacher; return the keys of a batch's rows and the answers at all their positions."""
     given = prepare_batch(teacher, batch)
-    given["labels"] = given["input_ids"].clone()  # every position is asked about
+    given["labels"] = given["input_ids"].clone()  # answers for every position
     with recorder.recording():
         teacher(**given)
         found, keys = recorder.prediction, keys_of(recorder.inputs)
@@ -164,7 +165,7 @@ def _ask(
 
 
 def keys_of(inputs: Mapping[str, Any]) -> list[int]:
-    """Return a number for every row of a model's arguments that depends on all that it sees."""
+    """Return one hash per row of a batch, computed from all of the row's model inputs."""
     rows = inputs["input_ids"].shape[0]
     seen: dict[str, Tensor] = {}
     for name, value in sorted(inputs.items()):
@@ -176,7 +177,7 @@ def keys_of(inputs: Mapping[str, Any]) -> list[int]:
         digest = blake2b(digest_size=8)
         for name, value in seen.items():
             if name == "attention_mask" and bool(value[row].bool().all()):
-                continue  # as without one
+                continue  # an all-ones mask hashes like no mask
             whole = value[row].long() if not value.is_floating_point() else value[row].double()
             digest.update(name.encode() + whole.numpy().tobytes())
         found.append(int.from_bytes(digest.digest(), "little") >> 1)
@@ -184,7 +185,7 @@ def keys_of(inputs: Mapping[str, Any]) -> list[int]:
 
 
 class _Shards:
-    """Writes answers, some rows to a file."""
+    """Writes answers in shards, a number of rows per file."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._limit, self._number = folder, shard_bytes, 0
@@ -196,7 +197,7 @@ class _Shards:
         self._starts, self._parts, self._bytes = [0], list[Answers](), 0
 
     def add(self, keys: list[int], answers: Answers) -> None:
-        """Take a batch's rows; those that are there already are passed over."""
+        """Add the rows of a batch; rows that are already saved are skipped."""
         length = answers.ids.shape[0] // len(keys)
         for row, key in enumerate(keys):
             if key in self._known:
@@ -224,10 +225,10 @@ class _Shards:
         self._clear()
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Write what is left, and what all of it is.
+        """Write the last shard and the metadata.
 
         Raises:
-            ConfigError: there was no row.
+            ConfigError: no row was added.
         """
         if self._parts:
             self._write()
@@ -238,19 +239,19 @@ class _Shards:
 
 
 class TeacherAnswers:
-    """Answers that `write_answers` kept, in a teacher's place; they stay on disk.
+    """Teacher predictions saved by `write_answers`, read from disk in place of a teacher.
 
     Args:
-        directory: with them.
+        directory: directory of the answers.
 
     Attributes:
-        count: k.
-        temperature: T, at which they were taken.
-        vocab_size: of the teacher.
-        vocabulary: its tokens' fingerprint; "" where it is not known.
+        count: k, the number of tokens per position.
+        temperature: distillation temperature T.
+        vocab_size: vocabulary size of the teacher.
+        vocabulary: hash of the teacher's vocabulary; "" if unknown.
 
     Raises:
-        DataError: there are none.
+        DataError: the directory has no answers.
         CheckpointError: a file is damaged or missing.
     """
 
@@ -276,14 +277,14 @@ class TeacherAnswers:
                 self._places[key] = number, starts[row], starts[row + 1]
 
     def look_up(self, inputs: Mapping[str, Any], tokens: int | None = None) -> Answers:
-        """Return the answers at all positions of a batch, row after row, where its ids are.
+        """Return the answers at all positions of a batch, row after row, on the device of its ids.
 
         Args:
-            inputs: the arguments that a model was given.
-            tokens: how many are predicted; where that is not all, those with a label.
+            inputs: keyword arguments of the model's forward.
+            tokens: number of predicted positions; if fewer than all, those with a label.
 
         Raises:
-            DataError: a row that the teacher was not asked about.
+            DataError: a row for which no answer was saved.
         """
         parts = []
         for row, key in enumerate(keys_of(inputs)):

@@ -1,7 +1,7 @@
-"""Getting at what is inside a model while it runs: states, queries and keys, what the head reads.
+"""Records internal tensors of a model: hidden states, attention queries and keys, head inputs.
 
-Everything is put in before the model is laid out, so that it sees what is here of a tensor on any
-layout, and does nothing but while a `Recorder` records.
+All hooks are installed before the model is parallelized, so that they see the local shard of each
+tensor on any layout. They do nothing unless a `Recorder` is recording.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 _VIEW = "teacher_view"
-# Before a module's name: what goes into it is meant.
+# Prefix of a module name that selects the module's input instead of its output.
 INTO = "into:"
 
 
 class AttentionInput(NamedTuple):
-    """What an attention mixes values by; see `nn.attention.mix_values`.
+    """Inputs of an attention operation; see `nn.attention.mix_values`.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
@@ -54,7 +54,7 @@ class AttentionInput(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a language model's head was given."""
+    """Inputs of a language model's head."""
 
     given: HeadInput
     labels: Tensor
@@ -63,12 +63,12 @@ class Prediction(NamedTuple):
 
 
 class TeacherView(BesidePart):
-    """A block's states in the teacher's width: trained, checkpointed, not part of the small model.
+    """Trained projection of a block's output to the teacher's width; removed at the end.
 
     Args:
-        width: D, of the student.
-        teacher_width: of the teacher.
-        like: gives dtype and device.
+        width: D, hidden size of the student.
+        teacher_width: hidden size of the teacher.
+        like: tensor that gives dtype and device.
 
     Shape:
         x: (..., D) -> (..., teacher_width)
@@ -84,30 +84,30 @@ class TeacherView(BesidePart):
         self.place = ""
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Whole on every process; lengths stay about what they are."""
+        """Return the initialization: 1/sqrt(D), which about preserves norms; not sharded."""
         return {"weight": TensorNote(self.weight.shape[1] ** -0.5)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn states."""
-        # A copy: backward comes here before the block's own weights are gathered again.
+        """Project hidden states to the teacher's width."""
+        # Clone: backward needs this weight before FSDP has all-gathered the block's weights again.
         return F.linear(x, self.weight.to(x.dtype).clone())
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Leave what the block makes as it is, and note it in the teacher's width."""
+        """Return the block's output unchanged and record its projection to the teacher's width."""
         if self.recorder is not None and self.recorder.is_recording:
             self.recorder.states[self.place] = self(out)
         return out
 
 
 class Recorder:
-    """What was seen of a model in one call.
+    """Records internal tensors of a model during one call.
 
     Attributes:
-        states: module -> what came out of it; in the teacher's width where a `TeacherView` turns.
-        attention: module -> what it mixed values by.
-        prediction: what the head was given.
-        inputs: the model's arguments by name.
-        output: what it returned.
+        states: module name -> its output, projected to the teacher's width by a `TeacherView`.
+        attention: module name -> inputs of its attention operation.
+        prediction: inputs of the head.
+        inputs: keyword arguments of the model.
+        output: result of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -119,7 +119,7 @@ class Recorder:
         self._undo += [before.remove, after.remove]
 
     def clear(self) -> None:
-        """Forget what was seen."""
+        """Delete the recorded tensors."""
         self.states: dict[str, Tensor] = {}
         self.attention: dict[str, AttentionInput] = {}
         self.prediction: Prediction | None = None
@@ -128,7 +128,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Note what the calls inside do; forget it afterwards."""
+        """Context manager: record the calls inside it; delete the recorded tensors at the end."""
         self.clear()
         self.is_recording = True
         try:
@@ -138,7 +138,7 @@ class Recorder:
             self.clear()
 
     def watch_state_(self, model: nn.Module, name: str) -> None:
-        """Note what comes out of a module, or with `INTO` before its name what goes in."""
+        """Record the output of a module, or its input if the name begins with `INTO`."""
         module = model.get_submodule(name.removeprefix(INTO))
         if name.startswith(INTO):
             hook = partial(_note_entering, self, name)
@@ -148,10 +148,10 @@ class Recorder:
             self._undo.append(module.register_forward_hook(hook).remove)
 
     def watch_turned_(self, model: nn.Module, name: str, width: int, teacher_width: int) -> None:
-        """Note what comes out of a module in the teacher's width.
+        """Record the output of a module, projected to the teacher's width.
 
         Raises:
-            ConfigError: what goes into a module is wanted, where nothing can be put beside.
+            ConfigError: the input of a module is requested, to which no projection can be attached.
         """
         if name.startswith(INTO):
             raise ConfigError(
@@ -167,7 +167,7 @@ class Recorder:
         self._undo.append(partial(detach_part_, module, _VIEW))
 
     def watch_attention_(self, model: nn.Module, name: str) -> None:
-        """Note what an attention mixes values by."""
+        """Record the queries, keys, values and mask of an attention."""
         attn = find_attention(model, name)
         own = attn.mix
         attn.mix = noting = partial(_note_mix, self, name, own)
@@ -179,7 +179,7 @@ class Recorder:
         self._undo.append(undo)
 
     def watch_head_(self, head: LMHead, measure: Callable[..., Tensor]) -> None:
-        """Let `measure` make the loss of a language model's head."""
+        """Use `measure` to compute the loss of a language model's head."""
         head.measure = measure
 
         def undo() -> None:
@@ -188,16 +188,16 @@ class Recorder:
         self._undo.append(undo)
 
     def leave_(self) -> None:
-        """Take everything out of the model again."""
+        """Remove all hooks from the model."""
         while self._undo:
             self._undo.pop()()
 
 
 def find_attention(model: nn.Module, name: str) -> Attention:
-    """Return the attention of a block, or the one that is named.
+    """Return the attention of the named block, or the named attention itself.
 
     Raises:
-        ConfigError: there is none of ours.
+        ConfigError: the module has no bmforge attention.
     """
     module: Any = model.get_submodule(name)
     attn = module if isinstance(module, Attention) else getattr(module, "attn", None)
@@ -248,7 +248,7 @@ def take_prediction(
     num_items: float | Tensor | None,
     vocab: VocabCut | None,
 ) -> Tensor:
-    """Note what the teacher's head was given; its own loss is of no use."""
+    """Record the inputs of the teacher's head and return a loss of 0 while recording."""
     if recorder.is_recording:
         recorder.prediction = Prediction(given.detach(), labels, num_items, vocab)
         return given.hidden.new_zeros(())
@@ -258,6 +258,6 @@ def take_prediction(
 def cross_entropy_of(
     given: HeadInput, labels: Tensor, num_items: float | Tensor | None, vocab: VocabCut | None
 ) -> Tensor:
-    """Return the loss that a head makes by itself."""
+    """Return the cross-entropy loss that the head computes by default."""
     hidden, weight, bias, added = given
     return linear_cross_entropy(hidden, weight, labels, bias, num_items, vocab, added)

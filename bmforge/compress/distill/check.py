@@ -1,4 +1,4 @@
-"""What a teacher must have for a student to learn from it; said before anything runs."""
+"""Checks before training that a teacher fits the student and the distillation settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_answers", "check_students_layout", "check_teacher", "relation_
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig) -> None:
-    """Raise `ConfigError` for a teacher of another vocabulary, head or depth; all at once."""
+    """Raise one `ConfigError` with every mismatch of vocabulary, head or depth."""
     if student is teacher:
         raise ConfigError(
             "the teacher is the student itself: give it a copy, which stays as it is."
@@ -43,7 +43,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
 
 
 def check_answers(student: nn.Module, answers: TeacherAnswers, config: DistillConfig) -> None:
-    """Raise `ConfigError` where kept answers do not say what is to be learned."""
+    """Raise `ConfigError` if saved answers do not fit the student or the distillation settings."""
     find_head(student, "student")
     size = getattr(_config(student), "vocab_size", None)
     if size != answers.vocab_size:
@@ -106,11 +106,11 @@ def _value_width(attn: Any) -> int:
 
 
 def relation_heads(loss: DistillLoss, attn: Any) -> int:
-    """Return into how many parts channels are divided: as said, or as many as there are heads.
+    """Return the number of relation heads: the configured one, or the student's number of heads.
 
     Args:
-        loss: the relation.
-        attn: the student's attention, cut over processes or not.
+        loss: relation loss.
+        attn: student's attention, tensor-parallel or not.
     """
     if loss.relation_heads:
         return loss.relation_heads
@@ -122,7 +122,7 @@ def relation_heads(loss: DistillLoss, attn: Any) -> int:
 def check_students_layout(
     student: nn.Module, teacher: nn.Module, config: DistillConfig, has_answers: bool = False
 ) -> None:
-    """Raise `ConfigError` for a layout on which a teacher's lesson cannot be had."""
+    """Raise `ConfigError` for a parallel layout that does not support the distillation losses."""
     record, other = laid_out(student), laid_out(teacher)
     is_cut = any(getattr(m, "token_cut", None) is not None for m in student.modules())
     is_cut |= find_head(student, "student").vocab is not None if has_answers else False

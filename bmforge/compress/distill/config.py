@@ -1,4 +1,4 @@
-"""What a student learns from its teacher, as data."""
+"""Configuration of distillation: losses, weights and layer pairs."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ Schedule = Literal["constant", "rise", "fall"]
 
 @dataclass(frozen=True, kw_only=True)
 class DistillLoss:
-    """One thing that the student learns.
+    """One distillation loss.
 
     Args:
-        kind: "logits": the teacher's predictions, KL times T^2; "hidden": what comes out of blocks;
-            "attention": which tokens look at which, KL; "relation": how alike queries, keys or
-            values of tokens are (MiniLM), KL; "value": the values themselves.
-        weight: factor on it.
-        temperature: of logits.
-        form: of hidden states: "mean_norm" divides each side by the mean length of its vectors
-            before the mean square (BMCook), "plain" does not, "cosine" is one minus the cosine.
-        of: whose relations: "query", "key" or "value".
-        relation_heads: into how many parts their channels are divided; 0 is the student's heads.
-        layers: which blocks learn from which; see `maps.pair_layers`.
-        pairs: instead of that, (student's module, teacher's module) by name; "into:NAME" is what
-            goes into it.
-        stack: of an encoder-decoder, "encoder" or "decoder" alone; "" is both.
-        schedule: "constant"; "rise" from 0 and "fall" to 0 over so many
-        steps: of the optimizer.
+        kind: "logits": KL of the predictions times T^2; "hidden": hidden states of blocks;
+            "attention": KL of the attention probabilities; "relation": KL of the similarities
+            between tokens' queries, keys or values (MiniLM); "value": attention values.
+        weight: factor on the loss.
+        temperature: temperature T of the logits.
+        form: distance of hidden states: "mean_norm" divides each side by the mean norm of its
+            vectors before the mean square (BMCook), "plain" does not, "cosine" is one minus the
+            cosine.
+        of: tensor of the relation loss: "query", "key" or "value".
+        relation_heads: number of relation heads; 0 takes the student's number of heads.
+        layers: pairing of student and teacher blocks; see `maps.pair_layers`.
+        pairs: explicit (student module, teacher module) names instead of `layers`; "into:NAME"
+            is the input of a module.
+        stack: "encoder" or "decoder" of an encoder-decoder; "" is both.
+        schedule: weight over the steps: "constant", "rise" from 0, or "fall" to 0.
+        steps: optimizer steps of the schedule.
     """
 
     kind: Kind = "logits"
@@ -51,7 +52,7 @@ class DistillLoss:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers, and that all that is said has an effect."""
+        """Raise `ConfigError` for numbers out of range and for settings without effect."""
         for name in ("weight", "temperature"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
@@ -89,7 +90,7 @@ class DistillLoss:
             )
 
     def weight_at(self, step: int) -> float:
-        """Return the factor at an optimizer step, counted from 0."""
+        """Return the loss weight at an optimizer step, counted from 0."""
         if self.schedule == "constant":
             return self.weight
         done = min(1.0, step / self.steps)
@@ -98,13 +99,13 @@ class DistillLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    """What a student learns from a teacher, beside its task.
+    """Distillation from a teacher, in addition to the task's loss.
 
     Args:
-        teacher: directory or hub id of the teacher, for a recipe; in a program it is handed over.
-        answers: directory of a teacher's kept answers (`write_answers`), instead of it.
-        teacher_quantize: keep the teacher's weights as integers of this scheme.
-        losses: what is learned; their sum is added to the task's loss.
+        teacher: directory or hub id of the teacher in a recipe; in a program pass the model itself.
+        answers: directory of the teacher's saved answers (`write_answers`) instead of a teacher.
+        teacher_quantize: quantization scheme of the teacher's weights.
+        losses: distillation losses; their weighted sum is added to the task's loss.
         task_weight: factor on the task's own loss; 0 learns from the teacher alone.
     """
 
@@ -115,7 +116,7 @@ class DistillConfig:
     task_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Raise `ConfigError` for an empty list of losses or numbers out of range."""
         if not self.losses:
             raise ConfigError("distill.losses is empty: name at least one, or leave distill out.")
         if not (self.task_weight >= 0 and math.isfinite(self.task_weight)):
@@ -131,5 +132,5 @@ class DistillConfig:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether anything but predictions is learned."""
+        """Whether any loss compares internal tensors rather than predictions."""
         return any(loss.kind != "logits" for loss in self.losses)

@@ -1,7 +1,7 @@
-"""A student beside its teacher: start reading at `Distiller.objective`.
+"""Adds distillation losses to a training objective; start reading at `Distiller.objective`.
 
-The teacher runs when the student's head is reached, so that in a pipeline only the last stage asks
-it. What both have seen by then is compared after the student's forward.
+The teacher runs when the student reaches its head, so that in a pipeline only the last stage runs
+the teacher. The recorded tensors of both are compared after the student's forward pass.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ Objective = Callable[[nn.Module, Batch, float], Any]
 
 
 class Distiller:
-    """Lets a student learn from a teacher, in a Trainer or in a loop of your own.
+    """Trains a student on a teacher's outputs, in a Trainer or in a custom loop.
 
     Args:
-        student: any model, not laid out yet; what it needs for learning is put into it.
-        teacher: any model of the same vocabulary or classes; it is frozen. Laid out as the student
-            is, or whole on every process; streamed or packed as integers where memory is short. Or
-            the answers that it gave before (`write_answers`), of which logits alone are learned.
-        config: what is learned.
+        student: any model, not parallelized yet; hooks and projections are attached to it.
+        teacher: any model with the same vocabulary or classes; it is frozen. Parallelized like
+            the student, or complete on every process; it may be streamed or quantized to save
+            memory. Saved answers (`write_answers`) are accepted for logit losses.
+        config: distillation settings.
 
     Attributes:
-        step: optimizer steps done, by which weights rise and fall.
-        parts: kind of loss -> its last value here, unweighted.
-        task: the task's own last loss here.
+        step: optimizer steps done, used by the weight schedules.
+        parts: loss kind -> its last value on this process, unweighted.
+        task: last value of the task's loss on this process.
 
     Raises:
-        ConfigError: a teacher of another vocabulary, head or depth, or modules that are not there.
+        ConfigError: a teacher with another vocabulary, head or depth, or missing modules.
     """
 
     name = "distill"
@@ -82,7 +82,7 @@ class Distiller:
         self.answers: TeacherAnswers | None = None
         if isinstance(teacher, TeacherAnswers):
             check_answers(student, teacher, self.config)
-            self.answers, teacher = teacher, nn.Identity()  # nobody is asked
+            self.answers, teacher = teacher, nn.Identity()  # no teacher runs
         else:
             check_teacher(student, teacher, self.config)
             freeze_(teacher)
@@ -103,7 +103,7 @@ class Distiller:
         self.init_()
 
     def _watch_(self) -> None:
-        """Put what records into both."""
+        """Install the recording hooks in student and teacher."""
         for loss, pairs in self._pairs.items():
             for mine, theirs in pairs:
                 if loss.kind == "hidden":
@@ -123,7 +123,7 @@ class Distiller:
             self._theirs.watch_head_(other, partial(take_prediction, self._theirs))
 
     def init_(self, seed: int = 0) -> None:
-        """Draw what turns states into the teacher's width, with the same result on every layout."""
+        """Initialize the projections to the teacher's width, equally on every layout."""
         for name, part in self._turning():
             for key, note in tensor_notes(part).items():
                 tensor = getattr(part, key)
@@ -136,12 +136,12 @@ class Distiller:
                 yield name, module
 
     def objective(self, inner: Objective) -> Objective:
-        """Return the objective of the task with the teacher's in it.
+        """Return the task's objective plus the distillation losses.
 
-        Of a model that is not in training it is the task's alone.
+        In evaluation mode it returns the task's loss alone.
 
         Args:
-            inner: (model, batch, number of items) -> loss; the teacher is called by it as well.
+            inner: (model, batch, number of items) -> loss; it is also used to call the teacher.
         """
         return partial(self._distil, inner)
 
@@ -154,7 +154,7 @@ class Distiller:
             if self.answers is None:
                 self._ask = partial(self._run_teacher, inner, batch, num_items)
             task = inner(model, batch, num_items)
-            if task is None:  # not the last stage
+            if task is None:  # not the last pipeline stage
                 return None
             self._let_teacher_run()
             total = self._add_up(task, num_items)
@@ -178,7 +178,7 @@ class Distiller:
         num_items: float | Tensor | None,
         vocab: VocabCut | None,
     ) -> Tensor:
-        """Make the loss of the student's head, and meanwhile the teacher's part of it."""
+        """Compute the loss of the student's head, run the teacher and compute the logit loss."""
         task = cross_entropy_of(given, labels, num_items, vocab)
         if not self._mine.is_recording:
             return task
@@ -206,7 +206,7 @@ class Distiller:
         return task
 
     def _add_up(self, task: Tensor, num_items: float) -> Tensor:
-        """Return the task's loss and all that the teacher teaches, each with its weight."""
+        """Return the weighted sum of the task's loss and all distillation losses."""
         self.task = task.detach()
         total = task * self.config.task_weight
         values: dict[str, Tensor] = {}
@@ -228,13 +228,13 @@ class Distiller:
         return compare_outputs(*given, loss.temperature, num_items)
 
     def _compare_inside(self, loss: DistillLoss, num_items: float) -> Tensor:
-        """Return the mean over pairs of a loss, summed over tokens, divided by the items."""
+        """Return a loss on internal tensors: mean over pairs, sum over tokens, per item."""
         pairs = self._pairs[loss]
         parts = [self._compare_pair(loss, mine, theirs) for mine, theirs in pairs]
         return torch.stack(parts).sum() / len(pairs) / num_items
 
     def _compare_pair(self, loss: DistillLoss, mine: str, theirs: str) -> Tensor:
-        """Return a loss of one pair of modules, summed over tokens."""
+        """Return the loss of one pair of modules, summed over tokens."""
         if loss.kind == "hidden":
             states = self._mine.states[mine], self._theirs.states[theirs]
             weights = self._weights(mine, states[0][..., 0])
@@ -254,12 +254,12 @@ class Distiller:
         return self._sum_heads((found * self._weights(mine, found)).sum(), share)
 
     def _weights(self, place: str, like: Tensor) -> Tensor:
-        """Return how much each token counts, (B, T) as `like`."""
+        """Return the weight of each token, (B, T), on the device of `like`."""
         found = spread_items(self._mine, self.student, place, like.shape)
         return found.to(like.device, wide_dtype(like.dtype))
 
     def _sum_heads(self, part: Tensor, share: int) -> Tensor:
-        """Return the sum over all heads; each process's gradient is that of its own heads."""
+        """Sum a loss over tensor-parallel heads; the gradient is that of the local heads."""
         prediction = self._mine.prediction
         if share == 1 or prediction is None or prediction.vocab is None:
             return part
@@ -267,32 +267,32 @@ class Distiller:
         return part + (prediction.vocab.sum_(here.clone()) - here)
 
     def after_step_(self) -> None:
-        """Note that the optimizer has made a step, in a loop of your own."""
+        """Count an optimizer step in a custom training loop."""
         self.step += 1
 
     def __call__(self, trainer: Any, row: Any) -> None:
-        """Be a callback of a Trainer."""
+        """Update the step, as a Trainer callback."""
         self.step = trainer.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands."""
+        """Return the current step of the schedules."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Resume from the result of `state_dict`."""
         self.step = int(state["step"])
 
     def leave_(self) -> None:
-        """Take everything out of student and teacher again."""
+        """Remove all hooks and projections from student and teacher."""
         self._mine.leave_()
         self._theirs.leave_()
 
 
 def _find_head(model: nn.Module) -> LMHead | None:
-    """Return the language model's head of a model of ours."""
+    """Return the head of a bmforge language model, or None."""
     return next((module for module in model.modules() if isinstance(module, LMHead)), None)
 
 
 def _width(model: nn.Module) -> int:
-    """Return the width of the hidden states; 0 where a model does not tell."""
+    """Return the hidden size of a model; 0 if its config does not have one."""
     return int(getattr(getattr(model, "config", None), "hidden_size", 0))

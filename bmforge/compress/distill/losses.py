@@ -1,7 +1,7 @@
-"""What each kind of teaching minimises: a number per token, and their weighted sum.
+"""Distillation losses per token: hidden states, attention, relations, values and logits.
 
-Scores of attention, and how alike tokens are, are T x S numbers per head that no forward keeps:
-here they are made again, some queries at a time, and once more in backward.
+Attention scores and token similarities have T x S entries per head, which no forward pass keeps.
+They are recomputed here in chunks of queries, and once more in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = [
     "compare_values",
 ]
 
-# Scores in flight of both sides.
+# Largest number of scores per chunk.
 _CHUNK_ELEMENTS = 1 << 22
 _NEVER = -1e30
 
 
 def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str) -> Tensor:
-    """Return how far states are apart, a number per token.
+    """Return the distance of hidden states, one number per token.
 
     Args:
-        student: states.
-        teacher: states of the same width.
-        weights: of the tokens; those of 0 have no part in the mean lengths.
-        form: "plain": the mean square of the difference; "mean_norm": that after both are divided
-            by the mean length of their vectors in the row; "cosine": one minus the cosine.
+        student: hidden states of the student.
+        teacher: hidden states of the teacher, of the same width.
+        weights: token weights; tokens of weight 0 do not count in the mean norms.
+        form: "plain": mean square of the difference; "mean_norm": the same after each side is
+            divided by the mean norm of its vectors in the row; "cosine": one minus the cosine.
 
     Shape:
         student, teacher: (B, T, D); weights: (B, T); returns (B, T)
@@ -59,18 +59,18 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
 
 
 def _by_mean_length(x: Tensor, weights: Tensor) -> Tensor:
-    """Divide by the mean length of a row's vectors, so that no row depends on its neighbours."""
+    """Divide by the mean norm of the row's vectors, so that rows are independent of each other."""
     counted = (weights > 0).to(x.dtype)
     total = (x.norm(dim=-1) * counted).sum(-1) / counted.sum(-1).clamp(min=1)
     return x / total.clamp(min=torch.finfo(x.dtype).tiny)[:, None, None]
 
 
 def compare_values(student: AttentionInput, teacher: AttentionInput, channels: int) -> Tensor:
-    """Return the mean square of what values differ by, a number per token.
+    """Return the mean squared difference of the attention values, one number per token.
 
     Args:
-        student, teacher: what both were given.
-        channels: of the values over all processes; those here are summed and divided by it.
+        student, teacher: recorded attention inputs.
+        channels: number of value channels over all processes; the local sum is divided by it.
 
     Shape:
         returns (B, S)
@@ -86,11 +86,11 @@ def compare_values(student: AttentionInput, teacher: AttentionInput, channels: i
 
 
 def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: int) -> Tensor:
-    """Return KL of what tokens look at, a number per query, the mean over `heads`.
+    """Return the KL divergence of the attention probabilities, one number per query.
 
     Args:
-        student, teacher: what both were given.
-        heads: over all processes; those here are summed and divided by it.
+        student, teacher: recorded attention inputs.
+        heads: number of heads over all processes; the local sum is divided by it.
 
     Shape:
         returns (B, T)
@@ -113,13 +113,14 @@ def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: i
 def compare_relations(
     student: AttentionInput, teacher: AttentionInput, of: str, heads: int, share: int
 ) -> Tensor:
-    """Return KL of how alike tokens are, a number per token, the mean over relation heads.
+    """Return the KL divergence of the token similarities, one number per token, mean over heads.
 
     Args:
-        student, teacher: what both were given.
+        student, teacher: recorded attention inputs.
         of: "query", "key" or "value".
-        heads: into so many parts the channels of each side are divided, over all processes.
-        share: how many processes have a part of the heads each.
+        heads: number of relation heads over all processes, into which each side's channels are
+            split.
+        share: number of processes among which the heads are split.
 
     Shape:
         returns (B, T)
@@ -130,7 +131,7 @@ def compare_relations(
     mine, theirs = (_divide(getattr(side, of), here, heads) for side in (student, teacher))
 
     def compare(start: int, stop: int) -> Tensor:
-        # The student's mask for both: without gradients some models have theirs in a bias.
+        # Use the student's mask for both: without gradients some models merge it into the bias.
         both = (_relate(x, student, start, stop) for x in (mine, theirs))
         return _divergence(*both).sum(1) / heads
 
@@ -139,9 +140,9 @@ def compare_relations(
 
 
 def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher || student) times T^2 of classes that are at hand, a number per row.
+    """Return KL(teacher || student) times T^2 of complete logits, one number per row.
 
-    Of a single number, which is predicted itself, it is the square of the difference.
+    For a single logit (regression) it is the squared difference.
 
     Shape:
         student, teacher: (..., L); returns (...)
@@ -160,13 +161,13 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
 
 
 def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the sum of p (log p - log q) over the last dim; what p rules out counts nothing."""
+    """Return the sum of p (log p - log q) over the last dim; entries with p = 0 contribute 0."""
     share = teacher.exp()
     return (share * (teacher - student)).masked_fill(share == 0, 0).sum(-1)
 
 
 def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) -> Tensor:
-    """Join what `compare` makes of some queries at a time, `each` scores of one, made twice."""
+    """Apply `compare` to chunks of queries, recomputed in backward; concatenate the results."""
 
     def parts() -> Iterator[Tensor]:
         step = max(1, _CHUNK_ELEMENTS // max(1, each))
@@ -178,7 +179,7 @@ def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) ->
 
 
 def _look(side: AttentionInput, start: int, stop: int) -> Tensor:
-    """Return the log of what some queries look at, (B, N, t, S)."""
+    """Return the log of the attention probabilities of some queries, (B, N, t, S)."""
     query, key = side.query[:, :, start:stop], side.key
     wide = wide_dtype(query.dtype)
     times = query.shape[1] // key.shape[1]
@@ -191,7 +192,7 @@ def _look(side: AttentionInput, start: int, stop: int) -> Tensor:
 
 
 def _log_softmax_seen(scores: Tensor, side: AttentionInput, start: int, stop: int) -> Tensor:
-    """Return the log-softmax over what each query may see."""
+    """Return the log-softmax over the keys that each query may attend to."""
     seen = side.mask
     if seen is not None and seen.shape[2] > 1:
         seen = seen[:, :, start:stop]
@@ -202,19 +203,19 @@ def _log_softmax_seen(scores: Tensor, side: AttentionInput, start: int, stop: in
 
 
 def _relate(x: Tensor, side: AttentionInput, start: int, stop: int) -> Tensor:
-    """Return the log of how alike some tokens are to all, (B, A, t, T)."""
+    """Return the log-softmax of the similarities of some tokens to all, (B, A, t, T)."""
     wide = x.to(wide_dtype(x.dtype))
     scores = wide[:, :, start:stop] @ wide.transpose(-1, -2) * x.shape[-1] ** -0.5
     return _log_softmax_seen(scores, side, start, stop)
 
 
 def _join_heads(x: Tensor) -> Tensor:
-    """(B, K, T, H) to (B, T, K * H)."""
+    """Reshape (B, K, T, H) to (B, T, K * H)."""
     return x.transpose(1, 2).flatten(2)
 
 
 def _divide(x: Tensor, here: int, heads: int) -> Tensor:
-    """Divide the channels of all heads into other parts: (B, A, T, channels / A)."""
+    """Split the channels of all heads into relation heads: (B, A, T, channels / A)."""
     joined = _join_heads(x)
     if not here or joined.shape[-1] % here:
         raise ShapeError(

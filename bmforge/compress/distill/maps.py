@@ -1,4 +1,4 @@
-"""Which layer of a student learns from which layer of its teacher."""
+"""Pairs the layers of a student with the layers of its teacher."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ Pairs = list[tuple[str, str]]
 
 
 def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]]:
-    """Return (student's layer, teacher's layer), both counted from 0.
+    """Return pairs (student layer, teacher layer), both counted from 0.
 
     Args:
-        student: how many the student has.
-        teacher: how many the teacher has.
-        layers: "same": one to one, for equal depths; "uniform": every layer of the shallower one,
-            spread evenly so that last meets last (TinyBERT); "skip": the same without that last
-            pair, which predictions teach (PKD-skip); "last": the last layers of both (PKD-last).
+        student: number of the student's layers.
+        teacher: number of the teacher's layers.
+        layers: "same": one to one, for equal depths; "uniform": every layer of the shallower
+            model, spread evenly with the last layers paired (TinyBERT); "skip": the same without
+            the last pair, which the predictions already train (PKD-skip); "last": the last layers
+            of both (PKD-last).
 
     Raises:
-        ConfigError: other depths and no map, or a map that leaves nothing.
+        ConfigError: different depths with "same", or a map without any pair.
     """
     if layers == "same":
         if student != teacher:
@@ -49,17 +50,17 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
 
 
 def _spread(index: int, count: int, depth: int) -> int:
-    """Return the layer of `depth` that is as far along as layer `index` of `count`."""
+    """Return the layer of `depth` at the same relative depth as layer `index` of `count`."""
     return -(-(index + 1) * depth // count) - 1
 
 
 def find_stacks(model: nn.Module) -> dict[str, list[str]]:
     """Return the model's stacks: name -> names of its blocks, in order.
 
-    Models of ours say where they are; of others the repeated blocks are found.
+    bmforge models declare their stacks; in other models the repeated blocks are detected.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the model has no stacks.
     """
     rules: Any = getattr(model, "layout_rules", None)
     if callable(rules):
@@ -79,10 +80,10 @@ def find_stacks(model: nn.Module) -> dict[str, list[str]]:
 
 
 def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pairs:
-    """Return (student's module, teacher's module) by name, of one loss.
+    """Return the (student module, teacher module) names that one loss compares.
 
     Raises:
-        ConfigError: other depths without a map, or names that there are not.
+        ConfigError: different depths without a map, or unknown module names.
     """
     if loss.pairs:
         return _check_pairs(student, teacher, loss.pairs)

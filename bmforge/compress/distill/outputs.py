@@ -1,4 +1,4 @@
-"""Comparing what two models return: classes, spans, and logits of models that make them whole."""
+"""Compares the outputs of student and teacher: class logits, answer spans and full token logits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["compare_outputs"]
 def compare_outputs(
     student: Recorder, teacher: Recorder, model: nn.Module, temperature: float, num_items: float
 ) -> Tensor:
-    """Return KL(teacher || student) times T^2 of the logits that both returned, over the items.
+    """Return KL(teacher || student) times T^2 of the returned logits, divided by the items.
 
     Args:
-        student, teacher: of one call each.
-        model: the student.
-        temperature: T.
-        num_items: what the sum over rows or tokens is divided by.
+        student, teacher: recorders of one call each.
+        model: student model.
+        temperature: distillation temperature T.
+        num_items: number of items that divides the sum over rows or tokens.
 
     Raises:
-        ConfigError: one of them returned none.
+        ConfigError: student or teacher returned no logits.
     """
     mine, theirs = student.output, teacher.output
     logits = _logits_of(mine), _logits_of(theirs)
@@ -45,7 +45,7 @@ def _logits_of(output: Any) -> Tensor | None:
 
 
 def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
-    """Return the mean of what starts and ends differ by, summed over rows."""
+    """Return the mean of the start and end logits' losses, summed over rows."""
     total: Tensor | None = None
     for name in ("start_logits", "end_logits"):
         mine, theirs = getattr(student, name, None), getattr(teacher, name, None)
@@ -61,7 +61,7 @@ def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
 
 
 def _counted(recorder: Recorder, model: nn.Module, found: Tensor) -> Tensor:
-    """Return 1 for the rows or tokens that a label asks for."""
+    """Return a mask: 1 for the rows or tokens that have a label."""
     labels = recorder.inputs.get("labels")
     if labels is None or labels.is_floating_point() or labels.dim() != found.dim():
         return torch.ones_like(found)

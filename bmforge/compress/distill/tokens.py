@@ -1,4 +1,4 @@
-"""How much each token counts inside: the items of a batch, spread over the tokens they are of."""
+"""Token weights of the losses on internal tensors: a batch's items spread over its tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["shifts_labels", "spread_items"]
 def spread_items(
     recorder: Recorder, model: nn.Module, place: str, shape: tuple[int, int] | torch.Size
 ) -> Tensor:
-    """Return a weight per token; together they are the number of items, as labels are counted.
+    """Return a weight per token; the weights sum to the number of items, as labels are counted.
 
-    Where a token predicts a label it counts 1. Elsewhere (encoders, classifiers) each row's labels
-    are spread evenly over its tokens, so that the masked ones are not the only ones to learn.
+    A token that predicts a label has weight 1. Elsewhere (encoders, classifiers) each row's labels
+    are spread evenly over its tokens, so that unmasked tokens are trained as well.
 
     Args:
-        recorder: of the student's call.
-        model: the student.
-        place: of the tokens: a module's name.
+        recorder: recorder of the student's call.
+        model: student model.
+        place: name of the module whose tokens are weighted.
         shape: (B, T).
 
     Shape:
@@ -51,7 +51,7 @@ def spread_items(
 
 
 def _labels_of(recorder: Recorder, rows: int) -> Tensor:
-    """Return the labels that the model was given; of question answering one per row."""
+    """Return the labels of the call, or one zero per row if it has none (question answering)."""
     labels = recorder.inputs.get("labels")
     return torch.zeros(rows, dtype=torch.long) if labels is None else labels
 
@@ -64,7 +64,7 @@ def _real_tokens(recorder: Recorder, rows: int, length: int, device: Any) -> Ten
 
 
 def _predicts_in_place(model: nn.Module) -> bool:
-    """Whether every token of the last stack predicts one, as in decoders."""
+    """Return True if every token of the last stack predicts a token, as in decoders."""
     traits = getattr(model, "traits", None)
     if traits is None:
         return shifts_labels(model)
@@ -72,7 +72,7 @@ def _predicts_in_place(model: nn.Module) -> bool:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether position t predicts label t + 1: models of ours say so, others' names do."""
+    """Return True if position t predicts label t + 1 (bmforge's attribute, else the class name)."""
     config = getattr(model, "config", None)
     if hasattr(model, "shifts_labels"):
         return bool(model.shifts_labels) and getattr(config, "head", "") == "language_model"

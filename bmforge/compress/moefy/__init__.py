@@ -1,7 +1,7 @@
-"""Turning MLPs into experts of which a router picks few; start reading at `convert.py`.
+"""MoEfication: splits trained MLPs into experts with a router; start reading at `convert.py`.
 
-`cluster.py` and `coactivation.py` say which features belong together, `router.py` trains what picks
-them, `activity.py` looks at what an MLP does with real tokens.
+`cluster.py` and `coactivation.py` group the features, `router.py` trains the routers, `activity.py`
+measures feature activity on real tokens.
 """
 
 from bmforge.compress.moefy.config import MoEfyConfig

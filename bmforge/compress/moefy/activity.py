@@ -1,4 +1,4 @@
-"""What the features of an MLP do with real tokens."""
+"""Measures how active the features of an MLP are on real tokens."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def collect_inputs(
 
 @torch.no_grad()
 def each_activity(mlp: MLP, tokens: Tensor) -> Iterator[Tensor]:
-    """Yield how active each feature is on each token, some tokens at a time.
+    """Yield the activity of each feature on each token, in chunks of tokens.
 
-    It is the size of what the feature adds to the result: the absolute value of what goes into the
-    last projection, times the norm of its column there.
+    The activity is the size of the feature's contribution to the MLP's output: the absolute input
+    of the down projection times the norm of the feature's column there.
 
     Shape:
         tokens: (M, D); yields (m, F)
@@ -91,10 +91,10 @@ def each_activity(mlp: MLP, tokens: Tensor) -> Iterator[Tensor]:
 
 
 def sum_groups(activity: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return the activity of every group of features.
+    """Return the summed activity of every group of features.
 
     Shape:
-        activity: (M, F); groups: (F,), -1 in none; returns (M, count)
+        activity: (M, F); groups: (F,), -1 for no group; returns (M, count)
     """
     groups = groups.to(activity.device)
     inside = groups >= 0

@@ -1,4 +1,4 @@
-"""Groups of equal size: rows that point the same way belong together."""
+"""Groups rows of similar direction into clusters of equal size (balanced k-means)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ _MAX_ROUNDS = 20
 
 
 def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
-    """Group rows by their directions, equally many in each group: balanced k-means on unit rows.
+    """Group rows by direction into clusters of equal size: balanced k-means on unit rows.
 
     Args:
-        rows: what is grouped.
-        groups: how many groups; divides the number of rows.
-        seed: of the first centres.
+        rows: vectors to group.
+        groups: number of groups; divides the number of rows.
+        seed: random seed of the initial centers.
 
     Shape:
-        rows: (n, D) -> (n,), the number of each row's group
+        rows: (n, D) -> (n,), the group number of each row
 
     Raises:
-        ConfigError: the groups cannot be of one size.
+        ConfigError: the number of groups does not divide the number of rows.
 
     Source: Zhang et al., "MoEfication" (2022), which assigns greedily and swaps pairs; here every
-        assignment is the best balanced one (`nn.balanced_assignment`). The first centres are those
+        assignment is the optimal balanced one (`nn.balanced_assignment`). The initial centers are
+        those
         of k-means++ (Arthur and Vassilvitskii, 2007).
     """
     _check(rows.shape[0], groups)
@@ -46,7 +47,7 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
 
 
 def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:
-    """Group numbers at random, equally many in each group: the control.
+    """Assign items to groups of equal size at random, as a control.
 
     Shape:
         returns (count,)
@@ -57,7 +58,7 @@ def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:
 
 
 def order_of(groups: Tensor) -> Tensor:
-    """Return the order in which members of one group lie side by side, in their own order.
+    """Return the permutation that puts the members of each group next to each other, in order.
 
     Shape:
         groups: (n,) -> (n,)
@@ -71,7 +72,7 @@ def _check(count: int, groups: int) -> None:
 
 
 def _first_centers(unit: Tensor, groups: int, seed: int) -> Tensor:
-    """Return rows that lie far apart, drawn one after the other."""
+    """Sample initial centers that are far apart, one after the other (k-means++)."""
     generator = torch.Generator().manual_seed(seed)
     chosen = [int(torch.randint(unit.shape[0], (1,), generator=generator))]
     far = (1 - unit @ unit[chosen[0]]).clamp(min=0)

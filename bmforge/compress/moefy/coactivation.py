@@ -1,4 +1,4 @@
-"""Groups of equal size: features that are active on the same tokens belong together."""
+"""Groups features that are active on the same tokens into groups of equal size (METIS)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from bmforge.nn.balanced_assignment import assign_balanced
 
 __all__ = ["count_together", "group_together"]
 
-# So many neighbours of a feature, those that it is active with most, are edges of the graph.
+# Edges per feature in the graph: its most frequently co-active features.
 _NEIGHBOURS = 64
 _LARGEST_WEIGHT = 10_000
 
 
 def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
-    """Count how often two features are among a token's most active ones together.
+    """Count how often each pair of features is among a token's most active ones.
 
     Args:
-        activities: how active each feature is on each token, in parts.
-        share: of the features that count as active on a token; one that does nothing never does.
+        activities: activity of each feature on each token, in chunks.
+        share: share of the features that count as active on a token; features of activity 0
+            never do.
 
     Shape:
         activities: (M, F) each; returns (F, F), symmetric, zeros on the diagonal
@@ -40,22 +41,24 @@ def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
 
 
 def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
-    """Cut the graph of co-activation so that few edges are cut, and even the groups.
+    """Partition the co-activation graph with few cut edges, then balance the group sizes.
 
     Args:
-        together: how often two features are active together.
-        groups: how many; divides the number of features.
-        seed: of METIS.
+        together: co-activation counts of the features.
+        groups: number of groups; divides the number of features.
+        seed: random seed of METIS.
 
     Shape:
-        together: (F, F) -> (F,), the number of each feature's group
+        together: (F, F) -> (F,), the group number of each feature
 
     Raises:
-        ConfigError: the groups cannot be of one size.
+        ConfigError: the number of groups does not divide the number of features.
         MissingDependencyError: pymetis is not installed.
 
-    Source: Zhang et al., "MoEfication" (2022); Karypis and Kumar, "METIS" (1998). MoEfication evens
-        the groups by moving random features; here each goes where the sum of its edges is largest.
+    Source: Zhang et al., "MoEfication" (2022); Karypis and Kumar, "METIS" (1998). MoEfication
+    balances
+        the groups by moving random features; here each moves to the group with the largest sum of
+        edges.
     """
     if together.shape[0] % groups:
         raise ConfigError(f"{groups} groups of one size do not fit {together.shape[0]} features.")
@@ -73,12 +76,12 @@ def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
     where = torch.tensor(parts, device=together.device)
     members = torch.nn.functional.one_hot(where, groups).to(together)
     affinity = together @ members
-    # Who is somewhere stays there unless another gains more by it.
+    # The small bonus keeps features in their METIS group unless a move gains more.
     return assign_balanced(affinity + members * 1e-3 * affinity.mean())
 
 
 def _edges_of(together: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Return METIS's form of the graph: where each node's edges begin, to whom, how heavy."""
+    """Return the graph in METIS's CSR form: edge offsets, neighbors and integer weights."""
     count = min(_NEIGHBOURS, together.shape[0] - 1)
     values, index = together.topk(count, dim=1)
     kept = torch.zeros_like(together).scatter_(1, index, values)

@@ -1,4 +1,4 @@
-"""How MLPs become experts: data."""
+"""Configuration of MoEfication, which splits MLPs into experts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ RouterForm = Literal["two_layer", "linear", "similarity"]
 
 @dataclass(frozen=True)
 class MoEfyConfig:
-    """What to make of a model's MLPs.
+    """Settings of MoEfication.
 
     Args:
-        num_experts: E; divides the features of every MLP that is split.
-        share: of its experts that work on a token.
-        shares: name glob of blocks -> another share for those.
+        num_experts: number of experts E; divides the features of every MLP that is split.
+        share: share of the experts that are active per token.
+        shares: name glob of blocks -> a different share for those blocks.
         where: name globs of the blocks whose MLPs are split.
-        group: features belong together whose rows are alike ("weights", balanced k-means), that
-            are active together ("coactivation", a graph cut by METIS), or at "random", as a
-            control.
-        router: "two_layer" and "linear" are trained on what the features do with the batches'
-            tokens; "similarity" compares a token with the mean row of every expert.
-        always: so many features, the most active ones, work on every token.
-        choice: "top_k": every token has its own experts; "per_call": all tokens of a call the same,
-            which needs no sorting.
-        relu: swap the activation for ReLU first, which is seldom active; the model must be trained
+        group: grouping of features: "weights" (balanced k-means of rows), "coactivation" (graph
+            cut by METIS) or "random" (control).
+        router: "two_layer" and "linear" are trained on the activity of the batches' tokens;
+            "similarity" compares a token with the mean row of every expert.
+        always: number of the most active features that work on every token.
+        choice: "top_k": every token has its own experts; "per_call": all tokens of a call share
+            experts, which needs no sorting.
+        relu: replace the activation by ReLU first, which is sparser; the model must be trained
             (or distilled) afterwards.
-        max_tokens: of the batches that are looked at.
-        epochs: how often the router sees them, the tenth apart on which the best one is found.
-        batch_size: tokens of one step of the router.
-        lr: of the router's Adam.
-        seed: of what is drawn.
+        max_tokens: number of calibration tokens.
+        epochs: epochs of router training; the best one is selected on a held-out tenth.
+        batch_size: tokens per training step of the router.
+        lr: learning rate of the router (Adam).
+        seed: random seed.
     """
 
     num_experts: int = 32
@@ -55,7 +54,7 @@ class MoEfyConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check each by itself."""
+        """Raise `ConfigError` for values out of range."""
         problems = []
         if self.num_experts < 2:
             problems.append(f"num_experts={self.num_experts} must be 2 or more")

@@ -1,11 +1,11 @@
-"""`moefy`: MLPs become experts, a few of which work on a token.
+"""`moefy`: splits MLPs into experts, of which a few are active per token.
 
-The features of an MLP are grouped, the groups laid side by side, and the MLP is read as a mixture
-of experts that adds up what the chosen ones make. All of them together are the MLP. In a file it
-stays the dense MLP, its features in another order, with the router beside it.
+The features of an MLP are grouped and permuted so that groups are contiguous, and the MLP then runs
+as a mixture of experts that sums the outputs of the selected ones. With all experts selected it
+equals the original MLP. A checkpoint stores the dense MLP with permuted features, and the router.
 
 Source: Zhang et al., "MoEfication: Transformer Feed-forward Layers are Mixtures of Experts" (2022),
-and BMCook, which records what its scripts need but has no layer that runs experts.
+and BMCook, which records the inputs for MoEfication's scripts but has no layer that runs experts.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = ["LayerReport", "MoEfyReport", "moefy"]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one MLP.
+    """MoEfication result of one MLP.
 
     Args:
-        num_experts: E.
-        experts_per_token: how many work on a token.
-        captured: which share of the activity of the batches' tokens the chosen experts have.
-        oracle: the share of the experts that are most active on each token.
+        num_experts: number of experts E.
+        experts_per_token: number of active experts per token.
+        captured: share of the tokens' activity that the selected experts have.
+        oracle: the same share for the experts that are most active on each token.
     """
 
     num_experts: int
@@ -52,38 +52,38 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class MoEfyReport:
-    """What became of a model's MLPs, by the names of their blocks."""
+    """MoEfication results of a model, by block name."""
 
     layers: Mapping[str, LayerReport]
 
     @property
     def captured(self) -> float:
-        """The routers' share of activity against the oracle's, the mean over layers."""
+        """Captured activity relative to the oracle, mean over layers."""
         shares = [layer.captured / max(layer.oracle, 1e-30) for layer in self.layers.values()]
         return sum(shares) / len(shares)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the report as plain values."""
         return {name: dict(vars(layer)) for name, layer in self.layers.items()}
 
 
 def moefy(
     model: Any, config: MoEfyConfig | None = None, batches: Iterable[Any] = ()
 ) -> MoEfyReport:
-    """Turn a model's MLPs into experts, in place.
+    """Split a model's MLPs into experts, in place.
 
     Args:
-        model: of any family, with its weights, before `parallelize`.
-        config: how; None takes the defaults.
-        batches: arguments of the model's forward, by whose tokens features are grouped (where
-            asked), routers trained and shares measured.
+        model: bmforge model of any family, with its weights, before `parallelize`.
+        config: settings; None takes the defaults.
+        batches: keyword arguments of the model's forward, used to group features (if
+            configured), train routers and measure activity.
 
     Returns:
-        what the routers capture of the activity in every layer.
+        the share of the activity that the routers capture in every layer.
 
     Raises:
-        ConfigError: an MLP that is experts already, is quantised or has parts beside it, or whose
-            features the experts do not divide; no batches. The model is as it was then.
+        ConfigError: an MLP that already has experts, is quantized or has adapters, or whose
+            features the experts do not divide; no batches. The model is unchanged then.
     """
     config = config or MoEfyConfig()
     shares = _find_layers(model, config)
@@ -117,7 +117,7 @@ def moefy(
 
 @dataclass(frozen=True)
 class _Split:
-    """What is to become of one MLP: its features' order, its router, and what that captures."""
+    """Planned split of one MLP: order of its features, its router, and the captured activity."""
 
     order: Tensor
     router: nn.Module
@@ -128,7 +128,7 @@ class _Split:
 def _carry_out_(
     model: Any, shares: Mapping[str, int], splits: Mapping[str, _Split], config: MoEfyConfig
 ) -> None:
-    """Turn MLPs into experts as was decided, in place."""
+    """Apply the planned splits to the model, in place."""
     for name, split in splits.items():
         _permute_(model.get_submodule(f"{name}.mlp"), split.order)
     groups: dict[int, list[str]] = {}
@@ -154,7 +154,7 @@ def _options(config: MoEfyConfig, per_token: int) -> dict[str, Any]:
 
 
 def _find_layers(model: Any, config: MoEfyConfig) -> dict[str, int]:
-    """Return the blocks whose MLPs are split -> how many experts work on a token."""
+    """Return the blocks whose MLPs are split -> number of active experts per token."""
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, Block) and m.mlp is not None}
     if not blocks or getattr(model, "spec", None) is None:
         raise ConfigError(
@@ -188,7 +188,7 @@ def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
 
 
 def _use_relu_(model: Any) -> Callable[[], None]:
-    """Swap the activation of all MLPs for ReLU, as the config can say it; return what undoes it."""
+    """Replace the activation of all MLPs by ReLU; return a function that restores it."""
     config = model.config
     if hasattr(config, "feed_forward"):
         gate = "gated-" if config.is_gated else ""
@@ -222,7 +222,7 @@ def _use_relu_(model: Any) -> Callable[[], None]:
 
 
 def _split_layer(mlp: MLP, tokens: Tensor, per_token: int, config: MoEfyConfig) -> _Split:
-    """Decide the experts of one MLP, which stays as it is, and train what picks them."""
+    """Plan the experts of one MLP and train its router; the MLP is unchanged."""
     groups = _group(mlp, tokens, config)
     order = torch.cat([(groups < 0).nonzero()[:, 0], _inside(groups)])
     parts = [sum_groups(part, groups, config.num_experts) for part in each_activity(mlp, tokens)]
@@ -236,14 +236,14 @@ def _split_layer(mlp: MLP, tokens: Tensor, per_token: int, config: MoEfyConfig) 
 
 
 def _inside(groups: Tensor) -> Tensor:
-    """Return the features that are in a group, in the order of their groups."""
+    """Return the grouped features, sorted by group."""
     order = order_of(groups)
     return order[(groups[order] >= 0)]
 
 
 @torch.no_grad()
 def _group(mlp: MLP, tokens: Tensor, config: MoEfyConfig) -> Tensor:
-    """Return the expert of every feature, -1 for those that always work."""
+    """Return the expert index of every feature, -1 for always-active ones."""
     weight = mlp.up_proj.weight
     width = weight.shape[0]
     free = torch.arange(width, device=weight.device)
@@ -266,7 +266,7 @@ def _group(mlp: MLP, tokens: Tensor, config: MoEfyConfig) -> Tensor:
 
 @torch.no_grad()
 def _permute_(mlp: MLP, order: Tensor) -> None:
-    """Bring the features of an MLP into another order, in place; it computes what it did."""
+    """Permute the features of an MLP in place; its outputs are unchanged."""
     for linear in (mlp.gate_proj, mlp.up_proj):
         for parameter in () if linear is None else linear.parameters():
             parameter.copy_(parameter[order].clone())

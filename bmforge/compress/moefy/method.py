@@ -1,4 +1,4 @@
-"""Experts as one of the methods that make a model small; see `compress.method`."""
+"""MoEfication as a compression method; see `compress.method`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["ExpertsMethod"]
 
 
 class ExpertsMethod(MethodBase):
-    """Splits MLPs when it is put into a model; training goes on with the experts.
+    """Splits MLPs into experts when attached; training continues with the experts.
 
     Args:
-        config: how MLPs become experts.
-        batches: of real text, for grouping and routers.
+        config: MoEfication settings.
+        batches: calibration batches for grouping and routers.
     """
 
     name = "experts"
@@ -29,9 +29,9 @@ class ExpertsMethod(MethodBase):
         self.report: MoEfyReport | None = None
 
     def attach_(self, model: nn.Module) -> None:
-        """Split the MLPs."""
+        """Split the model's MLPs."""
         self.report = moefy(model, self.config, self.batches)
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Return what the routers captured when they were trained."""
+        """Return the activity that the routers captured when they were trained."""
         return {} if self.report is None else {"experts": self.report.to_json()}

@@ -1,4 +1,4 @@
-"""What picks experts: made of their rows, and trained on what their features do with tokens."""
+"""Routers of split MLPs: initialized from the experts' rows and trained on feature activity."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def make_router(rows: Tensor, groups: Tensor, config: MoEfyConfig) -> nn.Module:
     """Return a router that compares a token with the mean direction of every expert's rows.
 
     Args:
-        rows: of the MLP's first projection.
-        groups: the expert of each, -1 for none.
-        config: which form the router has.
+        rows: rows of the MLP's first projection.
+        groups: expert of each row, -1 for none.
+        config: MoEfication settings, including the router type.
 
     Shape:
         rows: (F, D); groups: (F,)
@@ -42,21 +42,22 @@ def make_router(rows: Tensor, groups: Tensor, config: MoEfyConfig) -> nn.Module:
 def train_router_(
     router: nn.Module, tokens: Tensor, activity: Tensor, config: MoEfyConfig, per_token: int
 ) -> float:
-    """Train a router to tell which experts are active, in place; return what the best one captures.
+    """Train a router in place to predict active experts; return the best epoch's captured share.
 
     Args:
-        router: of `make_router`.
-        tokens: what goes into the MLP.
-        activity: of every expert on every token.
-        config: how.
-        per_token: experts that work on a token, by which routers are compared.
+        router: router made by `make_router`.
+        tokens: inputs of the MLP.
+        activity: activity of every expert on every token.
+        config: training settings.
+        per_token: number of active experts per token, used to select the best epoch.
 
     Shape:
         tokens: (M, D); activity: (M, E)
 
     Source: Zhang et al., "MoEfication" (2022), and BMCook: binary cross entropy, Adam, the best of
-        all epochs on a tenth that is not trained on. There the target is divided by the largest of
-        a batch; here by the largest of each token, so that every token counts alike.
+        all epochs on a held-out tenth. They divide the target by the largest activity of a batch;
+        here
+        it is divided by the largest of each token, so that all tokens weigh the same.
     """
     generator = torch.Generator().manual_seed(config.seed)
     tokens = tokens.float()
@@ -91,7 +92,7 @@ def train_router_(
 
 @torch.no_grad()
 def captured_share(scores: Tensor, activity: Tensor, per_token: int) -> float:
-    """Return which share of all activity the experts have that scores choose.
+    """Return the share of the total activity that belongs to the experts with the top scores.
 
     Shape:
         scores, activity: (M, E)

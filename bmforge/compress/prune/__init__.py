@@ -1,7 +1,8 @@
-"""Fewer weights: zeros that stay, and smaller shapes.
+"""Pruning: unstructured and 2:4 sparsity, and structured pruning to smaller shapes.
 
-Start reading at `zeros.py` (weights that become 0, in any run) and `masks.py` (which ones); at
-`plan.py` (which parts stay), `shrink.py` (a smaller model at once) and `structure.py` (by gates).
+Start reading at `zeros.py` (sparsity in any training run) and `masks.py` (mask selection); for
+structured pruning at `plan.py` (the pruning plan), `shrink.py` (one-shot) and `structure.py`
+(trained gates).
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ __all__ = [
 def prune(
     model: nn.Module, config: PruneConfig | None = None, *, batches: Sequence[Any] | None = None
 ) -> Zeros:
-    """Make weights of any model zeros, in place, and see to it that training leaves them so.
+    """Set weights of any model to zero in place, and keep them zero during training.
 
-    Without a schedule the zeros are there when this returns. With one, call `after_step_` of what
-    is returned after every step of the optimizer. `finish_` takes everything off but the zeros.
+    Without a schedule the weights are pruned when this returns. With a schedule, call `after_step_`
+    of the returned object after every optimizer step. `finish_` removes everything but the zeros.
 
     Args:
-        model: bmforge's, transformers' or any other, not laid out yet.
-        config: which weights; None takes half of each matrix of the blocks, by size.
-        batches: texts for "wanda" and "sparsegpt": the model's arguments, or token ids alone.
+        model: bmforge's, transformers' or any other model, not parallelized yet.
+        config: pruning settings; None prunes the smaller half of each matrix of the blocks.
+        batches: calibration batches for "wanda" and "sparsegpt": keyword arguments of the
+            model's forward, or token ids alone.
 
     Raises:
-        ConfigError: a glob that matches nothing, sizes that groups of four do not fit, weights that
-            are integers already, missing texts, or texts that have no effect.
+        ConfigError: a glob that matches nothing, widths that are not multiples of four with
+            2:4, quantized weights, missing batches, or batches that have no effect.
     """
     config = config or PruneConfig()
     if batches is not None and not config.is_calibrated:

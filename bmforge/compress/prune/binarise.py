@@ -1,4 +1,4 @@
-"""From how likely every unit is open to which ones stay."""
+"""Converts the open probabilities of gates into the set of units that are kept."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from bmforge.surgery import match_glob
 
 __all__ = ["Chosen", "binarise", "open_units", "plan_of_units"]
 
-# (block, kind) -> numbers of the units that stay
+# (block, kind) -> indices of the kept units
 Chosen = dict[tuple[str, str], tuple[int, ...]]
 
 
 def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], float]:
-    """Return which share of every layer's gates is to be open, where exact sizes are asked for.
+    """Return the share of every layer's gates to keep open, if exact sizes are configured.
 
     Raises:
-        ConfigError: a size that has no gates, or that is no whole number of units.
+        ConfigError: a size that has no gates, or that is not a whole number of units.
     """
     if config.target != "sizes":
         return {}
@@ -77,7 +77,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
 
 
 def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> float:
-    """Return which share of the heads' width is to be open."""
+    """Return the share of the head dims to keep open."""
     if not 0 < width <= spec.head_dim or (width % 2 and query_order(spec, _rope(model))):
         raise ConfigError(
             f"{name}: head_dim={width} must be at most {spec.head_dim}, and even where rotary "
@@ -93,11 +93,11 @@ def _rope(model: Any) -> Any:
 def binarise(
     model: Any, config: StructureConfig, costs: Costs, likely: Mapping[tuple[str, str], Tensor]
 ) -> Chosen:
-    """Return which units stay: the target is met, the least likely ones go.
+    """Choose the units to keep: close the least likely ones until the target is met.
 
     Raises:
-        ConfigError: the target is out of reach: every layer keeps a unit of each kind, and its
-            half unless that has a gate.
+        ConfigError: the target is out of reach: every layer keeps one unit of each kind, and
+            each attention and MLP unless they have gates themselves.
     """
     wanted = open_units(model, config)
     open_now = _order_shared(model, dict(likely))
@@ -132,14 +132,14 @@ def _likely_open(value: Tensor) -> int:
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:
-    """Return into how many parts units fall of which equally many stay: heads, where dims go."""
+    """Return the number of groups that keep equally many units: the heads for dims, else 1."""
     if key[1] != "dims":
         return 1
     return int(blocks_of(model)[key[0]].spec.attn.num_kv_heads)  # type: ignore[union-attr]
 
 
 def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
-    """Return the likeliest units, equally many of each group."""
+    """Return the most likely units, equally many of each group."""
     parts, size = value.view(groups, -1), value.numel() // groups
     return tuple(
         number * size + unit
@@ -151,7 +151,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return what can be closed at a time, with how likely it is open."""
+    """Return the sets of units that can be closed at once, each with its open probability."""
     found = []
     for (name, kind), value in likely.items():
         if kind == "dims":
@@ -171,7 +171,7 @@ def _steps(
 def _dim_steps(
     key: tuple[str, str], value: Tensor, groups: int
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return the same of heads' widths: one unit of every head at a time."""
+    """Return the closing steps of head dims: one unit of every head at a time."""
     ordered, index = value.double().view(groups, -1).sort(dim=-1, stable=True)
     size = ordered.shape[1]
     starts = torch.arange(groups)[:, None] * size
@@ -188,7 +188,7 @@ def _close_(
     config: StructureConfig,
     costs: Costs,
 ) -> None:
-    """Close units, but for the last ones of a half that stays."""
+    """Close units, except for the last ones of an attention or MLP that must stay."""
     kind = key[1]
     if kind == "dims":
         if len(left[key]) <= len(numbers):
@@ -202,7 +202,7 @@ def _close_(
 
 
 def _fewest(kind: str, config: StructureConfig) -> int:
-    """Return how many units go at a time, and stay at least."""
+    """Return the smallest number of units that can be closed, and must remain, at a time."""
     steps = {"heads": config.tensor_parallel}
     return steps.get(kind, config.multiple_of if kind in ("features", "hidden") else 1)
 
@@ -210,7 +210,7 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _attentions_left(
     left: Mapping[tuple[str, str], set[int]], key: tuple[str, str], costs: Costs
 ) -> int:
-    """Return how many attentions its stack would have without this half or block."""
+    """Return the number of attentions in the stack without this attention or block."""
     stack = key[0].rpartition(".")[0]
     return sum(
         "attn" in halves
@@ -223,7 +223,7 @@ def _attentions_left(
 
 
 def _cost(costs: Costs, name: str, left: Mapping[tuple[str, str], set[int]]) -> float:
-    """Return what is left of a block."""
+    """Return the cost of a block with the remaining units."""
     kinds: dict[str, float] = {
         kind: len(left[name, kind]) for kind in GATE_KINDS if (name, kind) in left
     }
@@ -239,9 +239,9 @@ def _best(value: Tensor, count: int) -> tuple[int, ...]:
 def _order_shared(
     model: Any, likely: dict[tuple[str, str], Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Let layers that share a bias with a column per head agree which heads matter.
+    """Unify the ranking of heads in layers that share a position bias with a column per head.
 
-    Each keeps how many it would have, of an order that is common to all of them.
+    Each layer keeps its own number of heads, selected from the common ranking.
     """
     for stack in dict.fromkeys(name.rpartition(".")[0] for name, _ in likely):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -257,7 +257,7 @@ def _order_shared(
 
 
 def plan_of_units(model: Any, chosen: Chosen) -> Plan:
-    """Return the plan that keeps these units."""
+    """Return the pruning plan that keeps these units."""
     layers: dict[str, dict[str, Any]] = {}
     gone, blocks = [], blocks_of(model)
     for (name, kind), numbers in chosen.items():
@@ -292,7 +292,7 @@ def plan_of_units(model: Any, chosen: Chosen) -> Plan:
 
 
 def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[str, Any]:
-    """Return the dims of all key-value heads that these units are."""
+    """Return the kept query and value dims of every key-value head for these units."""
     order = query_order(spec, _rope(model))
     step = 2 if order else 1
     size = spec.head_dim // step
@@ -306,7 +306,7 @@ def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[
 
 
 def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
-    """Let lists of dims be of the key-value heads that stay."""
+    """Restrict the lists of dims to the key-value heads that are kept."""
     spec, heads = block.spec.attn, options.get("heads")
     if spec is None or heads is None or "query_dims" not in options:
         return
@@ -316,7 +316,7 @@ def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
 
 
 def _alone(options: dict[str, Any], has_memory: bool) -> dict[str, Any]:
-    """Return what is said of a layer, without sizes of halves that go."""
+    """Return a layer's options without the sizes of a removed attention or MLP."""
     lost = set()
     if options.get("attn") is False and "cross_heads" not in options:
         lost |= {"heads"}

@@ -1,4 +1,4 @@
-"""Zeros by what real texts bring: Wanda and SparseGPT.
+"""Calibrated unstructured pruning: Wanda and SparseGPT.
 
 Source: Sun et al., "A simple and effective pruning approach for large language models" (2023);
 Frantar and Alistarh, "SparseGPT" (2023).
@@ -25,10 +25,10 @@ __all__ = ["prune_by_texts_", "prune_sparsegpt"]
 
 
 def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any]) -> None:
-    """Make weights zeros by Wanda or SparseGPT, block by block on the pruned blocks before.
+    """Prune a model by Wanda or SparseGPT, each block calibrated on the pruned blocks before it.
 
     Raises:
-        ConfigError: as `calibrate_blocks` does; a Hessian that is not positive.
+        ConfigError: the errors of `calibrate_blocks`, or a Hessian that is not positive definite.
     """
 
     without_inputs: list[str] = []
@@ -70,13 +70,13 @@ def _mask_by_scores(values: Tensor, scores: Tensor, config: PruneConfig) -> Tens
 
 @dataclass
 class _Prune:
-    """Settles columns: those that go become 0."""
+    """Column settler of SparseGPT: sets the pruned weights of a column to 0."""
 
     config: PruneConfig
     mask: Tensor | None = None
 
     def settle(self, number: int, block: Tensor, place: int, roots: Tensor) -> Tensor:
-        """See `columns.Settler`; weights are cheap whose square over the root's square is small."""
+        """See `columns.Settler`; the weights with the smallest (weight / root)^2 are pruned."""
         if self.config.pattern == "2:4":
             if place % 4 == 0:
                 four = slice(place, place + 4)
@@ -91,7 +91,7 @@ class _Prune:
 
 
 def prune_sparsegpt(matrix: Tensor, hessian: Hessian, config: PruneConfig, name: str) -> Tensor:
-    """Return a matrix with zeros for which its other weights make up.
+    """Return the matrix pruned by SparseGPT, with the other weights adjusted.
 
     Shape:
         matrix: (rows, columns); returns the same

@@ -1,11 +1,11 @@
-"""Making a model smaller for good: fewer heads, narrower MLPs and hidden states, parts that go.
+"""Applies a pruning plan: removes heads, MLP features, hidden features, halves and blocks.
 
-What comes out is a model of the same family: its config says the new sizes, with the published
-fields where those can, else with changes of kind "resize". So it is saved, opened, laid out,
-streamed and served like any other.
+The result is a model of the same family whose config describes the new sizes, with the published
+fields where they suffice and otherwise with changes of kind "resize". So it can be saved, opened,
+parallelized, streamed and served like any other model.
 
-Source: the sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, halves, layers),
-which cut weights in a file that nothing opened.
+Source: the prunable sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, attention
+or MLP, layers), which wrote pruned weights to a file that no class could open.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["Shrunk", "carry_out_"]
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What became of a model.
+    """Result of structured pruning.
 
     Args:
-        plan: what stayed.
-        parameters_before: numbers in the model, a tied one once.
-        parameters_after: likewise.
-        opens_elsewhere: whether the published classes of its family open it as it is.
-        reason: what keeps them from it.
+        plan: plan that was applied.
+        parameters_before: number of parameters before pruning, tied ones counted once.
+        parameters_after: number of parameters after pruning, tied ones counted once.
+        opens_elsewhere: whether the published classes of the family can open the model.
+        reason: reason why they cannot.
     """
 
     plan: Plan
@@ -47,7 +47,7 @@ class Shrunk:
     reason: str = ""
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Return a one-line summary."""
         share = self.parameters_after / self.parameters_before
         text = (
             f"{self.parameters_before:,} parameters became {self.parameters_after:,} ({share:.1%})"
@@ -62,19 +62,19 @@ class Shrunk:
 
 @torch.no_grad()
 def carry_out_(model: Any, plan: Plan, *, uniform: bool = False) -> Shrunk:
-    """Make a model smaller, in place: with its weights, or on meta.
+    """Apply a pruning plan in place, to a model with weights or on meta.
 
-    It computes what the whole model does in which all that goes adds nothing (of hidden features:
-    in which they are zero, and norms divide by those that stay).
+    The result computes the same as the full model in which every removed part contributes zero
+    (removed hidden features: they are zero, and norms divide by the number of the kept ones).
 
     Args:
-        model: of any family, not yet laid out.
-        plan: what stays.
+        model: bmforge model of any family, not parallelized yet.
+        plan: pruning plan.
         uniform: refuse sizes that only bmforge can open.
 
     Raises:
-        ConfigError: the plan does not fit the model, or the model is quantised, laid out or
-            changed; it is as it was then.
+        ConfigError: the plan does not fit the model, or the model is quantized, parallelized or
+            changed; the model is unchanged then.
     """
     plan.check(model)
     _check_plain(model, plan)
@@ -121,10 +121,10 @@ def _check_plain(model: Any, plan: Plan) -> None:
 
 
 def _order_shared_heads(model: Any, plan: Plan) -> Plan:
-    """Bring the heads of layers that share a bias on the scores into one order.
+    """Order the kept heads consistently across layers that share a position bias.
 
-    The bias has a column per head, and a layer with fewer of them uses the first columns: what one
-    layer keeps must be among what every larger one keeps.
+    The bias has a column per head, and a layer with fewer heads uses the first columns. So the
+    heads that one layer keeps must be a subset of those of every layer with more heads.
     """
     layers = dict(plan.layers)
     for stack, table in _shared_biases(model).items():
@@ -153,11 +153,11 @@ def _order_shared_heads(model: Any, plan: Plan) -> Plan:
 
 
 def _with_heads(kept: Kept, heads: tuple[int, ...]) -> Kept:
-    """Return the same of heads in another order; lists of dims follow their heads."""
+    """Return a copy with the heads reordered; lists of dims are reordered along with them."""
     old = kept.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
-    # Both attentions of a layer have the same lists of dims, head after head.
+    # Self- and cross-attention share the lists of dims, one per head.
     for key in ("query_dims", "value_dims", "cross_heads"):
         lists = getattr(kept, key)
         if lists is not None and kept.query_dims is not None:
@@ -170,7 +170,7 @@ def _heads(block: Any) -> int:
 
 
 def _shared_biases(model: Any) -> dict[str, Tensor]:
-    """Return the name of every stack whose layers share a bias -> its table, a column per head."""
+    """Return stack name -> its shared position bias table, with a column per head."""
     found = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks_of(model)):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -181,7 +181,7 @@ def _shared_biases(model: Any) -> dict[str, Tensor]:
 
 
 def _collect(model: Any, settled: Settled, plan: Plan) -> dict[str, Tensor]:
-    """Return every tensor of the smaller model, by its name there."""
+    """Return the tensors of the smaller model by their new names."""
     picks = _pick_beside(model, settled, plan)
     wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
     stay = None if plan.hidden is None else torch.tensor(plan.hidden)
@@ -209,7 +209,7 @@ def _collect(model: Any, settled: Settled, plan: Plan) -> dict[str, Tensor]:
 
 
 def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return the block that a tensor is in, and its name in there."""
+    """Split a tensor name into its block and the name within the block."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         if (block := ".".join(parts[:count])) in blocks:
@@ -218,7 +218,7 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def _pick_beside(model: Any, settled: Settled, plan: Plan) -> dict[str, Picks]:
-    """Return what stays of the biases on the scores that layers share: columns, kept ones first."""
+    """Return the kept columns of the shared position biases, the kept heads first."""
     found: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
         heads: list[int] = []
@@ -235,11 +235,11 @@ def _pick_beside(model: Any, settled: Settled, plan: Plan) -> dict[str, Picks]:
 
 
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
-    """Return which dims of every tensor are as wide as the hidden states: tried out on meta.
+    """Return the dims of every tensor that follow the hidden size, found with a model on meta.
 
     Args:
-        model: of any family.
-        count: another width, which is tried.
+        model: bmforge model of any family.
+        count: trial hidden size, different from the current one.
     """
     only = settle_config(model, Plan(hidden=tuple(range(count)))).model
     tried = persistent_tensors(only)
@@ -254,7 +254,7 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
 
 
 def _fold_beside(old: Any, new: Any, name: str) -> float:
-    """Return the factor that a tensor beside the blocks takes over from embedding and head."""
+    """Return the factor by which an embedding or the final norm absorbs changed model scales."""
     scales = [
         (getattr(m.spec, "embed_scale", 1.0), getattr(m.spec, "head_scale", 1.0))
         for m in (old, new)
@@ -270,13 +270,13 @@ def _fold_beside(old: Any, new: Any, name: str) -> float:
 
 
 def _last_norms(model: Any) -> Sequence[str]:
-    """Return the names of the weights of the norm before the head."""
+    """Return the names of the final norm's weight and bias."""
     owner = "decoder.norm" if getattr(model, "decoder", None) is not None else "norm"
     return [f"{owner}.weight", f"{owner}.bias"]
 
 
 def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, bool]) -> None:
-    """Put tensors into the empty model; what is tied stays so."""
+    """Load tensors into the empty model; tied parameters stay tied."""
     made: dict[int, Any] = {}
     described = persistent_tensors(settled.model)
     for name, tensor in described.items():

@@ -1,4 +1,4 @@
-"""From sizes that are wanted, and how much every part matters, to a plan."""
+"""Makes a pruning plan from requested sizes and importance scores."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def choose_plan(
     halves: Mapping[str, int] | None = None,
     hidden_size: int = 0,
 ) -> Plan:
-    """Return which parts stay where sizes are given.
+    """Return the plan that keeps the most important parts at the requested sizes.
 
     Args:
-        model: of any family.
-        scores: of `measure_importance`.
-        sizes: name glob of blocks -> what they are to be; later ones count.
-        gone: stack of blocks -> how many of them go, those that matter least.
-        halves: "attn" or "mlp" -> how many blocks of every stack keep that half.
-        hidden_size: of the smaller model; 0 leaves it.
+        model: bmforge model of any family.
+        scores: importance scores of `measure_importance`.
+        sizes: name glob of blocks -> requested sizes; later entries take precedence.
+        gone: stack name -> number of blocks to remove, the least important first.
+        halves: "attn" or "mlp" -> number of blocks of every stack that keep it.
+        hidden_size: new hidden size; 0 keeps the current one.
 
     Raises:
         ConfigError: sizes that do not fit, with the nearest that do.
@@ -72,15 +72,15 @@ def choose_plan(
 
 
 def nearest_fit(wanted: int, unit: int, most: int) -> int:
-    """Return the multiple of `unit` nearest to a size, at least one of it and at most `most`."""
+    """Return the nearest multiple of `unit` that is at least `unit` and at most `most`."""
     return max(unit, min(most // unit, round(wanted / unit)) * unit)
 
 
 def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads: int) -> list[int]:
-    """Return the query heads that stay: of the best key-value heads equally many each.
+    """Return the query heads to keep: equally many in each of the best key-value heads.
 
     Raises:
-        ConfigError: numbers that do not fit each other.
+        ConfigError: num_heads and num_kv_heads that do not fit each other.
     """
     if num_heads % num_kv_heads or num_heads // num_kv_heads > heads_per_group(spec):
         fit = nearest_fit(num_heads, num_kv_heads, num_kv_heads * heads_per_group(spec))
@@ -97,7 +97,7 @@ def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads
 
 
 def _best(scores: Tensor, count: int) -> tuple[int, ...]:
-    """Return the numbers of the largest, in their own order; of equal ones the first."""
+    """Return the sorted indices of the largest scores; ties keep the smaller index."""
     order = scores.double().argsort(descending=True, stable=True)
     return tuple(sorted(order[:count].tolist()))
 
@@ -112,7 +112,7 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
 def _without_half(
     scores: Scores, blocks: Mapping[str, Block], half: str, count: int, lost: list[str]
 ) -> list[str]:
-    """Return the blocks that lose attention or the MLP: of every stack all but so many."""
+    """Return the blocks that lose attention or the MLP: all but the `count` best of every stack."""
     found = []
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         mine = [name for name in blocks if name.rpartition(".")[0] == stack and name not in lost]
@@ -124,7 +124,7 @@ def _without_half(
 
 
 def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Scores:
-    """Return common scores of heads where layers share a bias with a column per head."""
+    """Return combined head scores for layers that share a position bias with a column per head."""
     found: Scores = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -144,7 +144,7 @@ def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Sc
 
 
 def _keep(model: Any, name: str, block: Block, options: dict[str, Any], scores: Scores) -> Kept:
-    """Return what stays of one layer."""
+    """Return the kept parts of one layer."""
     kept: dict[str, Any] = {}
     spec = block.spec.attn or block.spec.cross_attn
     if options.get("attn") is False:
@@ -205,9 +205,10 @@ def _keep_heads(
 def _query_dims(
     block: Block, spec: AttentionSpec, scores: Tensor, width: int, rope: Any
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the dims of q and k that stay, for every key-value head: no rotary pair is torn."""
+    """Return the kept q and k dims of every key-value head; rotary pairs are kept whole."""
     module: Any = block.attn or block.cross_attn
-    if getattr(module, "q_norm", None) is not None:  # one norm for all heads
+    # All heads share one norm, so they must keep the same dims.
+    if getattr(module, "q_norm", None) is not None:
         scores = scores.sum(0, keepdim=True).expand_as(scores)
     turned = 0 if rope is None or block.attn is None else min(rope.rotary_dim, spec.head_dim)
     if width < turned:

@@ -26,13 +26,13 @@ __all__ = ["fold_means_"]
 def fold_means_(
     model: Any, plan: Plan, batches: Iterable[Any]
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Add the mean output of what a plan removes to biases; return these and their old values.
+    """Add the mean output of removed units to biases; return the biases and their old values.
 
-    Layers without a bias (Llama's, T5's) are left alone.
+    Layers without a bias (Llama's, T5's) are skipped.
 
     Args:
-        model: whole model, before the plan is applied.
-        plan: plan of what stays.
+        model: full model, before the plan is applied.
+        plan: pruning plan.
         batches: calibration batches.
     """
     removed: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What is to become zeros, and when."""
+"""Configuration of sparsity: method, pattern and schedule."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """Which weights become zeros. Zeros stay zeros: they are the mask.
+    """Settings of unstructured and 2:4 sparsity. The zeros of a weight serve as its mask.
 
     Args:
-        method: "magnitude": the smallest; "wanda": the smallest times the norm of what they are
-            multiplied with; "sparsegpt": the cheapest, and the others make up for them; "movement":
-            those that training has moved towards zero.
-        sparsity: share of zeros in what `where` names.
-        pattern: "free"; "2:4": two of every four along the input; "2:4-both": along input and
-            output, the best of the 90 masks of 4 x 4, or "2:4-both-greedy", from the largest on.
-        scope: what is compared: the weights of a "layer" (of one matrix), of every "row" of it, or
-            all, "global".
-        where: name globs of modules; empty takes the blocks' linear layers and experts.
-        begin_step: steps of training before the first zeros.
-        steps: over so many more the zeros grow to `sparsity`, by a cubic rule; 0: at once.
-        every_steps: steps from one time to the next.
+        method: "magnitude": smallest weights; "wanda": smallest weight times input norm;
+            "sparsegpt": smallest loss increase, with error compensation; "movement": weights that
+            training moves towards zero.
+        sparsity: share of zeros in the matrices selected by `where`.
+        pattern: "free" (unstructured); "2:4": two of every four along the input; "2:4-both":
+            along input and output, the best of the 90 masks of 4 x 4; "2:4-both-greedy": the same,
+            chosen greedily.
+        scope: set of weights ranked together: each matrix ("layer"), each "row", or all ("global").
+        where: name globs of modules; empty selects the blocks' linear layers and experts.
+        begin_step: training steps before the first pruning.
+        steps: training steps in which the sparsity grows to its target by a cubic schedule; 0
+            prunes at once.
+        every_steps: training steps between two pruning updates.
         damp: sparsegpt: share of the mean of the Hessian's diagonal that is added to it.
-        block_columns: sparsegpt: columns of which the zeros are chosen together.
+        block_columns: sparsegpt: columns whose zeros are selected together.
     """
 
     method: Literal["magnitude", "wanda", "sparsegpt", "movement"] = "magnitude"
@@ -117,7 +118,7 @@ class PruneConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it needs texts."""
+        """Whether the method needs calibration batches."""
         return self.method in ("wanda", "sparsegpt")
 
 

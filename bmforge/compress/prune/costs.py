@@ -1,4 +1,4 @@
-"""What a model's parts cost: parameters, FLOPs, or time that was measured."""
+"""Cost model of blocks: parameters, FLOPs or measured time as a function of the kept units."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ __all__ = ["Costs", "Half", "count_costs"]
 
 @dataclass(frozen=True)
 class Half:
-    """What one half of a block costs.
+    """Cost of the attention or the MLP of a block.
 
     Args:
-        fixed: what it costs with none of its units: its norm, the last bias.
-        each: what a unit adds: a head, or all heads of a key-value head, or a feature.
-        units: how many it has.
-        always: what stays where this half goes, as attention to a memory does: without units, and
-        always_each: of every unit, which both attentions have alike.
-        dims: units of the heads' width, all of them together: a unit costs as much as it is wide.
-        points: (units, cost) from 0 units on, where it was measured: instead of `fixed` and `each`,
-            on a line between two of them.
+        fixed: cost without any unit: the norm and the last bias.
+        each: cost of a unit: a head, all heads of a key-value head, or a feature.
+        units: number of units.
+        always: cost that remains if this half is removed (attention to a memory), without units.
+        always_each: cost per unit that remains if this half is removed, as both attentions
+            share their units.
+        dims: number of head dim units over all heads; the cost is proportional to the open ones.
+        points: measured (units, cost) pairs, from 0 units on; replaces `fixed` and `each` by
+            linear interpolation.
     """
 
     fixed: float
@@ -43,11 +44,11 @@ class Half:
 
     @property
     def per_unit(self) -> float:
-        """What goes with a unit."""
+        """Cost that a removed unit saves."""
         return self.each + self.always_each
 
     def inside(self, count: Any) -> Any:
-        """Return what the half costs with so many units, a number or a tensor."""
+        """Return the cost of the half with `count` units, a number or a tensor."""
         if not self.points:
             return self.fixed + self.each * count
         total: Any = self.points[0][1]
@@ -57,7 +58,7 @@ class Half:
         return total
 
     def whole(self, count: Any) -> Any:
-        """Return that with what stays in any case."""
+        """Return the cost of the half with `count` units plus the cost that always remains."""
         return self.inside(count) + self.always + self.always_each * count
 
 
@@ -67,13 +68,13 @@ def _at_most(count: Any, limit: int) -> Any:
 
 @dataclass(frozen=True)
 class Costs:
-    """What all blocks cost.
+    """Costs of all blocks.
 
     Args:
-        blocks: name -> "attn" or "mlp" -> what that half does.
-        bare: the same of blocks without hidden features, where it was counted: what is left grows
-            evenly with their number.
-        width: how many there are.
+        blocks: block name -> "attn" or "mlp" -> cost of that half.
+        bare: the same with hidden size 0, if counted; the remaining cost is linear in the
+            hidden size.
+        width: number of hidden features.
     """
 
     blocks: Mapping[str, Mapping[str, Half]]
@@ -82,16 +83,16 @@ class Costs:
 
     @property
     def total(self) -> float:
-        """What all of them cost together."""
+        """Total cost of all blocks."""
         return float(self.expect({}))
 
     def expect(self, open_units: Mapping[tuple[str, str], Tensor]) -> Tensor:
-        """Return what is left where gates are open so far.
+        """Return the expected cost for the given open probabilities of gates.
 
         Args:
-            open_units: (block, kind) -> how far each unit is open, 0 to 1; kinds are "heads",
-                "dims", "features", "attn", "mlp", "block", and for ("", "hidden") the hidden
-                features. Those that are not named are all open.
+            open_units: (block, kind) -> open probability of each unit, 0 to 1; kinds are "heads",
+                "dims", "features", "attn", "mlp", "block", and ("", "hidden") for the hidden
+                features. Kinds that are not listed are fully open.
         """
         some = next(iter(open_units.values()), torch.zeros(()))
         sums: dict[str, dict[str, Any]] = {}
@@ -104,12 +105,12 @@ class Costs:
         return total
 
     def of_block(self, name: str, open_now: Mapping[str, Any]) -> Any:
-        """Return what is left of one block.
+        """Return the cost of one block.
 
         Args:
-            name: of the block.
-            open_now: kind -> how many of its units are open, of "hidden" which share; those that
-                are not named all are.
+            name: block name.
+            open_now: kind -> number of open units, or share of open features for "hidden";
+                kinds that are not listed are fully open.
         """
         total = _left(self.blocks[name], open_now)
         if "hidden" in open_now:
@@ -119,7 +120,7 @@ class Costs:
 
 
 def _left(halves: Mapping[str, Half], open_now: Mapping[str, Any]) -> Any:
-    """Return what is left of a block's halves."""
+    """Return the remaining cost of a block's attention and MLP."""
     total: Any = 0.0
     for kind, units in (("attn", "heads"), ("mlp", "features")):
         half = halves.get(kind)
@@ -139,14 +140,14 @@ def count_costs(
     seq_len: int = 512,
     hidden: bool = False,
 ) -> Costs:
-    """Return what every block's halves cost.
+    """Return the cost of each half of every block.
 
     Args:
-        model: of any family.
-        target: "flops" are those of forward and backward for one token of a row of
-            `seq_len`, counted as `ModelConfig.flops_per_token` does; else "parameters".
-        seq_len: see there.
-        hidden: count what is left without hidden features, too.
+        model: bmforge model of any family.
+        target: "parameters", or "flops": forward and backward FLOPs per token of a sequence of
+            `seq_len`, counted as in `ModelConfig.flops_per_token`.
+        seq_len: sequence length for "flops".
+        hidden: also count the cost at hidden size 0.
     """
     count = partial(_flops_of, seq_len=seq_len) if target == "flops" else _parameters_of
     blocks = blocks_of(model)
@@ -167,12 +168,12 @@ def count_costs(
 
 
 def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str, Half]:
-    """Return parameters: those of units by their specs, the rest is what is left over.
+    """Return the parameter counts of a block's halves: per unit from the specs, the rest as fixed.
 
     Args:
-        block: of any family.
-        width: of the hidden states.
-        wide: names of tensors that are left out, as the width is 0.
+        block: block of any family.
+        width: hidden size.
+        wide: names of tensors that are not counted, because the hidden size is 0.
     """
     spec, found = block.spec, {}
     count_of = partial(_numel, block, wide)
@@ -181,7 +182,7 @@ def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str,
         units, each = _head_units(spec.attn)
         weights = each * _head_parameters(spec.attn, width)
         norm = 0 if spec.norm_place == "parallel" else count_of("attn_norm")
-        # Longformer's global projections ask and answer with the same heads once more.
+        # Longformer has a second set of q, k and v projections for global tokens.
         if spec.attn.global_tokens:
             weights += each * 3 * spec.attn.head_dim * (width + spec.attn.qkv_bias)
         always, more = 0.0, 0.0
@@ -223,12 +224,12 @@ def _numel(block: Block, without: Collection[str], part: str) -> int:
 
 
 def _head_units(spec: AttentionSpec) -> tuple[int, int]:
-    """Return how many units heads go in, and how many query heads one has."""
+    """Return the number of key-value heads, which are the units, and of query heads per unit."""
     return spec.num_kv_heads, heads_per_group(spec)
 
 
 def _head_parameters(spec: AttentionSpec, width: int) -> float:
-    """Return what one query head has, with its share of keys and values."""
+    """Return the parameters of one query head with its share of keys and values."""
     bias = int(spec.qkv_bias)
     shared = 2 * (width + bias) / heads_per_group(spec)
     return spec.head_dim * (2 * width + bias + shared)

@@ -1,4 +1,4 @@
-"""Gates in a model: where they stand, what they say, and how they go again."""
+"""Attaches hard concrete gates to a model, reads their probabilities and removes them again."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from bmforge.nn.shard_hooks import pass_on
 
 __all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
 
-# (name of a block, or "" for the whole model; kind) -> its gate
+# (block name, or "" for the whole model; kind) -> gate
 Gates = dict[tuple[str, str], HardConcrete]
 
 
 def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
-    """Put gates into the blocks of a model that is not laid out yet; return them.
+    """Attach gates to the blocks of a model that is not parallelized yet; return the gates.
 
     Args:
-        model: of any family.
-        kinds: of `GATE_KINDS`. Heads that share keys and values share a gate; both attentions of
-            an encoder-decoder's layer have the same gates of heads and of their dims, and `attn`
-            is that to itself. All layers and the embeddings share that of hidden features.
-        seed: of where they begin.
+        model: bmforge model of any family.
+        kinds: kinds in `GATE_KINDS`. Heads that share keys and values share a gate. Both
+            attentions of an encoder-decoder's layer share the gates of heads and dims, and `attn`
+            gates the self-attention. All layers and the embeddings share the gate of hidden
+            features.
+        seed: random seed of the gates' initialization.
 
     Raises:
-        ConfigError: a kind that no layer has, or a model that has gates.
+        ConfigError: a kind that no layer has, or a model that already has gates.
     """
     if find_gates(model):
         raise ConfigError(f"{type(model).__name__} has gates already.")
@@ -76,7 +77,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
 
 
 def _put_hidden(model: Any, seed: int) -> HiddenWidth:
-    """Put the gate of hidden features into a model, and return it."""
+    """Attach the gate of hidden features to a model, and return it."""
     like = next(model.parameters())
     gate = HiddenWidth("hidden", model.config.hidden_size).to(device=like.device, dtype=like.dtype)
     attach_hidden_gate_(model, gate.train(model.training))
@@ -90,7 +91,7 @@ def _part_of(kind: str) -> str:
 
 
 def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardConcrete | None:
-    """Return a new gate of one kind; None where the block has no such part."""
+    """Return a new gate of one kind; None if the block has no such part."""
     spec = block.spec
     if kind == "heads" and spec.attn is not None:
         width = spec.attn.num_heads * spec.attn.head_dim
@@ -107,7 +108,7 @@ def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardC
 
 
 def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
-    """Return where the gates of a kind stand."""
+    """Return the (module, attribute) slots that hold the gates of a kind."""
     if kind == "heads":
         return [(part, "thin") for part in (block.attn, block.cross_attn) if part is not None]
     if kind == "dims":
@@ -119,7 +120,7 @@ def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
 
 
 def detach_gates_(model: Any, gates: Gates) -> None:
-    """Take gates away again, in place."""
+    """Remove gates from a model, in place."""
     for name, kind in gates:
         if kind == "hidden":
             detach_hidden_gate_(model)
@@ -132,14 +133,14 @@ def detach_gates_(model: Any, gates: Gates) -> None:
 
 
 def find_gates(model: nn.Module) -> list[HardConcrete]:
-    """Return the gates that are in a model."""
+    """Return the gates of a model."""
     return [module for module in model.modules() if isinstance(module, HardConcrete)]
 
 
 def densities(gates: Gates) -> dict[tuple[str, str], Tensor]:
-    """Return how likely every unit is open, with gradients, on every layout alike.
+    """Return the open probability of every unit, differentiable and equal on every layout.
 
-    Comm: with sharded parameters an all-gather of every gate, and a reduce-scatter backward.
+    Comm: with sharded parameters an all-gather of every gate, and a reduce-scatter in backward.
     """
     return {key: gate.density(_whole(gate.delta)) for key, gate in gates.items()}
 
@@ -156,7 +157,7 @@ class _Average(torch.autograd.Function):
 
 
 def _whole(delta: Tensor) -> Tensor:
-    """Return all of a parameter; its gradient is the mean over processes, as all others are."""
+    """All-gather a sharded parameter; its gradient is averaged over processes like all others."""
     if not isinstance(delta, DTensor):
         return delta
     mesh = delta.device_mesh
@@ -165,7 +166,7 @@ def _whole(delta: Tensor) -> Tensor:
 
 
 def masks_of(chosen: Mapping[tuple[str, str], Sequence[int]], gates: Gates) -> None:
-    """Fix every gate: open where it is chosen, closed elsewhere; they are not trained any more."""
+    """Fix every gate to 1 for chosen units and to 0 for the others, and stop its training."""
     for key, gate in gates.items():
         mask = torch.zeros(gate.units)
         mask[list(chosen[key])] = 1.0

@@ -1,7 +1,7 @@
-"""A gate on every hidden feature of a model: where it stands, and how it goes again.
+"""Gates on the hidden features of a model: attached to every module that writes hidden states.
 
-Whatever writes hidden features is scaled by it: embeddings, attention, MLPs, layers before a head;
-what reads them then reads zeros. Norms count the features that are open.
+The outputs of embeddings, attention, MLPs and layers before a head are multiplied by the gate, so
+that all readers see zeros for closed features. Norms compute statistics over the open features.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SLOT = "hidden_share"
 
 
 def attach_hidden_gate_(model: Any, gate: HiddenWidth) -> None:
-    """Let a gate stand wherever a model writes hidden features.
+    """Attach a gate to every module of a model that writes hidden states.
 
     Raises:
-        ConfigError: the family's hidden states keep their width.
+        ConfigError: the family does not support a smaller hidden size.
     """
     places = _find_places(model)
     for norm in places.norms.values():
@@ -43,7 +43,7 @@ def attach_hidden_gate_(model: Any, gate: HiddenWidth) -> None:
 
 
 def detach_hidden_gate_(model: Any) -> None:
-    """Take the gate away again."""
+    """Remove the gate from the model."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key in [k for k, h in hooks.items() if getattr(h, "func", None) in _HOOKS]:
@@ -54,7 +54,7 @@ def detach_hidden_gate_(model: Any) -> None:
 
 
 def hidden_tensors(model: Any) -> set[str]:
-    """Return the names of tensors that have a number, or more, for every hidden feature."""
+    """Return the names of tensors that have a dim of the hidden size."""
     return {name for name, dims in _wide_dims(model).items() if dims}
 
 
@@ -69,12 +69,12 @@ def _wide_dims(model: Any) -> dict[str, list[int]]:
 
 @dataclass
 class _Places:
-    """Where a gate stands.
+    """Modules that a hidden gate is attached to.
 
     Attributes:
-        writers: what writes hidden features, and
-        norms: what norms them, by identity.
-        has_others: there are tables of another kind in front of the blocks, as an image's patches.
+        writers: modules that write hidden features.
+        norms: norms of hidden features, by identity.
+        has_others: whether other input tables precede the blocks, such as image patches.
     """
 
     writers: dict[int, nn.Module] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class _Places:
 def _find_places(model: Any) -> _Places:
     width, modules = model.config.hidden_size, dict(model.named_modules())
     found, inside = _Places(), tuple(f"{name}." for name in blocks_of(model))
-    for block in blocks_of(model).values():  # behind a whole part, where processes have added up
+    for block in blocks_of(model).values():  # gate after the all-reduce
         parts = (block.attn, block.cross_attn, block.mlp)
         found.writers |= {id(part): part for part in parts if part is not None}
     found.norms = {id(m): m for m in modules.values() if _has_width(m, width)}
@@ -104,7 +104,7 @@ def _find_places(model: Any) -> _Places:
 
 
 def _has_width(module: nn.Module, width: int) -> bool:
-    """Tell whether it is a norm of hidden features that has no tensors to tell it by."""
+    """Return True for a LayerNorm over the hidden size, even one without weights."""
     return isinstance(module, nn.LayerNorm) and tuple(module.normalized_shape) == (width,)
 
 
@@ -117,14 +117,14 @@ def _scale_before(gate: HiddenWidth, module: nn.Module, given: tuple[Any, ...]) 
 
 
 def _scale(gate: HiddenWidth, module: nn.Module, given: Any, out: Any) -> Any:
-    # Experts return beside it what their router has to say.
+    # Expert layers return a tuple: the output and the router's statistics.
     return (gate(out[0]), *out[1:]) if isinstance(out, tuple) else gate(out)
 
 
 def _count_open(
     gate: HiddenWidth, norm: Any, inner: Callable[[Tensor], Tensor], /, x: Tensor
 ) -> Tensor:
-    """Norm the features that are open: statistics are over their number, the others stay 0."""
+    """Normalize over the open features: statistics use their number, closed features stay 0."""
     values = gate().to(x.dtype)
     count = values.sum().clamp(min=1.0)
     wider = (x.shape[-1] / count).sqrt()

@@ -1,11 +1,11 @@
-"""How much every part of a model matters: its heads, features, halves, blocks, hidden features.
+"""Importance scores of a model's parts: heads, MLP features, halves, blocks and hidden features.
 
-| `by` | what counts | needs batches |
+| `by` | score | needs batches |
 |---|---|---|
-| "size" | the norm of a part's own weights | no |
-| "activation" | the norm of what a part adds to the residual, over tokens | yes |
-| "taylor" | how much the loss would change without it, to first order | with labels |
-| "influence" | halves and blocks: how far they turn hidden states; else activation | yes |
+| "size" | norm of the part's own weights | no |
+| "activation" | norm of the part's contribution to the residual stream, over tokens | yes |
+| "taylor" | first-order estimate of the loss change if the part is removed | with labels |
+| "influence" | halves and blocks: change of direction of hidden states; else activation | yes |
 
 Source: Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019): the square of
 activation times gradient; Men et al., "ShortGPT" (2024): block influence; Muralidharan et al.,
@@ -31,19 +31,21 @@ from bmforge.nn.shard_hooks import pass_on
 __all__ = ["By", "Scores", "measure_importance"]
 
 By = Literal["size", "activation", "taylor", "influence"]
-# (name of a block, or "" for the whole model; what) -> one number per unit. What: "heads",
+# (block name, or "" for the whole model; kind) -> one score per unit. Kinds: "heads",
 # "cross_heads" (N,); "query_dims", "value_dims" (K, H); "features" (F,) or (E, F); "experts" (E,);
 # "attn", "mlp", "block" (1,); "hidden" (D,).
 Scores = dict[tuple[str, str], Tensor]
 
 
 def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size") -> Scores:
-    """Return how much every part matters.
+    """Return the importance scores of all parts of a model.
 
     Args:
-        model: of any family, in the mode in which it is to be measured; its weights stay.
-        batches: arguments of its forward, or token ids alone; with labels for "taylor".
-        by: see above.
+        model: bmforge model of any family, in the mode for the measurement; its weights are
+            unchanged.
+        batches: keyword arguments of the model's forward, or token ids alone; with labels for
+            "taylor".
+        by: measure of importance, see the module's table (default: "size").
 
     Raises:
         ConfigError: an unknown measure, or no or empty batches for one that needs them.
@@ -98,7 +100,7 @@ def _sizes(model: Any, blocks: Mapping[str, Block]) -> Scores:
 
 
 def _hidden_sizes(model: Any, blocks: Mapping[str, Block]) -> Tensor:
-    """Return how much is written into each hidden feature: by the embedding and by every part."""
+    """Return the norm of the weights that write to each hidden feature."""
     width = model.config.hidden_size
     table: Any = getattr(model, "embed", None)
     total = torch.zeros(width)
@@ -115,7 +117,7 @@ def _hidden_sizes(model: Any, blocks: Mapping[str, Block]) -> Tensor:
 
 
 def _squares(module: nn.Module, key: str, inputs: bool = False) -> Tensor:
-    """Return the sum of squares of every row of a linear layer's weight, or of every column."""
+    """Return the sum of squares of every row, or column, of a linear layer's weight."""
     weight = getattr(module, key).weight.detach().float()
     found: Tensor = weight.square().sum(0 if inputs else 1)
     return found
@@ -133,11 +135,11 @@ def _feature_sizes(block: Block) -> Tensor:
 
 
 class _Probes:
-    """What stands in the slots of blocks while batches run, and what it has seen.
+    """Probes in the gate slots of blocks that record statistics while batches run.
 
     Args:
-        blocks: by name.
-        wants_gradient: watch gradients as well.
+        blocks: block name -> block.
+        wants_gradient: record gradients as well.
     """
 
     def __init__(self, blocks: Mapping[str, Block], wants_gradient: bool) -> None:
@@ -148,7 +150,7 @@ class _Probes:
 
     @contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """Fill the slots, and leave them as they were."""
+        """Context manager: fill the blocks' slots with probes; restore the slots at the end."""
         changed: list[tuple[Any, str, Any]] = []
         for name, block in self.blocks.items():
             slots: list[tuple[Any, str, Callable[..., Tensor]]] = [
@@ -178,7 +180,7 @@ class _Probes:
                 setattr(owner, slot, before)
 
     def run(self, model: Any, batch: Mapping[str, Any]) -> None:
-        """Let one batch go through."""
+        """Run one batch through the model."""
         if not self.wants_gradient:
             with torch.no_grad():
                 model(**batch)
@@ -213,7 +215,7 @@ class _Probes:
             added = (after - before).float().norm(dim=-1).sum()
             count = before.shape[:-1].numel()
             turn = (1 - torch.cosine_similarity(before.float(), after.float(), -1)).sum()
-            # Side by side, a half is what it adds: nothing before it has a direction.
+            # In parallel blocks `before` is 0 and has no direction: use the size of the addition.
             turn = turn if before.any() else added
             self._add((key[0], f"{key[1]}.turn"), turn.view(1), count)
             self._add((key[0], f"{key[1]}.size"), added.view(1), count)
@@ -239,7 +241,7 @@ class _Probes:
         return found
 
     def _unit_scores(self, name: str, what: str, mean: Tensor) -> Scores:
-        """Return the scores of heads, dims and features from those of what goes into o and down."""
+        """Return scores of heads, dims and features from the inputs of o and down."""
         block = self.blocks[name]
         if what == "mlp.thin":
             mlp: Any = block.mlp

@@ -1,6 +1,7 @@
-"""Which weights stay: pure functions from scores to masks, True where a weight stays.
+"""Selects pruning masks: pure functions from scores to bool masks, True for kept weights.
 
-Groups of four lie along a matrix's last dim, what goes in, as 2:4 products of accelerators want.
+Groups of four lie along a matrix's last dim (the input), as hardware-accelerated 2:4 products
+require.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ __all__ = [
 ]
 
 _GROUP = 4
-# Blocks of 4 x 4 that are tried against the 90 masks at a time.
+# Number of 4 x 4 blocks compared with the 90 masks at once.
 _BLOCKS_AT_ONCE = 1 << 16
 
 
 def keep_largest(scores: Tensor, zeros: int, *, by_row: bool = False) -> Tensor:
-    """Return which weights stay where so many go, those with the smallest scores.
+    """Return the mask that drops the `zeros` smallest scores.
 
-    Of equal ones the first go, so the number is exact.
+    Of equal scores the first are dropped, so the number is exact.
 
     Args:
-        scores: finite.
-        zeros: how many go, of all or, `by_row`, of every row.
-        by_row: rows are looked at one by one.
+        scores: finite scores.
+        zeros: number of weights to drop, in total or per row.
+        by_row: select in every row separately.
 
     Shape:
         scores: (rows, columns), or any without `by_row`; returns the same
@@ -46,17 +47,17 @@ def keep_largest(scores: Tensor, zeros: int, *, by_row: bool = False) -> Tensor:
 
 
 def keep_2_of_4(scores: Tensor) -> Tensor:
-    """Return the best of the six patterns with two of four, for every group of four columns.
+    """Return the best 2:4 mask: keep two of every four columns.
 
-    It has the largest sum of scores; of equal ones those that stand first go.
+    The mask has the largest sum of scores; of equal scores the first are dropped.
 
     Shape:
         scores: (..., columns), columns a multiple of 4; returns the same
 
     Raises:
-        ConfigError: groups that do not fit.
+        ConfigError: the number of columns is not a multiple of 4.
 
-    Source: m4n2_1d of Nvidia's apex (ASP), as BMCook has it.
+    Source: m4n2_1d of Nvidia's apex (ASP), which BMCook uses.
     """
     columns = scores.shape[-1]
     if columns % _GROUP:
@@ -67,19 +68,19 @@ def keep_2_of_4(scores: Tensor) -> Tensor:
 def keep_2_of_4_both_ways(scores: Tensor, *, exact: bool = True) -> Tensor:
     """Return a mask that keeps at most two of four in every group of a row and of a column.
 
-    So the matrix and its transpose are 2:4, and both products of training can be sparse.
+    The matrix and its transpose are both 2:4, so the products of forward and backward can be
+    sparse.
 
     Args:
-        scores: at least 0.
-        exact: take the best of the 90 masks of 4 x 4 with two in every row and column; otherwise
-            visit entries from the largest to the smallest and keep what still fits, which may
-            leave fewer than eight.
+        scores: scores of at least 0.
+        exact: select the best of the 90 masks of 4 x 4 with two in every row and column;
+            otherwise select greedily by decreasing score, which may keep fewer than eight.
 
     Shape:
         scores: (rows, columns), multiples of 4; returns the same
 
     Raises:
-        ConfigError: groups that do not fit.
+        ConfigError: rows or columns are not a multiple of 4.
 
     Source: m4n2_2d_best and m4n2_2d_greedy of Nvidia's apex (ASP); BMCook has the second.
     """
@@ -137,15 +138,15 @@ def _first_that_fit(blocks: Tensor) -> Tensor:
 
 
 def cubic_share(step: int, begin: int, steps: int, share: float) -> float:
-    """Return the share of zeros after so many steps of a schedule that grows fast, then slowly.
+    """Return the sparsity at a step of the cubic schedule, which grows fast first, then slowly.
 
     Args:
-        step: done.
-        begin: where the schedule begins.
-        steps: how long it is; 0 is at once.
-        share: where it ends.
+        step: number of steps done.
+        begin: first step of the schedule.
+        steps: length of the schedule in steps; 0 jumps to the final sparsity.
+        share: final sparsity.
 
-    Source: Zhu and Gupta, "To prune, or not to prune" (2017), equation 1, from no zeros on.
+    Source: Zhu and Gupta, "To prune, or not to prune" (2017), equation 1, with initial sparsity 0.
     """
     if step < begin:
         return 0.0

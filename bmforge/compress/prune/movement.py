@@ -1,9 +1,9 @@
-"""Movement: how far training has moved weights away from zero.
+"""Movement pruning scores: how far training has moved weights away from zero.
 
-Source: Sanh et al., "Movement pruning" (2020): the sum over steps of -weight * gradient. Here
-every step's own change of the weight stands for the gradient: with SGD that is theirs times the
-rate, with other optimizers what they make of the gradient. It can be told from what each process
-holds, on any layout, after the step.
+Source: Sanh et al., "Movement pruning" (2020): the sum over steps of -weight * gradient. Here the
+weight's change in each step replaces the gradient: with SGD this equals theirs times the learning
+rate, with other optimizers it uses their update. It only needs the local shard after the step, so
+it works on any layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Movement"]
 
 
 class Movement:
-    """Adds up weight times change, of what is here of parameters.
+    """Accumulates weight times change over the local shards of parameters.
 
     Memory: a copy of the weights, and their scores.
     """
@@ -30,7 +30,7 @@ class Movement:
 
     @torch.no_grad()
     def note(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Count a step that was just made."""
+        """Add the scores of the optimizer step that was just done."""
         for name, parameter in parameters.items():
             now = _read(parameter)
             before = self._before.get(name)
@@ -42,11 +42,11 @@ class Movement:
                 self._scores[name] = torch.zeros_like(now)
 
     def scores(self, name: str, values: Tensor) -> Tensor:
-        """Return what was added up; zeros before the first step."""
+        """Return the accumulated scores; zeros before the first step."""
         return self._scores.get(name, torch.zeros_like(values))
 
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take the weights as they are for what the next step begins with."""
+        """Store the current weights as the starting point of the next step."""
         for name, parameter in parameters.items():
             self._before[name] = _read(parameter).clone()
             self._scores.setdefault(name, torch.zeros_like(self._before[name]))

@@ -1,8 +1,8 @@
-"""Which rows and columns of a layer's tensors stay, and what scales their numbers take over.
+"""Selects the kept rows and columns of a layer's tensors, and folds changed scales into weights.
 
-The masked model, in which the rest is silent, and the small one compute the same: scales that
-follow from a width (1/sqrt(H), Tensor Programs', a head's) are another in a smaller model, and what
-they lose goes into the weights.
+The masked full model and the small one compute the same. Scales that follow from a width
+(1/sqrt(H), those of Tensor Programs or of a head) differ in a smaller model; the difference is
+multiplied into the weights.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from bmforge.nn import AttentionSpec, Block, BlockSpec, MoESpec
 
 __all__ = ["fold_block", "pick_block", "take"]
 
-# (dim, numbers along it that stay; of a stack, (E, n) different ones for every entry)
+# (dim, kept indices along it); for stacked experts (E, n), one row of indices per expert
 Picks = list[tuple[int, Tensor]]
 
 
 def take(tensor: Tensor, picks: Picks) -> Tensor:
-    """Return what stays of a tensor, with memory of its own.
+    """Return a copy of the selected part of a tensor.
 
     Shape:
         tensor: any; numbers: (n,), or (E, n) for a tensor (E, ...)
@@ -42,13 +42,13 @@ def take(tensor: Tensor, picks: Picks) -> Tensor:
 
 
 def pick_block(block: Block, kept: Kept) -> dict[str, Picks]:
-    """Return what stays of a block's own parameters, by their names; of others all does."""
+    """Return parameter name -> selected indices for a block; other parameters are kept whole."""
     picks: dict[str, Picks] = {}
     for part, heads in (("attn", kept.heads), ("cross_attn", kept.cross_heads)):
         spec = getattr(block.spec, part)
         if spec is not None:
             for key, numbers in _attention_rows(spec, heads, kept).items():
-                # Of the last projection it is what goes in.
+                # For the output projection the indices select input columns.
                 dims = {"weight": 1} if key == "o_proj" else {"weight": 0, "bias": 0}
                 for kind, dim in dims.items():
                     picks[f"{part}.{key}.{kind}"] = [(dim, numbers)]
@@ -66,7 +66,7 @@ def pick_block(block: Block, kept: Kept) -> dict[str, Picks]:
 def _attention_rows(
     spec: AttentionSpec, heads: Sequence[int] | None, kept: Kept
 ) -> dict[str, Tensor]:
-    """Return module -> rows that stay of its result (of o: columns of what it takes)."""
+    """Return projection name -> kept output rows (for o: kept input columns)."""
     if heads is None and kept.query_dims is None:
         return {}
     heads = tuple(range(spec.num_heads)) if heads is None else heads
@@ -96,7 +96,7 @@ def _attention_rows(
 
 
 def _expert_picks(kept: Kept) -> dict[str, Picks]:
-    """Return what stays of stacked experts and of their router."""
+    """Return the selected indices of stacked experts and their router."""
     first: Picks = [] if kept.experts is None else [(0, torch.tensor(kept.experts))]
     inside = None if kept.features is None else torch.tensor(kept.features)
     picks: dict[str, Picks] = {"mlp.router.weight": list(first)}
@@ -107,23 +107,23 @@ def _expert_picks(kept: Kept) -> dict[str, Picks]:
 
 
 def fold_block(old: BlockSpec, new: BlockSpec, key: str, has_norm: bool) -> float:
-    """Return the factor that a parameter of a block takes over from the scales that are another.
+    """Return the factor by which a block's parameter absorbs scales that differ in the new spec.
 
     Args:
-        old: what the block was built of, and
-        new: what the smaller one is.
-        key: of the parameter, such as ``"attn.q_proj.weight"``.
-        has_norm: q and k are normed per head, after which a factor on q has no effect.
+        old: spec of the original block.
+        new: spec of the smaller block.
+        key: parameter name, such as ``"attn.q_proj.weight"``.
+        has_norm: whether q and k have a norm per head, after which a factor on q has no effect.
     """
     part, _, leaf = key.partition(".")
     specs: Any = getattr(old, part, None), getattr(new, part, None)
     if part not in ("attn", "cross_attn", "mlp") or None in specs:
         return 1.0
     module, _, kind = leaf.rpartition(".")
-    module = module or kind  # stacked experts are parameters themselves
+    module = module or kind  # stacked experts are parameters without a module of their own
     factor = 1.0
     is_last = module.endswith(("o_proj", "down_proj")) or leaf.endswith("experts.down_proj")
-    # Attention to a memory has no scales of Tensor Programs; see `Block`.
+    # Cross-attention has no Tensor Programs scales; see `Block`.
     scaled = part != "cross_attn"
     if is_last:
         factor *= old.residual_scale / new.residual_scale

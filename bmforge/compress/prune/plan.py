@@ -1,7 +1,7 @@
-"""Which parts of a model stay when it is made smaller, by their numbers: data, checked, in JSON.
+"""Pruning plans: the indices of the parts of a model that are kept, validated and stored as JSON.
 
-A plan says nothing of weights: importance or gates make one (`choose.py`, `structure.py`), and
-`shrink_` carries it out.
+A plan contains no weights. Importance scores or gates produce a plan (`choose.py`, `structure.py`),
+and `shrink_` applies it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ __all__ = ["Kept", "Plan", "blocks_of", "heads_per_group", "kept_groups", "query
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays of one layer, by number, in the order in which it is to lie; None is all of it.
+    """Kept indices of one layer, in their new order; None keeps everything.
 
     Args:
-        heads: query heads of the attention to itself; equally many of each key-value head that
-            stays.
-        cross_heads: likewise of the attention to a memory: as many as `heads`.
-        query_dims: dims of q and k, for every key-value head that stays a list, all of one length;
-            of rotary ones the first pairs, as the others' speeds have no place in a narrower head.
-        value_dims: dims of v and of what goes into o, likewise; as many as `query_dims`.
-        features: of the MLP; with experts for every expert that stays a list.
-        experts: of a layer that has some.
-        attn: whether the attention to itself stays.
-        mlp: whether the MLP stays.
+        heads: query heads of the self-attention, equally many per kept key-value head.
+        cross_heads: query heads of the cross-attention, as many as `heads`.
+        query_dims: dims of q and k, one list of equal length per kept key-value head; rotary
+            dims must be the first pairs, because the others' frequencies do not exist in a narrower
+            head.
+        value_dims: dims of v and of the input of o, one list per kept key-value head, as many
+            as `query_dims`.
+        features: MLP features; for experts one list per kept expert.
+        experts: experts of a mixture-of-experts layer.
+        attn: whether the self-attention is kept.
+        mlp: whether the MLP is kept.
     """
 
     heads: tuple[int, ...] | None = None
@@ -48,12 +49,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """What stays of a model; of layers that are not named, everything.
+    """Pruning plan of a model; layers that are not listed are kept unchanged.
 
     Args:
-        layers: name of a block -> what stays of it.
-        gone: names of blocks that go as a whole.
-        hidden: features of the hidden states that stay; None is all of them.
+        layers: block name -> kept indices.
+        gone: names of removed blocks.
+        hidden: kept hidden features; None keeps all.
     """
 
     layers: Mapping[str, Kept] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Plan:
     hidden: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values, without what says nothing."""
+        """Return the plan as plain JSON values, without default values."""
         layers = {
             name: {
                 f.name: getattr(kept, f.name)
@@ -74,10 +75,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
-        """Read what `to_json` made.
+        """Read a plan from the result of `to_json`.
 
         Raises:
-            ConfigError: a part that plans do not have.
+            ConfigError: an unknown field.
         """
         known = {f.name for f in fields(Kept)}
         layers = {}
@@ -92,10 +93,10 @@ class Plan:
         return cls(layers, tuple(value.get("gone") or ()), _as_tuples(hidden))
 
     def check(self, model: nn.Module) -> None:
-        """Raise for what does not fit a model.
+        """Check that the plan fits a model.
 
         Raises:
-            ConfigError: all that is wrong, and what would be right.
+            ConfigError: all problems, with the values that would fit.
         """
         blocks = blocks_of(model)
         problems = [
@@ -125,10 +126,10 @@ class Plan:
 
 
 def blocks_of(model: nn.Module) -> dict[str, Block]:
-    """Return name -> block of a model of ours.
+    """Return block name -> block of a bmforge model.
 
     Raises:
-        ConfigError: it has none, so nobody knows what its sizes mean.
+        ConfigError: the model has no bmforge blocks.
     """
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, Block)}
     if not blocks or getattr(model, "spec", None) is None:
@@ -145,9 +146,9 @@ def heads_per_group(spec: AttentionSpec) -> int:
 
 
 def query_order(spec: AttentionSpec, rope: RopeSpec | None) -> tuple[int, ...]:
-    """Return the dims of a rotary query, pair after pair, the one that stays longest first.
+    """Return the dims of a rotary query pair by pair, the pair that is pruned last first.
 
-    Of heads that are not turned it is (): their dims go in any order.
+    Without rotary embedding it returns (), as the dims may be kept in any order.
     """
     turned = 0 if rope is None else min(rope.rotary_dim, spec.head_dim)
     if not turned:
@@ -160,7 +161,7 @@ def query_order(spec: AttentionSpec, rope: RopeSpec | None) -> tuple[int, ...]:
 
 
 def kept_groups(spec: AttentionSpec, heads: Sequence[int]) -> tuple[int, ...]:
-    """Return the key-value heads that these query heads ask, in their order."""
+    """Return the key-value heads that these query heads use, in order."""
     return tuple(dict.fromkeys(head // heads_per_group(spec) for head in heads))
 
 

@@ -1,7 +1,7 @@
-"""Choosing zeros on any layout: the same ones, however the parameters are divided.
+"""Selects weights to prune on any parallel layout, with the same result as on one process.
 
-What is compared within a matrix is looked at whole, one parameter after the other. What is compared
-over all of them is counted where it lies, and the counts are summed over the processes.
+Scopes within a matrix all-gather one parameter at a time. The global scope counts scores on the
+local shards and sums the counts over the processes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _HALF_BITS = 16
 
 @dataclass(frozen=True)
 class Scored:
-    """A parameter of which some weights are to go, as far as it is here.
+    """A parameter with pruning scores for its local shard.
 
     Args:
-        module: that has it.
-        parameter: it.
-        scores: of the weights that are here; the smallest go.
+        module: module that owns the parameter.
+        parameter: parameter to prune.
+        scores: scores of the local weights; the smallest are pruned.
     """
 
     module: nn.Module
@@ -39,14 +39,14 @@ class Scored:
 
 
 def matrices_in(module: nn.Module, tensor: Tensor) -> list[Tensor]:
-    """Return views of the matrices in a tensor shaped like a whole parameter: (rows, columns)."""
+    """Return views of the matrices in a tensor of the full parameter's shape: (rows, columns)."""
     if tensor.dim() == 3:
         return list(tensor.unbind())
     return [tensor.t() if hasattr(module, "nf") else tensor]
 
 
 def mask_matrix(scores: Tensor, config: PruneConfig, share: float) -> Tensor:
-    """Return which weights of one matrix stay.
+    """Return the mask of one matrix, True for kept weights.
 
     Shape:
         scores: (rows, columns); returns the same
@@ -63,16 +63,16 @@ def mask_matrix(scores: Tensor, config: PruneConfig, share: float) -> Tensor:
 def choose_masks(
     found: Mapping[str, Scored], names: Sequence[str], config: PruneConfig, share: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the mask of every parameter that is here, of what is here of it.
+    """Yield the name and the mask of the local shard of every parameter.
 
     Args:
-        found: name -> what is here.
-        names: of all parameters on all processes, the same everywhere.
-        config: what is compared.
-        share: of zeros.
+        found: name -> local parameter with scores.
+        names: names of all parameters on all processes, in the same order everywhere.
+        config: pattern and scope.
+        share: share of zeros.
 
-    Comm: a whole parameter at a time is gathered where it is sharded; with scope="global"
-        four all-reduces of counts instead.
+    Comm: one all-gather per sharded parameter; with scope="global" four all-reduces of counts
+        instead.
     """
     if config.scope == "global" and config.pattern == "free":
         yield from _choose_globally(found, names, share)
@@ -89,7 +89,7 @@ def choose_masks(
 def _choose_globally(
     found: Mapping[str, Scored], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Find the score below which all go, then how many of those that have just this one."""
+    """Find the global threshold score, then how many weights equal to it to prune."""
     counts = _Counts(found, names)
     high = counts.histogram(lambda keys: keys >> _HALF_BITS)
     zeros = round(share * int(high[-1]))
@@ -114,9 +114,9 @@ def _first_at_least(sums: Tensor, count: int) -> int:
 
 
 class _Counts:
-    """Counts weights over all processes, each weight once however many have it.
+    """Counts weights over all processes, each weight once even if it is replicated.
 
-    Comm: an all-reduce per count, and one of a number per parameter when it is made.
+    Comm: an all-reduce per count, and one of a number per parameter in the constructor.
     """
 
     def __init__(self, found: Mapping[str, Scored], names: Sequence[str]) -> None:
@@ -127,7 +127,7 @@ class _Counts:
         for number, name in enumerate(names):
             if name in self._here:
                 counted[number] = self._here[name].scores.numel()
-        # Plain tensors, and what stages of a pipeline share, are on several processes.
+        # Plain tensors, and tensors shared by pipeline stages, are counted on several processes.
         times = dict(zip(names, _sum(counted).tolist(), strict=True))
         self._share = {n: one.parameter.numel() / times[n] for n, one in self._here.items()}
 
@@ -143,7 +143,7 @@ class _Counts:
         return _sum(total).round().to(torch.int64).cumsum(0)
 
     def ties(self, border: int) -> list[int]:
-        """Return how many weights of every parameter have this key."""
+        """Return the number of weights of every parameter with this key."""
         found = self._new(len(self._names))
         for number, name in enumerate(self._names):
             if name in self._here:
@@ -155,7 +155,7 @@ class _Counts:
 def _cut_at(
     found: Mapping[str, Scored], names: Sequence[str], border: int, left: int, ties: Sequence[int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Let all below the border go, and of those on it the first `left`, parameter by parameter."""
+    """Prune all weights below the threshold, and the first `left` equal ones in parameter order."""
     for name, count in zip(names, ties, strict=True):
         going, left = min(count, left), left - min(count, left)
         if name not in found:
@@ -172,9 +172,9 @@ def _cut_at(
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Return 32-bit numbers in the order of the scores, flat: those of their bits."""
+    """Map scores to 32-bit integers of the same order, flattened."""
     bits = scores.detach().float().contiguous().view(torch.int32).flatten().to(torch.int64)
-    # Of two negative floats the one with the larger bits is smaller; both zeros are one.
+    # Negative floats sort in reverse order of their bits; -0.0 and 0.0 map to the same key.
     flipped = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
     return flipped + (1 << 31)
 

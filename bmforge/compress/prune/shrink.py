@@ -1,4 +1,4 @@
-"""`shrink_`: a smaller model at once, from exact sizes, a share of its cost, or a plan."""
+"""`shrink_`: one-shot structured pruning to exact sizes, to a share of the cost, or by a plan."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def shrink_(
     *,
     uniform: bool = False,
 ) -> Shrunk:
-    """Make a model smaller, in place, at once.
+    """Prune the structure of a model in place, without training.
 
     Args:
-        model: of any family, with its weights, before `parallelize`.
-        what: sizes or a target, or which parts stay, by number.
-        batches: arguments of the model's forward on which importance is measured, with labels for
-            ``by="taylor"``; a plan needs none.
+        model: bmforge model of any family, with its weights, before `parallelize`.
+        what: sizes or a target, or a pruning plan.
+        batches: keyword arguments of the model's forward for measuring importance, with labels
+            for ``by="taylor"``; not needed for a plan.
         uniform: refuse sizes that only bmforge can open (or `StructureConfig.uniform`).
 
     Returns:
-        what stayed, how much it is, and whether transformers opens it.
+        the applied plan, the parameter counts, and whether transformers can open the model.
 
     Raises:
-        ConfigError: sizes that do not fit, or a target out of reach; the model is as it was then.
+        ConfigError: sizes that do not fit, or a target out of reach; the model is unchanged then.
     """
     if isinstance(what, Plan):
         return carry_out_(model, what, uniform=uniform)
@@ -60,7 +60,7 @@ def shrink_(
 def choose_structure(
     model: Any, config: StructureConfig, batches: Iterable[Mapping[str, Any]] = ()
 ) -> Plan:
-    """Return which parts of a model stay, without touching it; see `shrink_`."""
+    """Return the pruning plan for a model without changing it; see `shrink_`."""
     with evaluating(model):
         scores = measure_importance(model, batches, config.by)
     if config.target != "sizes":

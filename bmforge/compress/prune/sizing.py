@@ -1,4 +1,4 @@
-"""The config of a smaller model: published fields where they can say its sizes, else `Change`s."""
+"""Config of a pruned model: published fields where they can express its sizes, else `Change`s."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _FEED = ("intermediate_size", "num_experts", "experts_per_token")
 
 @dataclass(frozen=True)
 class Settled:
-    """What a model is to be built of.
+    """Config and empty model of a pruned model.
 
     Args:
-        config: of the smaller model, its changes included.
-        model: it, on meta.
-        sources: name of each of its blocks -> the block it is made of.
+        config: config of the smaller model, its changes included.
+        model: smaller model, on meta.
+        sources: new block name -> original block name.
     """
 
     config: Any
@@ -37,10 +37,10 @@ class Settled:
 
 
 def settle_config(model: Any, plan: Plan) -> Settled:
-    """Return the config, and the empty model, of what a plan leaves.
+    """Return the config and the empty model that result from a plan.
 
     Raises:
-        ConfigError: the family has no place for what would be left.
+        ConfigError: the family cannot express the remaining sizes.
     """
     blocks = blocks_of(model)
     sources = _number_anew(blocks, plan)
@@ -51,7 +51,7 @@ def settle_config(model: Any, plan: Plan) -> Settled:
     base = _without_blocks(model.config, blocks, plan)
     base = base.replace(changes=())
     if hasattr(base, "mask_modules") and not getattr(base, "folded", False):
-        # CPM-Live has a field for layers that lack a part.
+        # CPM-Live has a config field for layers without attention or MLP.
         lacking = tuple((not s.attn, not s.intermediate_size) for s in wanted.values())
         base = base.replace(mask_modules=lacking if any(map(any, lacking)) else ())
     best: Settled | None = None
@@ -69,7 +69,7 @@ def settle_config(model: Any, plan: Plan) -> Settled:
                 continue
             raise
         if getattr(new.spec, "rope", None) != getattr(model.spec, "rope", None):
-            continue  # another width of head, other speeds of its rotary pairs
+            continue  # another head width would change the rotary frequencies
         if best is None or len(config.changes) < len(best.config.changes):
             best = Settled(config, new, sources)
     if best is None:
@@ -83,7 +83,7 @@ def settle_config(model: Any, plan: Plan) -> Settled:
 
 
 def own_fields(config: Any) -> list[str]:
-    """Return what of a config's sizes only we can say: others cannot open such a model."""
+    """Return the config fields and changes that only bmforge understands."""
     out = config.to_hf()
     named = set(config.hf_names.values())
     found = [name for name in ("head_dim", "intermediate_size") if name in out]
@@ -92,7 +92,7 @@ def own_fields(config: Any) -> list[str]:
 
 
 def _number_anew(blocks: Mapping[str, Block], plan: Plan) -> dict[str, str]:
-    """Return the new name of every block that stays -> its old one."""
+    """Return new name -> old name of every kept block."""
     found: dict[str, str] = {}
     counts: dict[str, int] = {}
     for name in blocks:
@@ -124,7 +124,7 @@ def _sizes_left(block: Block, kept: Kept) -> LayerSizes:
 
 
 def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: Plan) -> Any:
-    """Return a config without the blocks that go."""
+    """Return a copy of the config without the removed blocks."""
     if not plan.gone:
         return config
     kept: dict[str, list[int]] = {}
@@ -151,23 +151,23 @@ def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: Plan) -> Any
             changes[item.name] = type(value)(numbers.index(v) for v in value if v in numbers)
         elif len(value) == config.num_layers:
             changes[item.name] = type(value)(value[number] for number in numbers)
-    if getattr(config, "sparse_step", 1) != 1:  # every so many layers would be other ones
+    if getattr(config, "sparse_step", 1) != 1:  # renumbering would shift the sparse layers
         step, dense = config.sparse_step, config.dense_layers
         lacking = [n for n in numbers if n in dense or (n + 1) % step]
         changes |= {"sparse_step": 1, "dense_layers": [numbers.index(n) for n in lacking]}
-    if hasattr(config, "depth_scale"):  # a share of 1 / sqrt(num_layers), which stays what it was
+    if hasattr(config, "depth_scale"):  # keep depth_scale / sqrt(num_layers)
         changes["depth_scale"] = config.depth_scale * (len(numbers) / config.num_layers) ** 0.5
     return config.replace(**changes)
 
 
-# Fields that hold numbers of layers.
+# Config fields that hold layer indices.
 _NUMBERED = ("window_layers", "dense_layers")
 
 
 def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
-    """Return a config with fields changed.
+    """Return a copy of the config with changed fields.
 
-    Where widths are published as following from others, `says_own` lets it say them all the same.
+    `says_own` also writes widths that the published config derives from other fields.
     """
     own = {
         name: values.get(name, getattr(config, name))
@@ -180,7 +180,7 @@ def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
 def _common_fields(
     config: Any, wanted: Iterable[LayerSizes], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the fields whose value all layers share, of those that the config has."""
+    """Return the config's fields whose value is equal in all layers."""
     layers, found = list(wanted), {}
     with_heads = [layer for layer in layers if layer.num_attentions]
     with_mlp = [layer for layer in layers if layer.intermediate_size]
@@ -200,7 +200,7 @@ def _common_fields(
 
 
 def _changes_to(config: Any, wanted: Mapping[str, LayerSizes]) -> list[Change]:
-    """Return the changes from the layers that a config describes to others."""
+    """Return the changes that turn the layers that the config describes into the wanted ones."""
     own = config.own_sizes()
     layers = {f"{stack}.{n}": size for stack, sizes in own.items() for n, size in enumerate(sizes)}
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
@@ -213,7 +213,7 @@ def _changes_to(config: Any, wanted: Mapping[str, LayerSizes]) -> list[Change]:
 
 
 def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
-    """Return the options of a change "resize" from one layer to another; {} where they are one."""
+    """Return the options of a "resize" change between two layer sizes; {} if they are equal."""
     options: dict[str, Any] = {}
     if have.attn and not want.attn:
         options["attn"] = False
@@ -232,7 +232,7 @@ def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
 
 
 def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
-    """Raise where a block would differ from what it is made of in more than its sizes."""
+    """Raise if a new block differs from its original block in more than its sizes."""
     spec = old.spec
     if spec.attn is not None and new.spec.attn is not None:
         spec = replace(spec, attn=_alike(new.spec.attn, spec.attn))
@@ -255,7 +255,7 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
 
 
 def _alike(new: Any, old: Any) -> Any:
-    """Return the old part's data with the sizes and scales of the new one."""
+    """Return a copy of the old spec with the sizes and scales of the new one."""
     names = (*_HEADS, *_FEED, "in_scale", "out_scale")
     known = {item.name for item in dataclasses.fields(old)}
     return replace(old, **{name: getattr(new, name) for name in names if name in known})

@@ -1,11 +1,11 @@
-"""Structure as a method of a run: at once, or by gates that training opens and closes.
+"""Structured pruning as a compression method: one-shot, or by trained gates.
 
-Gates are trained by the task's loss and by a Lagrangian that pulls what is left to the target; its
-multipliers go up while the target is missed. When it is reached the gates are made 0 or 1 and stay
-so, training goes on, and `finish_` leaves the smaller model.
+Gates are trained by the task's loss and by a Lagrangian that pulls the remaining cost to the
+target; its multipliers grow while the target is missed. Once the target is reached the gates are
+fixed to 0 or 1, training continues, and `finish_` produces the smaller model.
 
 Source: Louizos et al. (2018) for the gates; Wang et al., "Structured Pruning of Large Language
-Models" (2020) for the Lagrangian; BMCook for the constants and the order of things.
+Models" (2020) for the Lagrangian; BMCook for the constants and the order of operations.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from bmforge.surgery import wrappers_of
 __all__ = ["StructureConfig", "StructureMethod"]
 
 _CLOSE = 5e-5
-# How far gates are moved together at most, and how exactly.
+# Largest common shift of the gates, and number of bisection steps.
 _FAR, _HALVINGS = 32.0, 40
 
 
 class StructureMethod(MethodBase):
-    """Makes a model smaller: when it is put in, or by gates over a run.
+    """Prunes the structure of a model: when attached, or by gates during training.
 
     Args:
-        config: what the model is to become.
-        batches: on which importance is measured, where parts are chosen at once.
+        config: structured pruning settings.
+        batches: calibration batches for the importance scores of one-shot pruning.
 
     Attributes:
-        plan: what stays, once that is decided.
+        plan: pruning plan, once it is decided.
     """
 
     name = "structure"
@@ -69,7 +69,7 @@ class StructureMethod(MethodBase):
         self._step = 0
 
     def attach_(self, model: nn.Module) -> None:
-        """Shrink the model, or put gates into it.
+        """Prune the model, or attach gates to it.
 
         Raises:
             ConfigError: sizes that do not fit, or a target out of reach.
@@ -82,7 +82,7 @@ class StructureMethod(MethodBase):
         self.wanted = open_units(model, self.config)
         self.gates = attach_gates_(model, self.config.gates, self.config.seed)
         everything = {key: torch.ones(gate.units) for key, gate in self.gates.items()}
-        try:  # what is impossible at the end is said now
+        try:  # report an unreachable target before training
             binarise(model, self.config, self.costs, everything)
         except ConfigError:
             detach_gates_(model, self.gates)
@@ -93,16 +93,16 @@ class StructureMethod(MethodBase):
         self._draw_(0)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return glob -> settings for the optimizer's group of gates."""
+        """Return name glob -> optimizer settings of the gates."""
         settings = {"lr": self.config.gate_lr, "weight_decay": 0.0}
         return {"**.delta": settings} if self.gates else {}
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Return the Lagrangian: how far what is left is from the target.
+        """Return the Lagrangian of the distance between the expected cost and the target.
 
         Raises:
-            ConfigError: the model is one stage of a pipeline, whose gates others do not see; or
-                processes share tokens that gates of hidden features need.
+            ConfigError: the model is a pipeline stage, whose gates other stages do not see, or
+                tokens are split over processes while hidden features have gates.
         """
         if not self.gates or self.plan is not None:
             return None
@@ -123,7 +123,7 @@ class StructureMethod(MethodBase):
         return (linear * missed + square * missed.square()).sum()
 
     def after_step_(self, model: nn.Module, step: int) -> None:
-        """Let the multipliers go up, and fix the gates when the target is reached."""
+        """Update the multipliers, and fix the gates when the target is reached."""
         self._step = step
         if not self.gates or self.plan is not None:
             return
@@ -142,7 +142,7 @@ class StructureMethod(MethodBase):
             gate.draw_(self.config.seed, step)
 
     def _missed(self, step: int) -> Tensor:
-        """Return sparsity less its target of this step, one number or one for every layer."""
+        """Return sparsity minus its target at this step, as one number or one per layer."""
         grown = min(1.0, (step + 1) / max(1, self.config.warmup_steps))
         likely = densities(self.gates)
         if self.wanted:
@@ -154,7 +154,7 @@ class StructureMethod(MethodBase):
         return (sparsity - grown * (1 - self.config.keep_ratio)).view(1)
 
     def _ascend_(self, missed: Tensor, step: int) -> None:
-        """One step of Adam, upwards, for the multipliers."""
+        """Do one Adam step of gradient ascent on the multipliers."""
         slopes = torch.stack((missed, missed.square()))
         first, second = self._moments
         first.mul_(0.9).add_(slopes, alpha=0.1)
@@ -165,7 +165,7 @@ class StructureMethod(MethodBase):
 
     @torch.no_grad()
     def _fix_(self, model: nn.Module) -> None:
-        """Decide which units stay, and let the gates say it from now on."""
+        """Decide which units to keep and fix the gates accordingly."""
         self._shift_()
         likely = {key: value.cpu() for key, value in densities(self.gates).items()}
         self.missed = float(self._missed(self.config.warmup_steps).abs().max())
@@ -174,7 +174,7 @@ class StructureMethod(MethodBase):
         masks_of(chosen, self.gates)
 
     def _shift_(self) -> None:
-        """Move all gates of a target alike until it is met: what the last steps have left of it."""
+        """Shift all gates of a target by a common offset so that the target is met exactly."""
         targets = [[key] for key in self.wanted] or [list(self.gates)]
         for keys in targets:
             low, high = -_FAR, _FAR
@@ -185,12 +185,12 @@ class StructureMethod(MethodBase):
                 for key in keys:
                     self.gates[key].delta.add_(middle - moved)
                 moved = middle
-                # Sparser than wanted: open them.
+                # Sparser than the target: open the gates further.
                 too_sparse = float(self._missed(self.config.warmup_steps)[place]) > 0
                 low, high = (middle, high) if too_sparse else (low, middle)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return multipliers, their moments, and what was decided."""
+        """Return the multipliers, their Adam moments, and the plan if decided."""
         return {
             "step": self._step,
             "multipliers": self._multipliers.tolist(),
@@ -205,7 +205,7 @@ class StructureMethod(MethodBase):
         }
 
     def _times(self) -> dict[str, Any]:
-        """Return what was measured, which another time would be measured otherwise."""
+        """Return the measured block costs, because a new measurement would differ."""
         if self.config.target != "milliseconds":
             return {}
         return {
@@ -214,10 +214,10 @@ class StructureMethod(MethodBase):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; `attach_` comes before.
+        """Resume from the result of `state_dict`; call `attach_` first.
 
         Raises:
-            ConfigError: the state is of another recipe.
+            ConfigError: the state belongs to another recipe.
         """
         multipliers = torch.tensor(state["multipliers"], dtype=torch.float64)
         if multipliers.shape != self._multipliers.shape:
@@ -247,10 +247,10 @@ class StructureMethod(MethodBase):
             self._draw_(self._step)
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Leave the smaller model.
+        """Remove the gates and shrink the model; return facts for the report.
 
-        A model that is laid out keeps its sizes, without the gates: export it, open it plainly, and
-        give the facts' plan to `shrink_`.
+        A parallelized model keeps its sizes: export it, open it without parallelism, and pass the
+        plan from the facts to `shrink_`.
         """
         if self.gates:
             if self.plan is None:
@@ -274,6 +274,6 @@ class StructureMethod(MethodBase):
 
 
 def _to_half(values: Mapping[str, Any]) -> Half:
-    """Return what `asdict` made plain."""
+    """Rebuild a `Half` from the plain values of `asdict`."""
     points = tuple((int(count), float(cost)) for count, cost in values["points"])
     return Half(**{**values, "points": points})

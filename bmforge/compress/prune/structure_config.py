@@ -1,4 +1,4 @@
-"""What a smaller model is to be: sizes, or a share of what it costs, and how parts are chosen."""
+"""Configuration of structured pruning: exact sizes or a cost target, and the selection method."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ __all__ = ["GATE_KINDS", "StructureConfig", "Target", "wanted_sizes"]
 
 Target = Literal["sizes", "parameters", "flops", "milliseconds"]
 GATE_KINDS = ("heads", "dims", "features", "attn", "mlp", "block", "hidden")
-# Fields that are sizes of every layer, as `models.sizes.Sizes` has them.
+# Per-layer size fields, named as in `models.sizes.Sizes`.
 _COUNTS = ("hidden_size", "num_layers", "attn_layers", "mlp_layers")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts")
 
 
 @dataclass(frozen=True)
 class StructureConfig:
-    """What a model is to become; 0 leaves a size as it is.
+    """Settings of structured pruning; a size of 0 keeps the current one.
 
     Args:
-        num_heads: query heads of every layer.
-        num_kv_heads: key-value heads; not given, they stay where queries share them.
+        num_heads: query heads per layer.
+        num_kv_heads: key-value heads per layer; if 0, kept in models with grouped queries.
         head_dim: width of a head.
-        intermediate_size: of every MLP, or of every expert.
-        num_experts: of every layer with experts.
-        hidden_size: of the hidden states.
-        num_layers: how many blocks are left, of every stack.
-        attn_layers: how many blocks of every stack keep attention to themselves, and
-        mlp_layers: how many their MLP: those to which it matters most.
-        layers: name glob of blocks -> sizes of those, as a change of kind "resize" has them
-            (`num_heads`, `intermediate_size`, `attn = false`, ...); they count before the others.
-        target: "sizes" are those above; else heads and MLPs become narrower, each layer as little
-            as it can bear, until `keep_ratio` of the blocks' "parameters", "flops" or
-            "milliseconds", as they are measured on this machine, is left.
-        keep_ratio: see there.
-        by: how parts are chosen; see `importance.py`.
-        gates: kinds of parts that get trained gates (of "heads", "dims" of heads, "features",
-            "attn", "mlp", "block", "hidden" for the hidden states); none chooses at once.
-        compensate: fold the mean output of removed neurons and heads into biases, where there are
+        intermediate_size: width of every MLP, or of every expert.
+        num_experts: experts per mixture-of-experts layer.
+        hidden_size: width of the hidden states.
+        num_layers: number of kept blocks per stack.
+        attn_layers: number of blocks per stack that keep self-attention, the most important ones.
+        mlp_layers: number of blocks per stack that keep the MLP, the most important ones.
+        layers: name glob of blocks -> sizes, with the options of a "resize" change
+            (`num_heads`, `intermediate_size`, `attn = false`, ...); they take precedence over the
+            sizes above.
+        target: "sizes": the sizes above; "parameters", "flops" or "milliseconds" (measured on
+            this machine): narrow heads and MLPs, least important first, until `keep_ratio` of the
+            blocks' cost is left.
+        keep_ratio: share of the blocks' cost to keep.
+        by: importance measure; see `importance.py`.
+        gates: kinds of trained gates ("heads", "dims" of heads, "features", "attn", "mlp",
+            "block", "hidden" for the hidden states); empty prunes in one shot.
+        compensate: fold the mean output of removed neurons and heads into biases, if there are
             calibration batches and the layer has a bias.
-        uniform: sizes that the published classes can open, or an error.
-        multiple_of: of which MLPs' widths are multiples, where a target decides them.
-        tensor_parallel: over how many processes a layout will cut heads and widths.
-        gate_steps: steps in which gates are trained; the first `warmup_steps` let the target grow.
-        warmup_steps: see there.
+        uniform: refuse sizes that the published classes cannot open.
+        multiple_of: divisor of MLP widths that a target selects.
+        tensor_parallel: number of processes over which heads and widths must be divisible.
+        gate_steps: training steps of the gates; the target grows over the first `warmup_steps`.
+        warmup_steps: steps over which the target grows.
         gate_lr: learning rate of gates and of the Lagrangian's multipliers.
-        seq_len: length of the rows for which "flops" are counted, or of the one that is timed.
-        seed: of what gates draw.
+        seq_len: sequence length in tokens for "flops" and "milliseconds".
+        seed: random seed of the gates.
     """
 
     num_heads: int = 0
@@ -82,7 +83,7 @@ class StructureConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check each by itself, and what has no effect."""
+        """Raise `ConfigError` for values out of range and for settings without effect."""
         problems = [
             f"{f.name}={getattr(self, f.name)!r} must not be below 0"
             for f in fields(self)
@@ -120,7 +121,7 @@ class StructureConfig:
 
 
 def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
-    """Return the sizes of every layer that a config names, by name; later ones count.
+    """Return the requested sizes of every layer, by block name; later globs take precedence.
 
     Raises:
         ConfigError: sizes that tensor parallelism or the model forbids, with the nearest that fit.
@@ -144,7 +145,7 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
 
 
 def sizes_that_apply(spec: Any, given: Mapping[str, int]) -> dict[str, int]:
-    """Return those of the sizes for all layers that one layer has."""
+    """Filter the sizes for all layers to those that one layer has."""
     heads = spec.attn is not None or spec.cross_attn is not None
     has = {"num_heads": heads, "num_kv_heads": heads, "head_dim": heads}
     has["intermediate_size"] = spec.mlp is not None
@@ -153,7 +154,7 @@ def sizes_that_apply(spec: Any, given: Mapping[str, int]) -> dict[str, int]:
 
 
 def _check_layout(model: Any, config: StructureConfig) -> None:
-    """Raise for sizes that a tensor-parallel layout could not cut."""
+    """Raise `ConfigError` for sizes that tensor parallelism cannot split."""
     if config.tensor_parallel == 1:
         return
     block = next(block for block in blocks_of(model).values() if block.spec.attn is not None)

@@ -1,4 +1,4 @@
-"""Which parts of a model go until a share of what it costs is left."""
+"""Makes a pruning plan that keeps a given share of a model's cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["costs_of", "plan_for_target"]
 
 
 def costs_of(model: Any, config: StructureConfig) -> Costs:
-    """Return what a model's blocks cost, in what a config counts."""
+    """Return the costs of a model's blocks in the unit of the config's target."""
     if config.target == "milliseconds":
         return measure_costs(model, config.seq_len)
     kind: Any = "flops" if config.target == "flops" else "parameters"
@@ -31,10 +31,10 @@ def costs_of(model: Any, config: StructureConfig) -> Costs:
 
 
 def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> Plan:
-    """Return the plan that leaves `keep_ratio` of the blocks' cost, the least important gone first.
+    """Return the plan that drops the least important units until `keep_ratio` of the cost is left.
 
     Raises:
-        ConfigError: so little cannot be reached: every layer keeps a unit of each kind.
+        ConfigError: the target is out of reach: every layer keeps a unit of each kind.
     """
     costs = costs_of(model, config)
     limit, blocks = config.keep_ratio * costs.total, blocks_of(model)
@@ -80,10 +80,11 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _rank(
     costs: Costs, blocks: Mapping[str, Block], scores: Scores, config: StructureConfig
 ) -> list[tuple[float, str, str, list[int]]]:
-    """Return what can go, the least important for what it costs first.
+    """Return the removable units, lowest importance per cost first.
 
-    Widths go in steps of `multiple_of`, heads of `tensor_parallel`. Taylor's numbers are all of one
-    loss; others are compared within their kind and layer only.
+    MLP features are removed in steps of `multiple_of`, heads in steps of `tensor_parallel`. Taylor
+    scores estimate the same loss in all layers; other scores are only comparable within a kind and
+    layer.
     """
     found = []
     for name, halves in costs.blocks.items():
@@ -119,7 +120,7 @@ def _unit_scores(block: Block, kind: str, scores: Scores, name: str) -> Tensor:
 
 
 def _plan_of(blocks: Mapping[str, Block], dropped: Mapping[tuple[str, str], list[int]]) -> Plan:
-    """Return the plan that leaves out units of halves."""
+    """Return the plan without the dropped heads and features."""
     layers: dict[str, dict[str, Any]] = {}
     for (name, kind), numbers in dropped.items():
         spec = blocks[name].spec
@@ -142,7 +143,7 @@ def _plan_of(blocks: Mapping[str, Block], dropped: Mapping[tuple[str, str], list
 
 
 def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Costs) -> Plan:
-    """Return the plan that leaves all layers alike: the same share of heads and of features."""
+    """Return the plan that keeps the same share of heads and of features in every layer."""
     limit = config.keep_ratio * costs.total
     attns = [halves["attn"] for halves in costs.blocks.values() if "attn" in halves]
     mlps = [halves["mlp"] for halves in costs.blocks.values() if "mlp" in halves]

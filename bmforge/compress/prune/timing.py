@@ -1,4 +1,4 @@
-"""What blocks cost in milliseconds, measured here: each half at a few sizes, a line in between."""
+"""Measures block times in milliseconds: each half at several sizes, interpolated linearly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 def measure_costs(model: Any, seq_len: int) -> Costs:
-    """Return how long blocks take for a row of `seq_len` tokens, forward, in milliseconds.
+    """Return the forward time of blocks for a sequence of `seq_len` tokens, in milliseconds.
 
-    Layers of one kind are timed once. Where processes run together all have the first one's times.
+    Layers with equal specs are timed once. In a distributed run all processes use the times of rank
+    0.
 
     Raises:
-        ConfigError: attention to a memory or to chosen tokens, which is not timed.
+        ConfigError: cross-attention or sparse attention, which are not timed.
     """
     times: dict[str, dict[str, Half]] = {}
     found = {}
@@ -78,13 +79,13 @@ def _sizes(units: int) -> list[int]:
 
 
 def _as_half(specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int) -> Half:
-    """Return what a half costs, by its times at some sizes."""
+    """Return the cost of a half from its measured times at several sizes."""
     like = next(block.parameters())
     x = torch.zeros(1, seq_len, block.spec.hidden_size, dtype=like.dtype, device=like.device)
     times = time_each([_build(spec, like) for spec in specs.values()], x)
     points, highest = [], 0.0
     for count, taken in zip(specs, times, strict=True):
-        highest = max(highest, taken)  # fewer units never take longer, whatever the clock says
+        highest = max(highest, taken)  # make times monotonic in the number of units
         points.append((count, highest))
     first = points[0][1]
     return Half(first, (highest - first) / units, units, points=((0, first), *points))
@@ -100,7 +101,7 @@ def _build(spec: BlockSpec, like: Tensor) -> Block:
 
 @torch.no_grad()
 def time_each(blocks: Sequence[Block], x: Tensor) -> list[float]:
-    """Return the milliseconds of each block, the median of rounds in which all take turns."""
+    """Return each block's time in milliseconds: the median over rounds that run all blocks."""
     found: list[list[float]] = [[] for _ in blocks]
     for number in range(_ROUNDS + 1):
         for block, taken in zip(blocks, found, strict=True):
@@ -108,7 +109,7 @@ def time_each(blocks: Sequence[Block], x: Tensor) -> list[float]:
             start = time.perf_counter()
             block(x)
             _wait(x)
-            if number:  # the first time something is made for the times after it
+            if number:  # the first round is warm-up
                 taken.append(1000 * (time.perf_counter() - start))
     return [statistics.median(taken) for taken in found]
 

@@ -1,10 +1,10 @@
-"""Zeros that stay: how weights become zeros before, and in, a run of any layout.
+"""Sparsity in training: sets weights to zero and keeps them zero, on any parallel layout.
 
-Zeros are the mask. A module whose weights may be zeros sees them through `keep_zeros`, which gives
-a weight that is 0 the gradient 0, so AdamW and SGD leave it where it is, sharded, offloaded or
-resumed elsewhere, and there is no mask that a file could lose. Our Muon leaves weights alone whose
-gradient and momentum are 0 (`train/optim/muon.py`). What becomes zero in mid-run still has momentum
-there, so it is put back after every step.
+The zeros of a weight are its mask. A module with sparse weights reads them through `keep_zeros`,
+which gives weights of 0 the gradient 0. So AdamW and SGD leave them unchanged, also when sharded,
+offloaded or resumed on another layout, and no separate mask has to be saved. bmforge's Muon leaves
+weights unchanged whose gradient and momentum are 0 (`train/optim/muon.py`). Weights that are pruned
+during training still have momentum, so they are reset to zero after every step.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ class _KeepZeros(torch.autograd.Function):
 
 
 def _without_zeros(grad: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient, 0 where the weight is."""
+    """Return the gradient with 0 where the weight is 0."""
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (grad, weight))
     if plain and grad.dtype == weight.dtype:
-        # The same numbers in one vectorised pass: ten times as fast on a CPU.
+        # Same result in one vectorized pass: ten times as fast on a CPU.
         return torch.ops.aten.hardshrink_backward(grad, weight, 0)  # type: ignore[no-any-return]
     return torch.where(weight == 0, 0, grad)
 
 
 def keep_zeros(weight: Tensor) -> Tensor:
-    """Return the same weight; where it is 0 its gradient is 0."""
+    """Return the weight unchanged; in backward its gradient is 0 where the weight is 0."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     return _KeepZeros.apply(weight)
 
 
 class Zeros(MethodBase):
-    """Makes weights zeros, at once or by a schedule, and keeps them.
+    """Sets weights to zero, at once or by a schedule, and keeps them zero.
 
     Args:
-        config: which, and when.
+        config: pruning settings.
 
     Attributes:
-        share: of zeros that the schedule has reached.
+        share: current sparsity of the schedule.
     """
 
     name = "zeros"
@@ -81,10 +81,10 @@ class Zeros(MethodBase):
         self._is_late = False
 
     def attach_(self, model: nn.Module) -> None:
-        """Let the modules that `where` names keep zeros; make those that come at once.
+        """Wrap the selected modules so that they keep zeros; prune now if there is no schedule.
 
         Raises:
-            ConfigError: a glob that matches nothing, weights that are integers already, or sizes
+            ConfigError: a glob that matches nothing, quantized weights, or sizes
                 that the pattern does not fit.
         """
         matrices = find_matrices(model, self.config.where)
@@ -99,27 +99,28 @@ class Zeros(MethodBase):
         self._is_late = is_now and not is_real
 
     def _see_zeros_(self, model: nn.Module, wanted: set[int]) -> None:
-        """Let every module that has one of these parameters, tied ones too, see it so."""
+        """Make every module with one of these parameters, tied ones too, use `keep_zeros`."""
         for module in model.modules():
             keys = [key for key, p in module._parameters.items() if id(p) in wanted]
             if keys and all(place != _PLACE for place, _ in wrappers_of(module)):
                 view_parameters_(module, dict.fromkeys(keys, keep_zeros), _PLACE)
 
     def after_step_(self, model: nn.Module, step: int) -> None:
-        """Put zeros back that momentum has moved, and make those that the schedule asks for."""
+        """Reset zeros that momentum has moved, and prune further if the schedule is due."""
         config = self.config
         is_scheduled = bool(config.steps or config.begin_step)
         for name, one in self._found(model):
             mask = self._kept.get(name)
             if mask is None or not (is_scheduled or source_of(one).keeper is None):
-                continue  # zeros that were there before the first step have no momentum
+                continue  # weights that were 0 before the first step have no momentum
             if mask.shape == local_tensor(one).shape:
                 _put_zeros_(one, mask)
             else:
-                del self._kept[name]  # it was laid out since
+                # The model was parallelized since: the mask has the wrong shape.
+                del self._kept[name]
         if self._movement is not None:
             self._movement.note(dict(self._found(model)))
-        if self._is_late:  # the weights came after `attach_`
+        if self._is_late:  # the weights were loaded after `attach_`
             self._is_late = False
             self._make_zeros_(model, config.sparsity)
         if not is_scheduled:
@@ -131,7 +132,7 @@ class Zeros(MethodBase):
             self._make_zeros_(model, share)
 
     def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and parameter of what is here."""
+        """Yield name and parameter of the pruned matrices on this process."""
         for name, (owner, key) in self._places.items():
             module = _find(model, owner)
             if module is not None:
@@ -157,15 +158,15 @@ class Zeros(MethodBase):
         self.share = share
 
     def keep_(self, model: nn.Module) -> None:
-        """Take the zeros that are in the model for the mask, and hold them after every step."""
+        """Use the model's current zeros as the mask that is applied after every step."""
         self._kept = {name: _values_of(p) != 0 for name, p in self._found(model)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the schedule is."""
+        """Return the current sparsity of the schedule."""
         return {"share": self.share}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on; the zeros are in the model's weights."""
+        """Resume from the result of `state_dict`; the zeros are in the model's weights."""
         self.share, self._is_late = float(state["share"]), False
         model = None if self._model is None else self._model()
         if model is not None and self.share:
@@ -177,7 +178,7 @@ class Zeros(MethodBase):
             )
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Leave the model with its zeros alone; return the share of zeros in all and in each."""
+        """Remove everything but the zeros; return the total sparsity and that of each matrix."""
         counts = {}
         for name, parameter in self._found(model):
             values = _values_of(parameter)
@@ -198,7 +199,7 @@ class Zeros(MethodBase):
 
 
 def check_pattern(matrices: list[Matrix], config: PruneConfig) -> None:
-    """Raise `ConfigError` with all matrices that groups of four do not fit."""
+    """Raise one `ConfigError` with all matrices whose sizes are not multiples of four."""
     if config.pattern == "free":
         return
     both, problems = config.pattern != "2:4", []
@@ -217,7 +218,7 @@ def check_pattern(matrices: list[Matrix], config: PruneConfig) -> None:
 
 
 def _find(model: nn.Module, owner: str) -> nn.Module | None:
-    """Return a module by its name; None where another stage of a pipeline has it."""
+    """Return a module by its name; None if it is on another pipeline stage."""
     module: Any = model
     for part in owner.split("."):
         module = module._modules.get(part) if isinstance(module, nn.Module) else None
@@ -225,14 +226,14 @@ def _find(model: nn.Module, owner: str) -> nn.Module | None:
 
 
 def _values_of(parameter: nn.Parameter) -> Tensor:
-    """Return what is here of a parameter's values, wherever they are."""
+    """Return the local values of a parameter, from the device or from offloaded storage."""
     source = source_of(parameter)
     return local_tensor(parameter.detach()) if source.keeper is None else source.read()
 
 
 def _put_zeros_(parameter: nn.Parameter, mask: Tensor) -> None:
-    """Make what is not in the mask 0, in the parameter and where it is stepped."""
+    """Set the weights outside the mask to 0, in the parameter and in its offloaded copy."""
     values = _values_of(parameter)
-    values.mul_(mask.to(values.device))  # several times as fast as filling
+    values.mul_(mask.to(values.device))  # several times as fast as masked_fill_
     if source_of(parameter).keeper is not None:
         put_values_(parameter, values)

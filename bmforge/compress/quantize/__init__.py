@@ -1,6 +1,6 @@
-"""Fewer bits: quantising a trained model, and training one that will be quantised.
+"""Quantization: after training, or during it (quantization-aware training).
 
-Start reading at `apply.py` (after training) and `fake.py` (during it).
+Start reading at `apply.py` (after training) and `fake.py` (during training).
 """
 
 from bmforge.compress.quantize.apply import quantize

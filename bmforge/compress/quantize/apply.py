@@ -1,4 +1,4 @@
-"""Quantising a model that is trained: with or without texts, into the runtime's storage."""
+"""Post-training quantization into the runtime's storage formats, with or without calibration."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def quantize(
     where: Sequence[str] = (),
     specs: Mapping[str, QuantSpec] | None = None,
 ) -> nn.Module:
-    """Keep the weights of any model as integers, in place; return it.
+    """Quantize the weights of any model in place; return the model.
 
-    What is quantised are the linear layers and experts of the blocks: embeddings, heads, norms and
-    routers stay floats. The model is then what the runtime's `quantize_` makes of it: a model of
-    ours remembers it, and is saved, opened and streamed so.
+    The linear layers and experts of the blocks are quantized; embeddings, heads, norms and routers
+    keep floating-point weights. The result equals that of the runtime's `quantize_`: a bmforge
+    model records the change in its config, so it can be saved, opened and streamed.
 
     Args:
-        model: bmforge's, transformers' or any other, whole and in memory.
-        spec: a scheme by its name, what it stands for, or a whole config.
-        method: "absmax", "smooth", "awq" or "gptq"; None is the config's, or "absmax".
-        batches: texts for all methods but "absmax", and for "auto": the model's arguments, or token
-            ids alone.
-        where: name globs of modules; empty is the config's.
-        specs: name of a module -> its scheme, instead of one for all.
+        model: bmforge's, transformers' or any other model, complete and in memory.
+        spec: scheme name, `QuantSpec`, or complete config (default: "int8").
+        method: "absmax", "smooth", "awq" or "gptq"; None takes the config's, or "absmax".
+        batches: calibration batches for all methods but "absmax", and for "auto": keyword
+            arguments of the model's forward, or token ids alone.
+        where: name globs of modules; empty takes the config's.
+        specs: module name -> scheme, instead of one scheme for all.
 
     Raises:
-        ConfigError: an unknown scheme or method, a layer that is quantised already or does not fit
-            the scheme (with those that would), a glob that matches nothing, missing, too few or
-            empty texts.
+        ConfigError: an unknown scheme or method, a layer that is already quantized or does not
+            fit the scheme (the message lists schemes that fit), a glob that matches nothing, or
+            missing, too few or empty batches.
 
-    Memory: with texts their hidden states and the statistics of one block.
+    Memory: with calibration, the hidden states of the batches and the statistics of one block.
     """
     config = _config_of(spec, method, tuple(where))
     if config.is_calibrated and (specs is None or config.method != "absmax"):
@@ -93,7 +93,7 @@ def _choose_specs(
     batches: Sequence[Any] | None,
     given: Mapping[str, QuantSpec] | None,
 ) -> dict[str, QuantSpec]:
-    """Return name of a module -> its scheme, which fits it; no plain module is kept alive."""
+    """Return module name -> scheme, after checking that it fits; holds no reference to modules."""
     matrices = find_matrices(model, config.where or tuple(given or ()))
     if given is not None:
         chosen = dict(given)
@@ -107,7 +107,7 @@ def _choose_specs(
 
 
 def check_widths(matrices: Sequence[Matrix], specs: Mapping[str, QuantSpec]) -> None:
-    """Raise `ConfigError` with all matrices whose width their scheme does not fit."""
+    """Raise one `ConfigError` with all matrices whose width does not fit their scheme."""
     problems = {}
     for matrix in matrices:
         part = matrix.parameter[matrix.index or 0] if matrix.parameter.dim() == 3 else None

@@ -1,4 +1,4 @@
-"""How weights become integers, after training or during it."""
+"""Configuration of weight quantization, after training or during it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _CHOICES = {
     "method": ("absmax", "smooth", "awq", "gptq"),
     "training": ("none", "fake", "int8", "int8-both"),
 }
-# Setting -> the method that it is for.
+# Setting -> the method that uses it.
 _OF_METHOD = {"strength": "smooth", "grid": "awq", "damp": "gptq", "block_columns": "gptq"}
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Into which integers, by which method, of which layers.
+    """Settings of quantization: scheme, method and layers.
 
     Args:
-        scheme: a name in `nn.packing.PRESETS`, or "auto": "int4" or "int8" by how much each matrix
-            harms, so that `average_bits` are spent.
-        spec: instead of a scheme, all that it stands for.
-        method: "absmax" rounds; "smooth" (SmoothQuant) and "awq" scale what goes in first, so that
-            the large is rounded finely; "gptq" lets later columns make up for earlier ones. All but
-            the first need texts.
-        where: name globs of modules; empty takes the blocks' linear layers and experts.
-        average_bits: with "auto", of a weight and its share of scales.
-        training: "none"; "fake" computes with rounded weights and inputs; "int8" multiplies
-            integers, rows of weights by tokens, in the forward pass, "int8-both" in the backward
-            pass as well; both need the scheme "int8-dynamic".
-        strength: smooth: how much of the inputs' range goes into the weights, from 0 to 1.
-        grid: awq: how many scales are tried.
+        scheme: name in `nn.packing.PRESETS`, or "auto": "int4" or "int8" per module by its
+            sensitivity, within `average_bits`.
+        spec: explicit `QuantSpec` instead of a scheme name.
+        method: "absmax": round to nearest; "smooth" (SmoothQuant) and "awq": scale input
+            channels first; "gptq": error compensation in later columns. All but "absmax" need
+            calibration batches.
+        where: name globs of modules; empty selects the blocks' linear layers and experts.
+        average_bits: mean bits per weight with "auto", including scales.
+        training: "none"; "fake": fake quantization of weights and inputs; "int8": int8 matrix
+            products in the forward pass; "int8-both": also in the backward pass. The int8 modes
+            need the scheme "int8-dynamic".
+        strength: smooth: share of the inputs' range that is moved into the weights, from 0 to 1.
+        grid: awq: number of scale exponents tried.
         damp: gptq: share of the mean of the Hessian's diagonal that is added to it.
-        block_columns: gptq: columns after which the rest is brought up to date.
+        block_columns: gptq: columns per block; the remaining columns are updated after each block.
     """
 
     scheme: str = "int8"
@@ -116,17 +116,17 @@ class QuantizeConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether each matrix has its own scheme."""
+        """Whether a scheme is chosen per module."""
         return self.scheme == AUTO and self.spec is None
 
     @property
     def used_spec(self) -> QuantSpec:
-        """What the scheme stands for; not with "auto"."""
+        """Quantization spec of the scheme; undefined for "auto"."""
         return self.spec or find_preset(self.scheme)
 
     @property
     def is_rows_by_tokens(self) -> bool:
-        """Whether whole rows of integers are multiplied with whole tokens of them."""
+        """Whether the scheme is int8 with one scale per weight row and dynamic int8 activations."""
         if self.is_auto:
             return False
         spec = self.used_spec
@@ -135,5 +135,5 @@ class QuantizeConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it needs texts."""
+        """Whether calibration batches are needed."""
         return self.method != "absmax" or self.is_auto

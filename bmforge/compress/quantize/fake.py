@@ -1,7 +1,7 @@
-"""Quantisation during training: layers of a run compute as the quantised model will.
+"""Quantization-aware training: layers compute with the values of the quantized model.
 
-Weights stay floats, and what the optimizer steps. `finish_` packs them into the runtime's storage:
-the bits that were computed with.
+The weights remain floating-point, and the optimizer updates them. `finish_` packs them into the
+runtime's storage, bit-identical to the values used in training.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ _PLACE = "rounding"
 
 
 def is_rounding(module: nn.Module) -> bool:
-    """Tell whether a layer computes with rounded values, as `FakeQuantize` lets it."""
+    """Return True if `FakeQuantize` makes a layer compute with rounded values."""
     return any(place == _PLACE for place, _ in wrappers_of(module))
 
 
 class FakeQuantize(MethodBase):
-    """Lets linear layers of a run compute with rounded weights and inputs, and packs them in the
-    end.
+    """Fake-quantizes linear layers in training, and packs the weights at the end.
 
-    Of experts the weights are rounded, not what goes in. With ``training="none"`` the run is as
-    ever.
+    For experts only the weights are fake-quantized, not their inputs. With ``training="none"`` the
+    training is unchanged.
 
     Args:
-        config: how; its scheme is not "auto" unless `specs` are given.
-        batches: texts for what `finish_` does with ``training="none"``.
-        specs: name of a module -> its scheme, where they differ.
+        config: quantization settings; the scheme must not be "auto" unless `specs` is given.
+        batches: calibration batches for `finish_` with ``training="none"``.
+        specs: module name -> scheme, for different schemes per module.
     """
 
     name = "quantize"
@@ -64,11 +63,11 @@ class FakeQuantize(MethodBase):
         self._seen = _Seen()
 
     def attach_(self, model: nn.Module) -> None:
-        """Let layers compute with rounded values.
+        """Wrap the layers so that they compute with rounded values.
 
         Raises:
-            ConfigError: a glob that matches nothing, weights that are integers already, or widths
-                that the scheme does not divide.
+            ConfigError: a glob that matches nothing, weights that are already quantized, or widths
+                that the scheme's group size does not divide.
         """
         if self.config.training == "none":
             return
@@ -100,16 +99,16 @@ class FakeQuantize(MethodBase):
         return partial(_run_int8, matrix.module, in_both, self._seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return in which dtype weights were rounded."""
+        """Return the dtype in which weights were rounded."""
         return {"dtype": None if self._seen.dtype is None else str(self._seen.dtype)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on."""
+        """Resume from the result of `state_dict`."""
         name = state.get("dtype")
         self._seen.dtype = None if name is None else getattr(torch, name.removeprefix("torch."))
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Pack the weights; return what was done."""
+        """Pack the weights; return facts for the report."""
         if self.config.training == "none":
             quantize(model, self.config, batches=self.batches)
             return {"scheme": self.config.scheme, "method": self.config.method}
@@ -119,7 +118,7 @@ class FakeQuantize(MethodBase):
             module.__dict__.pop("uncut_reason", None)
         dtype = self._seen.dtype
         if dtype in (torch.bfloat16, torch.float16):
-            # What was rounded in training had this dtype.
+            # The weights were rounded in this dtype during training.
             with torch.no_grad():
                 for matrix in find_matrices(model, tuple(self._names)):
                     matrix.write_(matrix.read().to(dtype).to(matrix.read().dtype))
@@ -129,7 +128,7 @@ class FakeQuantize(MethodBase):
 
 
 class _Seen:
-    """The dtype in which layers have their weights while they compute."""
+    """Dtype of the layers' weights during computation."""
 
     dtype: torch.dtype | None = None
 
@@ -162,7 +161,7 @@ def _run_fake(
 
 
 def _group_here(spec: QuantSpec, module: nn.Module, whole: Mapping[str, Any]) -> int:
-    """Return how many columns share a scale; raise where tensor parallelism has cut a group."""
+    """Return the group size for the local shard; raise if tensor parallelism splits a group."""
     for key, weight in whole.items():
         columns = weight.shape[0 if hasattr(module, "nf") else -1]
         if spec.group_size and columns % spec.group_size:
@@ -204,7 +203,7 @@ def _check_kind(matrix: Matrix, config: QuantizeConfig) -> None:
 
 
 def _cut_by_inputs(model: Any) -> set[str]:
-    """Return the names of layers that tensor parallelism would cut by what goes in."""
+    """Return the names of layers that tensor parallelism splits along the input dim."""
     if not hasattr(model, "layout_rules"):
         return set()
     names = [name for name, _ in model.named_modules()]

@@ -1,9 +1,9 @@
-"""Scales that go through a model without changing it: from a norm, or a layer, into what follows.
+"""Folds per-channel scales into a norm or linear layer and the inverse into the layers after it.
 
-If what a layer gets is divided by s, channel by channel, and the columns of its weight are
-multiplied by s, nothing changes. The division goes into what made the channels: a norm's weight, or
-the rows of a linear layer. Where that is not the same model (a norm whose output goes elsewhere
-too, an activation between), the block says so when it is run, and the scale is taken back.
+Dividing a layer's input channels by s and multiplying its weight columns by s leaves the output
+unchanged. The division is applied to the module that produces the channels: a norm's weight, or the
+rows of a linear layer. Where this changes the model (the norm has other consumers, or there is an
+activation in between), the change of the block's output reveals it and the scale is reverted.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from bmforge.nn.moe import Experts
 
 __all__ = ["Fold", "find_folds", "fold_"]
 
-# Last parts of names: whose rows make the columns of which.
+# Last name parts of (producer, consumer): the producer's rows are the consumer's columns.
 _PAIRS = (("v_proj", "o_proj"), ("up_proj", "down_proj"))
-_TOLERANCE = 1e-3  # of the largest output
+_TOLERANCE = 1e-3  # relative to the largest output
 
 
 @dataclass
 class Fold:
-    """What makes channels, and the matrices that they go into.
+    """A module that produces channels, and the matrices that consume them.
 
     Args:
-        source: a norm, or a linear layer.
-        targets: matrices with as many columns.
-        head_dim: width of a head, where heads of `targets` share those of `source`; else 0.
+        source: norm or linear layer.
+        targets: matrices with one column per channel.
+        head_dim: head width if several heads of `targets` share a head of `source`; else 0.
     """
 
     source: nn.Module
@@ -44,7 +44,7 @@ class Fold:
     head_dim: int = 0
 
     def settle(self, scales: Tensor) -> Tensor:
-        """Return scales that heads which share channels have in common: (columns,)."""
+        """Replace the scales of heads that share source channels by their maximum: (columns,)."""
         shared = self._by_source(scales)
         if shared.numel() == scales.numel():
             return scales
@@ -52,7 +52,7 @@ class Fold:
         return heads.expand(-1, scales.numel() // shared.numel(), -1).reshape(-1)
 
     def _by_source(self, scales: Tensor) -> Tensor:
-        """Return what the source is divided by."""
+        """Return the divisors of the source's channels: the maximum over heads that share them."""
         weight: Any = self.source.weight
         rows = weight.shape[0] if not hasattr(self.source, "nf") else weight.shape[1]
         if rows == scales.numel():
@@ -61,12 +61,12 @@ class Fold:
         return scales.view(-1, times, self.head_dim).amax(1).flatten()
 
     def tensors(self) -> list[Tensor]:
-        """Return all that a scale changes."""
+        """Return all tensors that a scale changes."""
         found = [matrix.parameter for matrix in self.targets]
         return [t.detach() for t in (*found, *self.source.parameters(recurse=False))]
 
     def scale_(self, scales: Tensor) -> None:
-        """Multiply the columns of the targets and divide what makes them."""
+        """Multiply the targets' columns and divide the source's channels by the scales."""
         for matrix in self.targets:
             matrix.read().mul_(scales.to(matrix.read().dtype))
         divisor = self._by_source(scales)
@@ -78,7 +78,7 @@ class Fold:
 
 
 def find_folds(run: BlockRun) -> list[Fold]:
-    """Return where scales may go through a block: from norms, v into o, up into down."""
+    """Return the possible folds of a block: from norms, v into o, up into down."""
     linear = {m.owner: m for m in run.matrices if not isinstance(m.module, (Experts, nn.Embedding))}
     made: list[tuple[Tensor, nn.Module]] = []
     taken: list[tuple[Tensor, Matrix]] = []
@@ -102,7 +102,7 @@ def find_folds(run: BlockRun) -> list[Fold]:
         for handle in handles:
             handle.remove()
     if {id(m) for m in linear.values()} - {id(m) for _, m in taken}:
-        return []  # what did not run now may take a part another time
+        return []  # a layer that did not run may read the same input in another call
     folds = [
         Fold(source, targets)
         for out, source in made
@@ -133,10 +133,10 @@ def _find_pairs(run: BlockRun, linear: dict[str, Matrix]) -> list[Fold]:
 
 @torch.no_grad()
 def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
-    """Apply scales to a block if that leaves its output unchanged; return True if they were.
+    """Apply scales to a block if its output is unchanged; return True if they were applied.
 
-    Whether the output is unchanged is computed in fp32: in bf16 the rounding of the scaled weights
-    alone exceeds every useful tolerance.
+    The comparison is computed in fp32: in bf16 the rounding of the scaled weights alone exceeds
+    every useful tolerance.
 
     Shape:
         scales: (columns,), above 0

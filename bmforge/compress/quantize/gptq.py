@@ -1,7 +1,7 @@
-"""GPTQ: every column is rounded, and the later ones make up for what that costs.
+"""GPTQ: rounds column by column, and later columns compensate the rounding errors.
 
-Source: Frantar et al., "GPTQ" (2022). Here a group's scale is found when its first column comes up,
-from weights that are up to date, and is rounded as it is stored before anything is divided by it.
+Source: Frantar et al., "GPTQ" (2022). Here a group's scale is computed when its first column is
+reached, from the updated weights, and is rounded to its storage dtype before any division by it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bmforge.surgery import find_repeated_blocks
 
 __all__ = ["quantize_gptq_", "round_gptq"]
 
-# (bits, symmetric) -> the integers there are.
+# (bits, symmetric) -> smallest and largest integer.
 _RANGES = {(8, True): (-127, 127), (8, False): (-128, 127), (4, True): (-8, 7), (4, False): (0, 15)}
 
 
@@ -36,20 +36,21 @@ def quantize_gptq_(
     specs: Mapping[str, QuantSpec],
     batches: Sequence[Any],
 ) -> None:
-    """Quantise the blocks of a model, each on the quantised ones before.
+    """Quantize the blocks of a model by GPTQ, each calibrated on the quantized blocks before it.
 
     Args:
-        model: in memory.
-        config: damping and block.
-        specs: name of a module -> how.
-        batches: texts.
+        model: model in memory.
+        config: damping and block size.
+        specs: module name -> scheme.
+        batches: calibration batches.
 
     Raises:
-        ConfigError: fewer tokens than a block's narrowest matrix has columns, before that block is
-            changed; a Hessian that is not positive. Says so where blocks before are changed.
+        ConfigError: fewer tokens than columns of a block's narrowest matrix (raised before that
+            block is changed), or a Hessian that is not positive definite. The message says if
+            earlier blocks are already quantized.
     """
     narrowest = _narrowest(model, specs)
-    done: list[str] = []  # blocks that are changed, or being changed
+    done: list[str] = []  # blocks already changed, or being changed
     integers: dict[str, Integers] = {}
     waiting: list[Matrix] = []
     tokens = _Tokens()
@@ -77,9 +78,9 @@ def quantize_gptq_(
             _check_tokens(run, narrowest)
             done.append(run.name)
         for matrix in run.matrices:
-            # No name holds a Hessian: it goes with the last matrix that has its inputs.
+            # Keep no reference: the Hessian is freed after the last matrix that shares it.
             integers[matrix.name] = settle(matrix, run.statistics.pop(matrix.name, None))
-        # Of a stack all matrices are stored at once.
+        # The experts of a stacked parameter are packed together, once all are done.
         waiting.extend(run.matrices)
         ready = [m for m in waiting if run.is_last or m.index is None]
         waiting[:] = [m for m in waiting if m not in ready]
@@ -115,7 +116,7 @@ def quantize_gptq_(
 
 
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
-    """Return block -> columns of its narrowest matrix, experts aside, which see some tokens."""
+    """Return block name -> columns of its narrowest matrix; experts only if it has no other."""
     found = by_block(find_matrices(model, tuple(specs)), find_repeated_blocks(model))
     return {
         name: min(m.read().shape[1] for m in [m for m in inside if m.index is None] or inside)
@@ -124,7 +125,7 @@ def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, in
 
 
 def _check_tokens(run: BlockRun, narrowest: Mapping[str, int]) -> None:
-    """Raise `ConfigError` where no matrix of a block got as many tokens as it has columns."""
+    """Raise `ConfigError` if a block got fewer tokens than its narrowest matrix has columns."""
     tokens = max(found.tokens for found in run.statistics.values())
     if tokens < narrowest[run.name]:
         raise ConfigError(
@@ -135,20 +136,20 @@ def _check_tokens(run: BlockRun, narrowest: Mapping[str, int]) -> None:
 
 
 class _Tokens:
-    """Counts the matrices of a block that got too few texts, and are only rounded."""
+    """Collects the matrices with too few calibration tokens, which are only rounded."""
 
     def __init__(self) -> None:
         self._few: list[str] = []
 
     def are_enough(self, matrix: Matrix, found: Hessian | None) -> bool:
-        """Tell whether as many tokens came to a matrix as it has columns."""
+        """Return True if a matrix received at least as many tokens as it has columns."""
         enough = found is not None and found.tokens >= matrix.read().shape[1]
         if not enough:
             self._few.append(matrix.name)
         return enough
 
     def report(self) -> None:
-        """Say which matrices of a block got too few: experts, say, of rare tokens."""
+        """Log the block's matrices with too few tokens, such as rarely selected experts."""
         few, self._few = self._few, []
         if few:
             get_logger().warning(
@@ -160,7 +161,7 @@ class _Tokens:
 class _Round:
     """Rounds column after column to integers times the scale of their group.
 
-    A weight that is 0 stays 0: it was pruned, and error compensation would fill it again.
+    A weight of 0 stays 0: it was pruned, and error compensation would fill it again.
     """
 
     def __init__(self, matrix: Tensor, spec: QuantSpec) -> None:
@@ -181,7 +182,7 @@ class _Round:
         least = self.minima[-1].to(column.dtype) if self.minima else torch.zeros_like(scale)
         inverse = torch.where(scale == 0, 0.0, 1 / scale)
         low, high = _RANGES[self.spec.bits, self.spec.symmetric]
-        # Of a minimum that is no multiple of the scale no integer is 0; the nearest is taken.
+        # With a minimum, 0 is not always representable: the nearest integer is used.
         column = column.masked_fill(self.is_pruned[:, number], 0)
         integers = ((column - least) * inverse).round().clamp(low, high)
         self.values[:, number] = integers.to(torch.int8)
@@ -194,7 +195,7 @@ class _Round:
             self.minima.append(found.minima[:, 0])
 
     def integers(self) -> Integers:
-        """Return the settled matrix."""
+        """Return the integers, scales and minima of the rounded matrix."""
         minima = torch.stack(self.minima, 1) if self.minima else None
         return Integers(self.values, torch.stack(self.scales, 1), minima)
 
@@ -210,19 +211,20 @@ def round_gptq(
     name: str = "the matrix",
     in_place: bool = False,
 ) -> Integers:
-    """Return the integers of a matrix whose product with its inputs is nearest to the plain one.
+    """Quantize a matrix by GPTQ, minimizing the squared error of its product with the inputs.
 
     Args:
-        matrix: (rows, columns).
-        hessian: of its inputs.
-        spec: how it is stored.
+        matrix: weights, (rows, columns).
+        hessian: Hessian of the matrix's inputs.
+        spec: quantization scheme.
         damp: share of the mean of the Hessian's diagonal that is added to it.
-        block_columns: columns after which the rest is brought up to date; whole groups of them are.
-        name: for messages.
+        block_columns: columns per block, rounded up to whole groups; the remaining columns are
+            updated after each block.
+        name: name of the matrix for messages.
         in_place: see `settle_columns`.
 
     Raises:
-        ConfigError: the Hessian is not positive.
+        ConfigError: the Hessian is not positive definite.
     """
     settler = _Round(matrix, spec)
     group = settler.group

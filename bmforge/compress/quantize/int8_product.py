@@ -1,11 +1,12 @@
-"""Training with int8 products in earnest: rows of weights by tokens, each with a scale.
+"""Training with int8 matrix products: one scale per weight row and one per token.
 
-The forward pass has the bits of the runtime's "int8-dynamic". Backward keeps integers only: a
-quarter of what fp32 activations take. By choice it multiplies integers as well: what goes in is
-rounded again, for the input's gradient by tokens, for the weight's by rows of the weight.
+The forward pass is bit-identical to the runtime's "int8-dynamic". Only int8 tensors are saved for
+backward: a quarter of the size of fp32 activations. Optionally the backward pass uses int8 products
+too: its inputs are quantized again, per token for the input's gradient and per weight row for the
+weight's gradient.
 
-Source: BMCook's quantisation-aware training (cpm_kernels' GEMMInt8), written down in its terms; the
-weight's gradient goes straight through the rounding.
+Source: BMCook's quantization-aware training (cpm_kernels' GEMMInt8), described in its terms; the
+weight's gradient uses a straight-through estimator.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from bmforge.nn.packing import QuantSpec
 __all__ = ["int8_linear", "multiply_int8"]
 
 _ROWS = QuantSpec(8, 0, scale_dtype="float32")
-# Products of accelerators take more rows than 16, and widths in eights.
+# torch._int_mm on CUDA needs more than 16 rows, and widths that are multiples of 8.
 _LEAST_ROWS, _STEP = 24, 8
 
 
 def multiply_int8(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of two matrices of int8 in int32.
+    """Return the product of two int8 matrices in int32.
 
     Shape:
         left: (M, K); right: (K, N); returns (M, N)
@@ -68,7 +69,7 @@ def _multiply_floats(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiply_rounded(left: Tensor, right: Tensor) -> Tensor:
-    """Round the rows of what goes in, and multiply integers."""
+    """Quantize the rows of `left` to int8 and multiply with an int8 matrix."""
     values, scales = quantize_activations(left, left.shape[1])
     return multiply_int8(values, right).float() * scales
 
@@ -76,13 +77,13 @@ def _multiply_rounded(left: Tensor, right: Tensor) -> Tensor:
 def int8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, in_both: bool = False
 ) -> Tensor:
-    """Return ``x @ weight.T + bias``, multiplied as integers.
+    """Return ``x @ weight.T + bias``, computed with int8 products.
 
     Args:
-        x: what goes in.
-        weight: rounded by rows.
-        bias: added as it is.
-        in_both: multiply integers in the backward pass too.
+        x: input, quantized per token.
+        weight: weight, quantized per row.
+        bias: bias, added without quantization.
+        in_both: use int8 products in the backward pass too (default: False).
 
     Shape:
         x: (..., in); weight: (out, in); returns (..., out)

@@ -1,4 +1,4 @@
-"""Putting integers that were chosen with care in the place of a model's layers."""
+"""Replaces a model's layers by quantized ones that hold precomputed integers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def store_block_(
     specs: Mapping[str, QuantSpec],
     integers: Mapping[str, Integers] | None = None,
 ) -> None:
-    """Pack the matrices of a block, in place; `remember_` when all are.
+    """Pack the matrices of a block in place; call `remember_` after the last block.
 
     Args:
-        model: has them.
-        matrices: all those of their modules.
-        specs: name of a module -> how.
-        integers: name of a matrix -> its integers; None rounds.
+        model: model that contains the matrices.
+        matrices: all matrices of the modules to replace.
+        specs: module name -> scheme.
+        integers: matrix name -> its integers; None rounds to nearest.
     """
     mine = {matrix.owner: specs[matrix.owner] for matrix in matrices}
     for spec, names in by_spec(mine).items():
@@ -44,7 +44,7 @@ def store_block_(
 
 
 def by_spec(specs: Mapping[str, QuantSpec]) -> dict[QuantSpec, list[str]]:
-    """Return scheme -> the names that have it."""
+    """Group module names by scheme: scheme -> names."""
     found: dict[QuantSpec, list[str]] = {}
     for name, spec in specs.items():
         found.setdefault(spec, []).append(name)
@@ -52,14 +52,14 @@ def by_spec(specs: Mapping[str, QuantSpec]) -> dict[QuantSpec, list[str]]:
 
 
 def remember_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
-    """Let a model of ours know that its layers were quantised."""
+    """Record in the config of a bmforge model that layers were quantized."""
     if hasattr(model, "remember_part_"):
         for spec, names in by_spec(specs).items():
             model.remember_part_("quantize", as_globs(model, names), asdict(spec), "")
 
 
 def as_globs(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return globs that match these modules and no others, few where blocks are alike."""
+    """Return globs that match exactly these modules, with few globs if blocks are alike."""
     known, wanted = [name for name, _ in model.named_modules() if name], set(names)
     found: dict[str, None] = {}
     for name in names:

@@ -28,7 +28,7 @@ _SMALLEST = 1e-5
 # Ratios of each group's range that AWQ's second search tries; those above 1 help symmetric 4-bit
 # groups, which have one value more below zero than above.
 _RANGE_RATIOS = (1.0, 1.14, 1.07, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-_DAMP = 0.01  # share of the mean of the diagonal
+_DAMP = 0.01  # share of the mean of the diagonal, added to it
 _LARGEST_SCALE_RATIO = 8.0
 
 
@@ -108,7 +108,7 @@ def _clip_block(
 
 @torch.no_grad()
 def quantize_clipped(matrix: Tensor, spec: QuantSpec, x: Tensor) -> Integers:
-    """Round a matrix with that clipping range of each group whose products with inputs err least.
+    """Quantize a matrix with the clipping range per group that has the smallest output error.
 
     Shape:
         matrix: (rows, columns); x: (tokens, columns)
@@ -161,7 +161,7 @@ def smooth_scales(fold: Fold, inputs: InputSizes, strength: float) -> Tensor:
 
 
 def awq_scales(fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], grid: int) -> Tensor:
-    """Return the power of the inputs' mean sizes whose rounded products err least.
+    """Return AWQ's scales: the power of the mean input sizes with the smallest output error.
 
     A channel that no calibration token has excited keeps its weights: its scale is 1.
 
@@ -186,9 +186,9 @@ def awq_scales(fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], g
 
 
 def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
-    """Return scales within a factor of their median, 1 for dead channels.
+    """Clamp scales to within a factor of their median; dead channels get 1.
 
-    A feature that calibration excited only faintly would otherwise be divided out of existence.
+    Without it, a feature that calibration excites only faintly would be scaled to almost nothing.
     """
     if bool(is_dead.all()):
         return torch.ones_like(scales)
@@ -198,7 +198,7 @@ def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
 
 
 def _product_error(matrix: Matrix, spec: QuantSpec, x: Tensor, scales: Tensor) -> float:
-    """Return the squared error of a matrix's products when its scaled columns are rounded."""
+    """Return the squared output error of a matrix whose scaled columns are rounded."""
     plain = matrix.read().to(x.dtype)
     rounded = round_matrix(plain * scales, spec) / scales
     return float((x @ (rounded - plain).t()).square().sum())
