@@ -1,4 +1,4 @@
-"""Stages that look at all documents at once: exact copies, and what is held out."""
+"""Stages that need all documents at once: exact deduplication and the validation split."""
 
 from __future__ import annotations
 
@@ -33,15 +33,20 @@ def find_copies(
     bound_bytes: int,
     earlier: Sequence[Earlier] = (),
 ) -> dict[str, Any]:
-    """Write the mask ``kept``: False where the text was there before, or in an earlier corpus.
+    """Write the mask ``kept``: False for documents whose text occurs earlier or in an earlier
+    corpus.
 
     Args:
         documents: folder of the first stage.
-        counts: documents per shard; there is one at least.
+        counts: documents per shard, at least one in total.
+        folder: output folder of the mask.
+        bound_bytes: largest size of the digests in memory, in bytes.
+        earlier: indexes of earlier corpora.
 
     Returns:
-        ``files``; how many ``documents`` are dropped, of how many ``read_bytes``; what
-        ``text_bytes`` is left.
+        ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
+        the
+        remaining ``text_bytes``.
     """
     total = sum(counts)
     rows = SortedRows(folder / "rows", bound_bytes)
@@ -84,10 +89,10 @@ def choose_split(
     seed: int,
     bound_bytes: int,
 ) -> dict[str, Any]:
-    """Write the mask ``held_out`` as `split_documents` chooses.
+    """Write the mask ``held_out`` of the documents that `split_documents` holds out.
 
     Returns:
-        ``files``, and ``cut`` and ``cut_bytes`` of the `Split`.
+        ``files`` with their hashes, and ``cut`` and ``cut_bytes`` of the `Split`.
     """
     rows = SortedRows(folder / "rows", bound_bytes)
     total_bytes = 0
@@ -109,7 +114,7 @@ def choose_split(
 
 
 def _each_shard(documents: Path, counts: Sequence[int]) -> Iterator[tuple[int, NDArray[np.void]]]:
-    """Yield the position of each shard's first document, and the shard's digests."""
+    """Yield the position of each shard's first document and the digests of the shard."""
     first = 0
     for number, count in enumerate(counts):
         yield first, read_digests(documents, number)
@@ -120,7 +125,7 @@ def _each_shard(documents: Path, counts: Sequence[int]) -> Iterator[tuple[int, N
 def new_mask(
     folder: Path, name: str, total: int, files: dict[str, str]
 ) -> Iterator[NDArray[np.bool_]]:
-    """Give a mask on disk, one byte a document; then it is synced and renamed."""
+    """Yield a memory-mapped mask with one byte per document; sync and rename it on exit."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f"{name}.{os.getpid()}.partial"
     mask = np.memmap(beside, dtype=np.bool_, mode="w+", shape=(total,))
@@ -134,5 +139,5 @@ def new_mask(
 
 
 def open_mask(path: Path) -> NDArray[np.bool_]:
-    """Return a mask that was written, mapped."""
+    """Memory-map a finished mask for reading."""
     return np.memmap(path, dtype=np.bool_, mode="r").view(np.ndarray)

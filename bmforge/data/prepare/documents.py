@@ -1,4 +1,4 @@
-"""The first stage: a shard of the input through all steps that look at one document at a time."""
+"""The first stage: applies all single-document steps to one shard of the input."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class Step:
     """One step over single documents.
 
     Attributes:
-        name: for the funnel and the journal.
-        run: returns the document, changed or not, or why it is dropped; a function of a module, so
-            that workers can be given it.
-        version: to be changed with what the function does, settings included.
-        hides: what it changes may not be shown either of documents that another step drops.
+        name: name in the funnel and the journal.
+        run: module-level function (so that it can be pickled) that returns the document, changed or
+            not, or a `Drop`.
+        version: string that changes with the behavior of the function, settings included.
+        hides: True if the text that the step masks must also be hidden in the samples of documents
+            that another step drops.
     """
 
     name: str
@@ -74,9 +75,9 @@ class DocumentsTask:
     """Input of a worker of the first stage: its shard, the steps and the options.
 
     Attributes:
-        folder: where the stage's files go.
-        seen: size and time of change per file, as they were when the shards were cut.
-        by: how sources are put together, of `choose_grouping`.
+        folder: output folder of the stage's files.
+        seen: size and modification time per file when the shards were cut.
+        by: grouping of sources, from `choose_grouping`.
     """
 
     shard: Shard
@@ -90,11 +91,12 @@ class DocumentsTask:
 
 
 def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
-    """Read one shard, take its documents through the steps, and write what is left.
+    """Read one shard, apply the steps to its documents, and write the remaining ones.
 
     Returns:
-        ``files`` with their hashes, ``documents`` and ``text_bytes`` that are left, ``funnel``,
-        and what is dropped by ``sources``.
+        ``files`` with their hashes; the remaining ``documents`` and ``text_bytes``; the ``funnel``;
+        the
+        counts of dropped documents per group in ``sources``.
 
     Raises:
         DataError: an entry is damaged and `skip_bad` is False, or a file changed meanwhile.
@@ -177,7 +179,7 @@ def _take_steps(
 
 
 def _hide(steps: tuple[Step, ...], document: Document, drop: Drop) -> tuple[Document, Drop]:
-    """Return a dropped document and why, without what may not be shown."""
+    """Return a dropped document and its `Drop` with private text masked by the hiding steps."""
     for step in steps:
         if step.hides:
             text, excerpt = _changed(step, document.text), _changed(step, drop.excerpt)
@@ -193,7 +195,7 @@ def _changed(step: Step, text: str) -> str:
 
 
 def _entries(part: Part, blamed: dict[int, Blame], beat: Beat) -> Iterator[tuple[int, str, Record]]:
-    """Yield number, file and record of all entries; where a file cannot be read on, one more."""
+    """Yield number, file and record of all entries, plus an error entry where a read fails."""
     task: DocumentsTask = part.task
     entry = 0
     for piece in task.shard.pieces:
@@ -248,7 +250,7 @@ def _check_unchanged(task: DocumentsTask) -> None:
 
 
 def _pack(stack: ExitStack, out: Any) -> Callable[[bytes], Any]:
-    """Return a function that writes into `out`, compressed if zstandard is installed."""
+    """Return a function that writes to `out`, compressed if zstandard is installed."""
     try:
         import zstandard
     except ImportError:
@@ -274,5 +276,5 @@ def read_shard(folder: Path, number: int) -> Iterator[Document]:
 
 
 def read_digests(folder: Path, number: int) -> np.ndarray:
-    """Return digest, bytes, and bytes as read, of each document that `make_documents` wrote."""
+    """Return digest, size and size as read (bytes) of each document that `make_documents` wrote."""
     return np.fromfile(folder / f"{number:06d}.digests", dtype=DIGESTS)

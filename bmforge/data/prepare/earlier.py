@@ -1,7 +1,7 @@
-"""An index of a corpus's texts, by which later corpora leave out what it has.
+"""Index of the texts of a corpus, with which later corpora drop documents that it contains.
 
-``index/digests.bin`` has the digest of every text, sorted; ``index/near/`` the sketches and n-grams
-of `dedup.index`, where near duplicates were looked for.
+``index/digests.bin`` has the digest of every text, sorted; ``index/near/`` has the sketches and
+n-grams of `dedup.index` if near duplicates were searched.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Earlier:
     """The index of an earlier corpus.
 
     Attributes:
-        folder: where it lies.
-        digest: of all that is in it.
+        folder: folder of the index.
+        digest: hash of the whole index.
     """
 
     folder: Path
@@ -45,11 +45,11 @@ class Earlier:
 
     @property
     def near(self) -> Path:
-        """Where its sketches lie, if it has some."""
+        """Folder of the sketches; None if the index has none."""
         return self.folder / _NEAR
 
     def holds(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return True for rows (`dedup.sort.ROW`) whose text it has."""
+        """Return a mask of the rows (`dedup.sort.ROW`) whose text the index contains."""
         known = np.memmap(self.folder / _DIGESTS, dtype=_ROW, mode="r")
         found = np.zeros(len(rows), dtype=np.bool_)
         first = np.searchsorted(known["high"], rows["high"], side="left")
@@ -64,7 +64,7 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
     """Open the indexes of prepared directories.
 
     Raises:
-        ConfigError: one has no index, or none for near duplicates, which are asked for.
+        ConfigError: a directory has no index, or no near-duplicate index although `near` is given.
         DataError: an index is damaged.
     """
     found = []
@@ -102,14 +102,15 @@ def write_earlier(
     near: DedupConfig | None,
     bound_bytes: int,
 ) -> None:
-    """Write the index of what a preparation keeps.
+    """Write the index of the documents that a preparation keeps.
 
     Args:
-        finished: where the corpus lies until it is whole.
+        finished: folder of the corpus until it is complete.
         documents: folder of the first stage.
         counts: documents per shard.
-        kept: the mask of what is kept.
-        bound_bytes: of digests in memory.
+        kept: path of the mask of kept documents.
+        near: settings of near-duplicate detection; None writes no sketches.
+        bound_bytes: largest size of the digests in memory, in bytes.
     """
     mask, folder = open_mask(kept), finished / INDEX
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The last stages: a tokenizer from the training texts, and a pair of token stores per shard."""
+"""The last stages: train a tokenizer on the training texts, and write two stores per shard."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SIDES = ("train", "validation")
 
 @dataclass(frozen=True)
 class Chosen:
-    """Where the documents of the first stage lie, which are kept, and which are held out.
+    """Paths of the first stage's documents and of the masks of kept and held-out documents.
 
     Attributes:
-        near: which of those that are not kept are no exact copies.
-        repeats: which stretches of them occur before, and are cut.
+        near: near duplicates among the dropped documents; the other dropped ones are exact copies.
+        repeats: repeated spans that are cut from the documents.
     """
 
     documents: Path
@@ -52,9 +52,9 @@ class Chosen:
     repeats: Repeats | None = None
 
     def read(self, number: int) -> Iterator[tuple[Document, tuple[str, str] | None]]:
-        """Yield a shard's documents with their texts to learn from and to hold out.
+        """Yield a shard's documents, each with its training text and its validation text.
 
-        These are None for what is not kept; one of the two may be empty.
+        The texts are None for a dropped document; one of the two may be empty.
         """
         kept = open_mask(self.kept)
         split = Split(open_mask(self.held_out), self.cut, self.cut_bytes)
@@ -68,11 +68,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """What a worker needs to know.
+    """Input of a worker that encodes a shard.
 
     Attributes:
-        tokenizer: one, or its directory.
-        by: how sources are put together, of `choose_grouping`.
+        tokenizer: a tokenizer, or its directory.
+        by: grouping of sources, from `choose_grouping`.
     """
 
     number: int
@@ -85,7 +85,7 @@ class EncodeTask:
 
 
 def training_texts(chosen: Chosen, train_bytes: int, most_bytes: int) -> Iterator[str]:
-    """Yield the texts to learn from; of more than `most_bytes`, a sample by their hash."""
+    """Yield the training texts; sample them by their hash if they exceed `most_bytes`."""
     limit = min(int(2**64 * most_bytes / max(train_bytes, 1)), 2**64)
     for number in range(len(chosen.counts)):
         for _, texts in chosen.read(number):
@@ -96,11 +96,11 @@ def training_texts(chosen: Chosen, train_bytes: int, most_bytes: int) -> Iterato
 
 
 def encode_shard(part: Part, beat: Beat) -> dict[str, Any]:
-    """Encode one shard into two stores, of which one without documents is not written.
+    """Encode one shard into two stores; a store without documents is not written.
 
     Returns:
         ``files`` with their hashes, an `EncodeCount` as a dict for each of `SIDES`, and the
-        ``summary`` of the documents that came here.
+        ``summary`` of the shard's documents.
     """
     task: EncodeTask = part.task
     tokenizer = task.tokenizer
@@ -141,10 +141,10 @@ def _chain(first: Document, rest: Iterator[Document]) -> Iterator[Document]:
 
 
 def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped, Summary]:
-    """Return what is dropped here, and the counts of all documents; write what is known of each.
+    """Return the documents dropped in this stage and the summary; write the per-document metadata.
 
     Args:
-        prefixes: of the stores, None for one that has no documents.
+        prefixes: prefixes of the stores; None for a store without documents.
     """
     dropped, near, summary = Dropped(task.keep_dropped), task.chosen.near, Summary()
     first, count = sum(task.chosen.counts[: task.number]), task.chosen.counts[task.number]
@@ -186,7 +186,7 @@ def _licence(document: Document) -> str:
 
 
 def _move_out(beside: Path, folder: Path, files: dict[str, str]) -> None:
-    """Give the stores' files their names, synced, with their hashes in `files`."""
+    """Rename the stores' files to their final names, synced, and record their hashes in `files`."""
     if not beside.exists():
         return
     for path in sorted(beside.iterdir()):

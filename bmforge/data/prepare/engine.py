@@ -1,9 +1,10 @@
-"""Run parts of a stage in this process or in workers, which a bad document may cost their life.
+"""Runs the parts of a stage in this process or in worker processes that a bad document may crash.
 
-The parent alone keeps the journal; a worker only writes files. Each worker says, in memory that
-both see, at which entry of its part it is. The parent ends a worker that is too long at one entry,
-or grows too large, and has the part done again without that entry. A worker that dies by itself
-gets a second chance, as it may not have been the entry's fault; the second time it was.
+Only the parent writes the journal; a worker only writes files. Each worker publishes the entry that
+it processes in shared memory. The parent kills a worker that exceeds the time limit of one entry
+or the memory limit, and runs the part again without that entry. A worker that dies by itself gets a
+second try, since the entry may not be the cause; if it dies again at the same entry, the entry is
+left out.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ Beat = Callable[[int, bool, str], None]
 
 
 class Limits(NamedTuple):
-    """What an entry may cost a worker: seconds, and resident bytes of the whole process."""
+    """Limits of one entry: seconds of processing, and resident bytes of the worker process."""
 
     seconds: float
     memory_bytes: int
 
 
 class Blame(NamedTuple):
-    """An entry that may not be touched again.
+    """An entry that is left out because it exceeded a limit or crashed a worker.
 
     Attributes:
-        entry: its number in the part.
-        in_reading: already asking the source for it is what must not be.
+        entry: number of the entry in the part.
+        in_reading: True if reading the entry from the source failed.
         rule: ``time``, ``memory`` or ``crash``.
-        value, bound: what it cost, and what it might have.
+        value, bound: measured cost, and its limit.
         name: source and place, as far as the worker got.
     """
 
@@ -61,7 +62,7 @@ class Blame(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a stage: its number, what to do it with, and what it must leave out."""
+    """One part of a stage: its number, its task, and the entries to leave out."""
 
     number: int
     task: Any
@@ -81,13 +82,15 @@ def run_parts(
     """Run `parts` in any order; yield the number and the result of each.
 
     Args:
-        work: a function of a module, which is given a part and a `Beat`: to be called with an
-            entry's number, whether it is only being read, and its name.
-        workers: processes; 0 does the work in this one, without limits.
-        on_blame: is told of each entry that is left out, before the part is done again.
+        work: module-level function of a part and a `Beat`; it calls the `Beat` with an entry's
+            number,
+            whether the entry is still being read, and its name.
+        workers: number of processes; 0 runs in this process, without limits.
+        limits: limits of one entry.
+        on_blame: callback for each entry that is left out, called before the part runs again.
 
     Raises:
-        BmforgeError: what a part raised; of several the first one's, when the others have ended.
+        BmforgeError: error of a part; of several errors the first, after the other parts ended.
     """
     if workers == 0:
         for part in parts:
@@ -101,7 +104,7 @@ def run_parts(
 
 
 class _Worker:
-    """A process, the pipe to it, and what it says about where it is."""
+    """A worker process, its pipe, and the shared memory with its current entry."""
 
     def __init__(self, context: Any, work: Work, number_of_workers: int) -> None:
         self.pipe, theirs = context.Pipe()
@@ -122,12 +125,12 @@ class _Worker:
         self.pipe.send(part)
 
     def blame(self, rule: str, value: float, bound: float | None) -> Blame:
-        """Return the entry that it is at as the one to leave out."""
+        """Return a `Blame` of the worker's current entry."""
         name = self._name.value.decode("utf-8", "replace")
         return Blame(int(self._at[0]), bool(self._at[1]), rule, value, bound, name)
 
     def exceeded(self, limits: Limits) -> Blame | None:
-        """Return the entry that it is at, if this one has cost too much."""
+        """Return a `Blame` of the current entry if it exceeded a limit, else None."""
         now, at = time.monotonic(), (int(self._at[0]), int(self._at[1]))
         if at != self._seen:
             self._seen, self._since = at, now
@@ -147,7 +150,7 @@ class _Worker:
 
 
 class _Pool:
-    """So many workers, and the parts that wait."""
+    """Pool of worker processes with a queue of parts."""
 
     def __init__(self, work: Work, workers: int, limits: Limits) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -204,7 +207,7 @@ class _Pool:
             self._replace(worker, blame, on_blame)
 
     def _judge_death(self, worker: _Worker) -> Blame | None:
-        """Return the blame for a worker that ended by itself; None repeats its part once."""
+        """Return the `Blame` of a worker that died by itself; None to repeat its part once."""
         assert worker.part is not None
         worker.process.join()
         code = worker.process.exitcode
@@ -223,7 +226,7 @@ class _Pool:
     def _replace(
         self, worker: _Worker, blame: Blame | None, on_blame: Callable[[int, Blame], None]
     ) -> None:
-        """End a worker, start another, and put its part back, without the entry to blame."""
+        """Kill a worker, start another, and queue its part again without the blamed entry."""
         part = worker.part
         assert part is not None
         worker.end()
@@ -249,7 +252,7 @@ class _Pool:
 
 
 def describe_blame(blame: Blame) -> str:
-    """Say in words what an entry cost."""
+    """Describe the limit that an entry exceeded."""
     if blame.rule == "time":
         return f"it took over {blame.bound:g} s"
     if blame.rule == "memory":
@@ -266,7 +269,7 @@ def _resident_bytes(pid: int | None) -> int:
 
 
 def _serve(pipe: Any, work: Work, at: Any, name: Any, number_of_workers: int) -> None:
-    """Be a worker: do parts until the parent is gone."""
+    """Main loop of a worker process: run parts until the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and ends this process
     if number_of_workers > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -289,7 +292,7 @@ def _serve(pipe: Any, work: Work, at: Any, name: Any, number_of_workers: int) ->
 
 
 def _portable(error: Exception) -> Exception:
-    """Return `error`, or what can be said of it where it cannot be sent to another process."""
+    """Return `error` if it can be pickled, else a `DataError` with its message."""
     error.add_note(traceback.format_exc())
     try:
         pickle.dumps(error)

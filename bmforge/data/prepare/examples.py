@@ -1,4 +1,4 @@
-"""Test examples that may not be in a corpus: which sets are meant, and the step that finds them."""
+"""Decontamination: reads test sets, and drops or cuts documents that contain their examples."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield name and text of every example of test sets.
 
     Args:
-        sets: paths of .jsonl files, of which all strings count, or ``TASK=FOLDER``.
+        sets: paths of .jsonl files, all strings of which are used, or ``TASK=FOLDER``.
 
     Raises:
         ConfigError: no such task or file.
-        DataError: a file cannot be read, or is not of its task's form.
+        DataError: a file cannot be read, or does not have its task's format.
     """
     for one in sets:
         name, mark, folder = one.partition("=")
@@ -40,7 +40,7 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _read_task(name: str, folder: str) -> Iterator[tuple[str, str]]:
-    """Yield the texts of all splits that are there."""
+    """Yield the texts of all splits that exist."""
     found, errors = False, []
     for split in find_task(name).files:
         try:
@@ -60,12 +60,12 @@ def _read_task(name: str, folder: str) -> Iterator[tuple[str, str]]:
 class DropExamples:
     """A step that drops documents containing test examples, or cuts the examples out.
 
-    A worker opens the sets itself; what it needs to be told is small.
+    A worker opens the sets itself, so the pickled step is small.
 
     Attributes:
-        sets: as `read_examples` takes them.
-        cut: cut the examples out.
-        digest: of the examples, as they were when the work began.
+        sets: test sets as `read_examples` takes them.
+        cut: cut the examples out instead of dropping the document.
+        digest: hash of the examples at the start of the work.
     """
 
     sets: tuple[str, ...]
@@ -76,7 +76,7 @@ class DropExamples:
         """Return a copy of the step with the digest of the current test sets.
 
         Raises:
-            ConfigError: they hold no example that is long enough to be found.
+            ConfigError: no example is long enough to be matched.
         """
         index = _open(self.sets)
         if not index.names:
@@ -88,11 +88,11 @@ class DropExamples:
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be judged differently."""
+        """Version string that changes whenever a document may be judged differently."""
         return f"overlap=1 cut={self.cut} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, perhaps without examples, or which one it holds."""
+        """Return the document, with examples cut out if `cut`, or a `Drop` naming the example."""
         return _step(self.sets, self.cut, self.digest)(document)
 
 

@@ -1,4 +1,4 @@
-"""Counts documents and bytes that were read, kept, and dropped by each rule, exactly."""
+"""Exact counts of documents and bytes read, kept, and dropped by each rule."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SAMPLES = 20
 
 @dataclass
 class Amount:
-    """Number of documents, and their UTF-8 bytes as they were read."""
+    """Number of documents and their UTF-8 bytes as read."""
 
     documents: int = 0
     text_bytes: int = 0
 
     def add(self, documents: int, text_bytes: int) -> None:
-        """Add to both."""
+        """Add documents and bytes."""
         self.documents += documents
         self.text_bytes += text_bytes
 
@@ -34,10 +34,11 @@ class Funnel:
     """How many documents were read, kept, and dropped by each rule.
 
     Attributes:
-        read: all entries of the inputs; one that cannot be read counts with its own bytes.
-        dropped: by the name of the rule.
-        changed: by the name of the step: documents that it changed, and by how many characters
-            their lengths differ together.
+        read: all entries of the inputs; an unreadable entry counts with its raw bytes.
+        dropped: amount per rule name.
+        changed: per step name, the number of changed documents and the total change of their
+            lengths
+            in characters.
     """
 
     read: Amount = field(default_factory=Amount)
@@ -46,11 +47,11 @@ class Funnel:
     changed: dict[str, list[int]] = field(default_factory=dict)
 
     def drop(self, rule: str, documents: int, text_bytes: int) -> None:
-        """Count what `rule` dropped."""
+        """Count documents dropped by `rule`."""
         self.dropped.setdefault(rule, Amount()).add(documents, text_bytes)
 
     def change(self, step: str, documents: int, characters: int) -> None:
-        """Count what `step` changed."""
+        """Count documents changed by `step`."""
         entry = self.changed.setdefault(step, [0, 0])
         entry[0] += documents
         entry[1] += characters
@@ -65,7 +66,9 @@ class Funnel:
             self.change(step, documents, characters)
 
     def missing(self) -> Amount:
-        """Return the documents that are neither kept nor dropped: none, if the counts are right."""
+        """Return the documents that are neither kept nor dropped; zero if the counts are
+        consistent.
+        """
         gone = [self.kept, *self.dropped.values()]
         return Amount(
             self.read.documents - sum(amount.documents for amount in gone),
@@ -81,7 +84,7 @@ class Funnel:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Funnel:
-        """Return the funnel of a table that `to_record` made."""
+        """Build a funnel from a table that `to_record` returned."""
         return Funnel(
             read=Amount(**record["read"]),
             kept=Amount(**record["kept"]),
@@ -91,9 +94,9 @@ class Funnel:
 
 
 class Dropped:
-    """Documents that were dropped: of each rule the 20 with the lowest ids, or all.
+    """Samples of dropped documents: per rule the 20 with the lowest ids, or all documents.
 
-    An id is a hash, so they are a sample, and the same one in whatever order they come.
+    An id is a hash, so the sample is random and does not depend on the order of documents.
     """
 
     def __init__(self, keep_all: bool) -> None:
@@ -101,7 +104,7 @@ class Dropped:
         self._lines: dict[str, list[tuple[int, str]]] = {}
 
     def add(self, document: Document, drop: Drop) -> None:
-        """Take up a dropped document."""
+        """Add a dropped document."""
         entry = {
             "rule": drop.rule,
             "value": drop.value,
@@ -116,7 +119,7 @@ class Dropped:
         self._put(drop.rule, document.id, json.dumps(entry, ensure_ascii=False))
 
     def add_lines(self, lines: str) -> None:
-        """Take up what `lines` returned for another part of the corpus."""
+        """Add the samples that `lines` returned for another part of the corpus."""
         for line in lines.split("\n")[:-1]:
             entry = json.loads(line)
             self._put(entry["rule"], entry["id"], line)

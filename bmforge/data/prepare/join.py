@@ -1,4 +1,4 @@
-"""The shards' stores as those of the corpus: copied into one, or side by side with a list."""
+"""Joins the token stores of the shards into one, or keeps them side by side with a list."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def join_stores(
     """Join the token stores of the shards into those of the corpus.
 
     Args:
-        results: of encoding each shard.
+        plan: the inputs and shards.
+        results: results of encoding each shard.
         encoded: folder of the shards' stores.
-        finished: where the corpus lies until it is whole.
-        into_one: copy them into one; else they stay stores of their own, with a list.
+        finished: folder of the corpus until it is complete.
+        into_one: copy the stores into one; otherwise keep them separate, with a list.
 
     Returns:
-        the counts of each side, and where in the files each shard ends.
+        the counts of each side, and the end offset of each shard in the files.
     """
     counts: dict[str, EncodeCount] = {}
     cuts: Cuts = {}
@@ -75,7 +76,7 @@ def _files(prefix: Path) -> tuple[Path, ...]:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second name; where a disk has none such, copy it."""
+    """Hard-link a file; copy it where the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,8 +1,8 @@
 """Journal of a preparation: records the finished parts of each stage with their results.
 
-A part's files are written beside, synced and renamed; then one line with their hashes is appended
-and synced. So after a kill at any instant, what the journal speaks of is whole, and the rest is
-done again. A line counts as long as its key is asked for and its files are as they were.
+A part's files are written to temporary names, synced and renamed; then one line with their hashes
+is appended and synced. So after a kill at any instant, every recorded part is complete, and the
+rest runs again. A line is valid as long as its key matches and its files are unchanged.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ except ImportError:  # Windows has none
 
 
 def make_key(*parts: Any) -> str:
-    """Return the hash of what a stage's result depends on; `parts` are plain data."""
+    """Return the hash of the inputs that a stage's result depends on; `parts` are plain data."""
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def digest_file(path: Path) -> str:
-    """Return the hash of a file's bytes, as the journal keeps it."""
+    """Return the hash of a file's bytes in the journal's format."""
     with path.open("rb") as file:
         return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
 
 
 class HashedFile:
-    """What is written goes into the file and into its hash."""
+    """Writable file that also hashes all bytes written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._hash = file, blake2b(digest_size=16)
@@ -54,18 +54,18 @@ class HashedFile:
         return self._file.write(data)
 
     def flush(self) -> None:
-        """Do nothing; packers ask for it, and the file is synced once at its end."""
+        """Do nothing; compressors call it, but the file is synced once at its end."""
 
     def hexdigest(self) -> str:
-        """Return the hash of all that was written."""
+        """Return the hash of all bytes written."""
         return self._hash.hexdigest()
 
 
 @contextmanager
 def write_hashed(path: Path, files: dict[str, str]) -> Iterator[HashedFile]:
-    """Give a file to write; when all went well, it is synced and renamed, its hash in `files`."""
+    """Yield a writable file; on success sync and rename it, and record its hash in `files`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A process of a killed preparation may still write; its file is not this one.
+    # A worker of a killed preparation may still be writing, so the name has this process's id.
     beside = path.with_name(f"{path.name}.{os.getpid()}{_PARTIAL}")
     with replacing(path, beside) as file:
         hashed = HashedFile(file)
@@ -78,11 +78,11 @@ class Journal:
 
     Args:
         work: the directory.
-        for_reading: leave everything as it is, and do not ask who else works there.
-        trusting: take files as whole that are there; whoever reads for many has compared them.
+        for_reading: open read-only, without the lock.
+        trusting: skip the check of existing files' hashes, as the caller has compared them.
 
     Raises:
-        ConfigError: another process works there.
+        ConfigError: another process works in the directory.
     """
 
     def __init__(self, work: Path, *, for_reading: bool = False, trusting: bool = False) -> None:
@@ -122,7 +122,7 @@ class Journal:
             ) from error
 
     def find(self, stage: str, part: int, key: str) -> Any | None:
-        """Return the result of a part that is done, and whose files are whole; else None."""
+        """Return the result of a finished part whose files are intact, else None."""
         record = self._found.get((stage, part))
         if record is None or record["key"] != key:
             return None

@@ -1,7 +1,8 @@
-"""Near duplicates among the documents that are no exact copies: sketches per shard, then clusters.
+"""Near duplicates among the documents that are not exact copies: sketches per shard, then clusters.
 
-Workers make the sketches; the barrier finds candidates in them, reads these documents again, and
-drops all of a cluster but one. What it drops goes into a list, which the encoding reads.
+Workers make the sketches; the barrier stage finds candidate pairs, reads these documents again, and
+drops all documents of a cluster but one. The dropped ones are written to a list that the encoding
+stage reads.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def dedup_config(config: PrepareConfig) -> DedupConfig | None:
 
 @dataclass(frozen=True)
 class NearDrops:
-    """The list of near duplicates that `choose_survivors` wrote, and the threshold of it."""
+    """The list of near duplicates that `choose_survivors` wrote, and its similarity threshold."""
 
     path: Path
     threshold: float
@@ -70,20 +71,20 @@ class NearDrops:
         return {int(position): float(value) for position, value in rows[begin:end]}
 
     def describe(self, document: Document, similarity: float) -> Drop:
-        """Return why a document is dropped that is so similar to another one."""
+        """Return the `Drop` of a near duplicate with its similarity."""
         value = round(similarity, 4)
         return Drop(NEAR_DUPLICATE, value, self.threshold, cut_excerpt(document.text))
 
 
 @dataclass(frozen=True)
 class SketchTask:
-    """What a worker needs to know of its shard.
+    """Input of a worker that makes the sketches of a shard.
 
     Attributes:
         documents: folder of the first stage.
-        kept: the mask of what is no exact copy.
+        kept: path of the mask that excludes exact copies.
         first: position of the shard's first document.
-        folder: where the stage's files go.
+        folder: output folder of the stage's files.
     """
 
     number: int
@@ -118,7 +119,7 @@ def sketch_shard(part: Part, beat: Beat) -> dict[str, Any]:
     files: dict[str, str] = {}
     for name in _NAMES:
         content, array = io.BytesIO(), getattr(found, name)
-        # A band of all documents is read at a time, so it lies together.
+        # One band of all documents is read at a time, so each band is stored contiguously.
         np.save(content, np.asfortranarray(array), allow_pickle=False)
         with write_hashed(_sketch_file(task.folder, task.number, name), files) as file:
             file.write(content.getvalue())
@@ -130,7 +131,7 @@ def _sketch_file(folder: Path, number: int, name: str) -> Path:
 
 
 def _map_sketches(folder: Path, number: int) -> Sketches:
-    """Return a shard's sketches; they stay on disk until they are read."""
+    """Memory-map a shard's sketches."""
     return Sketches(*(_map_array(_sketch_file(folder, number, name)) for name in _NAMES))
 
 
@@ -149,19 +150,22 @@ def choose_survivors(
     bound_bytes: int,
     known: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Write the mask ``kept``, without near duplicates too, and the list ``drops`` of these.
+    """Write the mask ``kept``, which also excludes near duplicates, and their list ``drops``.
 
     Args:
         documents: folder of the first stage.
         counts: documents per shard.
-        copies: the mask of what is no exact copy.
+        copies: path of the mask that excludes exact copies.
         sketches: folder of the shards' sketches.
-        bound_bytes: of a band's keys in memory.
+        config: settings of near-duplicate detection.
+        folder: output folder.
+        bound_bytes: largest size of a band's keys in memory, in bytes.
         known: folders of sketches of earlier corpora.
 
     Returns:
-        ``files``; how many ``documents`` are dropped, of how many ``read_bytes``; what
-        ``text_bytes`` is left; how many ``clusters`` there are, by size.
+        ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
+        the
+        remaining ``text_bytes``; the number of ``clusters`` by size.
     """
     before = open_mask(copies)
 
@@ -206,10 +210,11 @@ def choose_survivors(
 def _locate(
     found: NearPlaces, compared: NDArray[np.bool_], counts: Sequence[int]
 ) -> NDArray[np.void]:
-    """Return position and similarity of what is dropped, by position.
+    """Return position and similarity of the dropped documents, sorted by position.
 
     Args:
-        compared: which of all documents were compared.
+        found: the dropped documents, numbered among the compared ones.
+        compared: mask of the compared documents among all documents.
         counts: documents per shard.
     """
     drops = np.empty(len(found.places), _ROW)

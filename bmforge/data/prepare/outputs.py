@@ -1,4 +1,4 @@
-"""The files of a prepared corpus with their digests; token files by shard, to find damage in."""
+"""Digests of a prepared corpus's files; token files have one digest per shard to locate damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class OutputPart:
-    """What one shard gave to a file: up to byte `end`, the BLAKE2b digest of it, its inputs."""
+    """The part of a file that one shard wrote: its end offset in bytes, its BLAKE2b digest, its
+    inputs.
+    """
 
     shard: int
     end: int
@@ -35,10 +37,10 @@ class OutputPart:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file that was written: its path in the directory, size, and BLAKE2b digest.
+    """One output file: its path in the directory, size, and BLAKE2b digest.
 
     Attributes:
-        parts: of a token file, what each shard gave to it, in order.
+        parts: parts of a token file in shard order; empty for other files.
     """
 
     path: str
@@ -57,7 +59,7 @@ def output_to_record(output: OutputFile) -> dict[str, Any]:
 
 
 def output_from_record(record: Mapping[str, Any]) -> OutputFile:
-    """Return the output file of a table that `output_to_record` made."""
+    """Build an output file from a table that `output_to_record` returned."""
     parts = tuple(OutputPart(**part) for part in record.get("parts", ()))
     return OutputFile(record["path"], record["size_bytes"], record["digest"], parts)
 
@@ -68,7 +70,7 @@ def read_outputs(
     """Return all files below `folder`, sorted.
 
     Args:
-        cuts: by path, for files that are put together: number of the shard, end in bytes, inputs.
+        cuts: per path of a joined file, the parts as (shard number, end in bytes, inputs).
     """
     found = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):

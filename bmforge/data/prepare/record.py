@@ -41,17 +41,17 @@ class PrepareReport:
     """Report of a preparation.
 
     Attributes:
-        documents: kept documents; one that was cut is in both splits.
+        documents: kept documents; a document that was cut is in both splits.
         duplicates, empty: documents dropped as exact copies, or without text.
         skipped: bad lines and files left out (`skip_bad`).
-        vocab_size: token ids of the tokenizer as trained.
-        eos_id: the token behind each document: ``<|endoftext|>``, or else the tokenizer's end.
+        vocab_size: vocabulary size of the trained tokenizer.
+        eos_id: id of the token after each document: ``<|endoftext|>``, or else the tokenizer's end.
         train, validation: documents, bytes of UTF-8 text, and tokens per split.
-        funnel: what was read, kept and dropped by which rule; None of a corpus of an older form.
-        steps: name and version of each step that documents went through.
-        summary: what the corpus is made of.
+        funnel: documents read, kept, and dropped per rule; None for a corpus of an older format.
+        steps: name and version of each step that was applied.
+        summary: composition of the corpus.
         outputs: the files that were written.
-        reused: the finished work was there already.
+        reused: True if the finished corpus existed already.
     """
 
     out_dir: Path
@@ -72,7 +72,7 @@ class PrepareReport:
 
     @property
     def held_out_ratio(self) -> float:
-        """Share of the text's bytes that is held out."""
+        """Held-out share of the text in bytes."""
         return self.validation.text_bytes / (self.train.text_bytes + self.validation.text_bytes)
 
     @property
@@ -82,7 +82,7 @@ class PrepareReport:
 
     @property
     def validation_prefix(self) -> Path | None:
-        """Prefix of the validation store, None where no document was held out."""
+        """Prefix of the validation store; None if no document was held out."""
         held_out = self.validation.documents > 0
         return self.out_dir / "validation" / "tokens" if held_out else None
 
@@ -115,7 +115,7 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
 
 
 def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return nested settings without those that are None, which TOML has not."""
+    """Return nested settings without None values, which TOML cannot represent."""
     return {
         name: _without_none(value) if isinstance(value, dict) else value
         for name, value in settings.items()
@@ -124,7 +124,7 @@ def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _printable(value: Any) -> Any:
-    """Return nested tables with file names that can be written as UTF-8."""
+    """Return nested tables with file names escaped so that they can be written as UTF-8."""
     if isinstance(value, str):
         return show_name(value)
     if isinstance(value, dict):
@@ -136,7 +136,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
     """Read the record of a finished preparation.
 
     Raises:
-        DataError: it does not parse, or lacks an entry.
+        DataError: the record does not parse, or lacks an entry.
     """
     path = out_dir / RECORD_NAME
     try:
@@ -164,11 +164,11 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
 
 
 def _read_settings(settings: dict[str, Any]) -> PrepareConfig:
-    """Return the settings of a record; earlier versions wrote no options of the tokenizer."""
+    """Return the settings of a record; records of earlier versions have no tokenizer options."""
     bpe = BpeConfig(**_with_tuples(settings.pop("bpe", {})))
     return PrepareConfig(bpe=bpe, **_with_tuples(settings))
 
 
 def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with tuples where TOML has lists."""
+    """Return settings with TOML's lists converted to tuples."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

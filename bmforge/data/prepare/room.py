@@ -1,4 +1,4 @@
-"""Is there room on the disk for a preparation: estimated before it begins."""
+"""Estimates the disk space that a preparation needs, before it begins."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bmforge.errors import ConfigError
 __all__ = ["check_room"]
 
 _PACKED_RATIO = 4  # text packs to about a quarter
-# Per byte of text: the clean documents, then half a byte of tokens in the shards and once joined.
+# Disk bytes per byte of text: clean documents, and half a byte of tokens twice (shards, joined).
 _NEED_RATIO = 1.5
 
 
 def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
-    """Raise `ConfigError` where the disk surely has less room than the work of `files` needs.
+    """Raise `ConfigError` if the disk has less free space than the preparation of `files` needs.
 
-    What an interrupted preparation has left in `work` already counts as room.
+    Files of an interrupted preparation in `work` count as free space.
     """
     sizes = {path: path.stat().st_size for path in files or ()}
     text_bytes = sum(

@@ -1,8 +1,8 @@
 """Prepares a corpus: read, normalize, deduplicate, split, train BPE, encode, write the record.
 
-All work happens in ``OUT/preparing.tmp``, in shards and stages that a journal keeps account of, and
-moves to its place when it is whole; ``prepared.toml`` comes last, so a directory that has it is
-finished. Started again after a kill or an error, it goes on from the last whole shard.
+All work happens in ``OUT/preparing.tmp``, in shards and stages recorded in a journal. The complete
+corpus is moved into place, with ``prepared.toml`` last, so a directory with that file is finished.
+After a kill or an error, the next run resumes from the last complete shard.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FINISHED = "finished"  # in the work, until all of it can move
 _DROPPED = "dropped.jsonl"
 _OLD_REPORT = "report.html"  # of what was there before
 _LEAST_MEMORY_BYTES = 1 << 29
-# Settings that say how the work is done, and change nothing of what is written.
+# Settings that do not affect the output.
 _HOW_IT_RUNS = (
     "workers",
     "shard_bytes",
@@ -79,13 +79,13 @@ def prepare(
     """Prepare a corpus in `out_dir`, or return the report of the same work done before.
 
     Writes ``tokenizer/``, ``train/tokens.*``, ``validation/tokens.*``, ``prepared.toml``, and
-    ``dropped.jsonl`` with samples of what was dropped. An interrupted preparation is gone on with.
+    ``dropped.jsonl`` with samples of dropped documents. An interrupted preparation is resumed.
 
     Args:
-        inputs: files or directories (`read_documents`), or ``-`` for standard input; None takes
+        inputs: files or directories (`read_documents`), or ``-`` for standard input; None uses
             Python's own help topics.
-        overwrite: replace what an earlier preparation wrote.
-        steps: what documents go through after those of `config`.
+        overwrite: replace the output of an earlier preparation.
+        steps: additional steps, run after those of `config`.
 
     Raises:
         ConfigError: `out_dir` holds a corpus of other settings or inputs, or other files.
@@ -138,7 +138,7 @@ def _prepare(
 
 
 def _remove_finished_work(work: Path, is_kept: bool) -> None:
-    """Remove the work that a kill left after the corpus was whole."""
+    """Remove the work directory that a kill left after the corpus was complete."""
     if is_kept or not work.exists():
         return
     try:
@@ -178,10 +178,11 @@ def plan_work(
     config: PrepareConfig,
     steps: Sequence[Step] = (),
 ) -> tuple[Plan, tuple[Step, ...], Tokenizer | None]:
-    """Return the plan, kept in the work; all steps; and the given tokenizer.
+    """Return the plan, which is also saved in the work directory, all steps, and the given
+    tokenizer.
 
     Raises:
-        ConfigError: settings that cannot be.
+        ConfigError: a setting is invalid.
         DataError: an input is bad.
     """
     all_steps = choose_steps(config, steps)
@@ -193,7 +194,7 @@ def plan_work(
 
 
 def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> None:
-    """Refuse settings that cannot be, before anything is read."""
+    """Raise `ConfigError` for invalid settings before any input is read."""
     if Path(out_dir).exists() and not Path(out_dir).is_dir():
         raise ConfigError(f"out_dir={str(out_dir)!r} is a file: name a directory")
     if config.workers < 0:
@@ -213,7 +214,7 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
 
 
 def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | None:
-    """Return the input files; what lies among them and is not read is said."""
+    """Return the input files, and report the files among them that are not read."""
     unread: list[Path] = []
     files = None if inputs is None else list_files(inputs, unread)
     check_unread(files or (), unread, config.skip_unread)
@@ -221,7 +222,7 @@ def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | No
 
 
 def _open_tokenizer(config: PrepareConfig) -> Tokenizer | None:
-    """Open the given tokenizer: one that does not do is said before any text is read."""
+    """Open the given tokenizer, so that an unsuitable one fails before any text is read."""
     if not config.tokenizer:
         return None
     given = load_tokenizer(config.tokenizer)
@@ -236,7 +237,7 @@ def _check_same(
     now: list[InputFile],
     steps: Sequence[Step],
 ) -> None:
-    """Refuse a finished directory whose settings, inputs or stores are not the ones asked for."""
+    """Raise `ConfigError` if the finished corpus has other settings, inputs or stores."""
     was, asked = asdict(report.config), asdict(config)
     names = [name for name in was if name not in _HOW_IT_RUNS]
     changes = [f"{k}={was[k]!r} there, {asked[k]!r} asked" for k in names if was[k] != asked[k]]
@@ -262,7 +263,7 @@ def _check_same(
 
 
 def _check_free(out: Path) -> None:
-    """Refuse a directory with anything in it that no preparation of ours is known to have left."""
+    """Raise `ConfigError` if the directory contains files that no preparation wrote."""
     found = sorted(path.name for path in out.iterdir()) if out.exists() else []
     ours = {_WORK_NAME, _TOKENIZER, _DROPPED, INDEX, *SIDES}
     if _WORK_NAME in found and ours.issuperset(found):
@@ -283,7 +284,7 @@ def _finish(
     steps: Sequence[Step],
     journal: Journal,
 ) -> PrepareReport:
-    """Join the results of the shards in a directory of their own, and return the report."""
+    """Join the results of the shards in a temporary directory, and return the report."""
     finished = journal.work / _FINISHED
     shutil.rmtree(finished, ignore_errors=True)
     shutil.copytree(journal.folder("tokenizer"), finished / _TOKENIZER)
@@ -315,7 +316,7 @@ def _finish(
 
 
 def _sum_up(results: dict[str, list[Any]]) -> tuple[Funnel, Summary]:
-    """Return the sums over all shards and over what was dropped across them."""
+    """Return the funnel and the summary of all shards and of the stages across shards."""
     funnel, summary = Funnel(), Summary()
     for result in results["documents"]:
         funnel.merge(Funnel.from_record(result["funnel"]))
@@ -372,6 +373,6 @@ def _move_into_place(work: Path, out: Path) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names, relative to `folder`, of what a preparation makes there."""
+    """Return the names, relative to `folder`, of the files that a preparation writes."""
     found = (path for pattern in _PATTERNS for path in sorted(folder.glob(pattern)))
     return [path.relative_to(folder).as_posix() for path in found]

@@ -1,4 +1,4 @@
-"""Cut inputs into shards by bytes: the same for the same files, whoever does the work."""
+"""Divides inputs into shards by bytes; the same files give the same shards on any worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: from byte (or row) `begin` to `end`, -1 for all; `line` is its first."""
+    """A part of a file from byte (or row) `begin` to `end` (-1: to the end); `line` is its first
+    line.
+    """
 
     path: str
     begin: int = 0
@@ -47,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces of files that one worker takes through all steps; `key` is of what is in them."""
+    """Pieces of files that one worker processes; `key` is the hash of their content."""
 
     number: int
     key: str
@@ -65,7 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """An input, and where it may be cut, as `Parts` has it."""
+    """An input, and the offsets where it may be cut, from `Parts`."""
 
     file: InputFile
     at: tuple[tuple[int, int], ...] = ()
@@ -82,14 +84,17 @@ def plan_shards(
 ) -> Plan:
     """Examine the inputs and divide them into shards; None means Python's help topics.
 
-    A large file of lines is cut at their ends, packed or not, Parquet between groups of rows,
-    archives at members; small files are put together. A file that is as an earlier plan in `work`
-    knew it, by size and time, is not read again.
+    A large file of lines, compressed or not, is cut at line ends, Parquet between row groups,
+    archives
+    between members; small files are grouped. A file whose size and modification time match an
+    earlier
+    plan in `work` is not read again.
 
     Args:
-        shard_bytes: about so many bytes of input per shard.
-        work: where the plan is kept; None keeps none.
-        known: inputs with digests that are known, where only these matter.
+        files: input files.
+        shard_bytes: approximate input bytes per shard.
+        work: folder where the plan is saved; None saves none.
+        known: inputs with known digests, if only these are needed.
 
     Raises:
         ConfigError: `shard_bytes` is below 1.
@@ -117,7 +122,7 @@ def _identity(file: InputFile) -> tuple[str, int, int]:
 
 
 def _read_plan(work: Path | None, shard_bytes: int) -> list[_Cut]:
-    """Return the files of an earlier plan; none if it had another shard size or is damaged."""
+    """Return the files of an earlier plan; empty if it had another shard size or is damaged."""
     if work is None or not (work / _PLAN_NAME).exists():
         return []
     try:
@@ -164,7 +169,7 @@ def _digest(path: Path, feed: Callable[[bytes], None] | None) -> str:
 
 
 def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
-    """Put pieces together, in order, until they have `shard_bytes`."""
+    """Group pieces in order into shards of about `shard_bytes`."""
     shards: list[Shard] = []
     pieces: list[Piece] = []
     known: list[object] = []

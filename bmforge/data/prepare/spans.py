@@ -1,4 +1,4 @@
-"""Finds spans and paragraphs that occur before in the kept documents, and cuts them."""
+"""Finds repeated spans and paragraphs in the kept documents, and cuts the later occurrences."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ _ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
 
 
 class LeastRepeats(NamedTuple):
-    """Least lengths of repeats: spans in tokens, paragraphs in characters; None cuts none."""
+    """Minimum lengths of repeats: spans in tokens, paragraphs in characters; None disables the
+    check.
+    """
 
     tokens: int | None
     characters: int | None
 
 
 def check_spans(config: PrepareConfig) -> None:
-    """Raise `ConfigError` for spans or paragraphs that are too short."""
+    """Raise `ConfigError` if the minimum length of spans or paragraphs is too small."""
     if config.repeated_paragraphs is not None and config.repeated_paragraphs < 1:
         raise ConfigError(
             f"repeated_paragraphs={config.repeated_paragraphs}: needed are 1 or more characters."
@@ -50,7 +52,7 @@ def check_spans(config: PrepareConfig) -> None:
 
 @dataclass(frozen=True)
 class Repeats:
-    """The list of spans that `choose_spans` wrote, and how long each is at least."""
+    """The list of spans that `choose_spans` wrote, and their minimum lengths."""
 
     path: Path
     least: LeastRepeats
@@ -65,30 +67,32 @@ class Repeats:
         return found
 
     def describe(self, document: Document) -> Drop:
-        """Return why a document is dropped of which nothing else is left."""
+        """Return the `Drop` of a document that consists of repeats only."""
         bound = self.least.tokens or self.least.characters
         return Drop(REPEATED, None, bound, cut_excerpt(document.text))
 
 
 def without(document: Document, spans: Spans) -> Document:
-    """Return a document without some spans of its text."""
+    """Return a document with some spans of its text cut out."""
     return replace(document, text=normalise(cut_spans(document.text, spans)))
 
 
 def choose_spans(
     documents: Path, counts: Sequence[int], before: Path, folder: Path, least: LeastRepeats
 ) -> dict[str, Any]:
-    """Write the list ``spans``, and the mask ``kept`` without documents of which nothing is left.
+    """Write the list ``spans``, and the mask ``kept`` without documents that become empty.
 
     Args:
         documents: folder of the first stage.
         counts: documents per shard.
-        before: the mask of what was kept before.
-        least: how long a repeat must be.
+        before: path of the mask of the documents kept so far.
+        folder: output folder.
+        least: minimum lengths of repeats.
 
     Returns:
-        ``files``; how many ``documents`` are dropped, of how many ``read_bytes``; what
-        ``text_bytes`` is left; ``changed``: documents that are cut, and by how many characters.
+        ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
+        the
+        remaining ``text_bytes``; ``changed``: number of cut documents and of characters removed.
     """
     mask = open_mask(before)
 
@@ -128,7 +132,7 @@ def choose_spans(
 def _find_repeats(
     documents: Callable[[], Iterator[Document]], least: LeastRepeats, folder: Path
 ) -> Callable[[Document], Spans]:
-    """Return a function that gives the spans of a document that are cut."""
+    """Return a function from a document to its spans to cut."""
     spans: dict[str, Spans] = {}
     paragraphs: dict[str, list[int]] = {}
     if least.tokens:
@@ -144,7 +148,7 @@ def _find_repeats(
 
 
 def _merge(spans: Spans) -> Spans:
-    """Return spans in order, those that overlap as one."""
+    """Sort spans and merge overlapping ones."""
     merged: Spans = []
     for begin, end in sorted(spans):
         if merged and begin < merged[-1][1]:
@@ -155,7 +159,7 @@ def _merge(spans: Spans) -> Spans:
 
 
 def _sum_read(documents: Path, counts: Sequence[int], gone: Sequence[int]) -> int:
-    """Return the number of bytes read for documents at some positions."""
+    """Return the total bytes as read of the documents at the positions `gone`."""
     total, first, places = 0, 0, np.array(gone, dtype=np.int64)
     for number, count in enumerate(counts):
         here = places[(places >= first) & (places < first + count)] - first

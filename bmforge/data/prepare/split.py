@@ -1,4 +1,4 @@
-"""Divide documents into training and validation by their bytes; where they are few, one is cut."""
+"""Divides documents into training and validation by bytes; of few documents, one is cut in two."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _BREAKS = (b"\n\n", b"\n", "\u3002".encode(), b". ", b" ")
 
 @dataclass(frozen=True)
 class Split:
-    """Which documents are held out.
+    """The held-out documents.
 
     Attributes:
-        held_out: True where a whole document is.
-        cut: the document whose end is, too; None where none is cut.
-        cut_bytes: how long that end is, about.
+        held_out: mask of whole documents that are held out.
+        cut: position of the document whose end is also held out; None if no document is cut.
+        cut_bytes: approximate size of that end.
     """
 
     held_out: NDArray[np.bool_]
@@ -54,8 +54,10 @@ def split_documents(
 ) -> Split:
     """Choose the held-out documents: about `fraction` of all bytes.
 
-    The documents are drawn in the order of a hash of (seed, digest), each taken if it still fits.
-    Where a tenth of the bytes or more is then missing, as with few documents, the end of one that
+    The documents are visited in the order of a hash of (seed, digest); each is taken if it still
+    fits.
+    If a tenth of the bytes or more is then missing, as with few documents, the end of a document
+    that
     did not fit is held out too. So the choice depends on the set of documents and the seed, not on
     their order.
 
@@ -63,6 +65,7 @@ def split_documents(
         digests: one `text_digest` per document, all different.
         sizes_bytes: UTF-8 bytes per document.
         fraction: share of all bytes to hold out, 0 <= fraction < 1; 0 holds out nothing.
+        seed: random seed of the order.
 
     Raises:
         ConfigError: `fraction` is out of range.
@@ -77,7 +80,7 @@ def split_documents(
 
 
 def check_fraction(fraction: float) -> None:
-    """Raise `ConfigError` for a share to hold out that is none."""
+    """Raise `ConfigError` if the held-out fraction is not in [0, 1)."""
     if not 0 <= fraction < 1:
         raise ConfigError(f"validation_fraction={fraction}: needed is 0 <= validation_fraction < 1")
 
@@ -91,11 +94,14 @@ def split_keys(digests: Iterable[bytes], seed: int) -> list[bytes]:
 def choose_held_out(
     ordered: Iterable[NDArray[np.void]], total_bytes: int, fraction: float, held_out: NDArray
 ) -> tuple[int | None, int]:
-    """Set `held_out` at the positions that are; return which document is cut, and how much of it.
+    """Set `held_out` to True at the chosen positions; return the document to cut and the bytes to
+    cut.
 
     Args:
         ordered: rows (`sort.ROW`) in the order of `split_keys`; read once or twice.
-        held_out: False everywhere; in memory or on disk.
+        total_bytes: UTF-8 bytes of all documents.
+        fraction: share of all bytes to hold out.
+        held_out: mask, False everywhere; in memory or on disk.
     """
     target = fraction * total_bytes
     taken = 0
@@ -108,7 +114,7 @@ def choose_held_out(
     missing = int(target - taken)
     if missing < 1 or taken >= _TOO_FEW * target:
         return None, 0
-    # None of those left fitted, so each is longer than what is missing.
+    # None of the remaining documents fitted, so each is longer than the missing bytes.
     first = None
     for position, size in _walk(ordered):
         if held_out[position] or size <= missing:
@@ -127,14 +133,15 @@ def _walk(ordered: Iterable[NDArray[np.void]]) -> Iterator[tuple[int, int]]:
 
 
 def cut_end(text: str, size_bytes: int) -> tuple[str, str]:
-    """Cut the end off a text, about so many bytes of it, where a paragraph, line or word ends.
+    """Cut about `size_bytes` off the end of a text, at the end of a paragraph, line or word.
 
     Args:
-        text: of two characters at least.
-        size_bytes: UTF-8 bytes of the end, less than the text's; it may become half more or less.
+        text: text of at least two characters.
+        size_bytes: UTF-8 bytes of the end, less than the text's; the actual size differs by at most
+            half.
 
     Returns:
-        the text before, and the end; neither is empty.
+        the beginning and the end of the text; neither is empty.
     """
     data = text.encode()
     near = len(data) - size_bytes

@@ -1,10 +1,9 @@
 """Runs the stages of a preparation in order, and takes finished parts from the journal.
 
-documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard). To drop near
-duplicates, sketches (per shard) -> near_duplicates stand before the split, and behind them spans,
-where repeated ones are cut. The key of a stage is
-made of its settings and of the key of the stage before, so a changed setting redoes the first
-stage that reads it, and those behind.
+documents (per shard) -> duplicates -> split -> tokenizer -> encode (per shard). Optional stages
+before the split: sketches (per shard) -> near_duplicates drop near duplicates, then spans cuts
+repeated spans. The key of a stage is a hash of its settings and of the key of the stage before, so
+a changed setting invalidates the first stage that reads it, and all later ones.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ _SAMPLE_BYTES = 1 << 28  # of text that a tokenizer is trained on, which takes t
 
 @dataclass(frozen=True)
 class Keys:
-    """The key of each stage's parts; a stage that is not asked for has none."""
+    """The key of each stage's parts; a disabled stage has none."""
 
     documents: list[str]
     duplicates: str
@@ -102,14 +101,14 @@ def run_here(
     config: PrepareConfig,
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
-    """Do parts in this process, or in its workers."""
+    """Run parts in this process or in its worker processes."""
     limits = Limits(config.document_seconds, config.worker_memory_bytes)
     yield from run_parts(run, parts, config.workers, limits, on_blame)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What all stages need to know."""
+    """Context shared by all stages: journal, keys, settings and runner."""
 
     journal: Journal
     keys: Keys
@@ -119,7 +118,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class StageState:
-    """How many of a stage's parts are done."""
+    """Number of finished parts of a stage."""
 
     stage: str
     done: int
@@ -183,10 +182,15 @@ def run_stages(
     journal: Journal,
     runner: Runner = run_here,
 ) -> dict[str, list[Any]]:
-    """Run what is not done yet; return the results of each stage's parts.
+    """Run the unfinished parts; return the results of each stage's parts.
 
     Args:
-        runner: does the parts of a stage that workers can do, in whatever order.
+        plan: the inputs and shards.
+        config: the settings.
+        steps: single-document steps.
+        given: a tokenizer to use instead of training one.
+        journal: the open journal.
+        runner: function that runs the parts of a per-shard stage, in any order.
     """
     keys = make_keys(plan, config, steps, given)
     work = _Work(journal, keys, config, runner)
@@ -221,7 +225,7 @@ def run_stages(
 
 
 def _check_unread_members(results: Sequence[Any], is_allowed: bool) -> None:
-    """Refuse archives most of whose bytes are members of kinds that are not read."""
+    """Raise an error for archives most of whose bytes are members of unsupported formats."""
     funnel = Funnel()
     for result in results:
         funnel.merge(Funnel.from_record(result["funnel"]))
@@ -235,7 +239,7 @@ def _check_unread_members(results: Sequence[Any], is_allowed: bool) -> None:
 
 
 def _check_any_left(results: Sequence[Any]) -> None:
-    """Raise `DataError`, with the rules that dropped them, where no document is left."""
+    """Raise `DataError`, with the rules that dropped the documents, if no document is left."""
     if any(result["documents"] for result in results):
         return
     funnel = Funnel()
@@ -250,7 +254,9 @@ def _check_any_left(results: Sequence[Any]) -> None:
 
 
 def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]]) -> Chosen:
-    """Find the copies and what is held out; return that, with the stages' results in `results`."""
+    """Run the deduplication and the split; return a `Chosen`, and add the stages' results to
+    `results`.
+    """
     journal, keys, config = work.journal, work.keys, work.config
     documents = journal.folder("documents")
     kept = journal.folder("duplicates") / "kept"
@@ -307,7 +313,9 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
 def _drop_near(
     counts: tuple[int, ...], near: DedupConfig, work: _Work, earlier: Sequence[Earlier]
 ) -> dict[str, Any]:
-    """Find near duplicates among what is no exact copy; return what comes of it."""
+    """Find near duplicates among the documents that are not exact copies; return the stage's
+    result.
+    """
     journal, keys = work.journal, work.keys
     documents, sketches = journal.folder("documents"), journal.folder("sketches")
     copies = journal.folder("duplicates") / "kept"
@@ -338,7 +346,7 @@ def _drop_near(
 
 def _read_documents(plan: Plan, steps: Sequence[Step], work: _Work) -> list[Any]:
     journal, config = work.journal, work.config
-    # Two paths may name one file: the plan has it as it was looked at last.
+    # Two paths may name one file: the plan has its latest state.
     named = {Path(file.path): (file.size_bytes, file.modified_ns) for file in plan.inputs}
     tasks = []
     for shard in plan.shards:
@@ -379,7 +387,7 @@ def _encode(chosen: Chosen, work: _Work, by: str) -> list[Any]:
 
 
 def _once(journal: Journal, stage: str, keys: Keys, work: Callable[[], Any]) -> Any:
-    """Return the result of a stage that looks at all documents, from the journal or of `work`."""
+    """Return the result of a stage over all documents, from the journal or by calling `work`."""
     (key,) = keys.of(stage)
     found = journal.find(stage, 0, key)
     if found is None:
@@ -389,7 +397,7 @@ def _once(journal: Journal, stage: str, keys: Keys, work: Callable[[], Any]) -> 
 
 
 def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) -> list[Any]:
-    """Return the results of a stage's parts, from the journal or of `work` in workers."""
+    """Return the results of a stage's parts, from the journal or by running `run` in workers."""
     journal, keys = work.journal, work.keys
     found = [journal.find(stage, n, key) for n, key in enumerate(keys.of(stage))]
     parts = [

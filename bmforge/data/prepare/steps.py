@@ -1,4 +1,4 @@
-"""Chooses the steps over single documents by the settings."""
+"""Selects the single-document steps from the settings."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ _TIDY = ("repair", "invisible", "width", *_SCRIPTS, "boilerplate", "wrapped")
 def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step, ...]:
     """Return the steps in order of execution, the user's own last.
 
-    Repair stands before `normalise`, which drops characters that a wrong reading has made; what
-    else is tidied stands behind the language, as it depends on it. Rules see what is masked later.
+    The encoding repair runs before `normalise`, which would drop control characters of wrongly
+    decoded
+    text. The rest of tidying runs after language detection, as it depends on the language. Filter
+    rules
+    run before private data is masked.
 
     Raises:
-        ConfigError: a step is asked for something that it does not know.
+        ConfigError: a setting of a step has an unknown value.
     """
     tidy, judge = _choose_tidy(config.tidy), JudgeByRules(config.rules)
     steps = []
@@ -86,7 +89,7 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
 
 
 def _short(version: str) -> str:
-    """Return the hash of a version that has a whole list in it."""
+    """Return a short hash of a version string that contains a whole list."""
     return blake2b(version.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -115,7 +118,7 @@ def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Tidy:
-    """Tidy a text, and bring what is left into the one form again."""
+    """A step that tidies a text and normalizes the result again."""
 
     tidy: TidyText
 

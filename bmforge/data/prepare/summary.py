@@ -27,9 +27,9 @@ Counts = dict[str, list[int]]
 
 
 def choose_grouping(inputs: Iterable[InputFile]) -> str:
-    """Return by what sources are counted: ``"file"``, ``"folder"`` or ``"all"`` together.
+    """Return the grouping of sources for counting: ``"file"``, ``"folder"`` or ``"all"``.
 
-    It is the finest of them that gives at most 40 groups, and depends on the inputs alone.
+    It is the finest one that gives at most 40 groups, and depends on the inputs alone.
     """
     paths = [file.path for file in inputs]
     if paths == [TOPICS]:
@@ -52,13 +52,14 @@ class Summary:
     """Counts of documents, bytes and tokens of a corpus or of a part of it.
 
     Attributes:
-        sources: by group of sources, by what became of documents (the rule, or ``kept``):
-            documents, and their bytes as they were read.
-        languages, scripts, licences, terms, years: of kept documents, by what is known of them:
-            documents, bytes of text, tokens.
-        origins: by licence, by the host or the file that they come from: kept documents, bytes.
-        lengths: by k, kept documents of 2^(k-1) to 2^k - 1 tokens: documents, bytes, tokens.
-        clusters: by size, clusters of near duplicates: how many.
+        sources: per source group and outcome (the rule that dropped, or ``kept``): documents, and
+            their bytes as read.
+        languages, scripts, licences, terms, years: per value of the metadata, kept documents:
+            number,
+            bytes of text, tokens.
+        origins: per license and host (or file): number of kept documents, bytes.
+        lengths: per k, kept documents of 2^(k-1) to 2^k - 1 tokens: number, bytes, tokens.
+        clusters: number of near-duplicate clusters per size.
     """
 
     sources: dict[str, Counts] = field(default_factory=dict)
@@ -72,11 +73,11 @@ class Summary:
     clusters: Counts = field(default_factory=dict)
 
     def add_source(self, group: str, outcome: str, read_bytes: int) -> None:
-        """Count one document by where it came from and what became of it."""
+        """Count one document by its source and outcome."""
         _add(self.sources.setdefault(group, {}), outcome, (1, read_bytes))
 
     def add_kept(self, document: Document, text_bytes: int, tokens: int) -> None:
-        """Count one document that is kept, by what is known of it."""
+        """Count one kept document by its metadata."""
         counts, licence = (1, text_bytes, tokens), _cut(licence_name(document.licence))
         for table, value in (
             (self.languages, document.language),
@@ -112,7 +113,7 @@ class Summary:
         return record
 
     def shortened(self) -> Summary:
-        """Return the summary with rare values joined as ``others``."""
+        """Return the summary with rare values merged into ``others``."""
         short = Summary.from_record(self.to_record())
         for name in _SHORTENED:
             _shorten_(getattr(short, name))
@@ -125,7 +126,7 @@ class Summary:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Summary:
-        """Return the summary of a table that `to_record` made."""
+        """Build a summary from a table that `to_record` returned."""
         return Summary(**record)
 
 
@@ -140,7 +141,7 @@ def _cut(value: str) -> str:
 
 
 def origin_of(document: Document) -> str:
-    """Return the host of a page, else the name of the file, for attribution."""
+    """Return the host of the document's URL, else the name of its file, for attribution."""
     try:
         host = urlsplit(document.url).hostname
     except ValueError:

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 END_OF_TEXT = "<|endoftext|>"
-# What transformers reads beside the trained tokenizer.json.
+# Content of tokenizer_config.json, which transformers reads with tokenizer.json.
 _CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": END_OF_TEXT,
@@ -43,7 +43,7 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass
 class EncodeCount:
-    """What went into a store: documents, UTF-8 bytes of their text, tokens with end-of-text."""
+    """Size of a store: documents, UTF-8 bytes of their text, tokens including end-of-text."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -59,8 +59,9 @@ def train_bpe(
     `vocab_size` tokens.
 
     Args:
-        vocab_size: token ids to make, at least 257 and one for each extra special token.
-        config: how text is divided, and which tokens there are.
+        texts: training texts.
+        vocab_size: vocabulary size, at least 257 plus one for each extra special token.
+        config: pre-tokenization rules and special tokens.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -86,7 +87,7 @@ def train_bpe(
 
 
 def check_bpe(vocab_size: int, config: BpeConfig) -> None:
-    """Check the options of a tokenizer to be trained.
+    """Check the options of BPE training.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -110,7 +111,7 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
 
 
 def _make_pre_tokenizer(config: BpeConfig) -> tokenizers.pre_tokenizers.PreTokenizer:
-    """Make the pre-tokenizer: divide digits and Chinese characters first, then words."""
+    """Build the pre-tokenizer: split digits and Chinese characters first, then words."""
     split, pattern = tokenizers.pre_tokenizers.Split, tokenizers.Regex
     parts = []
     if config.digits != "joined":
@@ -128,12 +129,12 @@ def _count(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
         bar.advance()
 
 
-# One door to every tokenizer, whether prepared text or a model lies beside it.
+# Re-exported: the same loader opens tokenizers of prepared corpora and of models.
 load_tokenizer = AutoTokenizer.from_pretrained
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """Return the id that ends a document: of ``<|endoftext|>``, or else what ends a text.
+    """Return the id of the token that ends a document: ``<|endoftext|>``, else the tokenizer's EOS.
 
     Raises:
         DataError: the tokenizer has no such token.
@@ -156,16 +157,19 @@ def encode_to_store(
     num_documents: int | None = None,
     overwrite: bool = False,
 ) -> EncodeCount:
-    """Encode documents in batches and write them as a token store, eos behind each.
+    """Encode documents in batches and write them as a token store, with an EOS token after each
+    document.
 
     A special token's name inside a text is encoded as ordinary text, so that no text can forge the
-    end of a document. Empty documents are kept as their eos alone.
+    end of a document. Empty documents are kept as their EOS alone.
 
     Args:
+        documents: documents to encode.
+        tokenizer: tokenizer of the texts.
         prefix: path of the store without ``.bin`` or ``.idx``.
-        eos_id: the end-of-document token; by default that of `end_of_text_id`.
-        num_documents: for the progress bar.
-        overwrite: replace a store that is there.
+        eos_id: id of the end-of-document token (default: `end_of_text_id`).
+        num_documents: total of the progress bar.
+        overwrite: replace an existing store.
 
     Memory: about a million characters of text at a time, or one document if that is longer.
     """

@@ -1,4 +1,4 @@
-"""Is a prepared corpus what its record says: files by digest, damage by shard, counts by sum."""
+"""Verifies a prepared corpus against its record: digests of files and shards, sums of counts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _DROPPED = "dropped.jsonl"
 def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
     """Return the faults of a prepared corpus, a sentence each.
 
-    Every file is read and compared with its digest in ``prepared.toml``; of a token file, the
-    shards whose bytes are others are named. Of corpora without digests the counts are compared.
+    Every file is read and compared with its digest in ``prepared.toml``; for a token file, the
+    shards with changed bytes are named. For corpora without digests the counts are compared.
 
     Raises:
-        DataError: there is no record, or it cannot be read.
+        DataError: the record is missing or cannot be read.
     """
     out = Path(out_dir)
     if not (out / RECORD_NAME).is_file():
@@ -116,7 +116,7 @@ def _check_sums(report: PrepareReport) -> Iterator[str]:
 
 
 def _check_dropped(path: Path, funnel: Funnel) -> Iterator[str]:
-    """Compare the rules of the samples with the funnel's."""
+    """Compare the rules in the samples of dropped documents with the funnel's."""
     shown: Counter[str] = Counter()
     if path.is_file():
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
