@@ -206,7 +206,7 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
     path = Path(directory)
     if not path.is_dir():
         raise DataError(
-            f"{str(path)!r} is not a directory: name the directory that holds the tokenizer's files"
+            f"{str(path)!r} is no directory: name the directory with the tokenizer's files."
         )
     return path
 
@@ -228,18 +228,20 @@ def parse_vocabulary(
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{str(path)!r} is not UTF-8 text ({error}); get the file again") from error
+        raise DataError(
+            f"{str(path)!r} is not UTF-8 text ({error}); get the file again."
+        ) from error
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     lines = [line.strip() for line in lines] if strip else lines
     numbers = [number for number, line in enumerate(lines) if line or not skip_empty]
     vocabulary = {lines[number]: id for id, number in enumerate(numbers)}
     if not vocabulary or not text:
-        raise DataError(f"{str(path)!r} is empty; needed is one token a line")
+        raise DataError(f"{str(path)!r} is empty (one token per line is required).")
     if len(vocabulary) != len(numbers):
         at = next(n for id, n in enumerate(numbers) if vocabulary[lines[n]] != id)
         raise DataError(
             f"{str(path)!r}: line {at + 1} and line {numbers[vocabulary[lines[at]]] + 1} are both "
-            f"{lines[at]!r}; needed is one line a token"
+            f"{lines[at]!r} (one token per line is required)."
         )
     return vocabulary
 
@@ -259,7 +261,7 @@ def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> No
     if taken:
         raise ConfigError(
             f"{str(folder)!r} already holds another {' and '.join(taken)}: save into a new "
-            "directory, or remove the old files first"
+            "directory, or remove the old files first."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -61,7 +61,7 @@ class CPM1Tokenizer(Tokenizer):
         if missing:
             raise DataError(
                 f"{str(path)!r} lacks {missing}, which CPM-1 needs; give the chinese_vocab.model "
-                "of CPM-1"
+                "of CPM-1."
             )
         # Pieces for decoding, with <eod> as one character, so that it does not lose its brackets.
         self._shown = [END if token == "<eod>" else token for token in self._tokens]

@@ -75,7 +75,7 @@ class CPM2Tokenizer(Tokenizer):
         if missing:
             raise DataError(
                 f"{str(path)!r} lacks {missing}, which {type(self).__name__} needs; give the "
-                "vocab.txt of the model"
+                "vocab.txt of the model."
             )
         self._tokens = list(vocabulary)
         self._space_id = vocabulary[SPACE]
@@ -125,7 +125,7 @@ class CPM2Tokenizer(Tokenizer):
         if not 0 <= number < len(self.sentinel_ids):
             raise ConfigError(
                 f"sentinel number={number}: this vocabulary has {len(self.sentinel_ids)}, from 0 "
-                "on; blank fewer spans"
+                "on; blank fewer spans."
             )
         return self.sentinel_ids[number]
 

@@ -61,7 +61,7 @@ class CPMAntTokenizer(Tokenizer):
         if missing:
             raise DataError(
                 f"{str(path)!r} lacks {missing}, which CPM-Ant needs; give the vocab.txt of a "
-                "CPM-Ant model"
+                "CPM-Ant model."
             )
         self._content = content
         self._vocabulary = {_WRITTEN_AS.get(token, token): id for token, id in written.items()}

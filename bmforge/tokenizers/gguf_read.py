@@ -309,7 +309,7 @@ def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple
     pairs = []
     for piece in sorted(pieces, key=lambda piece: (-pieces[piece], ids[piece])):
         if len(piece) > _LONGEST_PIECE:
-            raise DataError(f"a piece of the vocabulary has {len(piece)} characters")
+            raise DataError(f"a piece of the vocabulary has {len(piece)} characters.")
         cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         cuts = [(a, b) for a, b in cuts if a in pieces and b in pieces]
         pairs += sorted(cuts, key=lambda cut: (ids[cut[0]], ids[cut[1]]))

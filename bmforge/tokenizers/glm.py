@@ -72,7 +72,7 @@ class GLMTokenizer(Tokenizer):
         if missing:
             raise DataError(
                 f"the special tokens {sorted(self._specials)} lack {missing}, which GLM needs: "
-                f"give the {ADDED_FILE} of the model"
+                f"give the {ADDED_FILE} of the model."
             )
         self._by_id = {id: token for token, id in self._specials.items()}
         self._strips_left = frozenset(strips_left)
@@ -197,8 +197,8 @@ class GLMTokenizer(Tokenizer):
 
         if not texts or (max_length is not None and max_length < 3):
             raise ConfigError(
-                f"prepare got {len(texts)} texts with max_length={max_length}: needed are a text "
-                "and room for 3 tokens"
+                f"prepare got {len(texts)} texts with max_length={max_length}: it needs a text "
+                "and room for 3 tokens."
             )
         encoded = self.encode_batch(texts)
         if max_length is not None:
@@ -270,8 +270,8 @@ class GLMTokenizer(Tokenizer):
         """Return the filling of the blank, from ``<|startofpiece|>`` on, and its labels."""
         if isinstance(targets, str) or len(targets) != len(ids):
             raise ConfigError(
-                f"targets={targets!r:.60}: needed is a list with one text for each of the "
-                f"{len(ids)} rows"
+                f"targets={targets!r:.60}: it must be a list with one text for each of the "
+                f"{len(ids)} rows."
             )
         start, end = self._specials["<|startofpiece|>"], self._specials["<|endofpiece|>"]
         pad = self._specials["<|endoftext|>"]
@@ -291,7 +291,7 @@ class GLMTokenizer(Tokenizer):
         if len(bare):
             raise ConfigError(
                 f"row {int(bare[0])} has no blank to fill: put one of {list(_BLANKS)} into the "
-                "text, or raise max_length if it was cut off"
+                "text, or raise max_length if it was cut off."
             )
         blank = is_blank.int().argmax(1, keepdim=True)
         text = torch.arange(length, device=ids.device).expand(rows, length)
@@ -311,6 +311,6 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, int],
     if not path.exists():
         raise DataError(
             f"{str(folder)!r} has neither {ADDED_FILE} nor added_tokens_decoder in {CONFIG_FILE}: "
-            "GLM's special tokens and their ids are read from there"
+            "GLM's special tokens and their ids are read from there."
         )
     return {str(token): int(id) for token, id in read_json(path).items()}, list(_BLANKS)

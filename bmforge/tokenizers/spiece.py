@@ -107,7 +107,7 @@ def _read(content: bytes, path: Path) -> UnigramModel:
         )
     except (ValueError, IndexError, TypeError, struct.error) as error:
         raise DataError(
-            f"{str(path)!r} is not a sentencepiece model ({error}); get the file again"
+            f"{str(path)!r} is not a sentencepiece model ({error}); get the file again."
         ) from error
 
 

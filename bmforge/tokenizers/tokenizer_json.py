@@ -64,7 +64,7 @@ def open_tokenizer_json(content: bytes, path: Path) -> Any:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises a bare Exception for invalid files
         raise DataError(
-            f"{str(path)!r} is not a tokenizer.json ({error}); get the file again"
+            f"{str(path)!r} is not a tokenizer.json ({error}); get the file again."
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -228,7 +228,7 @@ def _add_tokens(tokenizer: Any, folder: Path) -> None:
         if (id := tokenizer.token_to_id(token)) != ids[token]:
             raise DataError(
                 f"{str(path)!r} gives {token!r} the id {ids[token]}, the vocabulary beside it "
-                f"{id}: one of the files is of another model"
+                f"{id}: one of the files is of another model."
             )
     tokenizer.add_special_tokens(list(special.values()))
 

@@ -126,7 +126,7 @@ def test_no_tokenizer_is_explained(tmp_path):
     with pytest.raises(DataError, match="no tokenizer in"):
         AutoTokenizer.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(DataError, match="holds a list"):
+    with pytest.raises(DataError, match="contains a list"):
         AutoTokenizer.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match="not JSON"):

@@ -229,13 +229,13 @@ def decode_answer(
         if row >= len(ext_rows):
             raise DataError(
                 f"id={id} is no output: there are {len(tokenizer)} tokens and {len(ext_rows)} "
-                "extension rows; give the ext_rows of the batch that was decoded"
+                "extension rows; give the ext_rows of the batch that was decoded."
             )
         token = ext_rows[row] if row >= 0 else (id, 0)
         if row >= 0 and token not in names:
             raise DataError(
                 f"id={id} is the token {token}, which another document of the batch brought: "
-                "the decoding step must ban it for this one"
+                "the decoding step must ban it for this one."
             )
         texts.append(names[token] if token in names else tokenizer.decode([id]))
     return "".join(texts)
@@ -258,7 +258,7 @@ def encode_text(
         if id in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id):
             raise DataError(
                 f"the token {tokenizer.decode([id])} marks where texts begin and end, so a text "
-                "cannot have it: write << for the character <"
+                "cannot have it: write << for the character <."
             )
         if id >= len(tokenizer) and id not in tokens:
             base = _base_id(texts[id], tokenizer)
@@ -277,8 +277,8 @@ def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
             name for name in tokenizer.special_tokens if name not in ("<s>", "</s>", "<pad>")
         ]
         raise DataError(
-            f"the special token {text} is unknown: known are {', '.join(allowed)}, also with a "
-            f"number such as <mask_0>.{suggest(base, allowed)} Write << for the character <"
+            f"the special token {text} is unknown (known: {', '.join(allowed)}, also with a "
+            f"number such as <mask_0>).{suggest(base, allowed)} Write << for the character <."
         )
     return tokenizer.special_tokens[base]
 
@@ -316,7 +316,7 @@ def _check_blanks(
             raise DataError(
                 f"the answer slot {'.'.join(segment.path)} names no blank: {segment.text} stands "
                 f"nowhere else in the document (there are {', '.join(blanks) or 'none'}); write "
-                "it where the answer belongs, or give the slot another name"
+                "it where the answer belongs, or give the slot another name."
             )
 
 

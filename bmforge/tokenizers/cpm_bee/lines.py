@@ -31,7 +31,7 @@ def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
                     if line.strip():
                         yield number, line
     except OSError as error:
-        raise DataError(f"cannot read {str(path)!r} ({error}): give a .jsonl file") from error
+        raise DataError(f"cannot read {str(path)!r} ({error}): give a .jsonl file.") from error
 
 
 def parse_document(line: bytes, where: str) -> dict[str, Any]:
@@ -51,15 +51,15 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
             json.dumps(document, ensure_ascii=False).encode()
     except _TwiceError as error:
         raise DataError(
-            f"{where} has the key {error.args[0]!r} twice, and only one can be kept: rename one"
+            f"{where} has the key {error.args[0]!r} twice, and only one can be kept: rename one."
         ) from error
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where} has {error.object[error.start]!r}, half of a surrogate pair, which is no "
-            "character: clean the text"
+            "character: clean the text."
         ) from error
     except RecursionError as error:
-        raise DataError(f"{where} is nested too deep to be read: flatten it") from error
+        raise DataError(f"{where} is nested too deep to be read: flatten it.") from error
     except ValueError as error:
         raise DataError(f"{where} is no JSON ({error}): {_NEEDED}") from error
     if not isinstance(document, dict):

@@ -56,12 +56,12 @@ class DocumentLoader:
         if min(global_batch_size, micro_batch_size, world) < 1 or not 0 <= rank < world:
             raise ConfigError(
                 f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size}, "
-                f"rank={rank}, world={world}: needed are sizes from 1 on and a rank below world"
+                f"rank={rank}, world={world}: world must be at least 1 and rank from 0 to world - 1."
             )
         if global_batch_size % (micro_batch_size * world):
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is no multiple of micro_batch_size="
-                f"{micro_batch_size} times world={world}: change one of them"
+                f"{micro_batch_size} times world={world}: change one of them."
             )
         self.mixture = mixture
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
@@ -89,7 +89,7 @@ class DocumentLoader:
             if barren >= self.mixture.samples_per_epoch:
                 raise DataError(
                     f"a whole epoch of {barren} samples was left out, the documents being bad or "
-                    f"longer than max_length={self.mixture.max_length}: raise it, or mend them"
+                    f"longer than max_length={self.mixture.max_length}: raise it, or mend them."
                 )
         rows = [
             [self._instances.pop(number) for number in row]
@@ -124,13 +124,15 @@ class DocumentLoader:
         own = self.state_dict()
         missing = [key for key in own if key not in state]
         if missing:
-            raise ConfigError(f"loader state {sorted(state)} lacks {missing}: give the saved state")
+            raise ConfigError(
+                f"loader state {sorted(state)} lacks {missing}: give the saved state."
+            )
         for key in ("seed", "dataset"):
             if state[key] != own[key]:
                 raise ConfigError(
                     f"loader state has {key}={state[key]}, this loader has {key}={own[key]}: the "
                     "documents, tasks, window or seed changed, so the order cannot go on; restore "
-                    "them or start a new run"
+                    "them or start a new run."
                 )
         self._step, self._next = int(state["step"]), int(state["samples"])
         self._open, self._instances = BestFit(self.mixture.max_length), {}

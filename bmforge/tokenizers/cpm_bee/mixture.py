@@ -65,10 +65,10 @@ class DocumentFile(Sequence[dict[str, Any]]):
                     at += len(line)
         except OSError as error:
             raise DataError(
-                f"cannot read {str(self.path)!r} ({error}): give a .jsonl file"
+                f"cannot read {str(self.path)!r} ({error}): give a .jsonl file."
             ) from error
         if not starts:
-            raise DataError(f"{str(self.path)!r} has no document: write one JSON object a line")
+            raise DataError(f"{str(self.path)!r} has no document: write one JSON object a line.")
         self._starts, self._numbers = np.array(starts), np.array(numbers)
         self.fingerprint = digest.hexdigest()
 
@@ -118,21 +118,21 @@ class TaskSource:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ConfigError(f"weight={self.weight} of task {self.task!r}: needed is one above 0")
+            raise ConfigError(f"weight={self.weight} of task {self.task!r}: it must be above 0.")
         if isinstance(self.transforms, (str, Mapping)):
             raise ConfigError(
-                f"transforms={self.transforms!r} of task {self.task!r}: needed is a list of maps; "
-                "a program is never run"
+                f"transforms={self.transforms!r} of task {self.task!r}: it must be a list of maps; "
+                "a program is never run."
             )
         weights = self.example_weights
         sound = len(weights) > 0 and all(math.isfinite(w) and w >= 0 for w in weights)
         if not sound or sum(weights) == 0:
             raise ConfigError(
-                f"incontext_weight={list(weights)} of task {self.task!r}: needed are numbers from "
-                "0 on, one of them above 0"
+                f"incontext_weight={list(weights)} of task {self.task!r}: it must have numbers from "
+                "0 on, one of them above 0."
             )
         if len(self.documents) == 0:
-            raise DataError(f"task {self.task!r} has no document")
+            raise DataError(f"task {self.task!r} has no document.")
         object.__setattr__(self, "maps", tuple(map(Transform, self.transforms)))
 
     @property
@@ -187,7 +187,7 @@ class TaskMixture:
         skip_bad: bool = False,
     ) -> None:
         if not sources:
-            raise ConfigError("TaskMixture: no source was given; name at least one")
+            raise ConfigError("TaskMixture: no source was given; name at least one.")
         self.sources, self.tokenizer = tuple(sources), tokenizer
         self.max_length, self.seed, self.skip_bad = max_length, seed, skip_bad
         self._counts = np.array([source.samples_per_epoch for source in sources])
@@ -305,7 +305,9 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the mixture {str(file)!r} ({error})") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{str(file)!r}: needed is a list of objects with 'path' and 'task_name'")
+        raise ConfigError(
+            f"{str(file)!r}: it must be a list of objects with 'path' and 'task_name'."
+        )
     sources = []
     for i, entry in enumerate(entries):
         for key in entry:
@@ -314,7 +316,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
                     f"{str(file)!r}, source {i}: {key!r} is unknown.{suggest(key, _SOURCE_KEYS)}"
                 )
         if not all(isinstance(entry.get(key), str) for key in ("path", "task_name")):
-            raise ConfigError(f"{str(file)!r}, source {i}: 'path' and 'task_name' are needed")
+            raise ConfigError(f"{str(file)!r}, source {i}: 'path' and 'task_name' are needed.")
         sources.append(
             TaskSource(
                 entry["task_name"], DocumentFile(file.parent / entry["path"]),

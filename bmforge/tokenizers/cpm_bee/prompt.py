@@ -126,7 +126,7 @@ def encode_prompt(
     if max_length is not None and len(instance) > max_length:
         raise DataError(
             f"the document and its {len(examples)} examples have {len(instance)} tokens, which is "
-            f"more than the window max_length={max_length}: give fewer or shorter examples"
+            f"more than the window max_length={max_length}: give fewer or shorter examples."
         )
     constraints = find_constraints(document) if constraints is None else constraints
     slots = [slot.path for slot in encoded[0].answers]
@@ -191,7 +191,9 @@ def _tokens_of(
     """Return the tokens of every text allowed in a slot."""
     where = ".".join(("<ans>", *path))
     if not texts or isinstance(texts, str):
-        raise ConfigError(f"the constraint of {where} is {texts!r}: needed are texts, at least one")
+        raise ConfigError(
+            f"the constraint of {where} is {texts!r}: it must be a list of at least one text."
+        )
     allowed = []
     for text in texts:
         tokens, more = encode_text(text, tokenizer, extension)
@@ -200,7 +202,7 @@ def _tokens_of(
             raise DataError(
                 f"the allowed answer {text!r} of {where} has {unseen[0]!r}, which the vocabulary "
                 "cannot spell and the document does not show, so it cannot be written: show it in "
-                "the document, for example as an option, or allow another"
+                "the document, for example as an option, or allow another."
             )
         allowed.append(tuple(tokens))
     return tuple(allowed)

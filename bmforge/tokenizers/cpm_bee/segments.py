@@ -72,7 +72,7 @@ def flatten_document(
         raise DataError(
             f"the document with the keys {list(document)} has no {ANSWER_KEY!r} beside them: add "
             f"'{ANSWER_KEY}': '' for one answer, or a dict of answers such as "
-            f"'{ANSWER_KEY}': {{'<mask_0>': ''}}"
+            f"'{ANSWER_KEY}': {{'<mask_0>': ''}}."
         )
     segments = [Segment(_ROOT, -1, 0, ())]
     walk = _Walk(segments, blank_answers, order_key, max_nesting)
@@ -80,7 +80,7 @@ def flatten_document(
     if not any(segment.answer for segment in segments):
         raise DataError(
             f"{ANSWER_KEY!r} of the document is {document[ANSWER_KEY]!r}, which holds no text to "
-            "write: give '' for one answer, or a dict with a '' for each"
+            "write: give '' for one answer, or a dict with a '' for each."
         )
     return segments
 
@@ -97,12 +97,12 @@ class _Walk(NamedTuple):
         if depth > self.max_nesting:
             raise DataError(
                 f"the document is nested deeper than max_nesting={self.max_nesting}, at "
-                f"{_shorten(path)}: flatten it"
+                f"{_shorten(path)}: flatten it."
             )
         if isinstance(data, dict):
             for key in self._ordered(data, path, within):
                 if not isinstance(key, str):
-                    raise DataError(f"the key {key!r} at {_shorten(path)} is no text")
+                    raise DataError(f"the key {key!r} at {_shorten(path)} is no text.")
                 key_path = (*path, key)
                 self.segments.append(Segment(key, parent, depth, key_path, within_answer=within))
                 below = within or (depth == 1 and key == ANSWER_KEY)
@@ -113,7 +113,7 @@ class _Walk(NamedTuple):
         if not isinstance(data, str):
             raise DataError(
                 f"the value at {_shorten(path)} is {data!r} of type {type(data).__name__}: needed "
-                "is text or a dict of texts; write numbers as text, and lists as dicts"
+                "is text or a dict of texts; write numbers as text, and lists as dicts."
             )
         self.segments.append(Segment(data, parent, depth, path, within, within))
 

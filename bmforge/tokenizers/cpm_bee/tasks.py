@@ -56,8 +56,8 @@ def rate_text(
     """
     if not (0 <= lowest < highest < lowest + _MOST_RATINGS):
         raise DataError(
-            f"ratings from lowest={lowest} to highest={highest}: needed are 2 to {_MOST_RATINGS} "
-            "ratings from 0 on"
+            f"ratings from lowest={lowest} to highest={highest}: there must be 2 to {_MOST_RATINGS} "
+            "ratings from 0 on."
         )
     _check_answer(answer, [str(rating) for rating in range(lowest, highest + 1)])
     return {"input": text, "question": f"{question}({lowest}-{highest})", ANSWER_KEY: answer}
@@ -72,7 +72,7 @@ def choose_option(
         DataError: fewer than two options, or `answer` is none of them.
     """
     if len(options) < 2 or isinstance(options, str):
-        raise DataError(f"options={options!r}: needed are at least two texts")
+        raise DataError(f"options={options!r}: there must be at least two texts.")
     names = [f"<option_{i}>" for i in range(len(options))]
     if answer is not None and not 0 <= answer < len(names):
         raise DataError(f"answer={answer} is none of the options 0 to {len(names) - 1}")
@@ -92,7 +92,7 @@ def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document
     """
     blanks = list(dict.fromkeys(_BLANK.findall(text.replace("<<", ""))))
     if not blanks:
-        raise DataError(f"the text {text[:40]!r} has no blank: write <mask_0> where one is")
+        raise DataError(f"the text {text[:40]!r} has no blank: write <mask_0> where one is.")
     if answers is not None and set(answers) != set(blanks):
         raise DataError(f"answers for {sorted(answers)} were given, the text has {blanks}")
     return {"input": text, ANSWER_KEY: {blank: (answers or {}).get(blank, "") for blank in blanks}}
@@ -112,7 +112,7 @@ def extract_entities(
         DataError: no kind, or the answers have other kinds.
     """
     if not kinds or isinstance(kinds, str):
-        raise DataError(f"kinds={kinds!r}: needed are the names of what to find, at least one")
+        raise DataError(f"kinds={kinds!r}: there must be at least one name of an entity kind.")
     if answers is not None and set(answers) != set(kinds):
         raise DataError(f"answers for {sorted(answers)} were given, the kinds are {list(kinds)}")
     return {"input": text, ANSWER_KEY: {kind: (answers or {}).get(kind, "") for kind in kinds}}

@@ -57,12 +57,12 @@ class CPMBeeTokenizer(Tokenizer):
         if missing:
             raise ConfigError(
                 f"the vocabulary of {len(tokens)} tokens lacks {missing}, which CPM-Bee needs: "
-                "give the vocab.txt of a CPM-Bee model"
+                "give the vocab.txt of a CPM-Bee model."
             )
         if len(ids) != len(tokens):
             raise ConfigError(
                 f"the vocabulary has {len(tokens) - len(ids)} tokens that are there twice (a line "
-                "break is '</n>', a space is '</_>'); leave one of each"
+                "break is '</n>', a space is '</_>'); leave one of each."
             )
         self._tokens, self._ids = list(tokens), ids
         self._decoder = list(ids)
@@ -196,7 +196,7 @@ class CPMBeeTokenizer(Tokenizer):
         if not 0 <= id < len(self):
             raise DataError(
                 f"id={id} is neither in the vocabulary (0 to {len(self) - 1}) nor in the extension "
-                "table: give the table that encode_extended returned with these ids"
+                "table: give the table that encode_extended returned with these ids."
             )
         token = self._decoder[id]
         return token if token in self.special_tokens else self.escape(token)
@@ -226,7 +226,7 @@ def _split(text: str) -> Iterator[tuple[str, bool]]:
         if mark_text == "<":
             raise DataError(
                 f"'<' at character {mark.start()} of {_shorten(text)!r} begins no special token "
-                "such as <mask_0>: write << for the character itself"
+                "such as <mask_0>: write << for the character itself."
             )
         plain += text[at : mark.start()]
         at = mark.end()

@@ -43,8 +43,8 @@ class Transform:
     def __init__(self, shape: Mapping[str, Any]) -> None:
         if not isinstance(shape, Mapping) or not shape:
             raise ConfigError(
-                f"transform={shape!r}: needed is a map such as {{'input': '$text', '<ans>': "
-                "'$label'}; a program is never run"
+                f"transform={shape!r}: it must be a map such as {{'input': '$text', '<ans>': "
+                "'$label'}; a program is never run."
             )
         self._rules: list[_Rule] = []
         self._add_rules(shape, ())
@@ -76,19 +76,19 @@ class Transform:
             return
         if not isinstance(shape, str):
             raise ConfigError(
-                f"transform: {where!r} is {shape!r}: needed is a text, constant or a source such "
-                "as '$a.b'"
+                f"transform: {where!r} is {shape!r}: it must be a text, constant or a source such "
+                "as '$a.b'."
             )
         source = None
         if shape.startswith("$") and not shape.startswith("$$"):
             source = tuple(shape[1:].split("."))
             if "" in source:
-                raise ConfigError(f"transform: {where!r} takes {shape!r}, which names no key")
+                raise ConfigError(f"transform: {where!r} takes {shape!r}, which names no key.")
         stars = 0 if source is None else source.count(_STAR)
         if stars != target.count(_STAR):
             raise ConfigError(
                 f"transform: {where!r} has {target.count(_STAR)} stars and its source {shape!r} "
-                f"{stars}: give both the same number"
+                f"{stars}: give both the same number."
             )
         self._rules.append(_Rule(target, source, shape[1:] if shape.startswith("$$") else shape))
 
@@ -102,7 +102,7 @@ def _find(
     if not isinstance(data, Mapping):
         raise DataError(
             f"${'.'.join(source)}: {'.'.join(source[:at]) or 'the record'} is {data!r}, which has "
-            f"no keys: the transform does not fit this record"
+            f"no keys: the transform does not fit this record."
         )
     if source[at] == _STAR:
         return [
@@ -113,7 +113,7 @@ def _find(
     if source[at] not in data:
         raise DataError(
             f"${'.'.join(source)}: the record has no {'.'.join(source[: at + 1])!r} (there are "
-            f"{list(data)}): the transform does not fit this record"
+            f"{list(data)}): the transform does not fit this record."
         )
     return _find(data[source[at]], source, at + 1, stars)
 
@@ -123,7 +123,7 @@ def _put(document: dict[str, Any], target: tuple[str, ...], value: Any) -> None:
     for key in target[:-1]:
         parent = parent.setdefault(key, {}) if isinstance(parent, dict) else None
     if not isinstance(parent, dict) or target[-1] in parent:
-        raise DataError(f"the transform writes twice to {'.'.join(target)!r}: leave one out")
+        raise DataError(f"the transform writes twice to {'.'.join(target)!r}: leave one out.")
     parent[target[-1]] = _copy(value)
 
 
