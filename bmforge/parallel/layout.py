@@ -105,6 +105,11 @@ class Layout:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {n: v for n, v in values.items() if n == "zero" or v != getattr(usual, n)}
 
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether several ranks share each matrix."""
+        return self.tp > 1
+
     def row_groups(self, world_size: int) -> int:
         """Return the number of groups of `world_size` processes that work on different rows of a
         batch.

@@ -69,7 +69,7 @@ def _check_packed(config: Any) -> None:
             f"base_dtype={dtype!r} quantizes the weights of a published model. Name its directory "
             "or hub id with --model."
         )
-    if config.changes or config.offload.weights or config.layout.tp > 1:
+    if config.changes or config.offload.weights or config.layout.is_tensor_parallel:
         raise ConfigError(
             f"base_dtype={dtype!r} does not work with changes, offload.weights or layout.tp. "
             "Quantize the model first (bmforge quantize) and start from the result."

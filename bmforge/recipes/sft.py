@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.data.load.example import fingerprint_of
-from bmforge.data.sources.conversations import Conversation, read_conversations
+from bmforge.data.sources.conversations import ChatExample, read_conversations
 from bmforge.data.sources.text_files import read_text
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import replace_file
@@ -160,20 +160,20 @@ def _read_template(config: Any, folder: Path) -> str | None:
     return source
 
 
-def _read_all(paths: Sequence[str]) -> list[Conversation]:
+def _read_all(paths: Sequence[str]) -> list[ChatExample]:
     return [conversation for path in paths for conversation in read_conversations(path)]
 
 
 def _hold_out(
-    conversations: Sequence[Conversation], fraction: float, seed: int
-) -> tuple[list[Conversation], list[Conversation]]:
+    conversations: Sequence[ChatExample], fraction: float, seed: int
+) -> tuple[list[ChatExample], list[ChatExample]]:
     """Divide conversations into those for training and those for evaluation.
 
     A hash of the contents selects, so that equal conversations are on the same side and adding data
     moves no conversation to the other side.
     """
 
-    def is_held_out(conversation: Conversation) -> bool:
+    def is_held_out(conversation: ChatExample) -> bool:
         digest = fingerprint_of(seed, [dict(m) for m in conversation.messages])
         return int(digest[:12], 16) < fraction * 16**12
 
@@ -188,7 +188,7 @@ def _hold_out(
 
 
 def _open_part(
-    config: Any, tokenizer: Any, template: ChatTemplate, conversations: Sequence[Conversation]
+    config: Any, tokenizer: Any, template: ChatTemplate, conversations: Sequence[ChatExample]
 ) -> ExampleSource:
     """Encode conversations for the model's family."""
     data, traits = config.data, traits_of(config.model)

@@ -120,7 +120,16 @@ TENSOR_SLOTS = {"data", "grad", "requires_grad"}
 # BMTrain's DistributedParameter has these attributes; old programs read them.
 BMTRAIN_FILES = ("compat/bmtrain/parameter.py", "compat/bmtrain/param_init.py")
 BMTRAIN_ATTRIBUTES = {
-    *("origin", "is_empty", "is_summed", "group", "gather", "gather_all", "tp_gather"),
+    *(
+        "origin",
+        "is_empty",
+        "is_summed",
+        "group",
+        "gather",
+        "gather_all",
+        "tp_gather",
+        "__deepcopy__",
+    ),
 }
 
 

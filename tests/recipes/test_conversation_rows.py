@@ -12,7 +12,7 @@ from chat_traits import TEMPLATES, write_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bmforge.data.sources.conversations import Conversation, read_conversations
+from bmforge.data.sources.conversations import ChatExample, read_conversations
 from bmforge.errors import DataError
 from bmforge.recipes.inputs.conversation_rows import encode_turns, render_conversation
 from bmforge.tokenizers import AutoTokenizer
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> Conversation:
+def conversations(draw: st.DrawFn) -> ChatExample:
     """Draw one to three rounds, some with thoughts, some with a call of a function."""
     messages: list[dict[str, Any]] = []
     if draw(st.booleans()):
@@ -48,10 +48,10 @@ def conversations(draw: st.DrawFn) -> Conversation:
         if thought is not None:
             answer = f"<think>\n{thought}\n</think>\n\n{answer}"
         messages.append({"role": "assistant", "content": answer})
-    return Conversation("line 1", messages, [TOOL] if has_tools else None)
+    return ChatExample("line 1", messages, [TOOL] if has_tools else None)
 
 
-def check_rows(name: str, conversation: Conversation, folder: Path) -> None:
+def check_rows(name: str, conversation: ChatExample, folder: Path) -> None:
     """Compare the rows of a conversation with transformers' ids of it, cut after each answer."""
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -97,7 +97,7 @@ def check_rows(name: str, conversation: Conversation, folder: Path) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(conversation=conversations())
 @settings(max_examples=8, deadline=None)
-def test_rows_equal_transformers(name: str, conversation: Conversation, folder: Path) -> None:
+def test_rows_equal_transformers(name: str, conversation: ChatExample, folder: Path) -> None:
     check_rows(name, conversation, folder)
 
 
@@ -105,7 +105,7 @@ def test_rows_equal_transformers(name: str, conversation: Conversation, folder: 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(conversation=conversations())
 @settings(max_examples=300, deadline=None)
-def test_many_rows_equal_transformers(name: str, conversation: Conversation, folder: Path) -> None:
+def test_many_rows_equal_transformers(name: str, conversation: ChatExample, folder: Path) -> None:
     check_rows(name, conversation, folder)
 
 
@@ -122,7 +122,7 @@ def test_named_templates_render_several_turns(name: str, folder: Path) -> None:
         {"role": "user", "content": "bye"},
         {"role": "assistant", "content": "ciao"},
     ]
-    turns = render_conversation(Conversation("line 1", messages), template)
+    turns = render_conversation(ChatExample("line 1", messages), template)
     want = theirs.apply_chat_template(messages, chat_template=template.source, tokenize=False)
     assert turns[-1].prompt + turns[-1].answer == want
     assert ["hello" in turns[0].answer, "ciao" in turns[1].answer] == [True, True]
@@ -143,10 +143,10 @@ def test_lost_parts_are_refused(folder: Path) -> None:
         ({"content": "2"}, [TOOL], "--data.ignore tools"),
     ]
     for message, tools, text in cases:
-        conversation = Conversation("line 1", [hi, {"role": "assistant", **message}], tools)
+        conversation = ChatExample("line 1", [hi, {"role": "assistant", **message}], tools)
         with pytest.raises(DataError, match=text):
             render_conversation(conversation, plain)
-    unknown = Conversation("line 1", [hi, {"role": "assistant", "content": "2"}], None, {"a": 1})
+    unknown = ChatExample("line 1", [hi, {"role": "assistant", "content": "2"}], None, {"a": 1})
     with pytest.raises(DataError, match=r"line 1 has the fields a, .*--data.ignore a"):
         render_conversation(unknown, plain)
     assert render_conversation(unknown, plain, ignore=("a",))
@@ -160,7 +160,7 @@ def test_template_variables_reach_the_template(folder: Path) -> None:
         {"enable_thinking": False},
         {"chat_template_kwargs": {"enable_thinking": False}},
     ):
-        (turn,) = render_conversation(Conversation("line 1", messages, None, fields), template)
+        (turn,) = render_conversation(ChatExample("line 1", messages, None, fields), template)
         assert turn.prompt.endswith("<think>\n\n</think>\n\n")
 
 
@@ -175,7 +175,7 @@ def test_weights_and_the_last_answer(folder: Path) -> None:
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "last"},
     ]
-    conversation = Conversation("line 1", messages)
+    conversation = ChatExample("line 1", messages)
     for answers, want in (
         ("all", "right<|im_end|>\nlast<|im_end|>\n"),
         ("last", "last<|im_end|>\n"),
@@ -227,7 +227,7 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def describe(conversation: Conversation) -> str:
+def describe(conversation: ChatExample) -> str:
     """Write a conversation in one line."""
     return " ".join(
         f"{m['role']}:{m['content']}"

@@ -277,5 +277,5 @@ def test_bad_files_are_named(tokenizer_class, content, match, tmp_path):
 
 
 def test_a_directory_is_needed(tmp_path: Path):
-    with pytest.raises(DataError, match="not a directory"):
+    with pytest.raises(DataError, match="no directory"):
         CPM2Tokenizer.from_pretrained(tmp_path / "vocab.txt")

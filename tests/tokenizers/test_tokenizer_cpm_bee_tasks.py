@@ -130,8 +130,8 @@ def test_transforms_copy():
     ("shape", "message"),
     [
         ("transform.py", "a program is never run"),
-        ({}, "needed is a map"),
-        ({"a": 3}, "needed is a text"),
+        ({}, "it must be a map"),
+        ({"a": 3}, "it must be a text"),
         ({"a": "$"}, "names no key"),
         ({"a": "$b..c"}, "names no key"),
         ({"a": "$b.*"}, "0 stars and its source"),

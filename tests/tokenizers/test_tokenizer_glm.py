@@ -68,7 +68,7 @@ def test_prepare_fills_up_and_cuts_the_beginning(english_folder):
     cut = tokenizer.prepare(["hello world [MASK]"], max_length=4)["input_ids"]
     assert cut.tolist() == [[start, *long[-2:], end]]
     for arguments in (([],), (["a"], 2)):
-        with pytest.raises(ConfigError, match="needed are a text"):
+        with pytest.raises(ConfigError, match="it needs a text"):
             tokenizer.prepare(*arguments)
 
 

@@ -30,6 +30,63 @@ __all__ = ["quantize_gptq_", "round_gptq"]
 _RANGES = {(8, True): (-127, 127), (8, False): (-128, 127), (4, True): (-8, 7), (4, False): (0, 15)}
 
 
+class _BlockRounder:
+    """Rounds the matrices of one block after the other, and stores a layer when it is complete.
+
+    Attributes:
+        done: names of the blocks that are changed, or being changed.
+        dead: names of the matrices whose inputs were all zero.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: QuantizeConfig, specs: Mapping[str, QuantSpec]
+    ) -> None:
+        self._model, self._config, self._specs = model, config, specs
+        self._narrowest = _narrowest(model, specs)
+        self._tokens = _Tokens()
+        self._integers: dict[str, Integers] = {}
+        self._waiting: list[Matrix] = []
+        self.done: list[str] = []
+        self.dead: list[str] = []
+
+    def visit(self, run: BlockRun) -> None:
+        """Round the matrices of a block."""
+        if run.name not in self.done:
+            _check_tokens(run, self._narrowest)
+            self.done.append(run.name)
+        for matrix in run.matrices:
+            # Popping drops the last reference to a Hessian with the last matrix that needs it.
+            hessian = run.statistics.pop(matrix.name, None)
+            self._integers[matrix.name] = self._round(matrix, hessian)
+        # The matrices of stacked experts are stored together.
+        self._waiting.extend(run.matrices)
+        ready = [m for m in self._waiting if run.is_last or m.index is None]
+        self._waiting = [m for m in self._waiting if m not in ready]
+        for owner in dict.fromkeys(m.owner for m in ready):
+            own = [m for m in ready if m.owner == owner]
+            values = {m.name: self._integers.pop(m.name) for m in own}
+            store_block_(self._model, own, self._specs, values)
+        if run.is_last:
+            self._tokens.report()
+
+    def _round(self, matrix: Matrix, hessian: Hessian | None) -> Integers:
+        spec = self._specs[matrix.owner]
+        if not self._tokens.are_enough(matrix, hessian) or hessian is None:
+            return quantize_groups(matrix.read(), spec)
+        if hessian.is_dead:
+            self.dead.append(matrix.name)
+            return quantize_groups(matrix.read(), spec)
+        return round_gptq(
+            matrix.read(),
+            hessian,
+            spec,
+            damp=self._config.damp,
+            block_columns=self._config.block_columns,
+            name=matrix.name,
+            in_place=True,
+        )
+
+
 def quantize_gptq_(
     model: nn.Module,
     config: QuantizeConfig,
@@ -49,69 +106,30 @@ def quantize_gptq_(
             block is changed), or a Hessian that is not positive definite. The message says if
             earlier blocks are already quantized.
     """
-    narrowest = _narrowest(model, specs)
-    done: list[str] = []  # blocks already changed, or being changed
-    integers: dict[str, Integers] = {}
-    waiting: list[Matrix] = []
-    tokens = _Tokens()
-    dead: list[str] = []
-
-    def settle(matrix: Matrix, found: Hessian | None) -> Integers:
-        spec = specs[matrix.owner]
-        if not tokens.are_enough(matrix, found) or found is None:
-            return quantize_groups(matrix.read(), spec)
-        if found.is_dead:
-            dead.append(matrix.name)
-            return quantize_groups(matrix.read(), spec)
-        return round_gptq(
-            matrix.read(),
-            found,
-            spec,
-            damp=config.damp,
-            block_columns=config.block_columns,
-            name=matrix.name,
-            in_place=True,
-        )
-
-    def visit(run: BlockRun) -> None:
-        if run.name not in done:
-            _check_tokens(run, narrowest)
-            done.append(run.name)
-        for matrix in run.matrices:
-            # Keep no reference: the Hessian is freed after the last matrix that shares it.
-            integers[matrix.name] = settle(matrix, run.statistics.pop(matrix.name, None))
-        # The experts of a stacked parameter are packed together, once all are done.
-        waiting.extend(run.matrices)
-        ready = [m for m in waiting if run.is_last or m.index is None]
-        waiting[:] = [m for m in waiting if m not in ready]
-        for owner in dict.fromkeys(m.owner for m in ready):
-            mine = [m for m in ready if m.owner == owner]
-            store_block_(model, mine, specs, {m.name: integers.pop(m.name) for m in mine})
-        if run.is_last:
-            tokens.report()
-
+    rounder = _BlockRounder(model, config, specs)
     try:
         calibrate_blocks(
             model,
             batches,
-            visit,
+            rounder.visit,
             lambda _: Hessian(),
             where=tuple(specs),
-            title="quantise",
+            title="quantize",
             size=Hessian.size_bytes,
         )
     except ConfigError as error:
-        if not done:
+        if not rounder.done:
             raise
         raise ConfigError(
-            f"{error} The model is quantised up to {done[-1]}: open it anew before another try."
+            f"{error} The model is quantized up to {rounder.done[-1]}: load it again before you "
+            "retry."
         ) from error
     remember_(model, specs)
-    if dead:
+    if rounder.dead:
         get_logger().warning(
             "gptq: the calibration batches bring %d of the matrices no input other than 0 (%s); "
             "their weights are rounded to nearest",
-            *(len(dead), ", ".join(dead[:3])),
+            *(len(rounder.dead), ", ".join(rounder.dead[:3])),
         )
 
 

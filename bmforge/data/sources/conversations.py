@@ -19,14 +19,14 @@ from bmforge.data.sources.packed import PACKED, open_unpacked
 from bmforge.errors import DataError, MissingDependencyError
 from bmforge.tokenizers.chat_messages import Message
 
-__all__ = ["Conversation", "find_conversation_files", "read_conversations"]
+__all__ = ["ChatExample", "find_conversation_files", "read_conversations"]
 
 _TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET = ".parquet"
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatExample:
     """One conversation of a file.
 
     Args:
@@ -42,7 +42,7 @@ class Conversation:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def read_conversations(path: str | os.PathLike[str]) -> list[Conversation]:
+def read_conversations(path: str | os.PathLike[str]) -> list[ChatExample]:
     """Read every conversation of a file, or of all files of a folder.
 
     Args:
@@ -89,7 +89,7 @@ def _suffix_of(file: Path) -> str:
     return (file.with_suffix("") if file.suffix in PACKED else file).suffix.lower()
 
 
-def _read_record(place: str, record: Any) -> Conversation:
+def _read_record(place: str, record: Any) -> ChatExample:
     messages, form_fields = find_messages(record, place)
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{place} has no message of the assistant, so nothing to learn.")
@@ -98,7 +98,7 @@ def _read_record(place: str, record: Any) -> Conversation:
         for name, value in record.items()
         if name not in form_fields and value not in (None, "", [], {})
     }
-    return Conversation(place, messages, read_tools(record, place), fields)
+    return ChatExample(place, messages, read_tools(record, place), fields)
 
 
 def _read_records(file: Path) -> Iterator[tuple[str, Any]]:

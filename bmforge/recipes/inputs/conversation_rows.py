@@ -15,7 +15,7 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.load.order import derive_key, permute
 from bmforge.data.load.packing import reset_positions
-from bmforge.data.sources.conversations import Conversation
+from bmforge.data.sources.conversations import ChatExample
 from bmforge.data.tasks.rows import AnswerRows, Pair, encode_answers, fill_prompt
 from bmforge.errors import DataError
 from bmforge.infer.openbmb.chat import join_history
@@ -45,7 +45,7 @@ class EncodedRow(NamedTuple):
 
 
 def render_conversation(
-    conversation: Conversation,
+    conversation: ChatExample,
     template: ChatTemplate,
     answers: AnswerChoice = "all",
     ignore: Sequence[str] = (),
@@ -208,8 +208,8 @@ class PackedConversations:
 
 
 def open_answers(
-    conversations: Sequence[Conversation],
-    render: Callable[[Conversation], Sequence[AnswerText]],
+    conversations: Sequence[ChatExample],
+    render: Callable[[ChatExample], Sequence[AnswerText]],
     end: str,
     tokenizer: Any,
     traits: Traits,
@@ -249,7 +249,7 @@ def open_answers(
     return AnswerRows([Pair(p, a[:longest]) for p, a in pairs], config, reads_apart=True)
 
 
-def _encode_dialogue(conversation: Conversation, tokenizer: Any, width: int) -> Iterator[Pair]:
+def _encode_dialogue(conversation: ChatExample, tokenizer: Any, width: int) -> Iterator[Pair]:
     """Yield the answers of a conversation in EVA's form, which has no chat template."""
     texts = [tokenizer.encode(message["content"]) for message in conversation.messages]
     end, blank = tokenizer.sep_id, tokenizer.sentinel_id(0)

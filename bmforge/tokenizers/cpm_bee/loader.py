@@ -56,7 +56,7 @@ class DocumentLoader:
         if min(global_batch_size, micro_batch_size, world) < 1 or not 0 <= rank < world:
             raise ConfigError(
                 f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size}, "
-                f"rank={rank}, world={world}: world must be at least 1 and rank from 0 to world - 1."
+                f"rank={rank}, world={world}: all must be at least 1, rank 0 to world - 1."
             )
         if global_batch_size % (micro_batch_size * world):
             raise ConfigError(

@@ -128,7 +128,7 @@ class TaskSource:
         sound = len(weights) > 0 and all(math.isfinite(w) and w >= 0 for w in weights)
         if not sound or sum(weights) == 0:
             raise ConfigError(
-                f"incontext_weight={list(weights)} of task {self.task!r}: it must have numbers from "
+                f"incontext_weight={list(weights)} of task {self.task!r}: it must be numbers from "
                 "0 on, one of them above 0."
             )
         if len(self.documents) == 0:

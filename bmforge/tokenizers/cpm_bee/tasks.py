@@ -56,7 +56,7 @@ def rate_text(
     """
     if not (0 <= lowest < highest < lowest + _MOST_RATINGS):
         raise DataError(
-            f"ratings from lowest={lowest} to highest={highest}: there must be 2 to {_MOST_RATINGS} "
+            f"ratings from lowest={lowest} to highest={highest}: they must be 2 to {_MOST_RATINGS} "
             "ratings from 0 on."
         )
     _check_answer(answer, [str(rating) for rating in range(lowest, highest + 1)])
