@@ -48,8 +48,8 @@ _FUSED = (
     ("attn.query_key_value", "self_attn.query_key_value"),
     ("self_attn.W_pack", "attention.wqkv"),
 )
-# Common word -> groups of endings; the first group that a model has any of is meant. The first one
-# is of our names, the others of transformers' modules.
+# Common word -> groups of endings; the first group with a match in the model is used. The first
+# group has our names, the others those of transformers' modules.
 WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "attn": (
         ("attn",),
@@ -225,7 +225,7 @@ def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[st
         for pairs in ([(n, [n]) for n in leaves], published.items())
     )
     ours = {inside: name for name, _ in model.named_modules() if (inside := holds.get(name))}
-    # A published attention that ends with its norm: what comes out of it comes out of the norm.
+    # A published attention that ends with its norm: its output is the norm's output.
     for inside, name in list(ours.items()):
         if (norm := f"{name}_norm") in leaves:
             ours.setdefault(inside | {norm}, norm)
@@ -259,7 +259,7 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
     for target in targets:
         mine = {target: named[target]} if target in named else {}
         mine = mine or {n: p for n, p in named.items() if _hits(n, target)}
-        if not mine:  # parts that stand in the model for good, such as a template's rows
+        if not mine:  # permanent parts of the model, such as a template's rows
             parts = {n for n, m in model.named_modules() if hasattr(m, "is_delta")}
             mine = {
                 n: p
@@ -292,7 +292,7 @@ def find_places(
     Raises:
         ConfigError: a target that matches nothing; similar names are listed.
     """
-    # Parts that were put into the model before are none of its modules.
+    # Parts attached earlier do not count as modules of the model.
     names = [n for n, m in model.named_modules() if n and not hasattr(m, "is_delta")]
     published = all_names(model)
     chosen: set[str] = set()

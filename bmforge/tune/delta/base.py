@@ -120,11 +120,11 @@ class AttachedDelta:
             options: arguments of the class; its targets are full module names.
         """
         told = dict(options)
-        if "targets" in told:  # `norm` alone would be the common word
+        if "targets" in told:  # a bare `norm` would match as a common word
             told["targets"] = tuple(f"[r]^{re.escape(n)}$" for n in told["targets"])
         return cls(model, name=name, **told)
 
-    # What a type may say otherwise.
+    # Hooks that types override.
 
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options with defaults, after checking that the kind has them."""
@@ -151,7 +151,7 @@ class AttachedDelta:
         """Return True if a module matched by a default target can have a part."""
         return True
 
-    # What all do.
+    # Methods common to all types.
 
     def _check_patterns(self, names: Sequence[str]) -> None:
         """Raise `ConfigError` for a pattern of ranks, alphas or exclude that matches nothing."""

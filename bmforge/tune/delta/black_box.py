@@ -148,7 +148,7 @@ def _open_strategy(config: BlackBoxConfig, rng: np.random.Generator) -> Any:
         raise MissingDependencyError("cma", "tune", "tuning a black box") from error
     options: dict[str, Any] = {
         "verbose": -9,
-        "seed": np.nan,  # numpy's own generator is everybody's
+        "seed": np.nan,  # do not reseed numpy's global generator
         "randn": lambda *shape: rng.standard_normal(shape),
         "maxfevals": config.evaluations,
     }

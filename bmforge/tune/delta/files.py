@@ -62,7 +62,7 @@ def save_delta(delta: AttachedDelta, directory: Path, told: Mapping[str, Any]) -
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mark: dict[str, Any] = {"version": _VERSION}
     keeps_origin = delta.origin is not None and peft_write.can_write(delta)
-    # The 16-bit weights that a quantized base was made of have another fingerprint.
+    # The 16-bit weights from which a base was quantized have another fingerprint.
     is_quantized = any(hasattr(module, "packed") for module in delta.model.modules())
     base = None
     if not keeps_origin and not is_quantized:

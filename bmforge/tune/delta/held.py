@@ -136,7 +136,7 @@ def is_laid_out(model: nn.Module) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values())
 
 
-# Last projection of a part of a block -> classes of that part.
+# Last projection of an attention or MLP -> classes of that attention or MLP.
 _LAST: dict[str, tuple[type[nn.Module], ...]] = {
     "o_proj": (Attention,),
     "down_proj": (MLP,),

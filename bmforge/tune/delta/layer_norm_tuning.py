@@ -102,7 +102,7 @@ class LayerNormTuning(Delta):
         return dict(self.wholes())
 
     def describe(self) -> dict[str, Any]:
-        """Return what files say of it, except for its tensors."""
+        """Return the type, kind and options that are written to its config file."""
         return {"type": type(self).__name__, "kind": self.kind, "options": {}}
 
     def merge(self, dequantize: bool = False) -> LayerNormTuning:

@@ -44,7 +44,7 @@ def merge_deltas(
     """Merge several adapters at once; DoRA and IA3 next to others can only be merged together.
 
     Args:
-        model: with adapters.
+        model: model with adapters.
         names: adapters to merge; None merges all attached ones.
         dequantize: replace torchao's quantized weights by plain ones first.
 
@@ -60,7 +60,7 @@ def unmerge_deltas(model: nn.Module, names: Sequence[str] | None = None) -> None
     """Unmerge several adapters at once.
 
     Args:
-        model: with merged adapters.
+        model: model with merged adapters.
         names: adapters to unmerge; None unmerges all.
 
     Raises:
@@ -353,7 +353,7 @@ def _join_licences_(delta: AttachedDelta) -> None:
         return
     own = [Part("base", type(model).__name__, base.licence)] if base.licence else []
     if any(part.kind == "base" and part.licence == base.licence for part in said.parts):
-        own = []  # named there
+        own = []  # `said` lists the base already
     more = said.as_parts("delta", delta.name) if said.licence else said.parts
     model.provenance = Provenance("", (*own, *base.parts)).joined(more)
     warn_of_licences(f"{type(model).__name__} with {delta.name}", model.provenance)

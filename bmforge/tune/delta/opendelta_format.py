@@ -33,7 +33,7 @@ __all__ = [
 
 _FILE = "pytorch_model.bin"
 
-# Names of its common structure -> our common words.
+# Names of OpenDelta's common structure -> our common words.
 _COMMON = {
     "attn@": "attn",
     "attn@.q@": "attn.q",
@@ -193,7 +193,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) ->
     config = read_opendelta_config(directory)
     tensors = torch.load(directory / _FILE, map_location="cpu", weights_only=True)
     kind, options = opendelta_type(config, model)
-    if kind.kind == "shift":  # which biases there were depended on the backbone
+    if kind.kind == "shift":  # the set of biases depended on the backbone
         known = all_names(model)
         owners = (name.rpartition(".")[0] for name in tensors)
         options = {"targets": [ours for theirs in owners for ours in known.get(theirs, [theirs])]}

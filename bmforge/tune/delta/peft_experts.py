@@ -63,7 +63,7 @@ def _read_stack(name: str, part: Any, first: Tensor, second: Tensor) -> dict[str
     one = first.reshape(experts, -1, first.shape[-1])
     other = second.reshape(second.shape[0], -1, experts).permute(2, 0, 1)
     stacks = [["down_proj"], [key for key in part.keys if key != "down_proj"]]
-    # A stack lies (out, in) or (in, out), and PEFT takes the dims as they are.
+    # A stack is (out, in) or (in, out), and PEFT does not transpose it.
     for up, down in ((other, one), (one.mT, other.mT)):
         for keys in stacks:
             rows = [int(getattr(part, f"{key}_up").shape[1]) for key in keys]

@@ -54,7 +54,7 @@ def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]
     """Multiply alpha by the adapter's weight; return what reading needs to undo it.
 
     Args:
-        config: of PEFT's form, changed in place.
+        config: adapter config in PEFT's form, changed in place.
         delta: the adapter; a disabled one keeps its alpha, since PEFT has no disabled state.
     """
     mark: dict[str, Any] = {"weight": float(delta.weight)} if delta.weight != 1 else {}

@@ -1,7 +1,7 @@
-"""Which adapters take part in a call: `adapter_names` per sample, `select_adapters` for a block.
+"""Per-call adapter selection: `adapter_names` per sample, `select_adapters` for a block of code.
 
-`use_deltas` sets the weights that calls without a selection use. A selection is a value that a
-call passes on (`nn.adapter_selection`): it leaves nothing on the model or its modules.
+`use_deltas` sets the weights that calls without a selection use. A selection is a value that a call
+passes on (`nn.adapter_selection`): it leaves nothing on the model or its modules.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def use_deltas(
     """Enable these adapters for all later calls and disable all others.
 
     Args:
-        model: with adapters; parallelized or not.
+        model: model with adapters; parallelized or not.
         names: adapters to enable; () disables all.
         weights: factor on the output of each, by name or in the order of `names`; None is 1.
 
@@ -119,7 +119,7 @@ def select_adapters(model: nn.Module, names: AdapterNames | Selection) -> Iterat
     backward. Several users' adapters can so be trained in one batch, each on its own samples.
 
     Args:
-        model: with adapters, all attached.
+        model: model with adapters, all attached.
         names: per sample the name of an adapter, or None or "__base__" for the base model.
 
     Raises:
@@ -134,8 +134,8 @@ def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
     """Return the selection that applies one adapter, or none, per sample.
 
     Args:
-        model: with adapters.
-        names: as in `select_adapters`.
+        model: model with adapters.
+        names: see `select_adapters`.
 
     Raises:
         ConfigError: as `select_adapters`.
@@ -259,7 +259,7 @@ def check_names(model: nn.Module, given: DeltaChoice) -> DeltaNames:
     """Return adapter names in attachment order.
 
     Args:
-        model: with adapters, or without.
+        model: model with adapters, or without.
         given: adapters to enable.
 
     Raises:
@@ -287,7 +287,7 @@ def choosing_deltas(model: nn.Module, names: DeltaNames) -> Iterator[None]:
     An enabled adapter keeps the weight that `use_deltas` gave it, or 1 if it was disabled.
 
     Args:
-        model: with adapters, or without.
+        model: model with adapters, or without.
         names: adapters to enable; None keeps the model's own state.
     """
     if names is None:

@@ -21,9 +21,9 @@ from bmforge.tune.delta.held import deltas_of
 
 __all__ = ["SoftPrompt", "put_rows_before"]
 
-# Arguments that say something of every token -> what they say of the prompt's.
+# Per-token arguments -> their value for the prompt's rows.
 _OF_TOKENS = {"attention_mask": 1, "token_type_ids": 0, "global_attention_mask": 0, "role_ids": 0}
-# Arguments that need not know of it.
+# Arguments that do not depend on the prompt.
 _OTHERS = {
     "adapter_names",
     "labels",
@@ -142,7 +142,7 @@ def put_prompt_first(
     if ids is None or (cache is not None and cache.length):
         return args, kwargs
     if torch.compiler.is_compiling() and cache is None:
-        # A graph's shapes cannot depend on what ids are; `generate`, which has a cache, puts them.
+        # A graph's shapes cannot depend on values of ids; `generate`, which has a cache, adds them.
         torch._assert_async((ids < table.num_embeddings).all(), _PUT_TWICE)
     elif has_prompt(table, ids):
         return args, kwargs

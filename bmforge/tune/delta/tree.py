@@ -20,7 +20,7 @@ from bmforge.tune.delta.address import WORDS
 
 __all__ = ["Counts", "OwnTensor", "Row", "draw_tree", "fold_tree", "short_count", "walk_rows"]
 
-# Whose a tensor is -> how a terminal shows it.
+# Owner of a tensor -> its style in a terminal.
 _STYLES = {"trained": "bright_blue", "frozen": "bright_black", "delta": "magenta"}
 
 

@@ -13,7 +13,7 @@ from bmforge.tune.delta.tree import Row, short_count, walk_rows
 
 __all__ = ["write_tree_page"]
 
-# Types whose parts stand beside modules that a user names, in the order of the page's list.
+# Types with user-selectable targets, in the order of the page's list.
 _TYPES = ("Lora", "Adapter", "LowRankAdapter", "Compacter", "BitFit", "IA3")
 _STYLE = """
 #say{background:var(--bg);border-bottom:1px solid var(--rule);padding:10px 0;position:sticky;top:0}

@@ -1,8 +1,8 @@
-"""Prompts: templates, label words and few examples on any family.
+"""Prompt-based learning: templates, label words and few-shot examples for any model family.
 
-Start reading at `language.py` (what a template's text may say), then `template.py` (examples to
-ids), `asking.py` and `lay.py` (how each kind of model is asked), `verbalizer.py` (what the model
-says to scores of classes), `classifier.py` and `generator.py`; `rows.py` is how a run reads them.
+Start reading at `language.py` (the template language), then `template.py` (examples to token ids),
+`asking.py` and `lay.py` (the input format of each kind of model), `verbalizer.py` (token scores to
+class scores), `classifier.py` and `generator.py`; `rows.py` feeds prompts to a training run.
 """
 
 from bmforge.tune.prompt.automatic import AutomaticVerbalizer, find_label_tokens

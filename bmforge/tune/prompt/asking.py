@@ -1,4 +1,4 @@
-"""How models of each kind are asked: what a mask becomes in their input, as data."""
+"""Prompt formats of each kind of model: how a template's mask is represented in its input."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Form = Literal["row", "apart", "behind", "hidden", "document"]
 
 @dataclass(frozen=True)
 class Asking:
-    """How one kind of model reads a prompt.
+    """Prompt format of one kind of model.
 
     Args:
-        kind: its name.
-        about: what a mask is there.
-        form: where the answer is predicted: at the mask in the "row", by a decoder "apart", in the
-            row "behind" the text, in the place of a "hidden" token, or in a "document".
-        begins: roles of the token that stands before all; () for none.
-        ends: roles of the token that stands behind all; () for none.
-        reads_behind: whether what stands behind the mask is read.
-        shows_mask: the mask itself stands in what is read.
-        start_is_blank: a decoder's start token is the first blank itself.
+        kind: name of the kind.
+        about: description of how a mask is represented.
+        form: where the answer is predicted: at the mask in the "row", by a decoder ("apart"),
+            "behind" the text in the same row, at a "hidden" token, or in a "document".
+        begins: roles of the token before the text; () for none.
+        ends: roles of the token after the text; () for none.
+        reads_behind: True if the model reads text after the mask.
+        shows_mask: True if the input contains the mask token.
+        start_is_blank: True if the decoder's start token is the first sentinel.
         marks: field of the model's config -> role of the tokenizer that must be the same token.
     """
 
@@ -43,12 +43,12 @@ class Asking:
 
     @property
     def writes_apart(self) -> bool:
-        """The answer is written by a decoder of its own."""
+        """True if a separate decoder writes the answer."""
         return self.form == "apart"
 
     @property
     def goes_on(self) -> bool:
-        """An answer's later tokens are predicted after its earlier ones; else all at once."""
+        """True if an answer's tokens are predicted one after the other; False if all at once."""
         return self.form != "row" or not self.shows_mask
 
 
@@ -66,7 +66,7 @@ ASKINGS = {
         Asking("documents", "a numbered blank, filled under <ans>", "document"),
     )
 }
-# What a family's traits say (how it reads, what it learned) -> how it is asked.
+# Traits of a family (inputs, training objective) -> its prompt format.
 _BY_TRAITS = {
     ("both", "masked tokens"): "masked",
     ("left", "next token"): "causal",
@@ -79,10 +79,10 @@ _BY_TRAITS = {
 
 
 def find_asking(model: Any) -> Asking:
-    """Return how a model is asked: by its traits, or what transformers says of it.
+    """Return the prompt format of a model, from its traits or its transformers config.
 
     Raises:
-        ConfigError: it is of a kind that no prompt is made for.
+        ConfigError: prompts are not supported for this kind of model.
     """
     traits = getattr(model, "traits", None)
     if traits is None:
@@ -97,7 +97,7 @@ def find_asking(model: Any) -> Asking:
 
 
 def _ask_other(model: Any) -> Asking:
-    """Return how a model of transformers is asked."""
+    """Return the prompt format of a transformers model."""
     config = getattr(model, "config", None)
     names = " ".join(getattr(config, "architectures", None) or [type(model).__name__])
     names += f" {type(model).__name__}"
@@ -114,13 +114,13 @@ def _ask_other(model: Any) -> Asking:
 
 
 def role_token(tokenizer: Tokenizer, roles: tuple[str, ...]) -> int | None:
-    """Return the id of the first role that the tokenizer has; None where it has none."""
+    """Return the id of the first role that the tokenizer has; None if it has none of them."""
     found = (tokenizer.role_id(role) for role in roles)
     return next((id for id in found if id is not None), None)
 
 
 def special_token(tokenizer: Tokenizer, name: str) -> int:
-    """Return the id that a template's special token stands for.
+    """Return the id of a special token named in a template.
 
     Raises:
         ConfigError: the tokenizer has no such token.
@@ -134,10 +134,10 @@ def special_token(tokenizer: Tokenizer, name: str) -> int:
 
 
 def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
-    """Refuse a model that looks for its blanks by other tokens than the tokenizer has.
+    """Check that the model's config and the tokenizer agree on the blank tokens.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: they differ.
     """
     config = getattr(model, "config", None)
     needed = {field: tokenizer.role_id(role) for field, role in asking.marks}

@@ -1,4 +1,4 @@
-"""Label words that are found: those that tell a class's examples from the others'.
+"""Automatic label word search (PETAL): tokens that best separate a class's examples from the rest.
 
 Source: Schick et al., "Automatically identifying words that can serve as labels for few-shot text
 classification" (2020).
@@ -29,15 +29,15 @@ def find_label_tokens(
     score: Literal["llr", "ce"] = "llr",
     balance: bool = True,
 ) -> list[list[int]]:
-    """Return the tokens that tell each class best, the best first.
+    """Return the most discriminative tokens of each class, the best first.
 
     Args:
-        logits: at the masks of labelled examples.
-        labels: their classes, from 0.
-        words_per_class: how many tokens each gets.
-        num_candidates: tokens a class chooses from: those its own examples find likely.
+        logits: logits at the masks of labeled examples.
+        labels: classes of the examples, from 0.
+        words_per_class: tokens to return per class.
+        num_candidates: candidate tokens per class: the most probable ones on its own examples.
         score: log-likelihood ratio, or cross-entropy.
-        balance: the other classes' examples weigh as much as the class's own.
+        balance: give the other classes' examples the same total weight as the class's own.
 
     Shape:
         logits: (N, V); labels: (N,)
@@ -66,15 +66,15 @@ def find_label_tokens(
 
 
 class AutomaticVerbalizer(ManualVerbalizer):
-    """Classes told by the tokens that tell their examples best (PETAL).
+    """Verbalizer whose label words are the most discriminative tokens of labeled examples (PETAL).
 
-    It knows none until `fit_`; from then on it is a `ManualVerbalizer` of tokens.
+    It has no words until `fit_`; afterwards it is a `ManualVerbalizer` of tokens.
 
     Args:
         num_classes: C.
-        tokenizer: that of the model.
-        normalize: as of a `ManualVerbalizer`.
-        options: of `find_label_tokens`.
+        tokenizer: the model's tokenizer.
+        normalize: see `ManualVerbalizer`.
+        options: options of `find_label_tokens`.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self.prior = None
 
     def fit_(self, logits: Tensor, labels: Tensor) -> None:
-        """Choose the words by labelled examples.
+        """Choose the label words from labeled examples.
 
         Args:
-            logits: at their masks.
-            labels: their classes.
+            logits: logits at the masks of the examples.
+            labels: classes of the examples.
 
         Shape:
             logits: (N, V); labels: (N,)
@@ -111,10 +111,10 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self.to(logits.device)
 
     def forward(self, logits: Tensor) -> Tensor:
-        """As of a `ManualVerbalizer`.
+        """Return the classes' log-probabilities; see `ManualVerbalizer.forward`.
 
         Raises:
-            ConfigError: no words were chosen yet.
+            ConfigError: `fit_` was not called yet.
         """
         if not hasattr(self, "ids"):
             raise ConfigError("no label words were chosen yet: call fit_ with labelled examples.")

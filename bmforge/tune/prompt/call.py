@@ -1,4 +1,4 @@
-"""Asking a model: scores of tokens, or last hidden states, where answers are predicted."""
+"""Runs a model on prompts: logits, and optionally last hidden states, at the answer positions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Answers", "ask_model", "pick_places"]
 
 
 class Answers(NamedTuple):
-    """What a model says at M places of every row.
+    """Outputs of a model at M positions of every row.
 
     Shape:
-        logits: (B, M, V); hidden: (B, M, D), where asked for
+        logits: (B, M, V); hidden: (B, M, D), None if not requested
     """
 
     logits: Tensor
@@ -27,14 +27,14 @@ class Answers(NamedTuple):
 def ask_model(
     model: Any, inputs: Mapping[str, Tensor], mask_at: Tensor, hidden: bool = False
 ) -> Answers | None:
-    """Return what a model says; None where a pipeline's stage has only carried on.
+    """Return the outputs at the answer positions; None on a pipeline stage other than the last.
 
-    Of ours only these places go through the head. Of a model of transformers all do.
+    A bmforge model applies its head only at these positions, a transformers model at all.
 
     Args:
-        model: ours on any layout, or one of transformers.
-        inputs: its arguments.
-        mask_at: the places.
+        model: bmforge model on any layout, or a transformers model.
+        inputs: arguments of the model.
+        mask_at: answer positions.
         hidden: return the last hidden states too.
 
     Shape:
@@ -57,5 +57,5 @@ def ask_model(
 
 
 def pick_places(x: Tensor, places: Tensor) -> Tensor:
-    """Return some positions of every row: (B, T, ...) at (B, M) -> (B, M, ...)."""
+    """Select positions of every row: (B, T, ...) at (B, M) -> (B, M, ...)."""
     return x[torch.arange(len(places), device=x.device)[:, None], places]

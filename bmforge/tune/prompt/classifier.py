@@ -1,4 +1,4 @@
-"""Classification by a prompt: a model, a template and a verbalizer put together."""
+"""Prompt-based classification: a model, a template and a verbalizer combined."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Batch = dict[str, Tensor]
 
 
 class ClassOutput(NamedTuple):
-    """What a `PromptClassifier` answers.
+    """Output of a `PromptClassifier`.
 
     Attributes:
-        class_logits: (B, C), of most verbalizers log-probabilities.
-        loss: the mean of the rows' losses; None without labels.
-        vocab_logits: (B, V), or (B, M, V) for several masks; of a verbalizer that takes words
-            their log-probabilities, (B, W).
+        class_logits: (B, C); log-probabilities with most verbalizers.
+        loss: mean loss over rows; None without labels.
+        vocab_logits: (B, V), or (B, M, V) for several masks; the words' log-probabilities, (B, W),
+            with a verbalizer that scores words.
     """
 
     class_logits: Tensor
@@ -37,17 +37,17 @@ class ClassOutput(NamedTuple):
 
 
 class PromptClassifier(nn.Module):
-    """A model that classifies by what it would write at a template's mask.
+    """Classifier that uses the model's predictions at a template's mask.
 
     Args:
-        model: predicts tokens, and is the template's.
-        template: makes its input.
-        verbalizer: turns what the model says into scores of classes.
+        model: language model that the template was built for.
+        template: template that encodes the examples.
+        verbalizer: maps the model's predictions to class scores.
         frozen: train only the template's rows and the verbalizer.
 
     Raises:
-        ConfigError: the verbalizer needs another number of masks than the template has, or what
-            stands behind the mask would not be scored.
+        ConfigError: the verbalizer needs another number of masks than the template has, or text
+            after the mask would not be scored.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class PromptClassifier(nn.Module):
         """Score the classes of prompts.
 
         Args:
-            mask_at: where answers are predicted.
-            labels: the right classes, see `class_loss`; returns the loss too.
-            inputs: what else `collate` puts together.
+            mask_at: answer positions.
+            labels: target classes, see `class_loss`; if given, the loss is returned too.
+            inputs: further columns of `collate`.
 
         Shape:
             mask_at: (B, M)
@@ -88,7 +88,7 @@ class PromptClassifier(nn.Module):
         prompts: Sequence[Encoded | Question],
         labels: Sequence[Any] | None = None,
     ) -> Batch:
-        """Return a batch of prompts, or of what `ask` gives, padded behind."""
+        """Return a batch of prompts, or of results of `ask`, padded on the right."""
         device = next(self.model.parameters()).device
         asked = [p if isinstance(p, Question) else Question([p], [], []) for p in prompts]
         columns = lay_questions(asked, self.pad_id)
@@ -97,11 +97,11 @@ class PromptClassifier(nn.Module):
         return {name: torch.tensor(values, device=device) for name, values in columns.items()}
 
     def ask(self, example: Any, **options: Any) -> Question:
-        """Return what is asked about an example; `options` as for `Template.encode`."""
+        """Return the `Question` for an example; `options` as for `Template.encode`."""
         return ask_example(self.template, self.verbalizer, example, **options)
 
     def batches(self, examples: Sequence[Any], size: int = 32, **options: Any) -> Iterator[Batch]:
-        """Yield batches of examples, each tokenised when it is asked for; `options` as there."""
+        """Yield batches of examples, tokenized lazily; `options` as for `Template.encode`."""
         for begin in range(0, len(examples), size):
             part = range(begin, min(begin + size, len(examples)))
             yield self.collate(
@@ -117,12 +117,12 @@ class PromptClassifier(nn.Module):
 
     @torch.no_grad()
     def look(self, examples: Sequence[Any], hidden: bool = False, **options: Any) -> Answers:
-        """Return what the model says at the masks of examples: what verbalizers are fitted by.
+        """Return the model's outputs at the masks of examples; verbalizers are fitted on these.
 
         Args:
-            examples: as for `batches`.
-            hidden: the last hidden states too.
-            options: as for `batches`.
+            examples: see `batches`.
+            hidden: return the last hidden states too.
+            options: see `batches`.
 
         Shape:
             logits: (N, V), or (N, M, V); hidden: (N, D), or (N, M, D)
@@ -140,10 +140,10 @@ class PromptClassifier(nn.Module):
 
 
 def check_masks(template: Template, verbalizer: Any) -> None:
-    """Refuse a template and a verbalizer that do not go together.
+    """Check that a template and a verbalizer are compatible.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: different numbers of masks, or text after the mask that would not be scored.
     """
     if verbalizer.num_masks != template.num_masks:
         raise ConfigError(
@@ -159,9 +159,9 @@ def check_masks(template: Template, verbalizer: Any) -> None:
 def score_batch(
     model: Any, verbalizer: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the scores of classes, and what the verbalizer was given of the model.
+    """Return the class scores, and the model's outputs that the verbalizer read.
 
-    None where a pipeline's stage has only carried on.
+    Return None on a pipeline stage other than the last.
     """
     given = dict(batch)
     takes, mask_at = verbalizer.takes, given.pop("mask_at")
@@ -185,27 +185,27 @@ def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _single(found: Answers) -> Answers:
-    """Leave the dim of masks out where there is one."""
+    """Drop the dim of masks if there is only one."""
     if found.logits.shape[1] > 1:
         return found
     return Answers(found.logits[:, 0], None if found.hidden is None else found.hidden[:, 0])
 
 
 def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
-    """Return every row's loss, (B,); 0 for rows labelled -100.
+    """Return the loss of every row, (B,); 0 for rows labeled -100.
 
     Args:
-        scores: of a verbalizer.
-        labels: numbers of classes; or (B, C) floats, 1 for each class that a row has; or (B,)
-            floats between 0 and 1: how far from the first of two classes to the second.
-        verbalizer: that gave them.
+        scores: class scores of a verbalizer.
+        labels: class numbers; or (B, C) floats, 1 for each class of a row; or (B,) floats between 0
+            and 1 that interpolate between the first and the second of two classes.
+        verbalizer: verbalizer that computed the scores.
 
     Shape:
         scores: (B, C)
 
     Raises:
-        ConfigError: several classes a row need scores that are not normalized.
-        ShapeError: floats that are neither.
+        ConfigError: several classes per row with normalized scores.
+        ShapeError: float labels of another shape.
 
     Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021) for
     regression between two words.
@@ -231,15 +231,15 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
 
 @torch.no_grad()
 def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any) -> None:
-    """Let a classifier's verbalizer divide by what the words score on texts of no class.
+    """Calibrate a classifier's verbalizer by the words' scores on texts of no class.
 
     Args:
-        classifier: with a verbalizer that has `calibrate_`.
-        texts: examples; of one whose fields are empty the words' own frequency is left.
-        options: as for `PromptClassifier.batches`.
+        classifier: classifier whose verbalizer has `calibrate_`.
+        texts: examples; with empty fields they measure the prior of the words.
+        options: see `PromptClassifier.batches`.
 
     Raises:
-        ConfigError: there are no texts.
+        ConfigError: no texts are given.
 
     Source: Zhao et al., "Calibrate before use" (2021); Hu et al., "Knowledgeable prompt-tuning".
     """

@@ -1,4 +1,4 @@
-"""Several templates together: their classifiers' answers in one."""
+"""Ensembles of templates: averages the predictions of several prompt classifiers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def classify_together(
     """Return the classes' log-probabilities of examples, averaged over classifiers.
 
     Args:
-        classifiers: of the same classes; usually one model with several templates.
-        examples: as for `PromptClassifier.classify`.
-        mean: average the probabilities, or the scores before they are made probabilities.
-        options: as for `PromptClassifier.batches`.
+        classifiers: classifiers of the same classes; usually one model with several templates.
+        examples: see `PromptClassifier.classify`.
+        mean: average the probabilities, or the scores before the softmax.
+        options: see `PromptClassifier.batches`.
 
     Shape:
         returns (N, C)
 
     Raises:
-        ConfigError: no classifiers, or of different numbers of classes, or an unknown `mean`.
+        ConfigError: no classifiers, different numbers of classes, or an unknown `mean`.
     """
     counts = sorted({classifier.verbalizer.num_classes for classifier in classifiers})
     if len(counts) != 1:

@@ -1,8 +1,8 @@
-"""Files of templates and label words, as OpenPrompt has them, and what a run writes beside it.
+"""Reads template and label word files in OpenPrompt's formats, and writes those of a run.
 
-Of words: .txt or .csv with a class a line, words between commas, an empty line between
-verbalizers; .json with a list of verbalizers or one; .jsonl with one a line. A verbalizer is a
-list with the words of every class, or a table class -> words.
+Formats of label words: .txt or .csv with one class per line, words separated by commas, an empty
+line between verbalizers; .json with one verbalizer or a list; .jsonl with one per line. A
+verbalizer is a list with the words of every class, or a map class -> words.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ def read_verbalizer(
     """Return the words of every class.
 
     Args:
-        path: of the file.
-        choice: which verbalizer of it.
-        classes: their names in order; a table's rows are put into it.
+        path: path of the file.
+        choice: index of the verbalizer in the file.
+        classes: class names in order; the words of a map are sorted into this order.
 
     Raises:
-        ConfigError: the file is missing or of another form, has no such verbalizer, or not the
-            classes.
+        ConfigError: the file is missing or malformed, or lacks this verbalizer or these classes.
     """
     file = Path(path)
     try:
@@ -70,12 +69,12 @@ def _read_json(text: str, file: Path) -> list[Any]:
 
 
 def _are_rows(found: list[Any]) -> bool:
-    """Tell whether lists of texts are the rows of one verbalizer."""
+    """Return True if the parsed value is a single verbalizer: a list of lists."""
     return all(isinstance(one, list) for one in found)
 
 
 def _order(found: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
-    """Return the rows of one verbalizer, in the classes' order."""
+    """Return the words of one verbalizer, in the classes' order."""
     if isinstance(found, dict):
         if classes and set(found) != set(map(str, classes)):
             raise ConfigError(
@@ -100,14 +99,14 @@ def _order(found: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
 def write_prompt(
     folder: Path, template: str, words: Sequence[Sequence[str]], classes: Sequence[str], card: str
 ) -> None:
-    """Write a template, its label words and a card into a folder, from which they can be read.
+    """Write a template, its label words and a README into a folder.
 
     Args:
-        folder: made when it does not exist.
-        template: its text.
-        words: of every class.
-        classes: their names.
-        card: what the folder's README.md says.
+        folder: target folder; created if it does not exist.
+        template: text of the template.
+        words: words of every class.
+        classes: class names.
+        card: text of the folder's README.md.
     """
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "template.txt", template + "\n")

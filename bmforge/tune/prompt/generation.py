@@ -1,4 +1,4 @@
-"""Classes told by whole texts that a model writes, the same for all examples or made of each."""
+"""Verbalizer whose classes are whole texts, fixed or filled from each example."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ __all__ = ["GenerationVerbalizer"]
 
 
 class GenerationVerbalizer(nn.Module):
-    """A class's score is the log-probability of its text at the mask; the right text is the target.
+    """Scores a class by the log-probability of its text at the mask; in training the text is the
+    target.
 
     Args:
-        words: a text of every class, in order; of several the first is taken.
-        tokenizer: that of the model.
-        rule: the texts are templates without a mask, filled from each example, such as
+        words: text of every class, in order; if a class has several, the first is used.
+        tokenizer: the model's tokenizer.
+        rule: treat the texts as templates without a mask, filled from each example, such as
             `{"meta":"choice1"}`.
-        per_token: divide by the number of tokens, so that long texts are not the unlikelier.
+        per_token: divide by the number of tokens, so that long texts are not penalized.
 
     Shape:
         scores: (B, C), of the texts -> (B, C)
 
     Raises:
-        ConfigError: no texts, or a rule that is no template.
+        ConfigError: no texts, or a rule that is not a valid template.
     """
 
     takes = "words"
@@ -50,11 +51,11 @@ class GenerationVerbalizer(nn.Module):
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """Number of classes, C."""
         return len(self.words)
 
     def write(self, example: Any, label: int) -> str:
-        """Return the text of a class for an example: what a `PromptGenerator` learns to write."""
+        """Return a class's text for an example: the target for training a `PromptGenerator`."""
         if self._rules is None:
             return self.words[label][0]
         fields, meta = read_fields(example)
@@ -76,5 +77,5 @@ class GenerationVerbalizer(nn.Module):
         return found
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Return the classes' scores, which are the texts'."""
+        """Return the class scores, which equal the texts' scores."""
         return scores

@@ -1,4 +1,4 @@
-"""Generation by a prompt: a model learns to write, or writes, at a template's mask."""
+"""Prompt-based generation: trains and runs a model that writes text at a template's mask."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from bmforge.tune.prompt.template import Encoded, Template
 __all__ = ["PromptGenerator", "WriteOutput", "encode_target", "target_loss"]
 
 Batch = dict[str, Tensor]
-# Kinds of models whose prompts a search over tokens goes on with.
+# Kinds of models that generate token by token after the prompt.
 _WRITING = ("causal", "spans", "prefix spans", "dialogues", "blanks")
 
 
 class WriteOutput(NamedTuple):
-    """What a `PromptGenerator` answers.
+    """Output of a `PromptGenerator`.
 
     Attributes:
-        loss: of a row the sum of its tokens', then the mean over rows.
-        logits: (B, L, V), where the target's tokens are predicted.
+        loss: sum over each row's target tokens, averaged over rows.
+        logits: (B, L, V), at the positions that predict the target's tokens.
     """
 
     loss: Tensor
@@ -39,10 +39,10 @@ class PromptGenerator(nn.Module):
     """A model that writes at a template's mask.
 
     Args:
-        model: predicts tokens, and is the template's.
-        template: with one mask, which is where texts are written.
+        model: language model that the template was built for.
+        template: template with one mask, where texts are written.
         write: (model, input_ids, attention_mask, **options) -> ids, such as
-            `bmforge.infer.generate`; only `write` needs it. None takes the model's own `generate`.
+            `bmforge.infer.generate`; used only by `write`. None uses the model's own `generate`.
         frozen: train only the template's rows.
 
     Raises:
@@ -74,9 +74,9 @@ class PromptGenerator(nn.Module):
         """Return the loss of targets.
 
         Args:
-            mask_at: where the targets' tokens are predicted.
-            labels: the tokens, -100 behind them.
-            inputs: what else `collate` puts together.
+            mask_at: positions that predict the targets' tokens.
+            labels: target tokens, padded with -100.
+            inputs: further columns of `collate`.
 
         Shape:
             mask_at, labels: (B, L)
@@ -86,16 +86,16 @@ class PromptGenerator(nn.Module):
         return WriteOutput(target_loss(found.logits, labels).sum(-1).mean(), found.logits)
 
     def encode(self, example: Any, target: str, **options: Any) -> Encoded:
-        """Return a prompt with its target, which ends with the end token where there is one.
+        """Return a prompt with its target, followed by the end token if the tokenizer has one.
 
         Args:
             example, options: as for `Template.encode`.
-            target: what is to be written.
+            target: text to be written.
         """
         return encode_target(self.template, example, target, **options)
 
     def collate(self, prompts: Sequence[Encoded]) -> Batch:
-        """Return a batch of prompts with targets, padded behind."""
+        """Return a batch of prompts with targets, padded on the right."""
         device = next(self.model.parameters()).device
         columns = lay_questions([Question([prompt], [], []) for prompt in prompts], self.pad_id)
         width = len(columns["mask_at"][0])
@@ -108,17 +108,18 @@ class PromptGenerator(nn.Module):
     def write(
         self, examples: Sequence[Any], size: int = 8, max_seq_len: int = 512, **options: Any
     ) -> list[str]:
-        """Return what the model writes for examples, many at a time.
+        """Return the texts that the model generates for examples, in batches.
 
         Args:
-            examples: as for `Template.wrap`.
-            size: examples at a time.
+            examples: see `Template.wrap`.
+            size: batch size.
             max_seq_len: longest prompt in tokens.
-            options: of `write`, such as max_new_tokens, num_beams or do_sample.
+            options: options of the `write` function, such as max_new_tokens, num_beams or
+                do_sample.
 
         Raises:
-            ConfigError: the model does not write by going on with tokens, or nothing was given that
-                writes.
+            ConfigError: the model does not generate token by token, or no `write` function is
+                available.
         """
         if self.template.asking.kind not in _WRITING:
             raise ConfigError(
@@ -146,7 +147,7 @@ class PromptGenerator(nn.Module):
         return found
 
     def _pad(self, prompts: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Fill up in front, where a model goes on behind."""
+        """Return padded ids and masks: left-padded for decoder-only models."""
         width = max(map(len, prompts))
         apart = self.template.asking.writes_apart
         rows, masks = [], []
@@ -158,7 +159,7 @@ class PromptGenerator(nn.Module):
         return torch.tensor(rows, device=device), torch.tensor(masks, device=device)
 
     def _read(self, ids: Sequence[int]) -> str:
-        """Return the text of what was written, up to its end; a first sentinel is no text."""
+        """Decode generated ids up to the end token, without a leading sentinel."""
         tokenizer = self.template.tokenizer
         ends = set(find_ends(self.template)) | {tokenizer.pad_id}
         kept: list[int] = []
@@ -172,17 +173,17 @@ class PromptGenerator(nn.Module):
 
 
 def find_ends(template: Template) -> list[int]:
-    """Return the token that ends a target, or none: the tokenizer's end, of GLM that of a piece."""
+    """Return a list with the token that ends a target (for GLM the end of a piece), or []."""
     roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
     found = (template.tokenizer.role_id(role) for role in roles)
     return [id for id in found if id is not None][:1]
 
 
 def encode_target(template: Template, example: Any, target: str, **options: Any) -> Encoded:
-    """Return a prompt with its target, ending with the end token where there is one.
+    """Return a prompt with its target, followed by the end token if the tokenizer has one.
 
     Raises:
-        ConfigError: there is nothing to write.
+        ConfigError: the target is empty.
     """
     first = next(piece for piece in template.pieces if piece.kind == "mask")
     spaced = " " if first.spaced and not template.asking.writes_apart else ""
@@ -192,14 +193,14 @@ def encode_target(template: Template, example: Any, target: str, **options: Any)
         raise ConfigError(f"the target {target!r} has no tokens.")
     prompt = template.encode(example, answer=ids, **options)
     if template.asking.form == "apart" and not template.asking.start_is_blank:
-        # The sentinel before the answer is written too.
+        # The sentinel before the answer is a target too.
         places, said = [0, *prompt.mask_at], [template.blanks[0], *prompt.predicted]
         prompt = dataclasses.replace(prompt, mask_at=places, predicted=said)
     return prompt
 
 
 def target_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return every token's loss, (B, L); 0 for those of -100.
+    """Return every token's loss, (B, L); 0 for labels of -100.
 
     Shape:
         logits: (B, L, V); labels: (B, L)

@@ -1,4 +1,4 @@
-"""Templates by their published names: rows in front, made rows, several masks, a prefix."""
+"""Templates under their published names: soft prompts, P-tuning, PTR and prefix tuning."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["PTRTemplate", "PTuning", "PrefixTemplate", "SoftTemplate"]
 
 
 class SoftTemplate(Template):
-    """A template behind rows that are trained: `Template(..., front=num_tokens)`.
+    """A template with trained rows before it: `Template(..., front=num_tokens)`.
 
     Args:
-        text, tokenizer, model: as of a `Template`.
-        num_tokens: of the rows, which are drawn.
-        options: further ones of a `Template`.
+        text, tokenizer, model: as for `Template`.
+        num_tokens: number of trained rows, randomly initialized.
+        options: further options of `Template`.
 
     Source: Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tuning" (2021).
     """
@@ -30,13 +30,13 @@ class SoftTemplate(Template):
 
 
 class PTuning(Template):
-    """A template whose soft pieces are made by trained layers: `Template(..., encoder=...)`.
+    """A template whose soft pieces are computed by a trained encoder: `Template(..., encoder=...)`.
 
     Args:
-        text: has soft pieces.
-        tokenizer, model: as of a `Template`.
+        text: template text with soft pieces.
+        tokenizer, model: as for `Template`.
         encoder: "lstm" or "mlp".
-        options: further ones of a `Template`.
+        options: further options of `Template`.
 
     Raises:
         ConfigError: the text has no soft piece.
@@ -56,10 +56,10 @@ class PTRTemplate(Template):
     """A template with several masks, one for every part of a `PTRVerbalizer`'s rules.
 
     Args:
-        text, tokenizer, model, options: as of a `Template`.
+        text, tokenizer, model, options: as for `Template`.
 
     Raises:
-        ConfigError: the text has one mask, or the model reads nothing behind the first.
+        ConfigError: the text has one mask, or the model reads no text after the first.
 
     Source: Han et al., "PTR: Prompt Tuning with Rules for Text Classification" (2021).
     """
@@ -76,13 +76,13 @@ class PrefixTemplate(Template):
     """A template whose model has a `tune.delta.Prefix`; the rest of the model is frozen.
 
     Args:
-        text, tokenizer, model: as of a `Template`.
-        length: keys and values of every attention.
-        inner: width of layers that make them while they are trained; 0 trains themselves.
-        options: further ones of a `Template`.
+        text, tokenizer, model: as for `Template`.
+        length: trained keys and values per attention.
+        inner: width of the layers that compute them in training; 0 trains them directly.
+        options: further options of `Template`.
 
     Attributes:
-        delta: the prefix, to be saved and taken away.
+        delta: the prefix, which can be saved and removed.
 
     Source: Li and Liang, "Prefix-Tuning" (2021).
     """
@@ -106,5 +106,5 @@ class PrefixTemplate(Template):
 
     @property
     def soft_parameters(self) -> list[Any]:
-        """The prefix's tensors, and those of soft rows."""
+        """Parameters of the prefix and of the soft rows."""
         return [*super().soft_parameters, *self.delta.parameters()]

@@ -26,7 +26,7 @@ __all__ = ["parse_template"]
 
 _KINDS = ("placeholder", "meta", "mask", "special", "text", "soft", "soft_id")
 _KEYS = {*_KINDS, "shortenable", "post_processing", "duplicate", "same", "add_prefix_space"}
-# Keys that belong to some kinds only.
+# Keys that are allowed for some kinds only.
 _ONLY = {
     "duplicate": ("soft",),
     "same": ("soft",),
@@ -40,11 +40,11 @@ def parse_template(text: str, needs_mask: bool = True) -> tuple[Piece, ...]:
     """Return the pieces of a template.
 
     Args:
-        text: in the template language.
-        needs_mask: refuse one without a mask.
+        text: text in the template language.
+        needs_mask: raise if it has no mask.
 
     Raises:
-        TemplateError: it is none; with line, column and what is needed.
+        TemplateError: invalid template; the message has line, column and the expected syntax.
     """
     _check_characters(text)
     pieces: list[Piece] = []
@@ -79,7 +79,7 @@ def _check_characters(text: str) -> None:
 
 
 def _find_end(text: str, begin: int) -> int:
-    """Return the place behind the brace that closes the one at `begin`."""
+    """Return the index after the brace that closes the one at `begin`."""
     depth, quote, at = 0, "", begin
     while at < len(text):
         character = text[at]
@@ -104,7 +104,7 @@ def _find_end(text: str, begin: int) -> int:
 
 
 def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
-    """Read one piece."""
+    """Parse one piece."""
 
     def fail(problem: str) -> TemplateError:
         return TemplateError(f"{text[begin:end]!r:.80}: {problem}", text, begin)
@@ -151,10 +151,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[Any, Any]:
-    """Return a piece as a dict; a lambda in it stays a node."""
+    """Return a piece as a dict; a lambda in it stays an AST node."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes in the text
+            warnings.simplefilter("ignore")  # invalid escape sequences in the text
             node = ast.parse(piece, mode="eval").body
             if isinstance(node, ast.Set):
                 return {ast.literal_eval(item): None for item in node.elts}
@@ -173,7 +173,7 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
 
 
 def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) -> None:
-    """Check what stands behind the key that says the kind."""
+    """Validate the value of the piece's type key."""
     if kind in ("placeholder", "meta", "special", "text") and not isinstance(value, str):
         raise fail(f"{kind}={value!r} must be a text")
     if kind == "soft" and not isinstance(value, (str, type(None))):
@@ -187,7 +187,7 @@ def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) ->
 
 
 def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[[str], str] | None:
-    """Return what `post_processing` asks for."""
+    """Return the function that `post_processing` names."""
     if value is None:
         return None
     if isinstance(value, ast.Lambda):

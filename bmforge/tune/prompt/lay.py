@@ -1,4 +1,4 @@
-"""Prompts as rows: what stands around a text for each kind of model, and where it answers."""
+"""Assembles prompts as model inputs: special tokens around the text, and the answer positions."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from bmforge.tune.prompt.asking import Asking, role_token
 
 __all__ = ["Encoded", "Frame", "Text", "lay_out", "make_frame"]
 
-# CPM-Ant's task of tokens hidden anywhere in a text: the number of its prompt and of its segment.
+# CPM-Ant's pre-training task of hidden tokens: the numbers of its prompt and of its segment.
 _HIDDEN_TASK = 1
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as a model reads it.
+    """A prompt as model input.
 
     Attributes:
-        input_ids: T of them; from the vocabulary's size on they are soft rows.
-        mask_at: where the M answers are predicted: positions of the input or, where the answer is
-            written apart, of `decoder_input_ids`.
-        decoder_input_ids: what a decoder of its own has read; empty without one.
-        num_cut: tokens of the example that were left out.
-        columns: further arguments of the model, a number for every token.
+        input_ids: T token ids; ids from the vocabulary size on are soft rows.
+        mask_at: M answer positions, in the input or, for an encoder-decoder, in
+            `decoder_input_ids`.
+        decoder_input_ids: input of the decoder; empty without one.
+        num_cut: number of the example's tokens that were truncated.
+        columns: further arguments of the model, one number per token.
         fixed: further arguments of the model, the same for every prompt of the template.
-        predicted: what `mask_at` should predict, where an answer was given.
+        predicted: target tokens at `mask_at`, if an answer was given.
     """
 
     input_ids: list[int]
@@ -48,12 +48,12 @@ class Encoded:
 
 
 class Text(NamedTuple):
-    """What is between begin and end.
+    """The prompt between the tokens before and after it.
 
     Attributes:
-        ids: of the cut pieces.
-        masks: where each mask begins in them.
-        answer: tokens of the answer at the one mask; () asks for it.
+        ids: ids of the truncated pieces.
+        masks: position of each mask in them.
+        answer: tokens of the answer at the only mask; () predicts it.
     """
 
     ids: list[int]
@@ -62,13 +62,13 @@ class Text(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What stands around every prompt of a template.
+    """Tokens around every prompt of a template.
 
     Attributes:
-        begin, end: ids before and behind the text.
-        tails: for every mask what stands behind all, up to where its answer is predicted.
-        begin_columns, tail_columns: of these, what models are told of every token.
-        text_columns: the same of the text.
+        begin, end: ids before and after the text.
+        tails: for every mask the ids at the end of the row, up to its answer position.
+        begin_columns, tail_columns: per-token arguments of the model for these ids.
+        text_columns: per-token arguments of the model for the text.
         fixed: see `Encoded`.
     """
 
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
 
 
 def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int) -> Frame:
-    """Return what stands around a template's texts."""
+    """Return the tokens around a template's texts."""
     if asking.form == "document":
         return _frame_document(tokenizer, num_masks)
     found = [role_token(tokenizer, roles) for roles in (asking.begins, asking.ends)]
@@ -109,7 +109,7 @@ def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int
 
 
 def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
-    """Return the document with a text and an answer for each of its blanks, cut at the text."""
+    """Return the frame of a CPM-Bee document with one text and an answer for each of its blanks."""
     names = [f"<mask_{n}>" for n in range(num_masks)]
     document = {"input": "".join(names), "<ans>": dict.fromkeys(names, "")}
     found = encode_document(document, tokenizer, blank_answers=True)
@@ -137,18 +137,18 @@ def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
 def lay_out(
     asking: Asking, frame: Frame, text: Text, front: list[int], blanks: list[int], name: str
 ) -> Encoded:
-    """Return a prompt.
+    """Assemble a prompt.
 
     Args:
-        asking: how the model is asked.
-        frame: what stands around.
-        text: the pieces.
-        front: soft rows before everything; where the model has a frame of its own, before the text.
-        blanks: a decoder's start token and its sentinels, as many as masks.
-        name: of the example, for messages.
+        asking: prompt format of the model.
+        frame: tokens around the text.
+        text: pieces of the prompt.
+        front: soft rows before everything; after the frame's first tokens for CPM models.
+        blanks: a decoder's start token and its sentinels, one per mask.
+        name: name of the example, used in messages.
 
     Raises:
-        ConfigError: nothing stands before what is to be predicted.
+        ConfigError: no token precedes the first predicted one.
     """
     answer = list(text.answer)
     inside = asking.form in ("hidden", "document")
@@ -181,7 +181,7 @@ def lay_out(
 
 
 def _lay_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
-    """CPM-Ant: the token before a hidden one predicts it."""
+    """Assemble a CPM-Ant prompt: the token before a hidden one predicts it."""
     columns = {
         name: [*values, *[frame.text_columns[name]] * (len(ids) - len(values))]
         for name, values in frame.begin_columns.items()
@@ -194,7 +194,7 @@ def _lay_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -
 
 
 def _lay_document(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
-    """CPM-Bee: blanks are numbered in the text, and filled one after the other under <ans>."""
+    """Assemble a CPM-Bee prompt: numbered blanks of the text are answered in order under <ans>."""
     answer, count = list(text.answer), len(text.ids) + front
     columns = {n: [*v, *[frame.text_columns[n]] * count] for n, v in frame.begin_columns.items()}
     for number, place in enumerate(text.masks):

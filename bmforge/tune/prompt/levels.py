@@ -1,4 +1,4 @@
-"""Classes in levels: "person-actor" is a "person" too."""
+"""Scores of hierarchical classes: "person-actor" also counts as "person"."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["score_levels"]
 def score_levels(
     scores: Tensor, classes: Sequence[str], sep: str = "-"
 ) -> list[tuple[list[str], Tensor]]:
-    """Return for every level its names and their log-probabilities, the whole names last.
+    """Return the names and log-probabilities of every level, the full names last.
 
     Args:
-        scores: of classes.
-        classes: their names.
-        sep: what stands between a name's levels.
+        scores: class scores.
+        classes: class names.
+        sep: separator of a name's levels.
 
     Shape:
         scores: (B, C); each level (B, number of its names)
 
     Raises:
-        ConfigError: not one name for every class.
+        ConfigError: the number of names differs from the number of classes.
     """
     if len(classes) != scores.shape[-1]:
         raise ConfigError(f"{len(classes)} names are given for {scores.shape[-1]} classes.")

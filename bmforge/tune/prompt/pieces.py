@@ -1,4 +1,4 @@
-"""What a template is made of, and the error that says where in its text something is wrong."""
+"""Data classes of a template's pieces, and the error that locates a mistake in its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bmforge.errors import ConfigError
 __all__ = ["SPECIALS", "Piece", "TemplateError", "Wrapped"]
 
 Kind = Literal["text", "placeholder", "meta", "mask", "special", "soft"]
-# What a special piece may name -> the role of the token it stands for.
+# Name of a special piece -> roles of the token that it inserts.
 SPECIALS = {
     "<mask>": ("mask",),
     "<eos>": ("eos",),
@@ -24,15 +24,15 @@ SPECIALS = {
 
 
 class TemplateError(ConfigError):
-    """A template's text is not one.
+    """Invalid template text.
 
     Args:
-        problem: what was found, what is needed.
-        text: of the template.
-        at: the character where it is.
+        problem: description of the mistake and of the expected syntax.
+        text: text of the template.
+        at: character index of the mistake.
 
     Attributes:
-        line, column: where it is, from 1.
+        line, column: position of the mistake, from 1.
     """
 
     def __init__(self, problem: str, text: str, at: int) -> None:
@@ -52,18 +52,18 @@ class TemplateError(ConfigError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of a template.
+    """One piece of a template.
 
     Args:
-        kind: what it is.
-        value: the text, the field's or meta entry's name, the special token, a soft piece's words.
-        spaced: a blank stands before it.
-        shortenable: what it brings may be cut where the whole is too long.
-        soft_id: pieces with the same share their rows; 0 for none.
-        duplicate: how many times a soft piece stands here.
-        same: all of them with the same rows.
-        process: what is done with the example's text; None for nothing.
-        at: the character of the template's text where it begins.
+        kind: type of the piece.
+        value: text, name of the field or meta entry, special token, or words of a soft piece.
+        spaced: True if a space precedes it.
+        shortenable: True if its text may be truncated when the prompt is too long.
+        soft_id: pieces with the same id share their rows; 0 for none.
+        duplicate: number of repetitions of a soft piece.
+        same: share one set of rows among the repetitions.
+        process: function applied to the example's text; None for none.
+        at: character index in the template's text where it begins.
     """
 
     kind: Kind
@@ -79,13 +79,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A piece with an example's text in it.
+    """A piece filled with an example's text.
 
     Args:
-        text: to be read by the tokenizer; of a soft row, the word it began as.
-        kind: "text" for whatever the tokenizer reads.
-        soft: number of the row, from 1; 0 for none.
-        shortenable: whether it may be cut.
+        text: text to tokenize; for a soft row, the word that initializes it.
+        kind: "text" for any piece that is tokenized.
+        soft: number of the soft row, from 1; 0 for none.
+        shortenable: True if it may be truncated.
     """
 
     text: str

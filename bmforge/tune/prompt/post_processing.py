@@ -1,7 +1,7 @@
-"""What a template may do with an example's text: functions by name, never evaluated code.
+"""Text functions that a template may apply to an example, by name; code is never evaluated.
 
 Old template files have lambdas. Those that only chain text methods with constants on their
-argument, such as ``lambda x: x.rstrip(string.punctuation)``, are read; others are refused.
+argument, such as ``lambda x: x.rstrip(string.punctuation)``, are parsed; others are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUILT_IN: dict[str, Process] = {
 
 
 def register_post_processing(name: str, process: Process) -> None:
-    """Give templates a function of text, under a name.
+    """Register a text function under a name for use in templates.
 
     Raises:
         ConfigError: the name is taken.
@@ -53,15 +53,15 @@ def list_post_processing() -> tuple[str, ...]:
 
 
 def take_post_processing(name: str) -> Process | None:
-    """Return the function of a name, or None."""
+    """Return the function registered under a name, or None."""
     return _BUILT_IN.get(name)
 
 
 def read_lambda(node: ast.Lambda) -> Process:
-    """Return what a chain of text methods does, without running any of its code.
+    """Return a function equivalent to a chain of text methods, without evaluating the code.
 
     Raises:
-        ValueError: it is something else; says what.
+        ValueError: any other lambda; the message says why.
     """
     spec = node.args
     names = [arg.arg for arg in spec.args]
@@ -94,7 +94,7 @@ def read_lambda(node: ast.Lambda) -> Process:
 
 
 def _constant(node: ast.expr) -> object:
-    """Return a constant argument: text, a number, or string.punctuation and its like."""
+    """Return a constant argument: a string, a number, string.punctuation or string.whitespace."""
     if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, type(None))):
         return node.value
     is_module = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)

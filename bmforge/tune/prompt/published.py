@@ -1,10 +1,10 @@
-"""Templates and label words of tasks: those that were published with OpenPrompt, and plain ones.
+"""Templates and label words of tasks: those published with OpenPrompt, and plain ones.
 
-They lie in `published.json`: task -> templates, and for every class in the task's order its words;
-of a template with several masks a word for each. What repeats a text, or stands behind the mask
-where it need not, is written more simply there, and a word that classes share stays with one. A
-task without words of its own is put into words as `data.tasks.wording` has it, with the mask at the
-end, so that every kind of model can be asked; that template is then its last.
+They are stored in `published.json`: task -> templates, and the words of every class in the task's
+order; for a template with several masks one word per mask. Templates that repeat a text, or have
+unnecessary text after the mask, are simplified there, and a word shared by classes is kept for one.
+A task without label words gets the wording of `data.tasks.wording`, with the mask at the end, so
+that every kind of model supports it; that template is its last.
 
 Source: scripts/ of thunlp/OpenPrompt (Apache-2.0): FewGLUE, LMBFF, RelationClassification,
 SuperGLUE, TextClassification, Typing.
@@ -30,11 +30,11 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Published:
-    """A task in prompts.
+    """Templates and label words of a task.
 
     Args:
         templates: texts in the template language.
-        words: for every class in the task's order its words; () of a task that asks for a text.
+        words: words of every class in the task's order; () for a generation task.
     """
 
     templates: tuple[str, ...]
@@ -43,7 +43,7 @@ class Published:
 
 @cache
 def read_published() -> Mapping[str, Published]:
-    """Return task -> what was published of it."""
+    """Return a map: task -> its published templates and words."""
     found = json.loads((files(__package__) / "published.json").read_text("utf-8"))
     return {
         name: Published(tuple(row["templates"]), tuple(map(tuple, row.get("words", ()))))
@@ -52,11 +52,11 @@ def read_published() -> Mapping[str, Published]:
 
 
 def find_published(task: Task, example: TaskExample) -> Published:
-    """Return a task's prompts.
+    """Return the templates and label words of a task.
 
     Args:
-        task: any.
-        example: one of its.
+        task: any task.
+        example: one of its examples.
     """
     own = read_published().get(task.name, Published(()))
     if own.words:

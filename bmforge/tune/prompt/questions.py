@@ -1,4 +1,4 @@
-"""What is asked about an example: one prompt, or as many as its words need to be scored whole."""
+"""Prompts of one example: a single one, or several if multi-token words are scored in full."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Question", "ask_example", "lay_questions", "score_words"]
 
 
 class Question(NamedTuple):
-    """An example as it is asked about.
+    """The prompts of an example and the words to score.
 
     Attributes:
-        prompts: K of them; one where tokens at the masks are enough.
-        words: of each of W words the tokens to be predicted; none where tokens are enough.
-        which: of each word its prompt.
+        prompts: K prompts; one if tokens at the masks are enough.
+        words: target tokens of each of W words; [] if tokens at the masks are enough.
+        which: index of each word's prompt.
     """
 
     prompts: list[Encoded]
@@ -37,7 +37,7 @@ def ask_example(
     cut: Cut = "tail",
     name: str = "the example",
 ) -> Question:
-    """Return what is asked about an example; arguments as for `Template.encode`."""
+    """Return the prompts of an example; arguments as for `Template.encode`."""
     if verbalizer.takes != "words":
         return Question([template.encode(example, max_seq_len, cut, name)], [], [])
     words = verbalizer.answers(example)
@@ -48,17 +48,17 @@ def ask_example(
         for shape in unique
     ]
     which = [unique.index(shape) for shape in shapes]
-    whole = [  # with what is scored behind the word
+    whole = [  # with the text scored after the word
         [*word, *prompts[at].predicted[len(word) :]] for word, at in zip(words, which, strict=True)
     ]
     return Question(prompts, whole, which)
 
 
 def lay_questions(questions: Sequence[Question], pad_id: int) -> dict[str, list[Any]]:
-    """Return columns of a batch, filled up behind.
+    """Return the columns of a batch, padded on the right.
 
     Shape:
-        input_ids, attention_mask and what is told of tokens: (B K, T); mask_at: (B K, M);
+        input_ids, attention_mask and other per-token columns: (B K, T); mask_at: (B K, M);
         answers: (B, W, L); which: (B, W)
     """
     times = max(len(question.prompts) for question in questions)
@@ -92,12 +92,12 @@ def _fill(rows: Sequence[Sequence[int]], filling: int, width: int = 0) -> list[l
 
 
 def score_words(logits: Tensor, answers: Tensor, which: Tensor) -> Tensor:
-    """Return the log-probability of every word: the sum of its tokens'.
+    """Return the log-probability of every word: the sum over its tokens.
 
     Args:
-        logits: at the places of all prompts.
-        answers: tokens of the words, -100 behind them.
-        which: of each word its prompt.
+        logits: logits at the answer positions of all prompts.
+        answers: tokens of the words, padded with -100.
+        which: index of each word's prompt.
 
     Shape:
         logits: (B K, M, V); answers: (B, W, L <= M); which: (B, W); returns (B, W)

@@ -1,8 +1,8 @@
-"""Examples of a run: each is tokenised when it is asked for, whatever their number.
+"""Example sources and objectives for training on prompts; examples are tokenized lazily.
 
 `PromptRows` and `TargetRows` are sources of examples as `recipes/inputs/examples.py` reads them;
-the objectives go with them, on every layout. A batch's first column of labels predicts nothing, as
-that of a language model that shifts its labels, so that all models count a row's labels alike.
+the objectives go with them, on every layout. The first label of each row is ignored, like that of a
+causal language model that shifts its labels, so that all models count a row's labels alike.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from bmforge.tune.prompt.truncate import Cut
 
 __all__ = ["PromptRows", "TargetRows", "prompt_objective", "target_objective"]
 
-# Widths are multiples of it: few shapes, and little padding.
+# Batch widths are multiples of this: few distinct shapes, and little padding.
 _WIDTH_STEP = 64
 
 
 class _Rows:
-    """What both sources share.
+    """Base class of both sources.
 
     Args:
-        template: puts an example into words.
-        examples: anything that can be asked for its n-th.
+        template: template that encodes the examples.
+        examples: any indexable sequence.
         seq_len: longest prompt in tokens.
         cut: see `cut_parts`.
-        told: further things that an example's row depends on.
+        told: further values that an example's row depends on.
 
     Attributes:
-        columns: that there are labels; `collate` lays the rest.
-        fingerprint: see `ExampleSource`; of the template and the number of examples, for reading
-            all of them would take as long as their number.
+        columns: label columns; `collate` adds the others.
+        fingerprint: see `ExampleSource`; a hash of the template and the number of examples, since
+            reading all examples would take time proportional to their number.
 
     Raises:
-        ConfigError: there is no example.
+        ConfigError: there are no examples.
     """
 
     columns: Mapping[str, tuple[int, int]] = {"labels": (2, IGNORE_INDEX)}
@@ -77,15 +77,15 @@ class _Rows:
 
 
 class PromptRows(_Rows):
-    """Examples as prompts with their classes.
+    """Source of examples as prompts with classes.
 
     Args:
-        template, examples, seq_len, cut: as of both sources.
-        verbalizer: decides what is asked about an example.
-        labels: a class for each example; -100 for one that is only read.
+        template, examples, seq_len, cut: as for both sources.
+        verbalizer: verbalizer whose words decide which prompts an example gets.
+        labels: class of each example; -100 for unlabeled ones.
 
     Raises:
-        ConfigError: there is no example, or template and verbalizer do not go together.
+        ConfigError: there are no examples, or template and verbalizer do not fit.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PromptRows(_Rows):
         super().__init__(template, examples, seq_len, cut, getattr(verbalizer, "words", None))
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
-        """Return example `index`; nothing is drawn."""
+        """Return example `index`; the seed is ignored."""
         name = f"example {index}"
         asked = ask_example(
             self._template, self._verbalizer, self._examples[index], self._seq_len, self._cut, name
@@ -112,17 +112,17 @@ class PromptRows(_Rows):
         return {"question": asked, "labels": [IGNORE_INDEX, self._labels[index]]}
 
     def collate(self, rows: Sequence[Any]) -> Batch:
-        """Lay examples side by side."""
+        """Collate examples into a batch."""
         labels = torch.tensor([row["labels"] for row in rows])
         return {**self._lay([row["question"] for row in rows]), "labels": labels}
 
 
 class TargetRows(_Rows):
-    """Examples as prompts with the texts that are to be written.
+    """Source of examples as prompts with target texts.
 
     Args:
-        template, examples, seq_len, cut: as of both sources.
-        targets: a text for each example.
+        template, examples, seq_len, cut: as for both sources.
+        targets: target text of each example.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TargetRows(_Rows):
         super().__init__(template, examples, seq_len, cut, targets[0] if len(targets) else "")
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
-        """Return example `index`; nothing is drawn."""
+        """Return example `index`; the seed is ignored."""
         prompt = encode_target(
             self._template, self._examples[index], self._targets[index],
             max_seq_len=self._seq_len, cut=self._cut, name=f"example {index}",
@@ -147,7 +147,7 @@ class TargetRows(_Rows):
         return {"prompt": prompt, "labels": [IGNORE_INDEX, *prompt.predicted]}
 
     def collate(self, rows: Sequence[Any]) -> Batch:
-        """Lay examples side by side."""
+        """Collate examples into a batch."""
         width = max(len(row["labels"]) for row in rows)
         labels = [[*row["labels"], *[IGNORE_INDEX] * (width - len(row["labels"]))] for row in rows]
         batch = self._lay([Question([row["prompt"]], [], []) for row in rows])
@@ -157,7 +157,7 @@ class TargetRows(_Rows):
 def prompt_objective(verbalizer: Any) -> Callable[[nn.Module, Batch, float], Tensor]:
     """Return the objective of `PromptRows`: the classes' cross-entropy.
 
-    Of a pipeline's earlier stages it returns nothing of use: what they made has been carried on.
+    On earlier pipeline stages its return value is a placeholder.
     """
 
     def objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
@@ -172,7 +172,7 @@ def prompt_objective(verbalizer: Any) -> Callable[[nn.Module, Batch, float], Ten
 
 
 def target_objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
-    """Return the targets' cross-entropy by their tokens; the objective of `TargetRows`."""
+    """Return the cross-entropy of the target tokens; the objective of `TargetRows`."""
     given = dict(batch)
     labels, places = given.pop("labels")[:, 1:], given.pop("mask_at")
     found = ask_model(model, given, places)

@@ -1,4 +1,4 @@
-"""Few examples of many, drawn as OpenPrompt draws them, so that its seeds mean the same here."""
+"""Few-shot sampling that reproduces OpenPrompt's samples for the same seed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def draw_few(
     with_dev: bool = False,
     allow_fewer: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Return places of a few examples to learn from, and of as many others to choose by.
+    """Return indices of few-shot training examples, and of as many validation examples.
 
     Args:
-        labels: of all examples.
-        per_label: examples of every label; or
+        labels: labels of all examples.
+        per_label: examples per label; or
         total: examples of all labels together.
-        seed: of the draw.
-        with_dev: draw the others too; without, the second list is empty.
-        allow_fewer: a label with fewer examples gives all that it has.
+        seed: random seed of the sample.
+        with_dev: sample validation examples too; without, the second list is empty.
+        allow_fewer: use all examples of a label that has too few.
 
     Raises:
         ConfigError: neither or both counts, or more than a label has.

@@ -1,4 +1,5 @@
-"""Templates by search: a span model writes what stands between a text and its label word.
+"""Template search (LM-BFF): a T5-like model generates the text between an example and its label
+word.
 
 Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
 """
@@ -19,7 +20,7 @@ from bmforge.tune.prompt.template import Template
 
 __all__ = ["search_templates"]
 
-# Where the parts that are looked for stand: two blanks around the label word, or before it.
+# Positions of the generated parts: two blanks around the label word, or before it.
 _SHAPES = (
     '{"placeholder":"text_a"} {"mask"} {"meta":"label_word"} {"mask"}',
     '{"placeholder":"text_a"} {"mask"} {"meta":"label_word"} {"mask"} {"placeholder":"text_b"}',
@@ -39,21 +40,21 @@ def search_templates(
     keep: int = 5,
     max_seq_len: int = 128,
 ) -> list[tuple[str, float]]:
-    """Return templates, the likeliest first, with their mean log-probability over the examples.
+    """Return the most probable templates with their mean log-probability over the examples.
 
     Args:
-        model: an encoder-decoder of ours that learned spans.
-        tokenizer: its own.
-        examples: labelled ones, all looked at together.
-        words: the label word of each example.
-        pairs: the template has a second text behind.
-        beams: beginnings that are gone on with.
-        max_tokens: longest template in tokens, marks included.
-        keep: so many are returned.
+        model: bmforge encoder-decoder trained on span corruption.
+        tokenizer: the model's tokenizer.
+        examples: labeled examples, encoded in one batch.
+        words: label word of each example.
+        pairs: the template has a second text at its end.
+        beams: beam width.
+        max_tokens: longest template in tokens, sentinels included.
+        keep: number of templates to return.
         max_seq_len: longest example in tokens.
 
     Raises:
-        ConfigError: no examples, not a word for each, or a model that writes no spans.
+        ConfigError: no examples, not one word per example, or a model without span corruption.
     """
     if not examples or len(examples) != len(words) or min(beams, keep) < 1:
         raise ConfigError(f"{len(examples)} examples have {len(words)} words; beams={beams}.")
@@ -96,7 +97,7 @@ def search_templates(
 def _read_source(
     model: Any, template: Template, examples: Sequence[Any], words: Sequence[str], longest: int
 ) -> tuple[Any, Tensor]:
-    """Read all examples with their label words once."""
+    """Encode all examples with their label words once."""
     asked = []
     for number, (example, word) in enumerate(zip(examples, words, strict=True)):
         fields = dict(example) if isinstance(example, dict) else {}
@@ -121,7 +122,7 @@ def _go_on(model: Any, source: Any, mask: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def _write(ids: Sequence[int], second: int, tokenizer: Tokenizer, pairs: bool) -> str:
-    """Return a template's text; braces that were written are text."""
+    """Return a template's text, with generated braces escaped."""
     place = list(ids).index(second)
     parts = [tokenizer.decode_written(part).strip() for part in (ids[:place], ids[place + 1 :])]
     shown = [

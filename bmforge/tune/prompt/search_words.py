@@ -1,4 +1,4 @@
-"""Label words by search: sets of one token a class that classify best without training.
+"""Label word search (LM-BFF): sets of one token per class with the best zero-shot accuracy.
 
 Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
 """
@@ -21,17 +21,17 @@ def search_label_words(
     keep: int = 10,
     max_tries: int = 200_000,
 ) -> list[tuple[list[int], float]]:
-    """Return the best sets of label words with the part of the examples that they get right.
+    """Return the best sets of label words with their accuracy on the examples.
 
-    Of equally good ones those come first whose words the model finds likelier. What is found may
-    then be trained with, one after the other, and chosen by held-out examples.
+    Ties are broken by the probability of the words. The sets may then be trained with one after the
+    other, and selected on validation examples.
 
     Args:
-        logits: at the masks of labelled examples.
-        labels: their classes, from 0.
-        num_candidates: tokens a class chooses from: those its own examples find likeliest.
-        keep: so many sets are returned.
-        max_tries: so many sets are tried at most; with many classes each has fewer candidates.
+        logits: logits at the masks of labeled examples.
+        labels: classes of the examples, from 0.
+        num_candidates: candidate tokens per class: the most probable ones on its own examples.
+        keep: number of sets to return.
+        max_tries: maximum number of sets to try; with many classes each has fewer candidates.
 
     Shape:
         logits: (N, V); labels: (N,)
@@ -55,7 +55,7 @@ def search_label_words(
     right = torch.zeros(len(sets))
     for row, label in zip(logits.float().cpu(), labels.tolist(), strict=True):
         right += row[sets].argmax(-1) == label
-    # A token of two classes tells neither.
+    # A token that is a candidate of two classes distinguishes neither.
     ordered = sets.sort(-1).values
     shared = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
     value = (right + likely / (1 + likely.max())).masked_fill(shared, -1.0)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The soft rows of a template: how they are numbered, drawn, made and folded."""
+"""The soft rows of a template: numbering, initialization, reparameterization and folding."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class SoftRow:
     """One trained row.
 
     Args:
-        token: id of the token whose row it begins as; -1 draws it.
-        word: that token's text.
+        token: id of the token whose embedding initializes it; -1 initializes at random.
+        word: text of that token.
     """
 
     token: int = -1
@@ -44,7 +44,7 @@ def number_rows(
 ) -> tuple[tuple[SoftRow, ...], list[tuple[int, ...]]]:
     """Return all rows, and for every piece the numbers of its rows, from 1.
 
-    Pieces with one soft_id share theirs; words take as many rows as they have tokens.
+    Pieces with the same soft_id share rows; words take as many rows as they have tokens.
     """
     rows: list[SoftRow] = []
     shared: dict[int, tuple[int, ...]] = {}
@@ -72,12 +72,12 @@ def number_rows(
 
 
 class MadeRows(nn.Module):
-    """Rows that small layers make of trained ones: P-tuning. It stands where a `Prompt` would.
+    """P-tuning encoder: computes soft rows from trained inputs; a drop-in replacement for `Prompt`.
 
     Args:
         length: P.
         width: D.
-        kind: "lstm" (two layers, both ways, then two linear ones) or "mlp".
+        kind: "lstm" (two bidirectional layers, then two linear ones) or "mlp".
 
     Shape:
         rows: any, integers below P -> (..., D)
@@ -100,22 +100,22 @@ class MadeRows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The rows, (P, D), made anew at every call."""
+        """The rows, (P, D), computed at every access."""
         rows = self.inputs.weight
         if self.lstm is not None:
             rows = self.lstm(rows[None])[0][0]
         return self.mlp(rows)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Look rows up."""
+        """Look up rows."""
         return nn.functional.embedding(rows, self.weight)
 
 
 def token_table(model: Any) -> nn.Embedding:
-    """Return a model's table of tokens, transformers' too.
+    """Return a model's token embedding; transformers models are supported.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the model has none.
     """
     table = getattr(model, "embed", None)
     if table is None and hasattr(model, "get_input_embeddings"):
@@ -128,12 +128,12 @@ def token_table(model: Any) -> nn.Embedding:
 
 
 def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> nn.Module:
-    """Put rows behind a model's token table; return the part that has them.
+    """Attach soft rows to a model's token embedding; return the module that holds them.
 
-    A model on meta may have them already, as its config told.
+    A model on meta may have them already, from its config.
 
     Raises:
-        ConfigError: it has some already, or no table of tokens.
+        ConfigError: it has soft rows already, or no token embedding.
     """
     table = token_table(model)
     known = getattr(table, "prompt", None)
@@ -163,14 +163,14 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
 
 @torch.no_grad()
 def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
-    """Let a model's soft rows begin: as the words they were given, the others drawn.
+    """Initialize a model's soft rows from their words' embeddings, or at random.
 
     Args:
-        model: on any layout; every process gets the same rows.
-        rows: of its template.
-        seed: of what is drawn, with the spread of the table.
+        model: model on any layout; every process gets the same rows.
+        rows: rows of its template.
+        seed: random seed of rows without a word; their standard deviation is the embedding's.
 
-    Comm: of a table that is divided, two sums of a row of numbers.
+    Comm: on a sharded embedding, two all-reduces.
     """
     table = token_table(model)
     weight = table.weight
@@ -189,14 +189,14 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
 
 
 def _remember(model: Any, rows: Prompt) -> None:
-    """Let a model of ours say in its config that it has rows, so that it is opened with them."""
+    """Record the rows in the config of a bmforge model, so that loading creates them."""
     tell = getattr(model, "remember_part_", None)
     if callable(tell):
         tell("prompt", ["embed"], {"length": rows.weight.shape[0]}, "")
 
 
 def fold_rows_(model: Any) -> None:
-    """Replace what makes a model's rows by the rows that it made."""
+    """Replace a model's P-tuning encoder by the rows that it computes."""
     table = token_table(model)
     made = table.prompt
     if isinstance(made, MadeRows):

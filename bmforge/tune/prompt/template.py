@@ -1,4 +1,4 @@
-"""A template on a tokenizer and a model: examples in, pieces and token ids out."""
+"""A template bound to a tokenizer and a model: encodes examples as pieces and token ids."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ _BEHIND = ("refuse", "leave out", "score")
 
 
 class Template:
-    """A template's text for a tokenizer and a model.
+    """A template's text bound to a tokenizer and a model.
 
     Args:
-        text: in the template language (see `language`).
-        tokenizer: that of the model.
-        model: reads the prompts; where the template has soft pieces their rows are put into it
-            (`nn.prompt`). A frozen one may stay frozen: the rows are trained. One on meta is only
-            told of them; `draw_rows_` fills them later.
-        front: rows that stand before everything else, the first token included.
-        encoder: "" trains the rows themselves; "lstm" or "mlp" trains what makes them (P-tuning).
-        behind: what becomes of text behind the mask where the model does not read it: "refuse",
-            "leave out", or "score" it after each word, which a verbalizer with "joint" words does.
-        asking: a name of `ASKINGS` instead of what the model's family says.
-        seed: of fresh rows.
+        text: text in the template language (see `language`).
+        tokenizer: the model's tokenizer.
+        model: model that reads the prompts; if the template has soft pieces, their rows are
+            attached
+            to it (`nn.prompt`). A frozen model may stay frozen: the rows are trained. On a meta
+            model the rows are created on meta too; `draw_rows_` fills them later.
+        front: number of soft rows before everything else, the first token included.
+        encoder: "" trains the rows directly; "lstm" or "mlp" trains a P-tuning encoder.
+        behind: handling of text after the mask if the model does not read it: "refuse", "leave
+            out",
+            or "score" it after each word, for a verbalizer with "joint" words.
+        asking: name in `ASKINGS` that overrides the prompt format of the model's family.
+        seed: random seed of new rows.
 
     Attributes:
-        shown: examples with their answers that stand in front of every prompt.
-        blanks: sentinels that stand for the masks.
+        shown: examples with answers (demonstrations) before every prompt.
+        blanks: sentinel tokens used for the masks.
 
     Raises:
-        TemplateError: the text is no template.
-        ConfigError: the model or the tokenizer cannot be asked so.
+        TemplateError: the text is not a valid template.
+        ConfigError: the model or the tokenizer does not support it.
     """
 
     def __init__(
@@ -86,11 +88,11 @@ class Template:
 
     @property
     def soft_parameters(self) -> list[Any]:
-        """What is trained of the template."""
+        """Trained parameters of the template."""
         return list(self._prompt.parameters()) if self.rows else []
 
     def _check_masks(self, behind: str) -> str:
-        """Refuse what a model cannot read; return what becomes of it."""
+        """Refuse masks that the model cannot read; return the handling of text after the mask."""
         if self.asking.reads_behind:
             return "refuse"
         first = next(n for n, piece in enumerate(self.pieces) if _is_mask(piece))
@@ -110,15 +112,15 @@ class Template:
         return behind
 
     def show(self, examples: Sequence[Any], answers: Sequence[str], between: str = "\n") -> None:
-        """Let examples with their answers stand in front of every prompt from now on.
+        """Prepend examples with their answers (demonstrations) to every prompt from now on.
 
         Args:
-            examples: as for `wrap`.
-            answers: of each, what stands at its mask.
-            between: what stands behind each.
+            examples: see `wrap`.
+            answers: text at the mask of each example.
+            between: text after each example.
 
         Raises:
-            ConfigError: not one answer for every example.
+            ConfigError: the number of answers differs from the number of examples.
         """
         if len(examples) != len(answers):
             raise ConfigError(f"{len(examples)} examples have {len(answers)} answers.")
@@ -127,18 +129,19 @@ class Template:
         for example, answer in zip(examples, answers, strict=True):
             said = Wrapped(" " + answer if first.spaced else answer)
             row = [said if one.kind == "mask" else one for one in self.wrap(example)]
-            fixed = (Wrapped(one.text, one.kind, one.soft) for one in row)  # none of it is cut
+            fixed = (Wrapped(one.text, one.kind, one.soft) for one in row)  # never truncated
             self.shown.append([*fixed, Wrapped(between)])
 
     def wrap(self, example: Any) -> list[Wrapped]:
-        """Return the pieces with an example's texts in them.
+        """Return the pieces filled with an example's texts.
 
         Args:
-            example: a `TaskExample`, a mapping of texts (with "meta", a mapping of more), or
+            example: a `TaskExample`, a mapping of texts (with "meta", a mapping of further
+                entries), or
                 anything with text_a, text_b and meta.
 
         Raises:
-            ConfigError: it lacks a field that the template names.
+            ConfigError: the example lacks a field that the template names.
         """
         fields, meta = read_fields(example)
         return [
@@ -169,22 +172,23 @@ class Template:
         name: str = "the example",
         answer: Sequence[int] = (),
     ) -> Encoded:
-        """Return the ids of an example's prompt, the mask always among them.
+        """Return the encoded prompt of an example; the mask is never truncated.
 
         Args:
-            example: as for `wrap`.
-            max_seq_len: longest prompt in tokens, soft rows and marks included.
+            example: see `wrap`.
+            max_seq_len: longest prompt in tokens, soft rows and special tokens included.
             cut: see `cut_parts`.
-            name: of the example, for messages.
-            answer: tokens to be predicted at the one mask; () predicts one.
+            name: name of the example, used in messages.
+            answer: target tokens at the only mask; () predicts one token.
 
         Raises:
-            ConfigError: what may not be cut is too long, or there is nothing before a mask.
+            ConfigError: the pieces that may not be truncated are too long, or no token precedes
+                a mask.
         """
         parts: list[tuple[list[int], bool]] = [
             (self._read(one), False) for row in self.shown for one in row
         ]
-        masks: list[int] = []  # parts that are masks
+        masks: list[int] = []  # indices of the parts that are masks
         for one in self.wrap(example):
             if one.kind == "mask":
                 masks.append(len(parts))
@@ -213,7 +217,7 @@ class Template:
         )  # fmt: skip
 
     def question_of(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """Return what of an answer is in its prompt: answers with the same share one."""
+        """Return the part of the answer inside the prompt; equal parts share a prompt."""
         if self.behind == "score":
             return tuple(answer)
         return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)
@@ -251,7 +255,7 @@ def _is_mask(piece: Piece) -> bool:
 def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Return the texts of an example by name, and its meta entries; text_a is the first text.
 
-    Of a `TaskExample` with choices these are choice1, choice2, ...
+    The choices of a `TaskExample` are named choice1, choice2, ...
     """
     if isinstance(example, Mapping):
         fields = {k: v for k, v in example.items() if isinstance(v, str)}
@@ -273,7 +277,7 @@ def fill_piece(piece: Piece, fields: Mapping[str, str], meta: Mapping[str, str])
     """Return the text of a text, placeholder or meta piece.
 
     Raises:
-        ConfigError: the example lacks it.
+        ConfigError: the example lacks the field.
     """
     if piece.kind == "text":
         return piece.value or ""
@@ -289,7 +293,7 @@ def fill_piece(piece: Piece, fields: Mapping[str, str], meta: Mapping[str, str])
 
 
 def read_template(path: str | Path, choice: int = 0) -> str:
-    """Return a template's text from a file with one a line; empty lines are none.
+    """Return a template's text from a file with one template per line; empty lines are skipped.
 
     Raises:
         ConfigError: there is no such line.

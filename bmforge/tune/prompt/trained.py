@@ -1,6 +1,6 @@
-"""Verbalizers that are trained: rows of a head for classes, and prototypes of classes.
+"""Trained verbalizers: a head with one row per class (WARP), and class prototypes.
 
-They read the last hidden states at the mask, not scores of tokens.
+They read the last hidden states at the mask, not token scores.
 
 Sources: Hambardzumyan et al., "WARP: word-level adversarial reprogramming" (2021); Cui et al.,
 "Prototypical verbalizer for prompt-based few-shot tuning" (2022).
@@ -25,22 +25,23 @@ __all__ = ["PrototypeVerbalizer", "SoftVerbalizer"]
 
 
 class SoftVerbalizer(nn.Module):
-    """The model's own head with rows for classes, which begin as those of their words (WARP).
+    """The model's head with one trained row per class, initialized from its label word (WARP).
 
     Args:
-        words: of every class, in order; of several the first is taken, of its tokens the mean.
-        tokenizer: that of the model.
-        model: whose head is copied; not laid out yet.
+        words: label words of every class, in order; only the first is used, as the mean of its
+            tokens' rows.
+        tokenizer: the model's tokenizer.
+        model: model whose head is copied; not yet parallelized.
 
     Attributes:
-        head: what stands before the head's last layer, a copy that is trained.
+        head: trained copy of the head without its last layer.
         rows: (C, D), trained.
 
     Shape:
         hidden: (B, D) -> (B, C)
 
     Raises:
-        ConfigError: the model has no head that predicts tokens, or is laid out.
+        ConfigError: the model has no head that predicts tokens, or is parallelized.
     """
 
     takes = "hidden"
@@ -56,28 +57,28 @@ class SoftVerbalizer(nn.Module):
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """Number of classes, C."""
         return len(self.words)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the classes' scores."""
+        """Return the class scores."""
         return F.linear(self.head(hidden * self.scale), self.rows)
 
 
 def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
-    """Return a copy of what stands before a head's last layer, that layer's rows, and a factor.
+    """Return a copy of a head without its last layer, the last layer's rows, and a scale.
 
     Args:
-        model: ours, or one of transformers.
+        model: bmforge or transformers model.
 
     Raises:
-        ConfigError: there is no such head, or the model is laid out over processes.
+        ConfigError: the model has no such head, or is parallelized.
     """
     last, whole = _find_last(model)
     weight = last.matrix(torch.float32) if hasattr(last, "matrix") else last.weight
     if isinstance(weight, DTensor):
         raise ConfigError("the model is laid out over processes: make the verbalizer before that.")
-    # The last layer, often as large as all of the rest of the head, is not copied.
+    # The last layer is not copied: it is often larger than the rest of the head.
     kept = nn.Identity() if whole is last else copy.deepcopy(whole, {id(last): nn.Identity()})
     scale = getattr(getattr(model, "spec", None), "head_scale", 1.0)
     return kept.requires_grad_(True), weight.detach(), scale
@@ -100,15 +101,15 @@ def _find_last(model: Any) -> tuple[Any, Any]:
 
 
 class PrototypeVerbalizer(nn.Module):
-    """Classes told by the nearest of trained points, one each, in a narrow space.
+    """Scores a class by the similarity to its trained prototype in a low-dimensional space.
 
     Args:
         num_classes: C.
-        width: D, of the model.
-        size: of the narrow space.
-        words: a verbalizer whose scores are averaged with these, each brought to mean 0 and
-            spread 1; None for the points alone.
-        seed: of fresh points.
+        width: D, hidden size of the model.
+        size: dimensions of the prototype space.
+        words: verbalizer whose scores are averaged with these, each standardized to mean 0 and
+            standard deviation 1; None uses the prototypes alone.
+        seed: random seed of the initialization.
 
     Shape:
         hidden: (B, D), and with `words` logits: (B, V) -> (B, C)
@@ -145,7 +146,7 @@ class PrototypeVerbalizer(nn.Module):
             self.points.uniform_(-bound, bound, generator=generator)
 
     def forward(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:
-        """Return the classes' scores."""
+        """Return the class scores."""
         found = _compare(self.project(hidden), self.points)
         if self.words is None:
             return found
@@ -153,7 +154,8 @@ class PrototypeVerbalizer(nn.Module):
         return (_spread(self.words(logits)) + _spread(found)) / 2
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss that `fit_` minimises: of rows against points, and against each other.
+        """Return the contrastive loss that `fit_` minimizes: examples to prototypes, and to each
+        other.
 
         Shape:
             hidden: (N, D); labels: (N,)
@@ -165,13 +167,13 @@ class PrototypeVerbalizer(nn.Module):
         return of_points - near[same].mean() / count
 
     def fit_(self, hidden: Tensor, labels: Tensor, epochs: int = 5, lr: float = 1e-3) -> None:
-        """Train the points on labelled examples.
+        """Train the prototypes on labeled examples.
 
         Args:
-            hidden: last hidden states at their masks.
-            labels: their classes.
-            epochs: steps over all of them.
-            lr: of Adam.
+            hidden: last hidden states at the masks of the examples.
+            labels: classes of the examples.
+            epochs: full-batch steps.
+            lr: learning rate of Adam.
 
         Shape:
             hidden: (N, D); labels: (N,)
@@ -193,11 +195,11 @@ class PrototypeVerbalizer(nn.Module):
 
 
 def _compare(one: Tensor, other: Tensor) -> Tensor:
-    """Return the cosines of all pairs of rows."""
+    """Return the cosine similarities of all pairs of rows."""
     return F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T
 
 
 def _spread(scores: Tensor) -> Tensor:
-    """Bring every row to mean 0 and spread 1; scores that are all equal become 0."""
+    """Standardize every row to mean 0 and standard deviation 1; constant rows become 0."""
     spread = scores.std(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).eps)
     return (scores - scores.mean(-1, keepdim=True)) / spread

@@ -1,4 +1,4 @@
-"""Cutting what may be cut until a prompt has its longest length."""
+"""Truncates the shortenable parts of a prompt to the maximum length."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CUTS = ("tail", "head", "balanced")
 def cut_parts(
     parts: Sequence[tuple[list[int], bool]], room: int, cut: Cut, name: str
 ) -> list[list[int]]:
-    """Return parts of which the shortenable ones lost just enough tokens.
+    """Return the parts, the shortenable ones truncated by just enough tokens.
 
     Args:
-        parts: ids of every part, and whether it may be cut.
-        room: tokens that all of them may have.
-        cut: "tail" takes ends, from the last part on; "head" beginnings, from the first on;
-            "balanced" takes ends of all, in proportion.
-        name: of the example, for messages.
+        parts: ids of every part, and whether it may be truncated.
+        room: maximum number of tokens of all parts together.
+        cut: "tail" removes tokens from the end, starting with the last part; "head" from the
+            beginning, starting with the first; "balanced" from the end of all, in proportion.
+        name: name of the example, used in messages.
 
     Raises:
-        ConfigError: an unknown `cut`, or what must stay is longer than the room.
+        ConfigError: an unknown `cut`, or the other parts alone are longer than `room`.
     """
     if cut not in CUTS:
         raise ConfigError(f"cut={cut!r} is unknown. Known: {', '.join(CUTS)}.")
@@ -54,9 +54,9 @@ def cut_parts(
 
 
 def _share(lengths: Sequence[int], excess: int) -> list[int]:
-    """Return how much of `excess` every part loses, in proportion; the sum is exact."""
+    """Return the tokens to remove from every part, in proportion; the sum is exact."""
     total, losses = sum(lengths), []
-    for length in lengths:  # of what is left to lose, the part's share, rounded up
+    for length in lengths:  # the part's share of the remaining excess, rounded up
         loss = 0 if not total else -(-excess * length // total)
         losses.append(loss)
         total, excess = total - length, excess - loss

@@ -1,4 +1,4 @@
-"""Label words: from scores of tokens at a mask to scores of classes.
+"""Verbalizers: map token scores at a mask to class scores by label words.
 
 All words of all classes share one softmax; a class's score is the mean, plain or weighted, of its
 words' log-probabilities.
@@ -24,29 +24,30 @@ __all__ = ["KnowledgeableVerbalizer", "ManualVerbalizer", "OneToOneVerbalizer", 
 
 Joining = Literal["first", "max", "mean", "joint"]
 _JOININGS = ("first", "max", "mean", "joint")
-# What a word that is not there scores, and what probabilities are kept from 0 by.
+# Score of a padding word, and the lower bound of probabilities.
 _ABSENT, _TINY = -10_000.0, 1e-15
 
 
 class ManualVerbalizer(nn.Module):
-    """Words chosen by hand, one or several a class, of one or several tokens.
+    """Label words chosen by hand, one or several per class, of one or several tokens.
 
     Args:
-        words: of every class, in order; or class name -> words. A word begins with a blank, where
-            the tokenizer tells words by it, unless it is Chinese or written with "<!>" in front.
-        tokenizer: that of the model.
-        join: a word of several tokens scores as its "first", the "max" or the "mean" of them at
-            one mask; or "joint": its log-probability over as many masks or steps as it has tokens.
-        normalize: return log-probabilities; off, the mean of the words' own scores.
+        words: words of every class, in order; or class name -> words. A space is put before a word
+            unless it is Chinese or starts with "<!>".
+        tokenizer: the model's tokenizer.
+        join: score of a word of several tokens: the "first", the "max" or the "mean" of them at one
+            mask; or "joint": its log-probability over as many masks or steps as it has tokens.
+        normalize: return log-probabilities; off, the mean of the words' raw scores.
 
     Attributes:
-        takes: what it reads: "logits", scores of tokens at the mask; or "words", those of words.
+        takes: input that it reads: "logits", token scores at the mask; or "words", word scores.
 
     Shape:
-        logits: (B, V), or of "joint" (B, number of all words) -> (B, C)
+        logits: (B, V), or for "joint" (B, number of all words) -> (B, C)
 
     Raises:
-        ConfigError: no words, a word that cannot be spelled, or one that two classes share.
+        ConfigError: no words, a word that the tokenizer cannot encode, or one that two classes
+            share.
     """
 
     shares_words = False
@@ -68,11 +69,11 @@ class ManualVerbalizer(nn.Module):
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """Number of classes, C."""
         return len(self.words)
 
     def _spell(self, tokenizer: Tokenizer) -> None:
-        """Look the words' tokens up."""
+        """Tokenize the words."""
         self._set_tokens([[spell_word(word, tokenizer) for word in row] for row in self.words])
         long = {
             word: [tokenizer.decode([id]) for id in ids]
@@ -88,7 +89,7 @@ class ManualVerbalizer(nn.Module):
             )
 
     def _set_tokens(self, tokens: list[list[list[int]]]) -> None:
-        """Take words by their tokens: `ids` (C, W, L), and which of them are there."""
+        """Store the words' tokens as `ids` (C, W, L) and `there`, the mask of valid entries."""
         self.tokens = tokens
         width = max(map(len, tokens))
         length = max(len(ids) for row in tokens for ids in row)
@@ -102,7 +103,7 @@ class ManualVerbalizer(nn.Module):
         self.register_buffer("there", there, persistent=False)
 
     def answers(self, example: Any) -> list[list[int]]:
-        """Return the tokens of all words, class after class: what "joint" asks a model for."""
+        """Return the tokens of all words, class by class, for scoring with "joint"."""
         return [word for row in self.tokens for word in row]
 
     def project(self, logits: Tensor) -> Tensor:
@@ -134,21 +135,21 @@ class ManualVerbalizer(nn.Module):
         return self.gather(words)
 
     def gather(self, words: Tensor) -> Tensor:
-        """Return a class's score of those of its words: (B, C, W) -> (B, C)."""
+        """Average the scores of each class's words: (B, C, W) -> (B, C)."""
         there = self.there[..., 0]
         return (words * there).sum(-1) / there.sum(-1)
 
     def calibrate_(self, logits: Tensor | None) -> None:
-        """Divide by how likely the words are anyway.
+        """Divide by the words' prior probabilities from now on.
 
         Args:
-            logits: of texts that say nothing of a class; their mean is taken. None undoes it.
+            logits: logits on texts of no class, averaged; None removes the calibration.
 
         Shape:
             logits: (N, V), or as `forward` takes them
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there are no texts.
         """
         if logits is not None and not len(logits):
             raise ConfigError("calibration needs at least one text; the support set is empty.")
@@ -156,19 +157,20 @@ class ManualVerbalizer(nn.Module):
 
 
 class KnowledgeableVerbalizer(ManualVerbalizer):
-    """Many words a class, as a knowledge base gives them; refined, and weighed by training.
+    """Many words per class from a knowledge base, refined by calibration and weighted by training.
 
     Args:
-        words: as of a `ManualVerbalizer`; one that classes share stays with the class that has it
-            first among its own, and goes from the others.
-        tokenizer: that of the model.
-        max_tokens: words of more are left out; -1 keeps all.
-        drop_ratio: part of the vocabulary, the least likely, whose words calibration removes.
-        temperature: factor on the weights when it does not train.
-        options: further ones of a `ManualVerbalizer`.
+        words: see `ManualVerbalizer`; a word shared by classes is kept only for the class that
+            lists it earliest.
+        tokenizer: the model's tokenizer.
+        max_tokens: longest word in tokens, longer ones are dropped; -1 keeps all.
+        drop_ratio: fraction of the vocabulary, the least probable, whose words calibration removes.
+        temperature: factor on the weights in evaluation mode.
+        options: further options of `ManualVerbalizer`.
 
     Raises:
-        ConfigError: as there; or join="joint", of whose words no vocabulary tells the rare ones.
+        ConfigError: as for `ManualVerbalizer`; or join="joint", which has no vocabulary scores to
+            find rare words by.
     """
 
     shares_words = True
@@ -205,13 +207,13 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         self.weights = nn.Parameter(torch.zeros(self.there.shape[:2]))
 
     def gather(self, words: Tensor) -> Tensor:
-        """Weigh the words, by a softmax of trained weights."""
+        """Average the scores of each class's words with a softmax of trained weights."""
         there = self.there[..., 0]
         weights = self.weights * (1.0 if self.training else self.temperature)
         return (words * there * weights.masked_fill(~there, _ABSENT).softmax(-1)).sum(-1)
 
     def calibrate_(self, logits: Tensor | None) -> None:
-        """Calibrate, and remove the words that are hardly ever said; weights begin anew.
+        """Calibrate, remove the least probable words, and reset the weights.
 
         Raises:
             ConfigError: a class would lose all of its words; nothing is changed then.
@@ -235,7 +237,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
 
 
 class OneToOneVerbalizer(ManualVerbalizer):
-    """One word a class.
+    """A verbalizer with one word per class.
 
     Raises:
         ConfigError: a class with several words.
@@ -249,12 +251,12 @@ class OneToOneVerbalizer(ManualVerbalizer):
 
 
 class PTRVerbalizer(nn.Module):
-    """Classes told by a word at each of several masks.
+    """Verbalizer whose classes are defined by one word at each of several masks.
 
     Args:
-        words: for every class, in order or by its name, one word for every mask.
-        tokenizer: that of the model.
-        per_mask: add the mean of the masks' own log-probabilities, with labels and without.
+        words: one word per mask for every class, in order or by class name.
+        tokenizer: the model's tokenizer.
+        per_mask: add the mean of the masks' own log-probabilities, in training and evaluation.
 
     Shape:
         logits: (B, M, V) -> (B, C)

@@ -1,4 +1,4 @@
-"""Label words as they are given, and as a tokenizer spells them."""
+"""Label words: reading them from options, and tokenizing them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Words = Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]]
 
 
 def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
-    """Return the classes' names and their words.
+    """Return the class names and their words.
 
     Raises:
-        ConfigError: a class without words, or something that is no word.
+        ConfigError: a class without words, or a word that is not a non-empty string.
     """
     if isinstance(words, str) or not isinstance(words, (Mapping, Sequence)) or not words:
         raise ConfigError(f"words={words!r:.60} must be a list with words for every class.")
@@ -35,7 +35,7 @@ def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str
     """Refuse classes that have lost all of their words.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: there is such a class.
     """
     empty = [name for name, row in zip(classes, rows, strict=True) if not row]
     if empty:
@@ -45,10 +45,10 @@ def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str
 
 
 def check_shared(rows: Sequence[Sequence[str]]) -> None:
-    """Refuse a word of two classes.
+    """Refuse a word shared by two classes.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a word.
     """
     owner: dict[str, int] = {}
     for number, row in enumerate(rows):
@@ -61,12 +61,12 @@ def check_shared(rows: Sequence[Sequence[str]]) -> None:
 
 
 def spell_word(word: str, tokenizer: Tokenizer) -> list[int]:
-    """Return a word's tokens: of "<!>good" those of good, of a Chinese word its own.
+    """Return a word's tokens, with a space before it unless it is Chinese or starts with "<!>".
 
-    Any other begins with a blank, by which many tokenizers tell words from their parts.
+    Many tokenizers distinguish words from word parts by the leading space.
 
     Raises:
-        ConfigError: the tokenizer cannot spell it.
+        ConfigError: the tokenizer cannot encode it.
     """
     bare = word.removeprefix("<!>") if word.startswith("<!>") else word.lstrip(" ")
     is_bare = word.startswith("<!>") or has_chinese(bare)
