@@ -1,11 +1,12 @@
-"""Complete runs as Python functions; names say what and on what.
+"""Complete training, compression and evaluation runs as Python functions.
 
 Start reading at `run.py`, which every run goes through: a recipe is a config and a function that
 opens its data. `pretrain.py` reads token stores, `documents.py` CPM-Bee's documents, `images.py`
 image folders, the others examples (`inputs/examples.py`): `spans.py`, `masked.py`, `blanks.py` and
-`ant.py` what is hidden in a text, `finetune.py` tasks, `sft.py` conversations. `registry.py` has
-the tasks that `bmforge train` offers and the old recipes' names; `start.py` finds the model.
-`evaluate.py` measures a model without training it; how tasks are asked is in `asking.py` for both.
+`ant.py` denoising objectives, `finetune.py` tasks, `sft.py` conversations. `registry.py` lists
+the tasks of `bmforge train` and the older recipe names; `start.py` resolves the model name.
+`evaluate.py` measures a model without training it; `asking.py` has the task prompts and metrics
+of both.
 """
 
 from bmforge.recipes.compress import CompressRunConfig, run_compress

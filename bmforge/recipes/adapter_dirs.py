@@ -43,12 +43,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "voc
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model of a command comes from.
+    """Files of a model that a command names.
 
     Args:
         model: directory of the model, or of the base model of an adapter; or a GGUF file.
         tokenizer: directory of the tokenizer and chat template; the adapter's if it has one.
-        adapter: adapter directory that the name stands for; None for a plain model.
+        adapter: adapter directory that the name resolves to; None for a plain model.
     """
 
     model: Path
@@ -161,7 +161,7 @@ def merge_adapter(
 
 
 def _open_base(source: Path) -> Any:
-    """Open a base model in the dtype of its weights; each merged weight is computed in fp32."""
+    """Open a base model in the dtype of its weights, or in fp32 for a GGUF file."""
     dtype = torch.float32 if is_gguf(source) else find_dtype(WeightFiles(source))
     return AutoModel.from_pretrained(source, dtype=dtype)
 

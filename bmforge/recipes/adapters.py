@@ -1,4 +1,4 @@
-"""Tunes a run's model by an adapter: `--adapter lora --adapter.rank 8`, in every task."""
+"""Adapter training in any task: `--adapter lora --adapter.rank 8`."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ KINDS: dict[str, type[Delta]] = {
 }
 ADAPTER_NAME = "default"
 ALL_LINEAR = "all-linear"
-# PEFT's names of options -> the names that the adapter classes have.
+# PEFT's option names -> argument names of the adapter classes.
 _CLASS_OPTIONS = {"use_rslora": "root_scale", "use_dora": "magnitude"}
 _RUN_FIELDS = ("kind", "target_modules", "exclude_modules", "modules_to_save", "lr_ratio", "merge")
-# Learning rates at which published recipes train these: Hu et al. (2021) and Dettmers et al. (2023)
+# Learning rates of published recipes: Hu et al. (2021) and Dettmers et al. (2023)
 # for LoRA, PEFT's examples for the others.
 _RATES = {"ia3": 3e-3, "bitfit": 1e-3, "prefix": 1e-2, "soft-prompt": 3e-2}
 
@@ -76,21 +76,21 @@ class AdapterConfig:
             soft-prompt; None trains the model itself.
         target_modules: layers that get an adapter: all-linear, common names (attn.q), suffixes or
             globs; () takes all-linear for lora, else the default of the kind.
-        exclude_modules: prefixes of names, or targets, that get none.
-        modules_to_save: modules that are trained whole and saved with the adapter; a new head is
-            added by itself.
+        exclude_modules: name prefixes, or targets, of layers without an adapter.
+        modules_to_save: modules that are trained in full and saved with the adapter; a new head is
+            included automatically.
         rank: rank of low-rank matrices.
         alpha: numerator of LoRA's scale, alpha / rank.
         dropout: dropout probability of LoRA's input.
         use_rslora: scale LoRA by alpha / sqrt(rank).
-        use_dora: train the magnitudes of rows as well (DoRA).
+        use_dora: train the magnitudes of weight rows as well (DoRA).
         width: bottleneck width of adapters.
         reduction: model width divided by the bottleneck width of adapters.
         division: number of Kronecker products of a Compacter.
         activation: activation function of adapters.
         scale: factor of an adapter's output.
         length: number of virtual tokens of a prefix or soft prompt.
-        inner: width of the layers that compute a prefix.
+        inner: hidden width of the MLP that computes a prefix.
         std: standard deviation of the initial prefix or prompt.
         lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+).
         merge: export the model with the adapter merged into its weights (default: the adapter
@@ -118,7 +118,7 @@ class AdapterConfig:
     merge: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for an unknown kind, or for options without a kind."""
+        """Raise `ConfigError` for an unknown kind, or for adapter options without a kind."""
         if self.kind is None:
             names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
             if names:
@@ -163,7 +163,7 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
         config: the run's config.
 
     Raises:
-        ConfigError: the adapter does not fit the model, or the run trains something else as well.
+        ConfigError: the adapter does not fit the model or another option of the run.
     """
     chosen: AdapterConfig = config.adapter
     if chosen.kind is None:
@@ -216,7 +216,7 @@ def _resolve_targets(
 
 
 def log_trained(model: nn.Module, config: Any) -> None:
-    """Log what an adapter trains and how many parameters that are."""
+    """Log the kind of a run's adapter and the number of trained parameters."""
     if config.adapter.kind is None:
         return
     delta = list_deltas(model)[ADAPTER_NAME]
@@ -237,10 +237,10 @@ def log_trained(model: nn.Module, config: Any) -> None:
 
 
 def find_base(model: nn.Module, config: Any) -> Base | None:
-    """Return the frozen weights that checkpoints leave out, since a resumed run reads them again.
+    """Return the frozen base weights that checkpoints omit and a resumed run reads again.
 
-    None if checkpoints hold them: randomly initialized weights are in no file, and compression
-    changes weights that are not trained.
+    Returns None if checkpoints include them: randomly initialized weights are in no file, and
+    compression changes frozen weights.
 
     Args:
         model: whole model with the run's adapter.

@@ -1,11 +1,11 @@
-"""Train a CPM-Ant on its two tasks: tokens hidden anywhere in a text, and the rest of a text.
+"""Training of CPM-Ant on masked tokens and on text continuation.
 
-Before every text stands the prompt of its task, so that one model learns both and is told later
-which one is meant. Fine-tuning is the same with `init_from`.
+Every text is preceded by the soft prompt of its objective, so that one model learns both and the
+prompt selects the objective at inference. With `init_from` the same recipe fine-tunes.
 
 Source: ``CPMAntPretrainDataset`` of OpenBMB/CPM-Live and its data (prompt 1 and segment 1 for the
-hidden tokens, prompt 2 and segment 2 for the rest). The tasks of CPM-Ant+ with questions and
-answers in segments of their own are not here.
+hidden tokens, prompt 2 and segment 2 for the continuation). The question answering objectives of
+CPM-Ant+, with separate segments, are not supported.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from bmforge.tokenizers import Tokenizer
 __all__ = ["AntConfig", "CPMAntTrainConfig", "hide_tokens", "train_ant"]
 
 _SHORTEST = 32
-_TASKS = {"mlm": 1, "lm": 2}  # the number of the prompt, and of the text's segment
+_TASKS = {"mlm": 1, "lm": 2}  # number of the prompt and of the text's segment
 _DRAWN_FROM = 1 << 30
 
 
 @dataclass(kw_only=True)
 class AntConfig(RunConfig):
-    """Train on hidden tokens and on the rest of texts; the fields not named here are `RunConfig`'s.
+    """Train on masked tokens and continuations; the fields not named here are `RunConfig`'s.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
             prompt, the text, its begin and its end.
-        mlm_ratio: share of texts whose hidden tokens lie anywhere; the others end with them.
-        shortest: shorter texts are left out.
+        mlm_ratio: share of texts with masked tokens at random positions; the others hide the end.
+        shortest: minimum length of a text in tokens; shorter texts are left out.
     """
 
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=1024))
@@ -53,14 +53,14 @@ class AntConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMAntTrainConfig(AntConfig):
-    """Train a CPM-Ant; `model` is its size, with `init_from` that model's."""
+    """Train a CPM-Ant; `model` is its config, or with `init_from` that model's."""
 
     run_dir: Path = Path("runs/cpm-ant-train")
     model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))
 
 
 def train_ant(config: Any) -> RunResult:
-    """Run, or go on with, a training run of CPM-Ant.
+    """Run or resume the training of a CPM-Ant.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -69,13 +69,13 @@ def train_ant(config: Any) -> RunResult:
 
 
 def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> Example:
-    """Hide tokens of a text that the model is to write.
+    """Hide tokens of a text and return the training row.
 
     Args:
-        ids: of the whole text, its begin and end included; at least 2.
-        task: "mlm" hides tokens anywhere but the first, "lm" the last ones; from one to all but
-            the first, every number equally likely.
-        seed: decides which.
+        ids: token ids of the whole text with its begin and end; at least 2.
+        task: "mlm" hides tokens anywhere but the first, "lm" the last ones; the number is uniform
+            between one and all but the first.
+        seed: random seed of the hidden positions.
 
     Returns:
         ``input_ids``, ``context`` (0 where hidden), ``segment`` and ``labels``: the next token
@@ -120,7 +120,7 @@ class _AntExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return text `index` with a task and hidden tokens that depend on `seed`."""
+        """Return text `index` with an objective and hidden tokens sampled by `seed`."""
         drawn = draw_below(_DRAWN_FROM, derive_key(*seed, "task")) / _DRAWN_FROM
         task = "mlm" if drawn < self._config.mlm_ratio else "lm"
         ids = [self._begin, *self._pieces[index].tolist(), self._end]

@@ -1,8 +1,7 @@
-"""How a model is asked a task, and what its answers are worth: in fine-tuning and in evaluation.
+"""Prompts and metrics of tasks, for fine-tuning and evaluation.
 
-An encoder classifies; of a task with choices it says of each whether it is right. Decoders and
-encoder-decoders write: of all that could be answered the likeliest is taken, and where a text is
-asked for they write it.
+An encoder classifies; for a task with choices it classifies each choice as right or wrong. Decoders
+and encoder-decoders are scored by the most likely option, or generate if the task asks for a text.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ __all__ = ["AskedClasses", "AskedOptions", "AskedTask", "AskedTexts", "count_cla
 
 
 class AskedTask(Protocol):
-    """Examples of a task as a model reads them.
+    """Examples of a task in the form that a model reads.
 
     Attributes:
-        source: rows with the right answers, to learn from.
+        source: training rows with the right answers.
     """
 
     source: ExampleSource
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """Return the task's own figures of a model; all processes call it, and get the same.
+        """Return the task's metrics of a model; every process calls it and gets the same result.
 
         Args:
-            model: on any layout.
-            rows: this process's place among those that read different rows.
+            model: the model, parallelized or not.
+            rows: data-parallel rank and size of this process.
         """
 
 
 def count_classes(task: Task) -> int:
-    """Return how many classes an encoder tells apart: labels, or whether a choice is right."""
+    """Return the encoder's number of classes: the task's labels, or 2 for a task with choices."""
     return len(task.label_names) or 2
 
 
 class AskedClasses:
-    """Examples as an encoder classifies them; an `AskedTask`.
+    """Examples for classification by an encoder; an `AskedTask`.
 
     Args:
-        task: whose examples these are.
-        examples: at least one.
-        tokenizer: that of the model.
-        config: has the `model`'s config, and `data` with `seq_len` and `micro_batch_size`.
+        task: the task of the examples.
+        examples: at least one example.
+        tokenizer: the model's tokenizer.
+        config: run config with `model`, and with `seq_len` and `micro_batch_size` in `data`.
 
     Raises:
-        ConfigError: the task asks for a text, or the tokenizer has no marks for segments.
+        ConfigError: the task asks for a text, or the tokenizer has no separator tokens.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class AskedClasses:
         self.source: Any = ClassRows(rows, tokenizer, config, marks)
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """As in `AskedTask`."""
+        """Return the classification metrics; see `AskedTask`."""
         source = self.source
 
         def make(numbers: Sequence[int]) -> Batch:
@@ -98,7 +97,7 @@ class AskedClasses:
 
 
 class AskedOptions:
-    """Examples as a model that writes chooses among their options; an `AskedTask`.
+    """Examples whose options a generative model scores; an `AskedTask`.
 
     The arguments are those of `AskedClasses`.
 
@@ -117,7 +116,7 @@ class AskedOptions:
         self.source: Any = AnswerRows(right, config, traits_of(config.model).reads == "apart")
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """As in `AskedTask`."""
+        """Return the metrics of the most likely options; see `AskedTask`."""
         flat, data = [pair for options in self._pairs for pair in options], self._data
         scores = score_answers(model, flat, data.micro_batch_size, rows, data.seq_len)
         chosen = _choose(scores, self._examples, self._wording)
@@ -125,13 +124,13 @@ class AskedOptions:
 
 
 class AskedTexts:
-    """Questions on a text, whose answers a model writes; an `AskedTask`.
+    """Questions on a context, answered by generated text; an `AskedTask`.
 
     Args:
-        task: whose examples these are.
-        examples: at least one.
-        tokenizer: that of the model.
-        config: as for `AskedClasses`, with `max_new_tokens`: of an answer.
+        task: the task of the examples.
+        examples: at least one example.
+        tokenizer: the model's tokenizer.
+        config: as for `AskedClasses`, with `max_new_tokens` of an answer.
 
     Raises:
         ConfigError: the task has no question on a context.
@@ -152,7 +151,7 @@ class AskedTexts:
         self.source: Any = AnswerRows(self._pairs, config, self._traits.reads == "apart")
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """As in `AskedTask`."""
+        """Return the metrics of greedily generated answers; see `AskedTask`."""
         prompts, data = [pair.prompt for pair in self._pairs], self._config.data
         sizes = (data.micro_batch_size, rows, data.seq_len, self._config.max_new_tokens)
         written = write_answers(model, prompts, *sizes)
@@ -162,7 +161,7 @@ class AskedTexts:
 
 
 def _word(task: Task, example: TaskExample) -> Wording:
-    """Return the task's wording, once it is clear that its examples have options."""
+    """Return the task's wording; raise `ConfigError` if its examples have no options."""
     wording = word_task(task, example)
     if not wording.options(example):
         raise ConfigError(
@@ -175,7 +174,7 @@ def _word(task: Task, example: TaskExample) -> Wording:
 def _choose(
     scores: Sequence[float], examples: Sequence[TaskExample], wording: Wording
 ) -> list[Any]:
-    """Return what `score_task` wants: the best option of every example, as number or as text."""
+    """Return the best option of every example, as the index or text that `score_task` takes."""
     chosen: list[Any] = []
     at = 0
     for example in examples:
@@ -190,7 +189,7 @@ def _choose(
 def _class_rows(
     examples: Sequence[TaskExample], wording: Wording
 ) -> list[tuple[tuple[str, ...], int]]:
-    """Return texts and classes: a row for every example, or for every one of its choices."""
+    """Return (text segments, class) rows: one per example, or one per choice."""
     rows = []
     for example in examples:
         right = right_options(example, wording.options(example))
@@ -204,7 +203,7 @@ def _class_rows(
 def _pairs(
     examples: Sequence[TaskExample], wording: Wording, tokenizer: Tokenizer, config: Any
 ) -> list[list[Pair]]:
-    """Return every example's prompt with each of its options."""
+    """Return (prompt, option) pairs for all options of every example."""
     width, traits, found = config.data.seq_len, traits_of(config.model), []
     for example in examples:
         options, prompt = wording.options(example), wording.write_prompt(example)
@@ -220,7 +219,7 @@ def _pairs(
 def _ask(
     task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
 ) -> list[Pair]:
-    """Return every question on its text, with its first answer."""
+    """Return a (question with context, first answer) pair for every example."""
     width, traits = config.data.seq_len, traits_of(config.model)
     unanswered = [example.idx for example in examples if not example.answers]
     if unanswered:
@@ -228,7 +227,7 @@ def _ask(
     asked = [f"Question: {e.fields['question'].strip()} Answer:" for e in examples]
     texts = [f"Context: {e.fields['context'].strip()}" for e in examples]
     right = [example.answers[0] for example in examples]
-    if traits.reads == "left":  # what is too long loses its beginning, so the question is last
+    if traits.reads == "left":  # truncation removes the beginning, so the question comes last
         prompts = [f"{text} {question}" for text, question in zip(texts, asked, strict=True)]
         return [
             continue_prompt(prompt, [answer], tokenizer, width)[0]

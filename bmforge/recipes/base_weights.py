@@ -39,12 +39,12 @@ _PACKED = ("int8", "int4")
 
 
 def packs_base(config: Any) -> bool:
-    """Return True if a run quantizes its base model while it reads it."""
+    """Return True if a run quantizes its base model while reading it."""
     return config.base_dtype in _PACKED
 
 
 def check_base_dtype(config: Any) -> None:
-    """Raise `ConfigError` where ``base_dtype`` does not fit the rest of a run's config."""
+    """Raise `ConfigError` if ``base_dtype`` is incompatible with the rest of a run's config."""
     dtype, precision = config.base_dtype, config.train.precision
     if dtype is None:
         return
@@ -124,13 +124,13 @@ def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | N
 
 
 def quantize_base_(model: Any, scheme: str) -> None:
-    """Quantize a model on meta as `open_packed` does, for plans."""
+    """Quantize a model on meta like `open_packed`, for the layout planner."""
     spec, names = _find_layers(model, scheme)
     quantize_(model, spec, where=names)
 
 
 def _find_layers(model: Any, scheme: str) -> tuple[QuantSpec, list[str]]:
-    """Return the quantization of a base model, and the names of the layers that get it."""
+    """Return the quantization spec of a base model and the names of the quantized layers."""
     # Activations stay floats: gradients pass through the quantized layers.
     spec = replace(find_preset(scheme), activations="float")
     targets = model.layout_rules().quantize_targets
@@ -143,10 +143,10 @@ def _find_layers(model: Any, scheme: str) -> tuple[QuantSpec, list[str]]:
 
 
 def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> None:
-    """Quantize the base's weights into a model, this process's slices of them.
+    """Quantize this process's slices of the base weights into a model.
 
     Args:
-        model: parallelized, on meta, with its adapter, which is left to `Delta.init_`.
+        model: parallelized model on meta; the tensors of its adapter are left to `Delta.init_`.
         read: reader of the base.
         device: device of the model.
     """

@@ -1,13 +1,12 @@
-"""Pretrain a GLM to fill blanks: spans are cut out of a text and written behind it.
+"""GLM pretraining by blank infilling: spans are cut out of a text and appended to it.
 
-For some texts the spans are short and many, for the others one long span is the text's end. Each
-span stands behind the text as ``<|startofpiece|>`` and its tokens, each of which is learned, and
-``<|endofpiece|>`` after them; where it belongs, the positions say, which the model finds by itself.
+Some texts have many short spans, the others one long span at their end. Each span is appended as
+``<|startofpiece|>`` and its tokens, followed by ``<|endofpiece|>``; all of them are predicted. The
+model derives the two-dimensional positions from the blanks.
 
-Source: Du et al., "GLM" (ACL 2022), sections 2.1 and 2.2, where the lengths of short spans are
-Poisson's and spans are shuffled. Here a text is divided as T5's are, spans come in the order of
-their blanks, and every blank is the model's one mask token (``mask_token_id``), by which the
-positions of a row are found.
+Source: Du et al., "GLM" (ACL 2022), sections 2.1 and 2.2, where short span lengths follow a Poisson
+distribution and spans are shuffled. Here a text is divided as for T5, spans keep the order of
+their blanks, and every blank is the model's mask token (``mask_token_id``).
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ Seed = tuple[int | str, ...]
 
 @dataclass(kw_only=True)
 class BlankConfig(RunConfig):
-    """Pretrain on blanks; the fields not named here are `RunConfig`'s.
+    """Pretrain on blank infilling; the fields not named here are `RunConfig`'s.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
-            text, its marks, and the spans behind it.
-        long_ratio: share of texts of which one long span, their end, is cut out.
-        noise_density: share of the tokens that short spans cut out.
-        mean_span_length: tokens of a short span, on average.
-        shortest: shorter texts are left out.
+            text, its special tokens, and the appended spans.
+        long_ratio: share of texts with one long span at the end.
+        noise_density: share of the tokens in short spans.
+        mean_span_length: mean length of a short span in tokens.
+        shortest: minimum length of a text in tokens; shorter texts are left out.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -56,7 +55,7 @@ class BlankConfig(RunConfig):
 
 
 def train_blanks(config: Any) -> RunResult:
-    """Run, or go on with, a training run on blanks.
+    """Run or resume training on blank infilling.
 
     Args:
         config: a `BlankConfig` with the `model` of a GLM.
@@ -70,11 +69,11 @@ def train_blanks(config: Any) -> RunResult:
 def cut_blanks(
     ids: Sequence[int], seed: Seed, config: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return what is left of a text, in pieces with a blank after each, and what was cut out.
+    """Return the parts of a text that precede each blank, and the spans that were cut out.
 
     Args:
-        ids: of the text; at least 2.
-        seed: decides where the blanks are.
+        ids: token ids of the text; at least 2.
+        seed: random seed of the spans.
         config: a `BlankConfig`.
     """
     drawn = draw_below(_DRAWN_FROM, derive_key(*seed, "kind")) / _DRAWN_FROM
@@ -94,7 +93,7 @@ def cut_blanks(
 
 
 class _BlankExamples:
-    """Texts with blanks, and what fills them; an `ExampleSource`."""
+    """Texts with blanks and the spans that fill them; an `ExampleSource`."""
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: GLMTokenizer) -> None:
         self._pieces, self._config = pieces, config
@@ -115,14 +114,14 @@ class _BlankExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return text `index` with blanks that depend on `seed`."""
+        """Return text `index` with blanks sampled by `seed`."""
         kept, cut = cut_blanks(self._pieces[index].tolist(), seed, self._config)
         ids = [self._begin]
         for part in kept:
             ids += [*part, self._blank]
         ids.append(self._end)
-        # The label of a position is what the one before it predicts: a span's end is that of
-        # whatever stands behind the span.
+        # The label of a position is the token that the previous one predicts: a span is followed
+        # by its end token.
         labels = [IGNORE_INDEX] * (len(ids) + 1)
         for span in cut:
             ids += [self._start, *span]

@@ -1,4 +1,6 @@
-"""A run's model: described, changed, laid out, then drawn or loaded."""
+"""Construction of a run's model: described on meta, changed, parallelized, then initialized or
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,15 @@ __all__ = ["build_model"]
 
 
 def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any, Base | None]:
-    """Return the model, laid out; what makes it small meanwhile; what checkpoints leave out.
+    """Return the parallelized model, its compression job, and the base weights checkpoints omit.
 
     Args:
-        config: of the run, settled.
-        world: the processes.
-        mesh: of its layout.
+        config: settled config of the run.
+        world: all processes of the run.
+        mesh: device mesh of the layout.
 
     Raises:
-        BmforgeError: the parts of the config do not fit each other or what the run starts from.
+        BmforgeError: options of the config conflict with each other or with the initial model.
     """
     check_base_dtype(config)
     sizes, start = with_changes(config), None
@@ -51,7 +53,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
     if is_loaded:
         _load_and_change_(model, start, config)
     packed = open_packed(model, start, config)
-    if packed is not None:  # the reader needs its own, which stays on meta
+    if packed is not None:  # the reader needs a separate copy, which stays on meta
         model = copy.deepcopy(packed.model)
     job = attach_phase(model, config, mesh)
     adapter = attach_adapter(model, config)
@@ -69,7 +71,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
         mesh=mesh,
         precision=config.train.precision,
         master_weights=config.train.master_weights,
-        recompute=config.recompute and not streams,  # what streams is recomputed anyway
+        recompute=config.recompute and not streams,  # streamed blocks are recomputed anyway
         compile=config.compile,
         prefetch=config.prefetch,
         offload_activations=config.offload.activations,
@@ -86,7 +88,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
 
 
 def _freeze_(model: Model, head: Collection[str]) -> None:
-    """Let only parts beside layers be trained, and a drawn head; there must be some."""
+    """Freeze all parameters except attached modules and a new head; there must be at least one."""
     freeze_base_(model, head)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -96,9 +98,9 @@ def _freeze_(model: Model, head: Collection[str]) -> None:
 
 
 def _load_and_change_(model: Model, start: Any, config: Any) -> None:
-    """Load what the run starts from and change it, whole on every process.
+    """Load the initial model on every process in full and apply the run's changes to it.
 
-    A change may need the weights that it takes the place of.
+    A change may compute its weights from those that it replaces, so loading comes first.
     """
     if config.offload.weights:
         raise ConfigError(
@@ -111,7 +113,7 @@ def _load_and_change_(model: Model, start: Any, config: Any) -> None:
 
 
 def _stream_(model: Model, config: Any, world: World, start: Path | None) -> None:
-    """Let the weights of blocks live where the optimizer's state lives."""
+    """Stream the weights of blocks from where the optimizer state is offloaded to."""
     if world.size > 1 or config.train.precision != "fp32":
         raise ConfigError(
             f"offload.weights=True is for one process and precision=fp32, not {world.size} "

@@ -1,8 +1,8 @@
-"""Making a model small by a recipe: phase after phase, each a run that ends in a model directory.
+"""Compression of a model by a recipe, in phases that each write a model directory.
 
-What is in `CompressConfig` is divided into phases (`compress/phases.py`). A phase with steps is a
-run of the task, as `bmforge train` would start it, with what the phase does put into its model; one
-without is done at once. Run again, phases that are done are passed over and a run goes on.
+`CompressConfig` is divided into phases (`compress/phases.py`). A phase with training steps is a
+run of the task, as `bmforge train` would start it, with the phase's methods attached to its model;
+a phase without steps is applied at once. A repeated call skips finished phases and resumes the run.
 """
 
 from __future__ import annotations
@@ -59,26 +59,25 @@ _PHASES, _EXPORT, _MADE = "phases", "export", "made"
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal ended a phase before its last step; the same command goes on from there."""
+    """A signal ended a phase before its last step; the same command resumes it."""
 
 
 @dataclass(kw_only=True)
 class CompressRunConfig:
-    """Everything about making a model small.
+    """Config of a compression.
 
     Args:
         model: directory or hub id of the model.
-        out: directory of the small model; the phases lie in it.
-        compress: what is done.
-        steps: of training in each phase.
-        task: what is trained in phases with steps, such as "pretrain" or "BoolQ".
+        out: directory of the compressed model; its phases are subdirectories.
+        compress: compression methods and their options.
+        steps: training steps of each phase.
+        task: task that phases with steps train on, such as "pretrain" or "BoolQ".
         run: fields of the task's runs: `data`, `train`, `layout`, ...; see `bmforge train`.
-        calibration: texts for methods that look at what goes through the model.
-        evaluate: on what the model is measured before and after each phase.
-        speed: time in the end how fast the model reads and writes in the runtime, as it came and
-            after each phase.
-        format: of the small model's files: "bmforge" is our own, "compressed-tensors" vLLM's, for
-            models whose linear layers are quantised by one scheme.
+        calibration: texts for methods that need activations of the model.
+        evaluate: tasks and texts to evaluate on before and after each phase.
+        speed: measure the reading and generation speed of the original model and of each phase.
+        format: file format of the compressed model: "bmforge" is the native one,
+            "compressed-tensors" vLLM's, for models with one quantization scheme for linear layers.
     """
 
     model: str = ""
@@ -99,13 +98,13 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
     BMCook's JSON is read as well; see `compat.bmcook`.
 
     Raises:
-        ConfigError: the file is missing, is neither, or does not fit.
+        ConfigError: the file is missing, in neither format, or has wrong fields.
     """
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"recipe {str(path)!r} does not exist.")
     if path.suffix == ".json":
-        # Imported here: the package of old programs brings their names with it.
+        # Imported lazily: the compatibility package is only needed for JSON recipes.
         from bmforge.compat.bmcook.config import recipe_from_bmcook
 
         values = recipe_from_bmcook(path, model)
@@ -121,11 +120,11 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
 
 
 def run_compress(config: CompressRunConfig) -> CompressReport:
-    """Make a model small, or go on with it; return what became of it.
+    """Compress a model, or resume its compression; return the report.
 
     Raises:
         BmforgeError: a setting, the model, the data or the layout does not fit.
-        StoppedError: a signal ended a phase; the same call goes on.
+        StoppedError: a signal ended a phase; the same call resumes it.
     """
     phases, source = _check(config)
     world = init_distributed()
@@ -154,7 +153,7 @@ def _phase_dir(config: CompressRunConfig, number: int, phase: Phase) -> Path:
 
 
 def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
-    """Return the phases and the model's directory, once all fits that can be known before."""
+    """Return the phases and the model's directory after all checks that need no training."""
     phases = split_phases(config.compress, config.steps)
     _check_task(config, phases)
     source = find_model(config.model)
@@ -163,7 +162,7 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
     if config.speed:
         check_speed(AutoModel.describe_pretrained(source)[0])
     check_widths_after(source, phases)
-    for _ in estimate_phases(source, phases):  # raises what a later phase would refuse
+    for _ in estimate_phases(source, phases):  # raises the errors of later phases early
         pass
     if config.format != "bmforge":
         check_compressible(source, phases)
@@ -171,7 +170,7 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
 
 
 def _measure_before(config: CompressRunConfig, source: Path, model: Any) -> Any:
-    """Return sizes and figures of the model as it comes."""
+    """Return sizes and metrics of the original model."""
     quality = _evaluate(config, source) if _wants_figures(config) else {}
     return measure_sizes(model), quality
 
@@ -187,7 +186,7 @@ def _evaluate(config: CompressRunConfig, directory: Path) -> dict[str, float]:
 
 
 def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
-    """Raise where nothing trains the phases with steps, or where what trains has none."""
+    """Raise `ConfigError` for phases with steps but no task, or a task without such a phase."""
     if not any(phase.steps for phase in phases):
         for name in ("task", "run"):
             if getattr(config, name):
@@ -208,14 +207,14 @@ def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
 
 
 def _read_done(place: Path) -> PhaseFacts | None:
-    """Return what a phase has left that was done before."""
+    """Return the report of a finished phase; None if it has not finished."""
     if not (place / "compression.json").is_file():
         return None
     return CompressReport.load(place).phases[-1]
 
 
 def _run_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Path) -> PhaseFacts:
-    """Do one phase; return what it left."""
+    """Run one phase and return its report."""
     if phase.steps:
         facts = _train_phase(config, phase, source, place)
     else:
@@ -225,7 +224,7 @@ def _run_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Pat
 
 
 def _train_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Path) -> PhaseFacts:
-    """Run the task with what the phase does put into the model."""
+    """Train the task with the phase's methods attached to the model."""
     run_dir = place / "run"
     recipe, settings = _settle_run(config, phase, source, run_dir)
     result = recipe.run(settings)
@@ -237,7 +236,7 @@ def _train_phase(config: CompressRunConfig, phase: Phase, source: Path, place: P
 
 
 def _copy_companions(source: Path, export: Path) -> None:
-    """Give a phase's model its tokenizer where the run's data brought none."""
+    """Copy the source model's tokenizer to a phase's export that has none."""
     if set(find_companions(export)) <= {GENERATION_FILE}:
         for name in find_companions(source):
             shutil.copyfile(source / name, export / name)
@@ -246,8 +245,8 @@ def _copy_companions(source: Path, export: Path) -> None:
 def _settle_run(
     config: CompressRunConfig, phase: Phase, source: Path, run_dir: Path
 ) -> tuple[Recipe, Any]:
-    """Return the task's recipe, and what its run of a phase is told."""
-    # Of the model as the last phase has left it.
+    """Return the task's recipe and the config of its run for a phase."""
+    # `source` is the model after the previous phase.
     recipe = find_recipe(config.task, str(source))
     made = dataclasses.make_dataclass(
         f"Small{recipe.config.__name__}",
@@ -257,7 +256,7 @@ def _settle_run(
     )
     made.__doc__, made.__module__ = recipe.config.__doc__, __name__
     usual = config_to_dict(recipe.config())
-    usual.pop("model")  # the sizes are those of the model that it starts from
+    usual.pop("model")  # the sizes are those of the initial model
     given = _merge(usual, {**config.run, "run_dir": str(run_dir), "init_from": str(source)})
     given = _merge(given, {"train": {"steps": phase.steps}})
     settings: Any = config_from_dict(made, given, "run.")
@@ -267,13 +266,13 @@ def _settle_run(
 
 
 def ask_teacher(config: CompressRunConfig, count: int) -> Path:
-    """Keep a teacher's answers to all rows of a recipe's runs, in `out`; make nothing small.
+    """Store a teacher's top tokens for all rows of a recipe's runs in `out`, without compressing.
 
-    The phases of a recipe read the same rows from the first on, so the longest has all of them.
+    The phases of a recipe read the same rows from the first on, so the longest phase covers all.
 
     Args:
         config: a recipe with `distill.teacher`.
-        count: k, of the tokens that are kept at every position.
+        count: number of top tokens stored for every position.
 
     Raises:
         BmforgeError: a setting, the teacher or the data does not fit; or `out` exists.
@@ -298,7 +297,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
 
 
 def _merge(usual: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return nested tables with what is given in them."""
+    """Return nested default tables updated with the given values."""
     out = dict(usual)
     for name, value in given.items():
         both = isinstance(value, dict) and isinstance(out.get(name), dict)
@@ -309,18 +308,18 @@ def _merge(usual: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 def _change_at_once(
     config: CompressRunConfig, phase: Phase, source: Path, place: Path
 ) -> PhaseFacts:
-    """Do what a phase without steps does, on one process, from directory to directory."""
+    """Apply a phase without steps on one process, from directory to directory."""
     target = place / _EXPORT
 
     def make() -> None:
-        return_freed_memory()  # layers come and go, and few are alike
+        return_freed_memory()  # layers are allocated and freed with many different sizes
         model = AutoModel.from_pretrained(source)
         batches = None
         if phase.config.is_calibrated:
             batches = read_calibration(model, source, config.calibration)
         job = compress(model, phase.config, batches=batches)
         report = job.finish_()
-        if target.exists():  # of a phase that was killed before it was whole
+        if target.exists():  # left by a phase that was killed while writing
             shutil.rmtree(target)
         target.parent.mkdir(parents=True, exist_ok=True)
 
@@ -337,7 +336,7 @@ def _change_at_once(
 
 
 def _publish(report: CompressReport, config: CompressRunConfig) -> CompressReport:
-    """Put the small model into the directory that was asked for, beside its phases."""
+    """Copy the compressed model of the last phase into the output directory."""
     if config.speed:
         report = _with_speed(report, find_model(config.model))
     source, out = _in_format(config, Path(report.phases[-1].directory)), config.out
@@ -349,7 +348,7 @@ def _publish(report: CompressReport, config: CompressRunConfig) -> CompressRepor
         partial.unlink(missing_ok=True)
         try:
             os.link(file, partial)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another file system, or no hard links
             shutil.copyfile(file, partial)
         os.replace(partial, target)
     page = report.save(out)
@@ -358,7 +357,7 @@ def _publish(report: CompressReport, config: CompressRunConfig) -> CompressRepor
 
 
 def _with_speed(report: CompressReport, source: Path) -> CompressReport:
-    """Return a report with how fast the model was, and is after each phase."""
+    """Return a report with the measured speed after each phase."""
     first, *others = measure_speeds(source, [Path(phase.directory) for phase in report.phases])
     phases = tuple(
         dataclasses.replace(phase, speed=speed)
@@ -368,7 +367,7 @@ def _with_speed(report: CompressReport, source: Path) -> CompressReport:
 
 
 def _in_format(config: CompressRunConfig, source: Path) -> Path:
-    """Return the directory of the small model in the form that was asked for."""
+    """Return the directory of the compressed model in the requested format."""
     if config.format == "bmforge":
         return source
     target = config.out / _PHASES / config.format
@@ -377,12 +376,12 @@ def _in_format(config: CompressRunConfig, source: Path) -> Path:
         save_compressed(AutoModel.from_pretrained(directory), partial)
         return f"for vLLM and transformers, {config.format}"
 
-    # It comes there whole, or not at all.
+    # Renamed into place when complete.
     return target if target.exists() else write_directory(source, target, write)
 
 
 def describe_phases(config: CompressRunConfig) -> str:
-    """Return what would be done, and how large the model would be after each phase."""
+    """Return a text with the phases and the estimated model size after each."""
     phases, source = _check(config)
     lines = []
     for phase, sizes, said in estimate_phases(source, phases):

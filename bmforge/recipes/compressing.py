@@ -1,4 +1,4 @@
-"""Compression inside of a run: what a phase puts into the model that the run trains."""
+"""Compression inside a training run: attaches the methods of a phase to the run's model."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationConfig:
-    """Real texts that methods look at.
+    """Calibration texts for methods that need activations of the model.
 
     Args:
-        texts: files or directories.
-        rows: how many rows of tokens.
+        texts: files or directories of text.
+        rows: number of token rows.
         seq_len: tokens of a row.
-        batch_size: rows that go through the model at once.
+        batch_size: rows per forward pass.
     """
 
     texts: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class CalibrationConfig:
     batch_size: int = 8
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Raise `ConfigError` for a number below 1."""
         for name in ("rows", "seq_len", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"calibration.{name}={getattr(self, name)} must be at least 1.")
@@ -63,13 +63,13 @@ class CalibrationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-    """What a run does to its model beside training it.
+    """Compression methods of a run.
 
     Args:
-        config: what is done.
-        calibration: texts for it.
-        answers: train nothing: ask the teacher about the run's rows, and keep its answers there.
-        answer_count: how many of the likeliest tokens at every position.
+        config: methods and their options.
+        calibration: calibration texts.
+        answers: directory for the teacher's answers to the run's rows; nothing is trained then.
+        answer_count: number of top tokens stored for every position.
     """
 
     config: CompressConfig = field(default_factory=CompressConfig)
@@ -81,12 +81,12 @@ class PhaseConfig:
 def read_calibration(
     model: Any, directory: Path, config: CalibrationConfig
 ) -> list[dict[str, Tensor]]:
-    """Return rows of tokens of the texts, in batches.
+    """Return batches of token rows of the calibration texts.
 
     Args:
-        model: whose arguments they are.
-        directory: with its tokenizer.
-        config: which texts.
+        model: the model that reads the rows.
+        directory: model directory with the tokenizer.
+        config: calibration texts and sizes.
 
     Raises:
         ConfigError: no texts are named, or rows are longer than the model's positions.
@@ -118,7 +118,7 @@ def read_calibration(
 
 
 def make_inputs(model: Any, rows: Tensor) -> dict[str, Tensor]:
-    """Return a model's arguments for rows of tokens; a decoder beside an encoder gets them too."""
+    """Return a model's keyword arguments for rows of tokens; generative models get labels too."""
     if model.traits.reads == "apart":
         return {"input_ids": rows, "labels": rows}
     if model.traits.reads == "left" and model.traits.writes:
@@ -127,15 +127,15 @@ def make_inputs(model: Any, rows: Tensor) -> dict[str, Tensor]:
 
 
 def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | None:
-    """Put what a run's phase does into its model, which has its weights and is not laid out yet.
+    """Attach the methods of a run's phase to its loaded model, before it is parallelized.
 
     Args:
-        model: of the run.
-        config: of the run; one without `compress` does nothing.
-        mesh: of the run.
+        model: the run's model.
+        config: the run's config; one without `compress` has no effect.
+        mesh: the run's device mesh.
 
     Raises:
-        ConfigError: what does not fit the model or the layout.
+        ConfigError: a method does not fit the model or the layout.
     """
     told: PhaseConfig | None = getattr(config, "compress", None)
     if told is None:
@@ -157,7 +157,7 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
 
 
 def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | TeacherAnswers:
-    """Open the teacher, laid out as the student will be, or whole where it is packed."""
+    """Open the teacher, parallelized like the student, or unsharded if quantized."""
     told = config.compress.config.distill
     if told.answers is not None:
         return TeacherAnswers(told.answers)
@@ -168,7 +168,7 @@ def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | Teache
 
 
 def _read_teacher(told: DistillConfig, head: str) -> tuple[Model, Path]:
-    """Return the teacher, whole, with a student's head where it has such, and its directory."""
+    """Return the unsharded teacher, with the student's head if possible, and its directory."""
     if told.teacher is None:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
     directory = find_model(told.teacher)
@@ -181,21 +181,21 @@ def _read_teacher(told: DistillConfig, head: str) -> tuple[Model, Path]:
 
 
 def asks_teacher(config: Any) -> bool:
-    """Tell whether a run only asks a teacher about its rows."""
+    """Return True if a run only stores the teacher's answers to its rows."""
     return has_phase(config) and config.compress.answers is not None
 
 
 def keep_answers(config: Any, data: Any, world: World) -> Model:
-    """Ask the teacher about the rows of a run's steps, and keep its answers; return the teacher.
+    """Store the teacher's top tokens for the rows of a run's steps; return the teacher.
 
     Args:
-        config: of the run.
-        data: what the run reads.
-        world: the processes.
+        config: the run's config.
+        data: the run's data.
+        world: all processes of the run.
 
     Raises:
         ConfigError: several processes, a task whose batches are not the model's own arguments, a
-            loss on what is inside the teacher, or a teacher that cannot be asked.
+            loss on the teacher's hidden states, or an unsuitable teacher.
     """
     told: PhaseConfig = config.compress
     distill = told.config.distill
@@ -233,7 +233,7 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
 
 
 def settle_train(train: TrainConfig, job: Compression | None) -> TrainConfig:
-    """Return a run's loop with the groups of parameters that its methods want trained otherwise."""
+    """Return the training config with the parameter groups of the compression methods."""
     if job is None or not (wanted := job.optim_groups()):
         return train
     groups = tuple(OptimGroup(glob, **settings) for glob, settings in wanted.items())
@@ -242,14 +242,14 @@ def settle_train(train: TrainConfig, job: Compression | None) -> TrainConfig:
 
 
 def has_phase(config: Any) -> bool:
-    """Tell whether a run makes its model small."""
+    """Return True if a run compresses its model."""
     return getattr(config, "compress", None) is not None
 
 
 def finish_phase(trainer: Trainer, run_dir: Path) -> Any:
-    """Finish what a run's phase does, and keep what is said of it; return the small model.
+    """Finish the phase of a run, save its report, and return the compressed model.
 
-    Of a run without a phase it is the model that was trained.
+    A run without a phase returns the trained model.
 
     Comm: every process calls it.
     """

@@ -1,8 +1,8 @@
-"""What tells good texts from others: a classifier and a perplexity model, trained from texts.
+"""Training of a quality classifier and a perplexity model that score texts.
 
 ``bmforge data quality --good wiki --bad crawl --out scores`` writes ``quality.npz`` and
-``perplexity.npz``, which `prepare --scores` reads. A model of the house scores texts by
-`ModelPerplexity`, as a step of `prepare`.
+``perplexity.npz``, which `prepare --scores` reads. `ModelPerplexity` scores texts with a bmforge
+model as a step of `prepare`.
 
 Source: Brown et al. 2020, arXiv:2005.14165, appendix A (a classifier of good texts against a
 crawl); Wenzek et al. 2020, arXiv:1911.00359 (thirds of perplexities).
@@ -37,11 +37,11 @@ _LONGEST = 512  # tokens of a row, for a model with more positions
 
 
 def train_quality(config: QualityConfig) -> list[Path]:
-    """Train what the config asks for; return the files.
+    """Train the models of a config; return their files.
 
     Raises:
-        ConfigError: no good texts, or the files are there already.
-        DataError: an input is bad.
+        ConfigError: no good texts, or the files exist.
+        DataError: an input cannot be read.
     """
     if not config.good:
         raise ConfigError("good is empty: name texts that are as they should be")
@@ -69,7 +69,7 @@ def train_quality(config: QualityConfig) -> list[Path]:
 
 
 def _sample(inputs: Sequence[str], config: QualityConfig) -> list[str]:
-    """Return texts of the inputs: of more than `most_texts`, those with the lowest hashes."""
+    """Return at most `most_texts` texts of the inputs: those with the lowest hashes."""
     found = []
     for document in _read(inputs, config):
         key = blake2b(f"{config.seed}{document.text}".encode(), digest_size=8).digest()
@@ -87,12 +87,12 @@ def _read(inputs: Sequence[str], config: QualityConfig) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ModelPerplexity:
-    """A function from texts to their perplexities per token under a model, for `ScoreText`.
+    """Function from texts to their perplexities per token under a model, for `ScoreText`.
 
-    Workers open the model themselves.
+    Each worker process opens the model itself.
 
     Attributes:
-        model: directory or hub id of a model that writes, with its tokenizer.
+        model: directory or hub id of a generative model with its tokenizer.
     """
 
     model: str

@@ -1,7 +1,7 @@
-"""Fine-tune CPM-1 on ChID (which idiom belongs into a blank) and STC (answers to short posts).
+"""Fine-tuning of CPM-1 on ChID (the idiom for a blank) and STC (replies to short posts).
 
-ChID is a text that ends with the number of the right idiom, and only that number is learned. STC is
-plain text, all of which is learned.
+A ChID text ends with the number of the right idiom, and the loss is on that number alone. STC is
+plain text with a loss on every token.
 
 Source: ``preprocess_chid_finetune.py``, ``finetune_chid.py``, ``preprocess_stc_finetune.py`` and
 ``finetune_lm.py`` of TsinghuaAI/CPM-1-Finetune.
@@ -52,13 +52,13 @@ _NUM_OPTIONS = 10
 
 @dataclass(kw_only=True)
 class CPM1TextsConfig(RunConfig):
-    """Fine-tune on texts of CPM-1's; the fields not named here are `RunConfig`'s.
+    """Fine-tune on CPM-1's tasks; the fields not named here are `RunConfig`'s.
 
     Args:
-        data: what it learns from; longer examples than `seq_len` are left out. Of ChID `paths` are
-            its files, one JSON a line with `content` and `candidates`, and beside FILE.json the
-            right numbers in FILE_answer.json; of STC text files, one post, a tab and its answer a
-            line.
+        data: training data; longer examples than `seq_len` are left out. For ChID `paths` are
+            its files, one JSON object a line with `content` and `candidates`, and next to FILE.json
+            the right numbers in FILE_answer.json; for STC text files with a post, a tab and its
+            reply on each line.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -66,7 +66,7 @@ class CPM1TextsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPM1TuneConfig(CPM1TextsConfig):
-    """Fine-tune a CPM-1; `model` is its size, with `init_from` that model's."""
+    """Fine-tune a CPM-1; `model` is its config, or with `init_from` that model's."""
 
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
 
@@ -75,7 +75,7 @@ class CPM1TuneConfig(CPM1TextsConfig):
 class ChIDConfig(CPM1TuneConfig):
     """Fine-tune on ChID.
 
-    `data.paths` are its files: one JSON a line with `content` and `candidates`, and beside
+    `data.paths` are its files: one JSON object a line with `content` and `candidates`, and next to
     FILE.json the right numbers in FILE_answer.json.
     """
 
@@ -84,13 +84,13 @@ class ChIDConfig(CPM1TuneConfig):
 
 @dataclass(kw_only=True)
 class STCConfig(CPM1TuneConfig):
-    """Fine-tune on STC: `data.paths` are text files, one post, a tab and its answer a line."""
+    """Fine-tune on STC: `data.paths` are text files with post, tab and reply on each line."""
 
     run_dir: Path = Path("runs/cpm1-stc")
 
 
 def tune_chid(config: Any) -> RunResult:
-    """Run, or go on with, fine-tuning on ChID; `results.json` gets the accuracy.
+    """Run or resume fine-tuning on ChID; write the accuracy to `results.json`.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -99,7 +99,7 @@ def tune_chid(config: Any) -> RunResult:
 
 
 def tune_stc(config: Any) -> RunResult:
-    """Run, or go on with, fine-tuning on STC.
+    """Run or resume fine-tuning on STC.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -108,11 +108,11 @@ def tune_stc(config: Any) -> RunResult:
 
 
 class _Texts:
-    """Texts whose tokens from some place on are learned; an `ExampleSource`.
+    """Texts with a loss on all tokens after a prompt; an `ExampleSource`.
 
     Args:
-        texts: ids of each, and how many at its beginning are only read.
-        config: widths and padding.
+        texts: (token ids, length of the prompt) of each text.
+        config: row widths and padding.
     """
 
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:
@@ -122,7 +122,7 @@ class _Texts:
         self._texts = [(ids, read) for ids, read in given if len(ids) <= width]
         reason = f"longer than data.seq_len={width}"
         tell_left_out([reason] * (len(given) - len(self._texts)), len(given), "texts")
-        # Padding stands behind the text, where no token of it looks.
+        # Padding follows the text, so causal attention never sees it.
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (width, 0),
             "labels": (width, IGNORE_INDEX),
@@ -133,7 +133,7 @@ class _Texts:
         return len(self._texts)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return text `index`; nothing is drawn."""
+        """Return text `index`; `seed` has no effect."""
         ids, read = self._texts[index]
         return {"input_ids": ids, "labels": [IGNORE_INDEX] * read + ids[read:]}
 
@@ -141,9 +141,9 @@ class _Texts:
 def encode_chid(
     text: str, place: re.Match[str], candidates: Sequence[str], tokenizer: CPM1Tokenizer
 ) -> list[int]:
-    """Return the question for one blank of a text, up to where the answer's number comes.
+    """Return the prompt for one blank of a text, up to the number of the answer.
 
-    It is 上下文: text with ``<mask>`` ``<eod>`` 选项0: idiom ``<sep>`` ... ``<mask>`` 答案是:
+    Its form is 上下文: text with ``<mask>`` ``<eod>`` 选项0: idiom ``<sep>`` ... ``<mask>`` 答案是:
     """
     mask, sep, eod = (_id(tokenizer, role) for role in ("mask", "sep", "eod"))
     before = _BLANK.sub("", text[: place.start()]).strip()
@@ -163,7 +163,7 @@ def _id(tokenizer: CPM1Tokenizer, role: str) -> int:
 
 
 def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
-    """Return the ids that the numbers of the options have where they stand behind 选项."""
+    """Return the token ids of the option numbers as they are encoded after 选项."""
     numbers = []
     for number in range(_NUM_OPTIONS):
         ids = tokenizer.encode(f"选项{number}:")
@@ -177,7 +177,7 @@ def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
 def _chid_texts(
     paths: Sequence[str], tokenizer: CPM1Tokenizer, numbers: Sequence[int]
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield every question with its answer's number, and how much of it is only read."""
+    """Yield every question with the number of its answer, and the length of its prompt."""
     for path in paths:
         file = Path(path)
         beside = file.with_name(f"{file.stem}_answer{file.suffix}")
@@ -201,7 +201,7 @@ def _chid_texts(
 
 
 def _read_question(row: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
-    """Return the texts of a line and its candidates."""
+    """Return the texts and the candidates of a line."""
     content, candidates = row.get("content"), row.get("candidates")
     texts = [content] if isinstance(content, str) else content
     lists = isinstance(texts, list) and isinstance(candidates, list)
@@ -228,7 +228,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 
 def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple[list[int], int]]:
-    """Yield every post with its answer; all of it is learned."""
+    """Yield every post with its reply; the loss is on all tokens."""
     for path in paths:
         for number, line in enumerate(read_lines(path), 1):
             if not line.strip():
@@ -278,14 +278,14 @@ def _open_stc(config: Any, rows: World) -> TrainingData:
 def _measure_accuracy(
     model: Model, batches: Iterator[Batch], numbers: Sequence[int], rows: World
 ) -> float:
-    """Return how often the right number is the likeliest of all numbers."""
+    """Return the share of questions for which the right number is the argmax over all numbers."""
     counts = torch.zeros(2, dtype=torch.float64, device=rows.device)
     with evaluating(model), torch.no_grad():
         for ids, labels in ((b["input_ids"], b["labels"]) for b in batches):
             for row, wanted in zip(ids.to(rows.device), labels.to(rows.device), strict=True):
                 answered = wanted != IGNORE_INDEX
-                # A row without labels only fills a batch: it is read, as on a sharded model all
-                # processes must read as often, and not counted.
+                # A row without labels is padding of a batch: it runs through the model, since
+                # all processes of a sharded model need the same number of calls, uncounted.
                 counted = bool(answered.any())
                 place = int(answered.nonzero()[-1]) if counted else 1
                 logits = model(row[None, :place], logits_to_keep=1).logits[0, -1, list(numbers)]

@@ -1,7 +1,8 @@
-"""Which delta suits a task: types, places and sizes, by successive halving.
+"""Search for the best adapter of a task, over kinds, targets and sizes, by successive halving.
 
-All candidates train a little; the better ones train on from where they are, until one is left. Run
-again in the same directory, a search goes on where it stopped; `search.html` shows it.
+All candidates train for a few steps; the better ones continue, until one is left. A repeated call
+in
+the same directory resumes the search; `search.html` shows its state.
 
 Source: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
 optimization" (2016).
@@ -29,7 +30,7 @@ from bmforge.train import OptimConfig, TrainConfig
 
 __all__ = ["DeltaSearchConfig", "SearchConfig", "find_candidates", "plan_rounds", "search_deltas"]
 
-# Kind -> the option that says how large it is; others have but one size.
+# Kind -> its size option; the other kinds have a single size.
 _SIZED = {
     "lora": "rank",
     "low-rank": "rank",
@@ -38,23 +39,23 @@ _SIZED = {
     "prefix": "length",
     "soft-prompt": "length",
 }
-# Kinds that choose their places themselves.
+# Kinds with fixed target modules.
 _PLACED = ("parallel-adapter", "prefix", "soft-prompt")
 _STATE, _PAGE = "search.json", "search.html"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """What is tried.
+    """Search space of adapters.
 
     Args:
-        kinds: of deltas, as `delta.kind` has them.
-        places: targets, those of one candidate joined by commas (attn.q,attn.v); "usual" is where a
-            kind stands where nothing is said.
-        sizes: ranks, widths, or lengths, of the kinds that have one.
-        max_trained: leave out candidates that train more parameters, new heads not counted; 0 takes
-            all.
-        keep_ratio: one of so many goes on to the next round, which is so many times as long.
+        kinds: kinds of adapters, as in `adapter.kind`.
+        places: target modules; the targets of one candidate are joined by commas (attn.q,attn.v),
+            and "usual" is the default of a kind.
+        sizes: ranks, widths or lengths, for the kinds that have one.
+        max_trained: maximum number of trained parameters of a candidate without new heads; 0 sets
+            no limit.
+        keep_ratio: factor by which each round has fewer candidates and more steps.
     """
 
     kinds: tuple[str, ...] = ("lora", "adapter", "compacter", "bitfit", "ia3")
@@ -64,7 +65,7 @@ class SearchConfig:
     keep_ratio: int = 3
 
     def __post_init__(self) -> None:
-        """Check that there is something to try."""
+        """Raise `ConfigError` for an empty search or an unknown kind."""
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
             raise ConfigError(f"search.kinds has {unknown[0]!r}; there are {', '.join(KINDS)}.")
         if not (self.kinds and self.places and self.sizes):
@@ -78,12 +79,12 @@ class SearchConfig:
 
 @dataclass(kw_only=True)
 class DeltaSearchConfig(TaskTuneConfig):
-    """Search a delta for a task; the fields not named here are `TaskTuneConfig`'s.
+    """Search an adapter for a task; the fields not named here are `TaskTuneConfig`'s.
 
     Args:
-        search: what is tried.
-        train: the loop of the last round; earlier ones are as much shorter as there are more
-            candidates in them.
+        search: search space.
+        train: training loop of the last round; earlier rounds are shorter in proportion to their
+            number of candidates.
     """
 
     run_dir: Path = Path("runs/delta-search")
@@ -94,13 +95,13 @@ class DeltaSearchConfig(TaskTuneConfig):
 
 
 def search_deltas(config: Any) -> RunResult:
-    """Search, or go on with it.
+    """Run or resume a search.
 
     Args:
         config: a `DeltaSearchConfig` with `model`.
 
     Returns:
-        the last run of the best candidate.
+        The last run of the best candidate.
 
     Raises:
         ConfigError: nothing to try, no held-out data, or another search in the directory.
@@ -135,11 +136,11 @@ def search_deltas(config: Any) -> RunResult:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One delta that is tried.
+    """One adapter of a search.
 
     Args:
-        delta: it.
-        trained: how many parameters it trains, new heads not counted.
+        delta: config of the adapter.
+        trained: number of trained parameters without new heads.
     """
 
     delta: AdapterConfig
@@ -147,10 +148,10 @@ class Candidate:
 
 
 def find_candidates(config: Any) -> dict[str, Candidate]:
-    """Return what is tried, by name: all that fits the model and the budget.
+    """Return name -> candidate for all adapters that fit the model and the parameter limit.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: no adapter fits.
     """
     search: SearchConfig = config.search
     sizes = settle_model(with_classes(config)).model
@@ -178,7 +179,7 @@ def find_candidates(config: Any) -> dict[str, Candidate]:
 
 
 def _spell(search: SearchConfig) -> list[tuple[str, AdapterConfig]]:
-    """Return name and delta of every combination, each once."""
+    """Return (name, adapter config) for every distinct combination of the search space."""
     found: dict[str, AdapterConfig] = {}
     for kind in search.kinds:
         for places in search.places if kind not in _PLACED else ("usual",):
@@ -193,11 +194,11 @@ def _spell(search: SearchConfig) -> list[tuple[str, AdapterConfig]]:
 
 
 def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]]:
-    """Return how many candidates each round has, and up to which step it trains them.
+    """Return (number of candidates, last step) of each round.
 
     Args:
-        count: candidates.
-        steps: of the last round.
+        count: number of candidates.
+        steps: steps of the last round.
         keep_ratio: see `SearchConfig`.
     """
     counts = [count]
@@ -208,7 +209,7 @@ def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]
 
 
 def _config_of(config: Any, name: str, delta: AdapterConfig, steps: int) -> Any:
-    """Return the config of a candidate's run up to a step; its schedule is the whole search's."""
+    """Return the config of a candidate's run up to a step; the schedule covers the whole search."""
     train = config.train
     if train.schedule.kind not in ("constant", "noam") and train.schedule.total_steps is None:
         schedule = dataclasses.replace(train.schedule, total_steps=train.steps)
@@ -221,7 +222,7 @@ def _config_of(config: Any, name: str, delta: AdapterConfig, steps: int) -> Any:
 def _open_state(
     run_dir: Path, candidates: Mapping[str, Candidate], rounds: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """Return what a search knows already, or a fresh one.
+    """Return the saved state of a search, or a new one.
 
     Raises:
         ConfigError: the directory has another search.

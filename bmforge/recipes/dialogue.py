@@ -1,4 +1,4 @@
-"""Fine-tune EVA on dialogues: what was said before in, the last utterance out.
+"""Fine-tuning of EVA on dialogues: the history is the input, the last utterance the target.
 
 Source: ``src/eva_datasets.py`` of thu-coai/EVA.
 """
@@ -34,7 +34,7 @@ class DialogueConfig(RunConfig):
     Args:
         data: `paths` are text files with one dialogue a line, tabs between its utterances;
             `seq_len` is the window of the history, in tokens.
-        target_len: longest answer in tokens; dialogues with a longer one are left out.
+        target_len: maximum answer length in tokens; dialogues with a longer answer are left out.
     """
 
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=128))
@@ -43,14 +43,14 @@ class DialogueConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class EVADialogueConfig(DialogueConfig):
-    """Train an EVA on dialogues; `model` is its size, with `init_from` that model's."""
+    """Train an EVA on dialogues; `model` is its config, or with `init_from` that model's."""
 
     run_dir: Path = Path("runs/eva-dialogue")
     model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))
 
 
 def train_dialogue(config: Any) -> RunResult:
-    """Run, or go on with, a training run on dialogues.
+    """Run or resume training on dialogues.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -86,7 +86,7 @@ class _Dialogues:
         return len(self._pairs)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return dialogue `index`; nothing is drawn."""
+        """Return dialogue `index`; `seed` has no effect."""
         source, target = self._pairs[index]
         return {"input_ids": source, "attention_mask": [1] * len(source), "labels": target}
 

@@ -1,4 +1,4 @@
-"""Train a CPM-Bee on documents: pretraining from drawn weights, or fine-tuning from `init_from`.
+"""Training of CPM-Bee on documents: pretraining from scratch, or fine-tuning with `init_from`.
 
 Documents come from .jsonl files, or from mixture files (.json) that give each file a weight, a task
 and declarative transforms.
@@ -37,25 +37,25 @@ from bmforge.train.objective import rename_inputs
 
 __all__ = ["CPMBeeTrainConfig", "DocumentConfig", "DocumentsConfig", "train_documents"]
 
-# Samples that are encoded before a run, to see how many will be left out.
+# Samples encoded before a run to estimate the share that is left out.
 _SURVEYED = 500
 
 
 @dataclass(kw_only=True)
 class DocumentConfig:
-    """What a run on documents reads.
+    """Data of a run on documents.
 
     Args:
-        paths: .jsonl files with one document a line, each a task of its name, or .json files that
-            describe a mixture.
-        validation: held-out documents, in the same forms; each task is evaluated alone too.
+        paths: .jsonl files with one document a line, each file a task of its own, or .json files
+            that describe a mixture.
+        validation: held-out documents in the same formats; each task is also evaluated separately.
         tokenizer: directory with CPM-Bee's vocab.txt; None takes `init_from`'s.
         seq_len: tokens of a row; documents are packed into rows, longer ones are left out.
         global_batch_size: rows per optimizer step over all processes.
         micro_batch_size: rows per forward pass on one process.
-        validation_batches: stop the evaluation of a task after so many; None reads all.
+        validation_batches: maximum number of evaluation batches of a task; None reads all.
         skip_bad: leave out documents that cannot be encoded instead of stopping.
-        seed: of order, transforms, examples and the order of answers.
+        seed: random seed of the order of documents and answers, the transforms and the examples.
     """
 
     paths: tuple[str, ...] = ()
@@ -82,16 +82,16 @@ class DocumentsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMBeeTrainConfig(DocumentsConfig):
-    """Train a CPM-Bee; `model` is its size, with `init_from` that model's."""
+    """Train a CPM-Bee; `model` is its config, or with `init_from` that model's."""
 
     run_dir: Path = Path("runs/cpm-bee-train")
     model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))
 
 
 def train_documents(config: Any) -> RunResult:
-    """Run, or go on with, a training run on documents.
+    """Run or resume training on documents.
 
-    The export holds the tokenizer, so `bmforge generate` fills documents with it.
+    The export includes the tokenizer, so `bmforge generate` fills documents with it.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -136,7 +136,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 
 def _warn_early(mixture: TaskMixture) -> None:
-    """Say before the run where much of what it is to learn from will be left out."""
+    """Warn before the run if a large share of the first samples will be left out."""
     found = mixture.survey(_SURVEYED)
     looked_at = min(_SURVEYED, mixture.samples_per_epoch)
     if is_much(len(found), looked_at):
@@ -180,10 +180,10 @@ def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
 def _fitting(
     source: TaskSource, tokenizer: CPMBeeTokenizer, config: DocumentConfig
 ) -> list[dict[str, Any]]:
-    """Return the held-out documents of a task, each by its first transform.
+    """Return the held-out documents of a task, each with its first transform applied.
 
     Raises:
-        DataError: one cannot be encoded, and `skip_bad` is off, or none is left.
+        DataError: a document cannot be encoded and `skip_bad` is off, or none is left.
     """
     kept, left_out = [], []
     for number in range(len(source.documents)):
@@ -213,7 +213,7 @@ def _held_out_batches(
     config: DocumentConfig,
     rows: World,
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of one pass; ranks that have none left get one without labels."""
+    """Yield this rank's batches of one pass; a rank without data gets a batch without labels."""
     whole = iter_documents(
         documents, tokenizer, max_length=config.seq_len, batch_size=config.micro_batch_size
     )

@@ -1,7 +1,6 @@
-"""Evaluate a model: how likely texts are to it, and how well it does tasks, on any layout.
+"""Evaluation of a model on texts (perplexity) and tasks, on any layout.
 
-What is measured is what training measures: rows of held-out text through `train.evaluate`, tasks as
-`asking.py` asks them.
+Texts go through `train.evaluate` like held-out data in training; tasks through `asking.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ Measure = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model that is evaluated: with what, and on how many processes."""
+    """The evaluated model with its tokenizer, row length and processes."""
 
     model: Model
     tokenizer: Tokenizer | None
@@ -72,7 +71,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What rows of tasks are made by, in the form of a run's config."""
+    """Settings for task rows, in the form of a run's config."""
 
     model: ModelConfig
     data: ExampleConfig
@@ -80,14 +79,14 @@ class _Reading:
 
 
 def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = None) -> Results:
-    """Return title -> what was read -> figure; every process gets the same.
+    """Return title -> data name -> metric; the same on every process.
 
-    Where the model is the export of a run, the figures go into its results and its report.
+    For the export of a run, the metrics are also added to the run's results and report.
 
     Args:
         name: directory or hub id of a model, a run's directory, or a preset with `weights`.
-        config: on what.
-        layout: how the model is divided over processes; None shards its weights over all.
+        config: texts and tasks to evaluate on.
+        layout: parallel layout; None shards the weights over all processes.
 
     Raises:
         BmforgeError: a setting, the model, the data or the layout does not fit.
@@ -95,11 +94,11 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
     config.check()
     layout, out = layout or Layout(), config.out
     world = init_distributed()
-    if out is not None:  # where it cannot be made, this is said before all the work
+    if out is not None:  # fail before the evaluation if it cannot be created
         run_on_first(lambda: out.parent.mkdir(parents=True, exist_ok=True))
     layout.check(world.size)
     subject = _open_subject(name, config, layout, world)
-    # All is read before anything is measured, so that a mistake is met at once.
+    # All inputs are opened before the evaluation, so that mistakes are reported early.
     measures = [(path, _open_text(subject, path, config)) for path in config.text]
     measures += [(path, _open_prepared(subject, path, config)) for path in config.prepared]
     measures += [(task, _open_task(subject, task, config)) for task in config.tasks]
@@ -113,7 +112,7 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
 
 
 def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: World) -> _Subject:
-    """Lay a model out and load its weights, every process its part."""
+    """Parallelize a model and load this process's shards of its weights."""
     export = str(find_export(name))
     place = find_source(export) if is_adapter(export) else None
     start = find_start(export if place is None else str(place.model))
@@ -151,13 +150,13 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
 
 
 def _find_run(directory: Path) -> Path | None:
-    """Return the run whose export a directory is."""
+    """Return the run directory of an export; None for any other directory."""
     run = directory.resolve().parent
     return run if directory.name == "export" and (run / "run.toml").is_file() else None
 
 
 def _length_in_run(directory: Path) -> int | None:
-    """Return the tokens of a row in the run that made a model."""
+    """Return the row length in tokens of the run that trained a model; None if unknown."""
     run = _find_run(directory)
     told = {} if run is None else tomllib.loads((run / "run.toml").read_text(encoding="utf-8"))
     found = told.get("data", {}).get("seq_len")
@@ -165,7 +164,7 @@ def _length_in_run(directory: Path) -> int | None:
 
 
 def _find_tokenizer(directory: Path) -> Tokenizer | None:
-    """Return the tokenizer beside a model; None where there is none, which texts then say."""
+    """Return the tokenizer in a model directory; None without one, which is an error for texts."""
     try:
         return AutoTokenizer.from_pretrained(directory)
     except DataError as error:
@@ -191,7 +190,7 @@ def _need_next_tokens(model: Model) -> None:
 
 
 def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Open files of text: each document is read after what begins a text."""
+    """Open text files; every document is preceded by the begin token."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     _need_next_tokens(model)
     first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -216,7 +215,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
 
 
 def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Open a token store, in the rows that training reads."""
+    """Open a token store in the rows of training."""
     _need_next_tokens(subject.model)
     held_out = open_held_out(
         path, subject.seq_len, subject.model.config.vocab_size, str(subject.directory)
@@ -227,7 +226,7 @@ def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Meas
 
 
 def _judge(subject: _Subject, batches: Iterable[Batch], text_bytes: int | None) -> dict[str, float]:
-    """Return the figures of a text: perplexity, and where its bytes are known bits per byte."""
+    """Return perplexity, and bits per byte if the number of bytes is known."""
     found = evaluate(subject.model, batches, mesh=subject.mesh, device=subject.rows.device)
     figures = {"perplexity": found.perplexity}
     if text_bytes:
@@ -236,7 +235,7 @@ def _judge(subject: _Subject, batches: Iterable[Batch], text_bytes: int | None) 
 
 
 def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
-    """Open a task, asked as a model of this kind is asked."""
+    """Open a task with the prompts for the model's kind."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     data = _describe_task(name, subject, config)
     task = open_task(data)
@@ -269,7 +268,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
 
 
 def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> TaskDataConfig:
-    """Return where a task lies, checked."""
+    """Return the checked data config of a task."""
     sizes: dict[str, Any] = {
         "seq_len": subject.seq_len,
         "micro_batch_size": config.micro_batch_size,
@@ -288,7 +287,7 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
 
 
 def _own_labels(model: Model) -> tuple[str, ...]:
-    """Return the labels that a classifier was trained with, in order; none of other models."""
+    """Return the label names of a classifier in order; empty for other models."""
     is_classifier = model.config.head == "sequence_classification"
     named = (model.config.raw.get("id2label") or {}) if is_classifier else {}
     return tuple(named[key] for key in sorted(named, key=int))
@@ -297,7 +296,7 @@ def _own_labels(model: Model) -> tuple[str, ...]:
 def _keep(
     name: str, directory: Path, config: EvaluateConfig, layout: Layout, results: Results
 ) -> None:
-    """Write figures down: into a file that was asked for, and into the run that made the model."""
+    """Write the metrics to the output file and to the results of the model's training run."""
     if config.out is not None:
         settings = {n: v for n, v in config_to_dict(config).items() if n != "out"}
         settings["layout"] = layout.unusual()
@@ -308,5 +307,5 @@ def _keep(
         try:
             add_results(run, results)
             get_logger().info("report: %s", write_report(run))
-        except OSError as error:  # the figures are still told
+        except OSError as error:  # the metrics are still returned
             get_logger().warning("the figures are not kept in the run: %s", error)

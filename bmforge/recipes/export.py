@@ -40,7 +40,7 @@ __all__ = [
     "swapped_directory",
 ]
 
-# Files of a base model that belong to every model made of it.
+# Files of a base model that are copied to every derived model.
 _SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 _TASK_TYPES = {"left": "CAUSAL_LM", "apart": "SEQ_2_SEQ_LM"}
 
@@ -54,12 +54,12 @@ def export_run(
 ) -> None:
     """Write ``run_dir/export``: the trained model, or the adapter if the run trains one.
 
-    Both are complete: with the tokenizer, the chat template and the base's generation config.
+    Either includes the tokenizer, the chat template and the base's generation config.
 
     Args:
         model: trained model, parallelized or not.
         config: the run's config.
-        save_tokenizer: writes tokenizer and template into a directory.
+        save_tokenizer: function that writes tokenizer and template into a directory.
         special_ids: fields of the exported config.json, such as ``eos_token_id``.
         world: the processes; every one must call this.
     """
@@ -89,10 +89,10 @@ def export_run(
 
 
 def push_export(directory: Path, repo_id: str) -> None:
-    """Upload an export with its card to the Hugging Face hub, as a private repository if it is new.
+    """Upload an export with its card to the Hugging Face hub; a new repository is private.
 
     Args:
-        directory: the export, which stays on disk whatever happens.
+        directory: the export, which stays on disk even if the upload fails.
         repo_id: OWNER/NAME of the repository.
 
     Raises:
@@ -121,10 +121,10 @@ def _save_model(model: Model, config: Any, target: Path) -> None:
 
 
 def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
-    """Return the dtype in which an export stores the tensor of a published name.
+    """Return a function from a published tensor name to the dtype of its export.
 
-    It is that of the base's tensor of this name, else the one that most of the base's tensors have;
-    None for a base without plain weights (GGUF).
+    The dtype is that of the base's tensor with this name, else the most common one of the base's
+    tensors; None for a base without plain weights (GGUF).
     """
     if is_gguf(directory):
         return None
@@ -182,7 +182,7 @@ def swapped_directory(directory: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `directory` when the block ends without an exception.
 
     Every process must enter it; the first one swaps. A kill between the two renames leaves the
-    earlier export under its temporary name, from which the next call restores it.
+    earlier export under its temporary name, and the next call restores it.
     """
     new, old = (directory.with_name(f".{directory.name}.{word}") for word in ("new", "old"))
 

@@ -1,8 +1,8 @@
-"""Fine-tuning on published tasks, on one's own, and on questions on a text.
+"""Fine-tuning on published tasks, on user-defined classification, and on questions on a context.
 
-An encoder learns to classify; decoders and encoder-decoders learn to write a label's word, or the
-right choice, after its prompt. `results.json` has the task's own metrics on the held-out split; how
-they are measured is in `asking.py`.
+An encoder learns to classify; decoders and encoder-decoders learn to write the word of a label, or
+the right choice, after a prompt. `results.json` has the task's metrics on the held-out split, which
+`asking.py` computes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TaskTuneConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class BertSuperGLUEConfig(TaskTuneConfig):
-    """Fine-tune a BERT to classify; `model` is its size, with `init_from` that model's."""
+    """Fine-tune a BERT to classify; `model` is its config, or with `init_from` that model's."""
 
     new_head: bool = True
     run_dir: Path = Path("runs/bert-superglue")
@@ -74,7 +74,7 @@ class BertSuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SuperGLUEConfig(TaskTuneConfig):
-    """Fine-tune a T5 to answer; `model` is its size, with `init_from` that model's."""
+    """Fine-tune a T5 to answer; `model` is its config, or with `init_from` that model's."""
 
     run_dir: Path = Path("runs/t5-superglue")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
@@ -82,7 +82,7 @@ class T5SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class GPT2SuperGLUEConfig(TaskTuneConfig):
-    """Fine-tune a GPT-2 to answer; `model` is its size, with `init_from` that model's."""
+    """Fine-tune a GPT-2 to answer; `model` is its config, or with `init_from` that model's."""
 
     run_dir: Path = Path("runs/gpt2-superglue")
     model: GPT2Config = field(default_factory=lambda: GPT2Config.preset("gpt2-small"))
@@ -90,7 +90,7 @@ class GPT2SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class LlamaSuperGLUEConfig(TaskTuneConfig):
-    """Fine-tune a Llama to answer; `model` is its size, with `init_from` that model's."""
+    """Fine-tune a Llama to answer; `model` is its config, or with `init_from` that model's."""
 
     run_dir: Path = Path("runs/llama-superglue")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -98,10 +98,10 @@ class LlamaSuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class SQuADTuneConfig(TaskTuneConfig):
-    """Fine-tune on questions on a text (SQuAD 1.1, and tasks of its form).
+    """Fine-tune on questions on a context (SQuAD 1.1, and tasks in its format).
 
     Args:
-        max_new_tokens: longest answer that is written when it is evaluated.
+        max_new_tokens: maximum length of a generated answer in evaluation.
     """
 
     data: TaskDataConfig = field(default_factory=lambda: TaskDataConfig(task="SQuAD", seq_len=512))
@@ -110,18 +110,18 @@ class SQuADTuneConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SQuADConfig(SQuADTuneConfig):
-    """Fine-tune a T5 to answer questions; `model` is its size, with `init_from` that model's."""
+    """Fine-tune a T5 on questions; `model` is its config, or with `init_from` that model's."""
 
     run_dir: Path = Path("runs/t5-squad")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
 
 
 def tune_task(config: Any) -> RunResult:
-    """Run, or go on with, fine-tuning on a task of which every example has options.
+    """Run or resume fine-tuning on a task whose examples have options.
 
     Args:
         config: a `TaskTuneConfig` with the `model` of an encoder, which classifies, or of a decoder
-            or encoder-decoder, which writes.
+            or encoder-decoder, which generates.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -133,7 +133,7 @@ def tune_task(config: Any) -> RunResult:
 
 
 def with_classes(config: Any) -> Any:
-    """Return a checked config in which an encoder classifies into the classes of its task."""
+    """Return a checked config in which an encoder has one output per class of the task."""
     config.data.check()
     if traits_of(config.model).reads != "both":
         return config
@@ -142,7 +142,7 @@ def with_classes(config: Any) -> Any:
 
 
 def tune_squad(config: Any) -> RunResult:
-    """Run, or go on with, fine-tuning on questions whose answer is a text.
+    """Run or resume fine-tuning on questions with a text as answer.
 
     Args:
         config: a `SQuADTuneConfig` with the `model` of a decoder or encoder-decoder.
@@ -171,7 +171,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _open(asked: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
-    """Open a task, asked in such a way; `fields` are further ones of `TrainingData`."""
+    """Open a task in the form of an `AskedTask`; `fields` are passed to `TrainingData`."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)

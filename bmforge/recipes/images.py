@@ -1,7 +1,7 @@
-"""Train a ViT to tell the images of a folder apart; the sub-folders are the classes.
+"""Training of a ViT to classify the images of a folder; the subfolders are the classes.
 
-Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2020), whose fine-tuning this is with
-`init_from`; see `inputs/image_folder.py` for how images are read.
+Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2020); `init_from` gives its
+fine-tuning. `inputs/image_folder.py` has the preprocessing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class ImagesConfig(RunConfig):
 
 
 def train_images(config: Any) -> RunResult:
-    """Run, or go on with, a training run on an image folder.
+    """Run or resume training on an image folder.
 
     Args:
-        config: an `ImagesConfig` with the `model` of a ViT; it gets as many classes as there are
-            sub-folders.
+        config: an `ImagesConfig` with the `model` of a ViT; its number of classes becomes the
+            number of subfolders.
 
     Raises:
         BmforgeError: see `run_recipe`.

@@ -1,4 +1,4 @@
-"""What a run makes its model of: the model that it starts from, and the texts that it reads."""
+"""Provenance of a run's model: the initial model and the training texts, with their licenses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["find_provenance", "parts_of_corpus"]
 
 
 def find_provenance(config: Any) -> Provenance:
-    """Return under which licence a run's export is handed on, and what it is made of.
+    """Return the license and the provenance of a run's export.
 
     Args:
-        config: of a run; what its data's paths name is known where `prepare` made it.
+        config: the run's config; licenses of data are known for directories of `prepare`.
 
     Raises:
         ConfigError: `licence` is not known.
-        DataError: a record of licences is damaged.
+        DataError: a record of licenses is damaged.
     """
     licence = check_licence(config.licence, "licence") if config.licence else ""
     parts: list[Part] = []
@@ -44,11 +44,11 @@ def find_provenance(config: Any) -> Provenance:
 
 
 def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Part]:
-    """Yield what is known of a corpus's licences: of a prepared one, each with its documents.
+    """Yield the license entries of a corpus; those of a prepared one count documents.
 
     Args:
-        path: of a prepared directory, or of a bare store.
-        where: holds for the documents that are read, which alone count.
+        path: a prepared directory, or a bare store.
+        where: conditions on the documents that are read; only those count.
     """
     folder = Path(path)
     if not (folder / RECORD_NAME).is_file():
@@ -62,7 +62,7 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Part
     if where:
         yield from _chosen_parts(folder, where)
         for terms in summary.terms:
-            if terms != UNKNOWN:  # of how many of the chosen documents is not kept
+            if terms != UNKNOWN:  # the number among the selected documents is not recorded
                 yield Part("terms", folder.name, terms)
         return
     for licence, (documents, text_bytes, tokens) in summary.licences.items():
@@ -78,11 +78,11 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Part
 
 
 def _chosen_parts(folder: Path, where: Sequence[Condition]) -> Iterator[Part]:
-    """Yield a part for every licence among the documents that conditions hold for.
+    """Yield one entry per license among the documents that match conditions.
 
-    One that was cut, at the end of what is learned from, counts on both sides.
+    A document split at the train/validation boundary counts in both.
     """
-    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # of sources, by licence
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # license -> source -> count
     tokens: Counter[str] = Counter()
     for split in ("train", "validation"):
         store = open_store(folder / split / "tokens")
@@ -109,6 +109,6 @@ def _counts(report: PrepareReport) -> tuple[int, int, int]:
 
 
 def _short(name: str) -> str:
-    """Return a hub's id as it is, and of a path the last part: where it lay is nobody else's."""
+    """Return a hub id unchanged, and the last part of a path: its location is private."""
     path = Path(name)
     return name if name.count("/") == 1 and not path.exists() else path.name

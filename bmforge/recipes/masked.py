@@ -1,7 +1,7 @@
-"""Pretrain an encoder to fill in masked tokens: BERT's task, and that of its relatives.
+"""Pretraining of encoders by masked language modeling (BERT and its relatives).
 
-Of the tokens that are asked for 80 % are hidden behind the mask token, 10 % become another token,
-and 10 % stay. Which ones is drawn anew every time a text comes.
+Of the predicted tokens 80 % are replaced by the mask token, 10 % by a random token, and 10 % are
+unchanged. They are sampled anew in every epoch.
 
 Source: Devlin et al., "BERT" (2019), section 3.1; without the prediction of the next sentence, as
 in Liu et al., "RoBERTa" (2019).
@@ -28,7 +28,7 @@ from bmforge.tokenizers import Tokenizer
 
 __all__ = ["MaskedConfig", "mask_tokens", "train_masked"]
 
-# Of ten tokens that are asked for so many are hidden, and so many more become another one.
+# Of ten predicted tokens, the number that is masked and the number that is replaced randomly.
 _HIDDEN, _REPLACED, _OF = 8, 1, 10
 
 
@@ -38,9 +38,9 @@ class MaskedConfig(RunConfig):
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
-            text and the marks around it.
-        mask_ratio: share of the tokens that is asked for.
-        shortest: shorter texts are left out.
+            text and its begin and end tokens.
+        mask_ratio: share of the tokens that are predicted.
+        shortest: minimum length of a text in tokens; shorter texts are left out.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -49,7 +49,7 @@ class MaskedConfig(RunConfig):
 
 
 def train_masked(config: Any) -> RunResult:
-    """Run, or go on with, a training run on masked tokens.
+    """Run or resume training on masked tokens.
 
     Args:
         config: a `MaskedConfig` with the `model` of a BERT, RoBERTa or Longformer.
@@ -63,14 +63,14 @@ def train_masked(config: Any) -> RunResult:
 def mask_tokens(
     ids: Sequence[int], mask: int, vocab_size: int, ratio: float, seed: tuple[int | str, ...]
 ) -> tuple[list[int], list[int]]:
-    """Return a text with tokens hidden, and what they were (-100 elsewhere).
+    """Return a text with masked tokens, and its labels (-100 for tokens that are not predicted).
 
     Args:
-        ids: of the text.
-        mask: the token that hides others.
-        vocab_size: other tokens are drawn from all below it.
-        ratio: share of the tokens that is asked for; at least one is.
-        seed: decides which.
+        ids: token ids of the text.
+        mask: id of the mask token.
+        vocab_size: exclusive upper bound of random replacement tokens.
+        ratio: share of the tokens that are predicted; at least one is.
+        seed: random seed of the masking.
     """
     count = max(1, round(len(ids) * ratio))
     places = permute(np.arange(count), len(ids), derive_key(*seed, "places")).tolist()
@@ -86,7 +86,7 @@ def mask_tokens(
 
 
 class _MaskedExamples:
-    """Texts between their marks; an `ExampleSource`."""
+    """Masked texts with begin and end tokens; an `ExampleSource`."""
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
         self._pieces, self._ratio, self._size = pieces, config.mask_ratio, len(tokenizer)
@@ -104,7 +104,7 @@ class _MaskedExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return text `index` with hidden tokens that depend on `seed`."""
+        """Return text `index` with masked tokens sampled by `seed`."""
         ids = self._pieces[index].tolist()
         shown, labels = mask_tokens(ids, self._mask, self._size, self._ratio, seed)
         return {
@@ -115,7 +115,7 @@ class _MaskedExamples:
 
 
 def _find_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """Return the tokens that begin and end a text, and the one that hides others."""
+    """Return the tokenizer's begin, end and mask tokens."""
     found = {role: tokenizer.role_id(role) for role in ("cls", "sep", "mask")}
     missing = [role for role, id in found.items() if id is None]
     if missing:

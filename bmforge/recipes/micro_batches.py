@@ -1,4 +1,4 @@
-"""Into how many micro-batches a step is divided: what accumulation and a pipeline make of it."""
+"""Derives the global batch size from gradient accumulation, and checks it against the pipeline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["settle_batch"]
 
 
 def settle_batch(config: Any, world_size: int) -> Any:
-    """Return the config of the data, with the global batch size that follows from accumulation.
+    """Return the data config with the global batch size that follows from gradient accumulation.
 
     Raises:
-        ConfigError: there is no whole number of passes, two global batch sizes are asked for, or
-            the schedule of a pipeline cannot be written for so many micro-batches.
+        ConfigError: the number of passes is not whole, two global batch sizes are given, or
+            the pipeline schedule does not support this number of micro-batches.
     """
     data, rows = config.data, config.layout.row_groups(world_size)
     steps = getattr(data, "grad_accum_steps", None)

@@ -1,4 +1,4 @@
-"""Unigram and bigram models counted on a training split: what a trained model must beat."""
+"""Unigram and bigram models counted on a training split: baselines for a trained model."""
 
 from __future__ import annotations
 

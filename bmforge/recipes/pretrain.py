@@ -28,10 +28,10 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class PretrainConfig(RunConfig):
-    """Everything about a pretraining run; the fields not named here are `RunConfig`'s.
+    """Config of a pretraining run; the fields not named here are `RunConfig`'s.
 
     Args:
-        data: what it reads.
+        data: training and validation text.
     """
 
     run_dir: Path = Path("runs/pretrain")
@@ -40,7 +40,7 @@ class PretrainConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class GPT2PretrainConfig(PretrainConfig):
-    """Pretrain a GPT-2; `model` is its size."""
+    """Pretrain a GPT-2; `model` is its config."""
 
     run_dir: Path = Path("runs/gpt2-pretrain")
     model: GPT2Config = field(default_factory=lambda: GPT2Config.preset("gpt2-small"))
@@ -48,7 +48,7 @@ class GPT2PretrainConfig(PretrainConfig):
 
 @dataclass(kw_only=True)
 class LlamaPretrainConfig(PretrainConfig):
-    """Pretrain a Llama; `model` is its size."""
+    """Pretrain a Llama; `model` is its config."""
 
     run_dir: Path = Path("runs/llama-pretrain")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -56,14 +56,14 @@ class LlamaPretrainConfig(PretrainConfig):
 
 @dataclass(kw_only=True)
 class CPM1PretrainConfig(PretrainConfig):
-    """Pretrain a CPM-1; `model` is its size."""
+    """Pretrain a CPM-1; `model` is its config."""
 
     run_dir: Path = Path("runs/cpm1-pretrain")
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
 
 
 def pretrain(config: Any) -> RunResult:
-    """Run, or go on with, a pretraining run.
+    """Run or resume a pretraining run.
 
     Args:
         config: a `PretrainConfig` with a `model` of any decoder-only family.
@@ -71,7 +71,7 @@ def pretrain(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    if config.init_from is None:  # else the sizes are the checkpoint's, which is yet to be opened
+    if config.init_from is None:  # else the sizes are those of a checkpoint that is opened later
         check_length(config)
     return run_recipe(config, _open_data, head="language_model")
 

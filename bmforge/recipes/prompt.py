@@ -1,7 +1,7 @@
-"""Learn from few examples by a prompt: `prompt-classify` and `prompt-generate`.
+"""Few-shot prompt tuning: `prompt-classify` and `prompt-generate`.
 
-A template puts an example into words and the model says at its mask which class it is, or writes
-the answer. Template and label words are written to ``run_dir/prompt``, beside the export.
+A template turns an example into text, and the model predicts the class or generates the answer at
+its mask. Template and label words are written to ``run_dir/prompt``, next to the export.
 """
 
 from __future__ import annotations
@@ -60,25 +60,24 @@ __all__ = [
     "train_texts",
 ]
 
-# What the soft rows of a template are called in a model.
+# Name of the change that adds the soft rows of a template.
 _ROWS = "embed.prompt.weight"
 
 
 @dataclass(kw_only=True)
 class PromptDataConfig(TaskDataConfig):
-    """What is learned from; the fields not named here are `TaskDataConfig`'s.
+    """Data of a prompt run; the fields not named here are `TaskDataConfig`'s.
 
     Args:
-        shots: examples of every label that are learned from, of a task that asks for texts in all;
-            0 takes all there are.
-        seeds: so many runs, each with examples and an order of its own, below `run_dir`.
+        shots: training examples per label, or in total for a task that asks for texts; 0 takes all.
+        seeds: number of runs with different examples and orders, in subdirectories of `run_dir`.
     """
 
     shots: int = 0
     seeds: int = 1
 
     def check(self) -> None:
-        """As the base."""
+        """Raise `ConfigError` for a number out of range; see `TaskDataConfig`."""
         super().check()
         if self.shots < 0 or self.seeds < 1:
             raise ConfigError(
@@ -89,17 +88,17 @@ class PromptDataConfig(TaskDataConfig):
 
 @dataclass(kw_only=True)
 class PromptGenerateConfig(RunConfig):
-    """Learn to write at a template's mask; the fields not named here are `RunConfig`'s.
+    """Learn to generate at a template's mask; the fields not named here are `RunConfig`'s.
 
     Args:
         data: the task.
         template: file with one template a line; None takes the task's own.
-        template_class: a class of one's own in the place of `Template`: module:Class, or
-            file.py:Class; what it names is run.
-        choice: which line, and which verbalizer of its file.
-        soft_front: trained rows in front of everything.
-        cut: "tail", "head" or "balanced": what is cut of too long an example.
-        max_new_tokens: longest answer that is written when it is evaluated.
+        template_class: user class instead of `Template`: module:Class, or file.py:Class; the module
+            is executed.
+        choice: index of the template's line, and of the verbalizer in its file.
+        soft_front: number of trained soft tokens at the beginning.
+        cut: truncation of long examples: "tail", "head" or "balanced".
+        max_new_tokens: maximum length of a generated answer in evaluation.
     """
 
     data: PromptDataConfig = field(default_factory=lambda: PromptDataConfig(seq_len=256))
@@ -122,13 +121,12 @@ class PromptTuneConfig(PromptGenerateConfig):
 
     Args:
         verbalizer: file with the classes' words; None takes the task's own.
-        verbalizer_class: a class of one's own in the place of `ManualVerbalizer`, named as
-            `template_class` is; `join` is passed on where it is not "first".
-        join: how a word of several tokens scores: first, max, mean or joint.
-        behind: what becomes of text behind a causal model's mask: refuse, leave out or score.
-        calibrate: divide by how likely the words are on so many examples, whose labels are not
-            looked at; 0 does not.
-        zero_shot: measure the model as it is; one step at a rate of 0.
+        verbalizer_class: user class instead of `ManualVerbalizer`, named like `template_class`; it
+            receives `join` unless that is "first".
+        join: score of a word of several tokens: first, max, mean or joint.
+        behind: treatment of text after a causal model's mask: refuse, leave out or score.
+        calibrate: number of unlabeled examples for contextual calibration; 0 disables it.
+        zero_shot: evaluate the model without training (one step at a learning rate of 0).
     """
 
     verbalizer: Path | None = None
@@ -140,7 +138,7 @@ class PromptTuneConfig(PromptGenerateConfig):
 
 
 def train_classes(config: Any) -> RunResult:
-    """Run, or go on with, learning to classify by a prompt.
+    """Run or resume learning to classify by a prompt.
 
     Args:
         config: a `PromptTuneConfig` with `model`.
@@ -157,7 +155,7 @@ def train_classes(config: Any) -> RunResult:
 
 
 def train_texts(config: Any) -> RunResult:
-    """Run, or go on with, learning to write at a template's mask.
+    """Run or resume learning to generate at a template's mask.
 
     Args:
         config: a `PromptGenerateConfig` with `model`.
@@ -169,7 +167,7 @@ def train_texts(config: Any) -> RunResult:
 
 
 def _run_seeds(config: Any, open_data: Any) -> RunResult:
-    """Run once, or once for every seed, and write down mean and spread of the figures."""
+    """Run once, or once for every seed, and write mean and standard deviation of the metrics."""
     data = config.data
     data.check()
     head = traits_of(config.model).writing_head
@@ -190,7 +188,7 @@ def _run_seeds(config: Any, open_data: Any) -> RunResult:
 
 
 def _summarise(places: Sequence[Path]) -> Results:
-    """Return mean and standard deviation of the figures of several runs."""
+    """Return mean and standard deviation of the metrics of several runs."""
     found = [json.loads((place / "results.json").read_text("utf-8")) for place in places]
     summary: Results = {}
     for metric, values in found[0].items():
@@ -202,9 +200,9 @@ def _summarise(places: Sequence[Path]) -> Results:
 
 
 def _with_rows(config: Any) -> Any:
-    """Let the model have the soft rows that the template needs; beside a delta they are trained."""
+    """Add the template's soft rows to the model's changes; with an adapter they are trained too."""
     if any(change.kind == "prompt" for change in (*config.changes, *config.model.changes)):
-        return _train_rows(config)  # a run that goes on
+        return _train_rows(config)  # a resumed run has the rows already
     text = open_template(config, *_look(config))
     rows, _ = number_rows(parse_template(text), open_tokenizer(settle_model(config)))
     count = config.soft_front + len(rows)
@@ -215,7 +213,7 @@ def _with_rows(config: Any) -> Any:
 
 
 def _train_rows(config: Any) -> Any:
-    """Let a run's delta train and save the soft rows too."""
+    """Add the soft rows to the modules that a run's adapter trains and saves."""
     told = config.adapter
     if told.kind is None or _ROWS in told.modules_to_save:
         return config
@@ -234,7 +232,7 @@ def _look(config: Any) -> tuple[Task, TaskExample]:
 
 
 def _read(config: Any) -> tuple[Task, list[TaskExample], list[TaskExample]]:
-    """Return a task, the few examples that are learned from, and those held out."""
+    """Return a task, its few training examples, and its held-out examples."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     shots = config.data.shots
@@ -341,7 +339,7 @@ def _open_texts(config: Any, rows: World) -> TrainingData:
 
 
 def _target(task: Task, example: TaskExample) -> str:
-    """Return the text that is to be written for an example."""
+    """Return the target text of an example."""
     if example.answers:
         return example.answers[0]
     if isinstance(example.label, int):
@@ -350,13 +348,13 @@ def _target(task: Task, example: TaskExample) -> str:
 
 
 def _number(task: Task, written: str) -> int:
-    """Return the class whose name was written; -1 for none."""
+    """Return the class with the generated name; -1 for none."""
     names = [name.lower() for name in task.label_names]
     return names.index(written.lower()) if written.lower() in names else -1
 
 
 def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
-    """Write template and words beside the export."""
+    """Write template and words next to the export."""
     said = f"`{config.init_from}`" if config.init_from else "a model that was drawn"
     task = config.data.task or "a task of one's own"
     kinds = [

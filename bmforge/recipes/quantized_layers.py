@@ -1,4 +1,4 @@
-"""Which layers of a quantised model lose most: what each gives, beside what plain weights give."""
+"""Quantization error of each layer: its output compared with that of the original weights."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from bmforge.tokenizers import AutoTokenizer
 
 __all__ = ["LayerError", "measure_layers"]
 
-# Of one row; what a layer loses is an average over all numbers that it gives.
+# Tokens of the row; the error of a layer is an average over all its outputs.
 _MOST_TOKENS = 512
 
 
 class LayerError(NamedTuple):
-    """What a layer loses.
+    """Quantization error of a layer.
 
     Attributes:
-        name: of the module.
-        error: length of what its results are off by, as a share of their length.
+        name: name of the module.
+        error: relative L2 error of its outputs.
     """
 
     name: str
@@ -41,20 +41,20 @@ class LayerError(NamedTuple):
 
 @torch.no_grad()
 def measure_layers(source: str, target: str, texts: Sequence[str]) -> list[LayerError]:
-    """Return what every packed layer loses on the beginning of some texts, the most first.
+    """Return the quantization error of every packed layer on the beginning of texts, largest first.
 
-    Each layer gets what it gets in the quantised model, so errors do not add up from one layer to
+    Each layer gets its input in the quantized model, so errors do not accumulate from one layer to
     the next.
 
     Args:
-        source: the model before: a directory, hub id or GGUF file.
-        target: the directory of the quantised one.
+        source: the original model: a directory, hub id or GGUF file.
+        target: directory of the quantized model.
         texts: files or directories of text.
 
     Raises:
         DataError: the texts have no token.
 
-    Memory: the quantised model, and of the plain one a tensor at a time.
+    Memory: the quantized model and one tensor of the original.
     """
     plain, files = AutoModel.describe_pretrained(find_model(source), dtype=torch.float32)
     losses = _Losses(weight_reader(plain, files), {*persistent_tensors(plain)})
@@ -85,11 +85,11 @@ def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]
 
 
 class _Losses:
-    """Adds up, by module, squares of results and of what they are off by.
+    """Sums of squared outputs and squared output errors, by module.
 
     Args:
-        read: reads plain weights.
-        known: names of those that there are; a head that is tied has none of its own.
+        read: function that reads original weights.
+        known: names of the original weights; a tied head has none.
     """
 
     def __init__(self, read: WeightReader, known: set[str]) -> None:
@@ -99,15 +99,15 @@ class _Losses:
 
     @property
     def names(self) -> list[str]:
-        """Modules that gave something."""
+        """Modules with nonzero outputs."""
         return [name for name, total in self._all.items() if total]
 
     def error(self, name: str) -> float:
-        """Return the share that a module's results are off by."""
+        """Return the relative L2 error of a module's outputs."""
         return (self._off[name] / self._all[name]) ** 0.5
 
     def note(self, name: str, multiply: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply by a packed matrix, and by the plain one."""
+        """Multiply by a packed matrix and record the error against the original one."""
         out: Tensor = multiply(x, bias)
         rows, columns = out.shape[-1], x.shape[-1]
         weight = self._plain(f"{name}.weight", (rows, columns))
@@ -117,7 +117,7 @@ class _Losses:
         return out
 
     def note_stack(self, name: str, multiply: Any, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply by packed experts, and by the plain ones."""
+        """Multiply by packed experts and record the error against the original ones."""
         out: Tensor = multiply(key, x, ends)
         weight = self._plain(f"{name}.{key}", (len(ends), out.shape[-1], x.shape[-1]))
         if weight is not None:
@@ -125,7 +125,7 @@ class _Losses:
         return out
 
     def note_rows(self, name: str, store: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
-        """Look rows up in the plain table too; a hook behind a module's forward."""
+        """Record the error of looked-up rows; a forward hook of a quantized embedding."""
         weight = self._plain(f"{name}.weight", (store.rows, store.columns))
         if weight is not None:
             self._add(name, out, weight[args[0]])

@@ -1,4 +1,4 @@
-"""The main job in one command: real text in, a trained language model out, in minutes on two cores.
+"""Trains a small language model from raw text in one command, in minutes on two cores.
 
 prepare -> pretrain a small GPT-2 -> compare with n-gram models -> sample -> export -> report.
 """
@@ -34,11 +34,11 @@ __all__ = ["QuickstartConfig", "quickstart"]
 
 
 def quickstart(config: QuickstartConfig) -> Path:
-    """Run, or go on with, the quickstart; return the path of its report.
+    """Run or resume the quickstart; return the path of its report.
 
     Raises:
         BmforgeError: bad input, or `run_dir` belongs to something else.
-        KeyboardInterrupt: a signal stopped the training, after it was saved.
+        KeyboardInterrupt: a signal stopped the training after its checkpoint was saved.
     """
     world = init_distributed()
     log = get_logger()
@@ -71,7 +71,7 @@ def quickstart(config: QuickstartConfig) -> Path:
             "the run is at step %d of %d; run the same command to go on", result.step, config.steps
         )
         if result.stopped and not restarts_failed():
-            raise KeyboardInterrupt  # what comes after this command is not to start
+            raise KeyboardInterrupt  # so that a shell script stops as well
         return config.run_dir / "report.html"
     if world.rank == 0:
         _compare(config, corpus, result)
@@ -83,7 +83,7 @@ def quickstart(config: QuickstartConfig) -> Path:
 def _training(
     config: QuickstartConfig, corpus: PrepareReport, data_dir: Path
 ) -> GPT2PretrainConfig:
-    """The model and loop: two million weights, a few passes over half a megabyte."""
+    """Return the config of the training run: two million weights, a few passes over the text."""
     return GPT2PretrainConfig(
         run_dir=config.run_dir,
         model=GPT2Config(
@@ -110,7 +110,7 @@ def _training(
 
 
 def _compare(config: QuickstartConfig, corpus: PrepareReport, result: RunResult) -> None:
-    """Add the n-gram models to results.json and say how the model compares."""
+    """Add the n-gram baselines to results.json and log the comparison."""
     assert corpus.validation_prefix is not None
     assert result.evaluation is not None
     train, held_out = open_store(corpus.train_prefix), open_store(corpus.validation_prefix)
@@ -131,7 +131,7 @@ def _compare(config: QuickstartConfig, corpus: PrepareReport, result: RunResult)
 
 
 def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
-    """Generate from the exported model, so that what is shown is what was saved."""
+    """Generate samples from the exported model, so that they also test the export."""
     assert corpus.validation_prefix is not None
     tokenizer = load_tokenizer(corpus.tokenizer_dir)
     model = AutoModel.from_pretrained(config.run_dir / "export")
@@ -158,7 +158,7 @@ def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Refuse a directory of something else before anything is prepared in it."""
+    """Raise `ConfigError` for a directory of another program, before anything is prepared in it."""
     check_place(run_dir, "run_dir")
     if not (run_dir / "data" / RECORD_NAME).exists():
         problem = check_free(run_dir)
@@ -167,7 +167,7 @@ def _check_run_dir(run_dir: Path) -> None:
 
 
 def _remove(run_dir: Path) -> None:
-    """Remove an earlier quickstart, and nothing that is not one."""
+    """Remove an earlier quickstart; raise `ConfigError` for any other directory."""
     if not run_dir.exists():
         return
     if not (run_dir / "data" / RECORD_NAME).exists():
@@ -176,7 +176,7 @@ def _remove(run_dir: Path) -> None:
             "left alone. Remove it yourself, or name another --run-dir."
         )
     lock = RunLock(run_dir)
-    lock.take()  # no run that is there loses its directory
+    lock.take()  # the directory of a live run is not removed
     try:
         shutil.rmtree(run_dir)
     finally:

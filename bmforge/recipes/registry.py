@@ -1,7 +1,7 @@
-"""What `bmforge train` can run: tasks, each for every family that can do it, and the old recipes.
+"""Registry of the tasks of `bmforge train`, each for every capable family, and the older recipes.
 
-A task has one form or several; which one a model trains in follows from its family's traits. An old
-recipe name is a task with a model, and settings, that it is used to.
+A task has one form or several; the traits of a model's family select the form. An older recipe name
+is a task with a default model and settings.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Form:
-    """One way of doing a task.
+    """One implementation of a task.
 
     Args:
-        fits: whether models of a family can do it so.
-        config: the type of its config, without `model`.
-        run: what runs it.
+        fits: predicate on a family's traits.
+        config: class of its config, without `model`.
+        run: function that runs it.
     """
 
     fits: Callable[[Traits], bool]
@@ -88,9 +88,9 @@ class Task:
     """A kind of training.
 
     Args:
-        about: what is learned.
-        forms: of which the first that fits a family is taken.
-        tunes: it is meant for models that were trained before.
+        about: description of the task.
+        forms: implementations; the first that fits a family is used.
+        tunes: whether the task expects a pretrained model.
     """
 
     about: str
@@ -98,19 +98,19 @@ class Task:
     tunes: bool = False
 
     def form(self, traits: Traits) -> Form | None:
-        """Return the form for a family; None where it cannot do the task."""
+        """Return the form for a family; None if it cannot do the task."""
         return next((form for form in self.forms if form.fits(traits)), None)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task with a model: the type of its config, and the function that runs it.
+    """A task with a model: its config class and the function that runs it.
 
     Args:
-        config: its fields are the options; `model` has the family's.
-        run: what runs it.
-        about: what it does.
-        task: the task that it is.
+        config: config class; its fields are the options, and `model` the family's.
+        run: function that runs it.
+        about: description of the recipe.
+        task: name of the task.
     """
 
     config: type[Any]
@@ -120,12 +120,12 @@ class Recipe:
 
 
 def _writes(traits: Traits) -> bool:
-    """Whether texts can be learned as what comes after a prompt."""
+    """Return True if the family can learn texts as continuations of a prompt."""
     return traits.reads == "apart" or (traits.reads, traits.objective) == ("left", "next token")
 
 
 def _goes_on(traits: Traits) -> bool:
-    """Whether what is written at a blank is written token by token."""
+    """Return True if the family generates token by token, at a blank or at the end."""
     return _writes(traits) or traits.objective == "blanks"
 
 
@@ -204,7 +204,7 @@ TASKS: Mapping[str, Task] = {
     ),
 }
 
-# An old name -> the task, with the model and the settings that the name stands for.
+# Older recipe name -> its task, default model and settings.
 RECIPES: Mapping[str, Recipe] = {
     "gpt2-pretrain": Recipe(GPT2PretrainConfig, pretrain, OLD_NAMES["gpt2-pretrain"], "pretrain"),
     "llama-pretrain": Recipe(
@@ -245,13 +245,13 @@ RECIPES: Mapping[str, Recipe] = {
 def find_recipe(
     name: str, model: str | None = None, init_from: str | None = None, file: str | None = None
 ) -> Recipe:
-    """Return what `bmforge train NAME` runs.
+    """Return the recipe of `bmforge train NAME`.
 
     Args:
-        name: of a task, of an old recipe, or of one of the published tasks (BoolQ, ag_news, ...).
-        model: what `--model` says; see `find_start`.
-        init_from: a model to start from, where `model` is None.
-        file: the config file that is read, which may name the family or a model to start from.
+        name: a task, an older recipe, or one of the published tasks (BoolQ, ag_news, ...).
+        model: value of `--model`; see `find_start`.
+        init_from: initial model if `model` is None.
+        file: config file, which may name the family or an initial model.
 
     Raises:
         ConfigError: no such task, no model, or one that cannot do the task.
@@ -290,9 +290,9 @@ def find_recipe(
 
 
 def read_config(recipe: Recipe, file: str | None) -> Any:
-    """Return a recipe's config as it is by default, with what a TOML file changes of it.
+    """Return a recipe's default config updated with the fields of a TOML file.
 
-    Of a task with a model, fields of `model` that the file does not name are that model's.
+    For a task with a model, fields of `model` that the file omits are that model's.
 
     Raises:
         ConfigError: the file is missing, is not TOML, or does not fit the recipe.
@@ -307,9 +307,9 @@ def read_config(recipe: Recipe, file: str | None) -> Any:
 
 
 def _find_tasks(name: str) -> list[tuple[str, str | None]]:
-    """Return the tasks that a name stands for, and the published task where it is the name of one.
+    """Return (task, published task or None) pairs for a name.
 
-    These are two for ChID, which CPM-1 learns in its own way.
+    ChID has two, since CPM-1 has its own recipe.
     """
     check_task(name)
     name = ALSO.get(name, name)
@@ -330,7 +330,7 @@ def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def read_config_values(file: str | None) -> dict[str, Any]:
-    """Return the values of a TOML file, {} without one or if `read_config` will refuse it."""
+    """Return the values of a TOML file; {} without one or if `read_config` will refuse it."""
     try:
         return {} if file is None else tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -338,7 +338,7 @@ def read_config_values(file: str | None) -> dict[str, Any]:
 
 
 def _with_model(base: type[Any], name: str, start: Start, published: str | None) -> type[Any]:
-    """Return a form's config with the fields that follow from the model."""
+    """Return a form's config class with the fields that depend on the model."""
     family = start.family.__name__
     place = Path("runs") / f"{family}-{name}".lower()
     fields: list[tuple[str, Any, Any]] = [
@@ -361,7 +361,7 @@ def _with_model(base: type[Any], name: str, start: Start, published: str | None)
 
 
 def _data_changes(usual: Any, start: Start, published: str | None) -> dict[str, Any]:
-    """Return the fields of `data` that follow from the model: rows no longer than it can read."""
+    """Return the fields of `data` that depend on the model: rows no longer than its positions."""
     changes: dict[str, Any] = {} if published is None else {"task": published}
     longest = start.config.max_seq_len
     has_end = start.family.family_traits.positions != "relative"

@@ -1,4 +1,4 @@
-"""Fields of run.toml that have other names today, so that runs of earlier commits can resume.
+"""Renamed fields of run.toml, so that runs of earlier versions can resume.
 
 One row per renamed field or table; `rename_fields` applies them wherever such a file is read.
 """
@@ -10,14 +10,14 @@ from typing import Any
 
 __all__ = ["RENAMED", "rename_fields"]
 
-# Dotted name of a field or table in old files -> its name today.
+# Dotted name of a field or table in old files -> its current name.
 RENAMED: Mapping[str, str] = {}
 
 
 def rename_fields(
     table: dict[str, Any], renamed: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the table of a run.toml with its fields under today's names.
+    """Return the table of a run.toml with its fields under their current names.
 
     Args:
         table: nested tables as read from the file; unchanged.
@@ -38,7 +38,7 @@ def rename_fields(
 def _find_holder(
     table: dict[str, Any], name: str, *, create: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return the table that holds a dotted name, or None where there is none, and the last part."""
+    """Return the table that contains a dotted name, or None without one, and the last part."""
     *path, last = name.split(".")
     for part in path:
         inner = table.setdefault(part, {}) if create else table.get(part)

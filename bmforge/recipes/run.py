@@ -1,8 +1,8 @@
-"""What every training run does, whatever it learns: one function, told what to read.
+"""Common steps of every training run, in one function.
 
-Join the others, open the data, lay the model out, draw or load its weights, train, evaluate,
-export. A recipe is a config and a function that opens its data; run again in the same directory, it
-goes on where it stopped.
+A run initializes the processes, opens the data, parallelizes the model, initializes or loads its
+weights, trains, evaluates and exports. A recipe is a config and a function that opens its data; a
+repeated call in the same directory resumes the run.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ __all__ = [
 
 Results = dict[str, dict[str, float]]
 
-# What may change when a run goes on: none of it changes what the model has learned so far. Data may
-# move: the loader's state knows it by what is in it. So may `model_changes`, as `model` has them.
+# Fields that a resumed run may change, since they do not affect what the model has learned so far.
+# Data may move: the loader's state identifies it by a digest. `model` includes `model_changes`.
 _FREE_FIELDS = """
     run_dir layout offload recompute compile prefetch wandb_project export train.steps
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
@@ -95,43 +95,42 @@ _FREE = frozenset(_FREE_FIELDS.split())
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """What every run is told; a recipe adds `model`, a family's config, and `data`.
+    """Config of every run; a recipe adds `model`, a family's config, and `data`.
 
     Args:
-        run_dir: where it lives.
-        init_from: a model to start from: directory, hub id or short name; the sizes are its own
-            but for fields of `model` that were given. None draws the weights.
-        model_changes: with `init_from`, the fields of `model` that were given: the command line
-            fills this in. None takes those that differ from what the recipe usually has.
-        new_head: with `init_from`, draw the weights of the task's head where that model has none.
-        family: of `model`; the command line fills it in, so that `run.toml` says it.
-        changes: what is changed in the model before it is laid out; see `models.changes`. What they
-            add is drawn with `seed`. The command line takes them as JSON, or as a file with it.
+        run_dir: directory of the run.
+        init_from: initial model: directory, hub id or short name; its sizes apply except for given
+            fields of `model`. None initializes the weights randomly.
+        model_changes: given fields of `model` with `init_from`, filled in by the command line; None
+            takes those that differ from the recipe's defaults.
+        new_head: with `init_from`, initialize the task's head if the model has none.
+        family: family of `model`; filled in by the command line for `run.toml`.
+        changes: changes of the model before it is parallelized, as JSON or a file of it; see
+            `models.changes`. New weights are initialized with `seed`.
         adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
         base_dtype: storage of the weights that an adapter's run freezes: fp32, bf16, fp16, or int8
             and int4 (QLoRA); None takes the precision of the computation.
         epochs: passes over the training data; sets train.steps.
-        freeze_base: train nothing but what changes have put beside layers, and with `new_head` the
-            head.
-        seed: of the drawn weights.
-        train: the loop.
-        layout: how it is divided over processes.
-        loss_scale: of fp16.
-        offload: what of the optimizer lives outside the device.
+        freeze_base: train only modules attached by changes, and with `new_head` the head.
+        seed: random seed of the weight initialization.
+        train: training loop.
+        layout: parallel layout.
+        loss_scale: loss scaling of fp16.
+        offload: offloading of the optimizer state and weights.
         recompute: recompute blocks in backward.
         compile: compile the blocks.
-        prefetch: sharded units gathered ahead.
+        prefetch: number of sharded units gathered ahead.
         export: write a Hugging Face directory ``run_dir/export`` at the end.
         export_dtype: dtype of the exported weights; None takes that of `init_from`'s weights, or
             fp32 without it.
         push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export (default:
             none). A new repository is private.
-        licence: under which the export is handed on, an id of SPDX; empty says nothing.
-        wandb_project: also log to this Weights & Biases project.
+        licence: SPDX id of the export's license (default: none).
+        wandb_project: Weights & Biases project to log to (default: none).
         timeout_s: seconds that a process may wait for another one that does not answer; then all
             end with an error that names it (default: 600).
         override: fields or tables that a resumed run changes on purpose, such as train.optim.lr or
-            data.global_batch_size; "data" also takes a corpus that has grown, in a new order.
+            data.global_batch_size; "data" also accepts a corpus that has grown, in a new order.
     """
 
     run_dir: Path = Path("runs/run")
@@ -163,18 +162,20 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a recipe opens for a run.
+    """Data of a run, opened by its recipe.
 
     Args:
-        loader: micro-batches for every step.
+        loader: iterator over the micro-batches of every step.
         row_tokens: tokens of a row, for the FLOPs of attention.
-        held_out: name -> this process's batches of one pass over it; equally many on every process.
-        objective: what is minimised.
-        save_tokenizer: writes the tokenizer into the export.
-        special_ids: what the export's config.json says of tokens and classes, such as
+        held_out: name -> this process's batches of one pass; the same number on every process.
+        objective: loss function.
+        save_tokenizer: function that writes the tokenizer into the export.
+        special_ids: fields of the export's config.json for tokens and classes, such as
             ``eos_token_id`` and ``id2label``.
-        figures: further results from the trained model and its evaluation; all processes call it.
-        close, begin: called when the run ends; with the model, laid out, before it trains.
+        figures: function of the trained model and its evaluation that returns further metrics; all
+            processes call it.
+        close, begin: functions called at the end of the run, and with the parallelized model before
+            training.
         epoch_rows: rows of one pass over the training data; None if a pass is not defined.
     """
 
@@ -195,14 +196,14 @@ OpenData = Callable[[Any, World], TrainingData]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run made.
+    """Result of a run.
 
     Args:
-        model: as it lies on this process.
-        step: it is at.
-        evaluation: at the end.
-        world: the processes.
-        stopped: a signal ended it before its last step.
+        model: this process's shards of the model.
+        step: last optimizer step.
+        evaluation: final evaluation.
+        world: all processes of the run.
+        stopped: whether a signal ended the run before its last step.
     """
 
     model: Model
@@ -213,18 +214,18 @@ class RunResult:
 
 
 def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
-    """Run, or go on with, a training run.
+    """Run or resume a training run.
 
     Args:
         config: a `RunConfig` with `model` and `data`.
-        open_data: (config, rows) -> what the run reads; `rows` is this process's place among the
-            groups of processes that read different rows.
-        needs: fields of `model` that the task cannot do without: the head that it trains.
+        open_data: function (config, rows) -> `TrainingData`; `rows` is the data-parallel rank and
+            size of this process.
+        needs: fields of `model` that the task requires: the head that it trains.
 
     Raises:
-        BmforgeError: a setting, the data, a checkpoint or the layout does not fit; said before
+        BmforgeError: a setting, the data, a checkpoint or the layout does not fit; raised before
             training starts.
-        CheckpointError: the last checkpoint could not be written; said at the very end.
+        CheckpointError: the last checkpoint could not be written; raised at the very end.
     """
     if config.timeout_s <= 0:
         raise ConfigError(f"timeout_s={config.timeout_s} must be above 0 seconds.")
@@ -293,7 +294,9 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
 
 
 def _check_saved(trainer: Trainer) -> None:
-    """Raise where the last checkpoint is not on disk; all else that the run makes is there now."""
+    """Raise `CheckpointError` if the last checkpoint is not on disk; called after all other
+    outputs.
+    """
     if trainer.save_error is not None:
         raise CheckpointError(
             f"the run is at step {trainer.step}, and its last checkpoint could not be written: "
@@ -305,7 +308,7 @@ def _check_saved(trainer: Trainer) -> None:
 def _make_evaluator(
     data: TrainingData, world: World, mesh: DeviceMesh | None, *names: str
 ) -> Callable[[Any], EvalResult] | None:
-    """Return the function that evaluates a model on held-out data, or on the named parts of it."""
+    """Return a function that evaluates a model on the held-out data, or on its named parts."""
     if not data.held_out:
         return None
     parts = [data.held_out[name] for name in names or data.held_out]

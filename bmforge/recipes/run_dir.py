@@ -1,4 +1,4 @@
-"""A run's directory: it belongs to one config, and a run never takes over another one's."""
+"""Run directories: each belongs to one config, and a run never overwrites another one's."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _OVERRIDABLE = ("train.", "data.", "loss_scale.")
 
 
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
-    """Make a run's directory, or check that it is this run's; `claim_run_dir` makes it so.
+    """Make a run's directory, or check that it is this run's; `claim_run_dir` marks it.
 
-    All processes call it and all get the same answer.
+    All processes call it and get the same result.
 
     Args:
         run_dir: the directory.
         config: the run's config dataclass.
-        free: dotted fields, or tables, that may differ from the run that is there: they change
-            neither the numbers nor what was learned (layout, cadence of logging, length).
+        free: dotted fields, or tables, that may differ from the existing run: they change neither
+            the numbers nor what was learned (layout, cadence of logging, length).
 
     Raises:
-        ConfigError: the directory holds another run, or files that are no run at all.
+        ConfigError: the directory contains another run or unrelated files.
     """
 
     def check() -> None:
@@ -60,27 +60,29 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
 
 
 def claim_run_dir(run_dir: Path, config: Any) -> None:
-    """Write ``run.toml``, once all else is checked: from here on the directory is this run's."""
+    """Write ``run.toml`` after all checks, which makes the directory this run's."""
     run_on_first(lambda: save_toml(config, run_dir / _FILE))
 
 
 @contextmanager
 def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
-    """Open a run's directory, hold it against other runs and write the log into it.
+    """Open and lock a run's directory, and write the log into it.
 
-    A run that is refused before `claim_run_dir` leaves nothing there. All processes call it.
+    A run that is refused before `claim_run_dir` leaves no files. All processes call it.
 
     Args:
         run_dir, config, free: as in `open_run_dir`.
 
     Raises:
-        ConfigError: as there; or a run that lives holds the directory.
+        ConfigError: see `open_run_dir`; or a live run has locked the directory.
     """
     is_first, is_new = process_rank() == 0, not run_dir.exists()
     open_run_dir(run_dir, config, free)
     try:
         with hold_run_dir(run_dir):
-            open_run_dir(run_dir, config, free)  # another run may have begun and ended since
+            open_run_dir(
+                run_dir, config, free
+            )  # another run may have used it before the lock was taken
             log = log_to_file(run_dir / _LOG) if is_first else None
             run_on_first(lambda: _say_changes(run_dir, config))
             try:
@@ -130,7 +132,7 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
 def record_overrides(run_dir: Path, config: Any) -> Any:
     """Return the config with an entry ``field=old->new`` in `override` for every overridden field.
 
-    Entries of earlier overrides stay, so that run.toml tells the history of the run.
+    Entries of earlier overrides are kept, so that run.toml documents the history of the run.
     """
     file = run_dir / _FILE
     if not file.exists() or not hasattr(config, "override"):
@@ -157,7 +159,7 @@ def overridden_fields(config: Any) -> frozenset[str]:
 
 
 def _find_changes(file: Path, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which a config differs from a run.toml: their values there and now."""
+    """Return field -> (value in run.toml, value now) for fields that differ."""
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
     now, defaults = _flatten(config_to_dict(config)), _flatten(_default_values(config))
     names = sorted(before.keys() | now.keys())
@@ -180,7 +182,7 @@ def _default_values(config: Any) -> dict[str, Any]:
 
 
 def _say_changes(run_dir: Path, config: Any) -> None:
-    """Log the fields that differ from those of the run that is there, and those it did not know."""
+    """Log the fields that differ from the existing run, and those that its run.toml lacks."""
     file = run_dir / _FILE
     if not file.exists():
         return
@@ -198,7 +200,7 @@ def _say_changes(run_dir: Path, config: Any) -> None:
 
 
 def check_free(run_dir: Path) -> str | None:
-    """Return why no new run can live in `run_dir`, or None."""
+    """Return why no new run can start in `run_dir`, or None."""
     if not run_dir.exists() or _is_free_place(run_dir):
         return None
     if (run_dir / _FILE).exists():
@@ -210,21 +212,21 @@ def check_free(run_dir: Path) -> str | None:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two values differ; an empty list is one that an older run.toml does not have."""
+    """Return True if two values differ; None and an empty list are equal."""
     absent: tuple[Any, ...] = (None, [])
     return one != other and not (one in absent and other in absent)
 
 
 def _is_free_place(run_dir: Path) -> bool:
-    """True for an empty directory, or one in which a run was prepared but never begun."""
-    # A kill while the config is written leaves a part of it.
+    """Return True for an empty directory, or one in which a run was prepared but never begun."""
+    # A kill while the config is written leaves a partial file.
     free = {"data", _LOG, partial_name(_FILE)}
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else {_FILE}
     return {name for name in names if LOCK_NAME not in name} <= free
 
 
 def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:
-    """Add figures to ``results.json``: title -> name -> number."""
+    """Add metrics to ``results.json``: title -> name -> number."""
     file = run_dir / "results.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for title, numbers in results.items():

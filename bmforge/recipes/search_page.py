@@ -1,4 +1,4 @@
-"""One page on a search for a delta: every candidate, and how far it went."""
+"""HTML page of an adapter search: every candidate and its losses by round."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
     """Write the page; return its path.
 
     Args:
-        path: where.
+        path: file to write.
         state: `candidates`, name -> parameters; `plan`, (candidates, steps) of every round;
-            `rounds`, of each name -> loss and metrics.
-        title: of the search.
+            `rounds`, for each round name -> loss and metrics.
+        title: title of the search.
     """
     rounds, plan = state["rounds"], state["plan"]
     losses = [one["loss"] for found in rounds for one in found.values()]
@@ -56,7 +56,7 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
 
 
 def _rank(rounds: list[Mapping[str, Any]], name: str) -> tuple[int, float]:
-    """Return what sorts candidates: those that came farther first, then by their last loss."""
+    """Return the sort key of a candidate: its last round, latest first, then its last loss."""
     seen = [number for number, found in enumerate(rounds) if name in found]
     return (-seen[-1], rounds[seen[-1]][name]["loss"]) if seen else (1, 0.0)
 

@@ -1,6 +1,7 @@
-"""Fine-tunes on conversations (`bmforge train conversations`): the loss is on the answers.
+"""Supervised fine-tuning on conversations (`bmforge train conversations`) with a loss on the
+answers.
 
-Conversations are written by the model's chat template. For a decoder several are packed into one
+Conversations are rendered with the model's chat template. For a decoder several are packed into one
 row; for an encoder-decoder every answer is a row.
 """
 
@@ -44,7 +45,7 @@ class ConversationData(ExampleConfig):
     """Data of a run on conversations; the fields not named here are `ExampleConfig`'s.
 
     Args:
-        answers: learn all answers of a conversation, or the last one alone.
+        answers: train on all answers of a conversation, or on the last one alone.
         ignore: fields of the records that are left out; any other field that the chat template
             does not read is an error.
         validation_fraction: share of the conversations held out for evaluation, selected by `seed`
@@ -92,7 +93,7 @@ class ConversationsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class LlamaSFTConfig(ConversationsConfig):
-    """Fine-tune a Llama on conversations; `model` is its size, with `init_from` that model's."""
+    """Fine-tune a Llama on chats; `model` is its config, or with `init_from` that model's."""
 
     run_dir: Path = Path("runs/llama-sft")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))

@@ -1,4 +1,4 @@
-"""What is known of a small model before it is made: whether a teacher fits, and about how large."""
+"""Checks before a compression (teacher vocabulary, formats, widths) and size estimates."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ __all__ = [
 
 
 def check_vocabularies(source: Path, config: DistillConfig) -> None:
-    """Check that a teacher's tokens are the student's; a model without a tokenizer is let be.
+    """Check that teacher and student share a vocabulary; models without a tokenizer are not
+    checked.
 
     Raises:
-        ConfigError: no teacher is named, or a token of the student has another id there.
+        ConfigError: no teacher is named, or a token of the student has another id in the teacher.
     """
     if config.answers is not None:
         kept, here = TeacherAnswers(config.answers), read_vocabulary(source)
@@ -62,7 +63,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
 
 
 def read_vocabulary(directory: Path) -> dict[str, int] | None:
-    """Return token -> id of the tokenizer in a model's directory; None where there is none."""
+    """Return token -> id of the tokenizer in a model's directory; None without a tokenizer."""
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()
     except DataError as error:
@@ -72,7 +73,7 @@ def read_vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Phase, str, str]]:
-    """Yield each phase, the sizes after it as text, and what is not known before.
+    """Yield each phase, the sizes after it as text, and a note on sizes that are only known later.
 
     Nothing is computed: the model is on meta.
     """
@@ -89,10 +90,10 @@ def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Pha
 
 
 def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
-    """Check that what is left in the end can be written for vLLM and transformers.
+    """Check that the compressed model can be written for vLLM and transformers.
 
     Raises:
-        ConfigError: nothing is quantised, or what the format does not hold.
+        ConfigError: nothing is quantized, or the format does not support a method.
     """
     config = phases[-1].config
     if config.quantize is None:
@@ -116,9 +117,9 @@ def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
 
 
 def changeable_fields(begun: Sequence[Phase]) -> frozenset[str]:
-    """Return the fields of a recipe that may change when a directory is continued.
+    """Return the fields of a recipe that may change when a compression is resumed.
 
-    These are the fields of phases that have not begun, so that a phase that is refused does not
+    These are the fields of phases that have not begun, so that an error in a later phase does not
     cost the trained ones before it.
 
     Args:
@@ -134,7 +135,7 @@ def changeable_fields(begun: Sequence[Phase]) -> frozenset[str]:
 
 
 def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
-    """Check that the widths which a target of structure decides can be quantized and pruned then.
+    """Check that later phases can quantize and prune the widths left by structured pruning.
 
     Raises:
         ConfigError: `structure.multiple_of`, or the width of heads, does not fit a later phase.
@@ -168,7 +169,7 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
 
 
 def _shrink(model: Any, phase: Phase) -> str:
-    """Give a model on meta the sizes that a phase leaves; say what is known only afterwards."""
+    """Give a model on meta the sizes after a phase; return a note on sizes only known later."""
     config = phase.config
     if config.structure is not None:
         if config.structure.target != "sizes":

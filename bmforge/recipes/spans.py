@@ -1,11 +1,11 @@
-"""Train an encoder-decoder to fill spans of a text: CPM-2's pretraining, and T5's.
+"""Span corruption training of encoder-decoders: the pretraining of CPM-2 and T5.
 
-Spans are cut out and marked by sentinels; the target is each sentinel with what it stands for, and
-one more sentinel. Fine-tuning on raw text is the same with `init_from`.
+Spans are replaced by sentinels; the target is each sentinel with its span, and one final sentinel.
+With `init_from` the same recipe fine-tunes on raw text.
 
 Source: Raffel et al. (2020), section 3.1.4; ``preprocess_data_enc_dec.py`` and
-``enc_dec_dataset.py`` of TsinghuaAI/CPM-2-Pretrain, where texts are packed into one row; here a row
-holds one.
+``enc_dec_dataset.py`` of TsinghuaAI/CPM-2-Pretrain, which packs texts into rows; here every text is
+a row.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class SpanConfig(RunConfig):
     """Train on corrupted spans; the fields not named here are `RunConfig`'s.
 
     Args:
-        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` is the longest
-            text in tokens. Prefixes of CPM-Pretrain's preprocessed corpora (PREFIX_context and so
-            on) are read as they are; `seq_len` is the length of their packed rows then, and what
-            says how spans are cut has no effect.
-        target_len: longest target in tokens, behind which it is cut; None has room for all.
-        noise_density: share of the tokens that is cut out.
-        mean_span_length: tokens of a span, on average.
-        shortest: shorter texts are left out.
+        data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` is the maximum
+            text length in tokens. Prefixes of CPM-Pretrain's preprocessed corpora (PREFIX_context
+            and
+            so on) are also accepted; `seq_len` is then the length of their packed rows, and the
+            options of span corruption have no effect.
+        target_len: maximum target length in tokens, at which it is truncated; None fits all.
+        noise_density: share of the tokens in corrupted spans.
+        mean_span_length: mean span length in tokens.
+        shortest: minimum length of a text in tokens; shorter texts are left out.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -71,7 +72,7 @@ class SpanConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPM2SpansConfig(SpanConfig):
-    """Pretrain a CPM-2 on corrupted spans; `model` is its size."""
+    """Pretrain a CPM-2 on corrupted spans; `model` is its config."""
 
     run_dir: Path = Path("runs/cpm2-pretrain")
     model: CPM2Config = field(default_factory=lambda: CPM2Config.preset("cpm2-2.1"))
@@ -79,14 +80,14 @@ class CPM2SpansConfig(SpanConfig):
 
 @dataclass(kw_only=True)
 class T5SpansConfig(SpanConfig):
-    """Pretrain a T5 on corrupted spans; `model` is its size."""
+    """Pretrain a T5 on corrupted spans; `model` is its config."""
 
     run_dir: Path = Path("runs/t5-pretrain")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
 
 
 def train_spans(config: Any) -> RunResult:
-    """Run, or go on with, a training run on corrupted spans.
+    """Run or resume training on corrupted spans.
 
     Args:
         config: a `SpanConfig` with the `model` of a CPM-2, T5 or another encoder-decoder.
@@ -98,7 +99,7 @@ def train_spans(config: Any) -> RunResult:
 
 
 def count_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:
-    """Return how many of `length` tokens are cut out, and in how many spans."""
+    """Return the number of corrupted tokens in a text of `length` tokens, and of their spans."""
     noise = min(max(round(length * density), 1), length - 1)
     return noise, min(max(round(noise / mean_length), 1), length - noise)
 
@@ -110,14 +111,14 @@ def corrupt_spans(
     density: float = 0.15,
     mean_length: float = 3.0,
 ) -> tuple[list[int], list[int]]:
-    """Return source and target of a text: sentinels in place of spans, and what they stand for.
+    """Return source and target of a text: the text with sentinels for spans, and the spans.
 
     Args:
-        ids: of the text; at least 2.
+        ids: token ids of the text; at least 2.
         sentinels: ids of the sentinels, one more than there are spans.
-        seed: decides where the spans are; the text begins with kept tokens and ends with a span.
-        density: share of the tokens that is cut out.
-        mean_length: tokens of a span, on average.
+        seed: random seed of the spans; the text begins with kept tokens and ends with a span.
+        density: share of the tokens in spans.
+        mean_length: mean span length in tokens.
     """
     noise, spans = count_spans(len(ids), density, mean_length)
     kept = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
@@ -133,13 +134,13 @@ def corrupt_spans(
 
 
 def divide(total: int, parts: int, key: bytes) -> list[int]:
-    """Divide `total` into `parts` of at least one, every way equally likely by `key`."""
+    """Divide `total` into `parts` integers of at least one, uniformly at random by `key`."""
     cuts = permute(np.arange(parts - 1), max(total - 1, 1), key) + 1
     return [b - a for a, b in pairwise([0, *sorted(cuts.tolist()), total])]
 
 
 def find_sentinels(tokenizer: Tokenizer, name: str) -> list[int]:
-    """Return the ids of the tokenizer's sentinels, `name` with 0, 1, ... as far as they go."""
+    """Return the ids of the tokenizer's sentinels, `name` formatted with 0, 1, ..."""
     ids: list[int] = []
     while (id := tokenizer.token_to_id(name.format(len(ids)))) is not None:
         ids.append(id)
@@ -179,7 +180,7 @@ class _SpanExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return text `index` with spans that depend on `seed`."""
+        """Return text `index` with spans sampled by `seed`."""
         config, end = self._config, [self._end]
         inside = self._traits.ends_inside
         ids = [*self._pieces[index].tolist(), *(end if inside else [])]

@@ -1,4 +1,4 @@
-"""How fast models write in the runtime, side by side."""
+"""Measures the prefill and decoding speed of models in turns."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bmforge.models import Model
 __all__ = ["check_speed", "measure_speeds"]
 
 PREFILL, DECODE = "prefill, tokens/s", "decode, tokens/s"
-# Tokens that are read at once, and written one by one; fewer where positions end before.
+# Prompt tokens and generated tokens; fewer for models with fewer positions.
 _READ, _WRITTEN, _ROUNDS = 256, 32, 5
 
 
 def check_speed(model: Model) -> None:
-    """Raise `ConfigError` for a model that writes nothing."""
+    """Raise `ConfigError` for a model that does not generate."""
     if not model.traits.writes:
         raise ConfigError(
             f"speed=true times how fast a model reads a prompt and writes after it; a "
@@ -32,17 +32,17 @@ def check_speed(model: Model) -> None:
 
 
 def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float]]:
-    """Return how fast models read a prompt and write after it, one request at a time, in fp32.
+    """Return the prefill and decoding speed of models, one request at a time, in fp32.
 
-    Each of the others runs in turns with the first one, so that a machine that is busier for a
-    while slows both. The figures are medians.
+    Each of the others runs in turns with the first one, so that varying load of the machine affects
+    both. The figures are medians.
 
     Args:
-        before: directory of the model that the others were made of.
-        others: theirs.
+        before: directory of the original model.
+        others: directories of the compressed models.
 
     Returns:
-        figure -> value, of `before` and then of each other.
+        A dict metric -> value, for `before` and then for each other model.
 
     Memory: two models at a time.
     """
@@ -52,7 +52,7 @@ def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float
         engine, found = Engine(directory), list[tuple[float, float]]()
         for number in range(_ROUNDS + 1):
             both = _time_once(first), _time_once(engine)
-            if number:  # the first time something is made for the times after it
+            if number:  # the first round is warm-up
                 rows[0].append(both[0])
                 found.append(both[1])
         rows.append(found)
@@ -63,7 +63,7 @@ def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float
 
 
 def _time_once(engine: Engine) -> tuple[float, float]:
-    """Return tokens read and written in a second."""
+    """Return tokens per second of prefill and of decoding."""
     config: Any = engine.model.config
     limit = engine.model.traits.position_limit or _READ + _WRITTEN
     written = max(2, min(_WRITTEN, limit // 4))

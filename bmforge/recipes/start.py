@@ -1,6 +1,6 @@
-"""Which model a run trains: a size by its name, or a model to start from.
+"""Resolution of a run's model: a size by its name, or an initial model.
 
-With a model to start from its sizes hold, but for the fields of `model` that were given.
+The sizes of an initial model apply, except for given fields of `model`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _OPTION = "--model."
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What `--model` names.
+    """Resolved value of `--model`.
 
     Args:
-        family: its family.
-        config: the sizes.
-        init_from: the model whose weights are the beginning; None draws them.
+        family: family of the model.
+        config: config of the model.
+        init_from: initial model; None initializes the weights randomly.
     """
 
     family: type[Model]
@@ -60,14 +60,14 @@ class Start:
 
 
 def find_start(name: str) -> Start:
-    """Return what a name says of a model.
+    """Resolve a model name.
 
     Args:
-        name: of a preset (gpt2-small) or a family (gpt2), whose weights are drawn; else a directory
-            or hub id of a model to start from.
+        name: a preset (gpt2-small) or a family (gpt2), which is initialized randomly; else a
+            directory or hub id of an initial model.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: an unknown name.
     """
     families = {_plain(alias): f for key, f in FAMILIES.items() for alias in _names(key, f)}
     presets = [preset for family in FAMILIES.values() for preset in family.config_class.presets]
@@ -99,12 +99,12 @@ def _plain(name: str) -> str:
 
 
 def traits_of(config: ModelConfig) -> Traits:
-    """Return how a model of this config is used."""
+    """Return the traits of a model with this config."""
     return family_of(config).family_traits.of(config)
 
 
 def check_length(config: Any) -> None:
-    """Raise `ConfigError` where rows are longer than the model's positions."""
+    """Raise `ConfigError` if rows are longer than the model's positions."""
     limit = traits_of(config.model).row_limit(config.model)
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(
@@ -119,7 +119,7 @@ def family_of(config: ModelConfig) -> type[Model]:
 
 
 def with_changes(config: Any) -> Any:
-    """Return the config of a run's model with what the run changes in it."""
+    """Return the config of a run's model with the run's changes."""
     model = config.model
     return model.replace(changes=(*model.changes, *config.changes)) if config.changes else model
 
@@ -131,7 +131,7 @@ def read_changes(given: str) -> tuple[Change, ...]:
         given: JSON, or a file of it: one change or a list, each with kind, where and options.
 
     Raises:
-        ConfigError: there is no such file, or it is of another form.
+        ConfigError: the file is missing, or the JSON has another form.
     """
     text = given
     if not given.lstrip().startswith(("[", "{")):
@@ -149,12 +149,12 @@ def read_changes(given: str) -> tuple[Change, ...]:
 
 
 def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -> Any:
-    """Return a config that says which fields of `model` its file and its options gave.
+    """Return a config that records which fields of `model` its file and its options gave.
 
     Args:
         config: a `RunConfig`, read from them.
         file: the TOML file.
-        options: ``--field.path VALUE`` ...
+        options: command line options, ``--field.path VALUE`` ...
     """
     if config.init_from is None:
         return config
@@ -169,7 +169,7 @@ def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -
 
 
 def change_model(config: Any, **changes: Any) -> Any:
-    """Return a config with fields of `model` changed, also beside `init_from`, but the usual."""
+    """Return a config with fields of `model` changed, which then also override `init_from`'s."""
     usual = type(config)().model
     given = {name for name, value in changes.items() if value != getattr(usual, name)}
     names = None if config.init_from is None else tuple(sorted(given | set(_given(config))))
@@ -178,12 +178,12 @@ def change_model(config: Any, **changes: Any) -> Any:
 
 
 def settle_model(config: Any) -> Any:
-    """Return a config with the sizes that hold: with `init_from` that model's, but for those given.
+    """Return a config with the final sizes: those of `init_from` except for given fields.
 
-    `model_changes` then names the fields that are not the model's own.
+    `model_changes` then names the fields that differ from the initial model.
 
     Raises:
-        ConfigError: `init_from` is another family, or `model_changes` names what there is not.
+        ConfigError: `init_from` is another family, or `model_changes` has an unknown field.
     """
     model = config.model
     if config.family not in (None, family_of(model).__name__):
@@ -205,31 +205,31 @@ def settle_model(config: Any) -> Any:
             "trains. Name another model, or another recipe."
         )
     own = _read_sizes(family_of(model), directory)
-    # What follows from others follows from the changed ones.
+    # Derived fields are recomputed from the changed ones.
     sizes = own.with_implied().replace(**{name: getattr(model, name) for name in _given(config)})
     changed = [f.name for f in dataclasses.fields(own) if f.compare]
     changed = [name for name in changed if getattr(sizes, name) != getattr(own, name)]
-    # Its config.json comes back where it is built: run.toml has no place for what is null in it.
+    # config.json is read again when the model is built: TOML cannot store its nulls.
     return dataclasses.replace(config, model=sizes.replace(raw={}), model_changes=tuple(changed))
 
 
 def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
-    """Return the config of a model, tied as its weights are."""
+    """Return the config of a model, with tied embeddings if its weights are tied."""
     files = WeightFiles(directory)
     config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
     return settle_tie(family.from_config(config, device="meta"), files)
 
 
 def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
-    """Return a settled config with the fields of `model` that a task cannot do without.
+    """Return a settled config with the fields of `model` that a task requires.
 
     Args:
-        config: of the run, as `settle_model` leaves it.
-        needs: such as the head.
+        config: the run's config after `settle_model`.
+        needs: required fields and values, such as the head.
 
     Raises:
-        ConfigError: the family has no such head; or the model that the run starts from has not, and
-            no new one was asked for.
+        ConfigError: the family has no such head; or the initial model has none and `new_head` is
+            off.
     """
     model = config.model
     missing = {name: value for name, value in needs.items() if getattr(model, name) != value}
@@ -253,7 +253,7 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
 
 
 def _given(config: Any) -> list[str]:
-    """Return the fields of `model` that hold beside `init_from`."""
+    """Return the fields of `model` that override those of `init_from`."""
     model = config.model
     names = [f.name for f in dataclasses.fields(model) if f.name != "raw"]
     if config.model_changes is None:

@@ -1,1 +1,1 @@
-"""What runs read: prepared corpora, examples, pieces of documents; start at `corpus.py`."""
+"""Training data of runs: prepared corpora, examples, pieces of documents; start at `corpus.py`."""

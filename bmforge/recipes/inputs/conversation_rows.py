@@ -38,7 +38,7 @@ _OPEN_ROWS = 64
 
 
 class EncodedRow(NamedTuple):
-    """Token ids of one training row, and its labels: -100 where nothing is learned."""
+    """Token ids of one training row, and its labels: -100 for tokens without a loss."""
 
     ids: list[int]
     labels: list[int]
@@ -50,16 +50,16 @@ def render_conversation(
     answers: AnswerChoice = "all",
     ignore: Sequence[str] = (),
 ) -> list[AnswerText]:
-    """Render the answers of a conversation, each as the end of a conversation.
+    """Render the answers of a conversation with the chat template, one (prompt, answer) text each.
 
     Args:
         conversation: messages, tools and further fields, which must be variables of the template.
         template: the model's chat template.
-        answers: learn all answers, or the last one alone.
+        answers: "all" for every answer, or the last one alone.
         ignore: names of fields that are left out.
 
     Raises:
-        DataError: a field that the template does not read and `ignore` does not name, or see
+        DataError: a field is neither read by the template nor in `ignore`, or see
             `render_answers`.
     """
     fields = {k: v for k, v in conversation.fields.items() if k not in ignore}
@@ -87,11 +87,11 @@ def render_conversation(
 
 
 def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:
-    """Encode rendered answers; answers of which one continues the other share a row.
+    """Encode rendered answers; consecutive answers that extend the same text share a row.
 
     The ids of a row are those of the whole rendered text, as ``apply_chat_template`` gives them. If
     the tokenizer merges across the boundary between prompt and answer, the prompt keeps the ids
-    that it has in generation, and the answer is encoded by itself.
+    that it has in generation, and the answer is encoded separately.
 
     Args:
         turns: answers of one conversation in order.
@@ -144,7 +144,7 @@ def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
 class PackedConversations:
     """Conversations packed into rows of one width; an `ExampleSource` for decoders.
 
-    Each conversation of a row has positions of its own and attends to itself alone.
+    Positions restart at each conversation of a row, and attention does not cross conversations.
 
     Args:
         rows: encoded conversations; longer ones than `width` are truncated at the end.
@@ -193,7 +193,7 @@ class PackedConversations:
         return len(self._rows)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return packed row `index`; `seed` has no effect. Padding is a document of its own."""
+        """Return packed row `index`; `seed` has no effect. Padding is a separate document."""
         texts = [self._texts[number] for number in self._rows[index]]
         starts = np.zeros((1, self._width), dtype=np.bool_)
         for end in np.cumsum([len(text.ids) for text in texts]).tolist():
@@ -219,10 +219,10 @@ def open_answers(
 
     Args:
         conversations: data of the run.
-        render: gives the answers of a conversation by the chat template.
-        end: end mark of the template, which the decoder's own end token replaces.
+        render: function that renders the answers of a conversation by the chat template.
+        end: end mark of the template, which the decoder's end token replaces.
         tokenizer: the model's tokenizer.
-        traits: how the family writes answers.
+        traits: properties of the model family.
         config: the run's config.
     """
     longest = config.data.seq_len

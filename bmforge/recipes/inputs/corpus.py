@@ -1,4 +1,4 @@
-"""Opening prepared text for a run: directories of `bmforge prepare`, or bare token stores."""
+"""Opens prepared text for a run: directories of `bmforge prepare`, or bare token stores."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class CorpusConfig:
-    """What a run reads.
+    """Token stores of a run.
 
     Args:
         paths: directories made by `bmforge prepare`, or prefixes of .bin/.idx token stores; several
-            are mixed. With conditions behind it, as in `corpus?language=zh&date>=2020`, a path is
-            those of its documents that fit.
-        where: conditions for the documents of all paths, held-out ones too: source, language,
+            are mixed. Conditions after the path, as in `corpus?language=zh&date>=2020`, select
+            documents.
+        where: conditions on the documents of all paths, including held-out ones: source, language,
             licence (with * and commas), date, quality; such as language=zh or quality>=0.5.
-        weights: share of each path, relative; empty weighs all the same.
+        weights: relative share of each path (default: equal shares).
         seq_len: tokens per row.
         global_batch_size: rows per optimizer step over all processes.
-        grad_accum_steps: passes that an optimizer step adds up; sets global_batch_size to
+        grad_accum_steps: gradient accumulation steps; sets global_batch_size to
             micro_batch_size x this x processes / tp / pp / cp. None takes what global_batch_size
             needs.
         micro_batch_size: rows per forward pass on one process.
-        reset_at_documents: attention and positions start anew at every document.
-        tokenizer: directory of the tokenizer that bare stores were made with, which is exported
-            with the model; None takes the prepared directory's.
-        eos_id: token behind every document; None takes the prepared directory's, or else the
-            tokenizer's.
+        reset_at_documents: restart positions and attention at every document.
+        tokenizer: directory of the tokenizer of bare stores, which is exported with the model;
+            None takes the prepared directory's.
+        eos_id: token at the end of every document; None takes the prepared directory's, or else
+            the tokenizer's.
         validation: prefix of a validation store; None takes the first prepared directory's.
-        split: shares of a bare store's documents to learn from, to validate on and to leave out,
-            such as 949 50 1; empty learns from all.
-        validation_batches: stop an evaluation after so many micro-batches; None reads all.
-        seed: of the sample order.
-        prefetch_steps: optimizer steps that are made ready ahead.
+        split: shares of a bare store's documents for training, validation and neither, such as
+            949 50 1; empty trains on all.
+        validation_batches: maximum number of micro-batches of an evaluation; None reads all.
+        seed: random seed of the sample order.
+        prefetch_steps: optimizer steps whose batches are loaded ahead.
     """
 
     paths: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """An opened corpus: its loader, held-out rows, tokenizer, and what a document ends with."""
+    """An opened corpus: its loader, held-out rows, tokenizer, and end-of-document token."""
 
     loader: DataLoader
     validation: PackedDataset | None
@@ -116,13 +116,13 @@ class Corpus:
 def open_corpus(
     config: CorpusConfig, vocab_size: int, world: World, init_from: str | None = None
 ) -> Corpus:
-    """Open the token stores of a run and check that the model can read them.
+    """Open the token stores of a run and check them against the model's vocabulary.
 
     Args:
-        config: what is read.
-        vocab_size: of the model.
-        world: this process's place among those that read different rows.
-        init_from: the model that it starts from; its tokenizer must be the corpora's.
+        config: paths and sizes.
+        vocab_size: vocabulary size of the model.
+        world: data-parallel rank and size of this process.
+        init_from: initial model of the run; its tokenizer must be that of the corpora.
 
     Raises:
         ConfigError: nothing to read, weights that do not fit the paths, or corpora of different
@@ -136,7 +136,7 @@ def open_corpus(
     weights = config.weights or (1.0,) * len(config.paths)
     stores = [open_text(path, config.where, config.split) for path in config.paths]
     datasets = [PackedDataset(store, config.seq_len, eos_id) for store in stores]
-    # The order follows from these names, and a corpus may move: its path is no part of them.
+    # The order depends on these names; they omit the path, since a corpus may be moved.
     names = [f"data.paths[{number}]" for number in range(len(datasets))]
     parts = dict(zip(names, zip(datasets, weights, strict=True), strict=True))
     loader = DataLoader(
@@ -169,28 +169,28 @@ def open_corpus(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A token store that is read once, in rows as training has them.
+    """A token store that is read once, in the rows of training.
 
     Attributes:
-        dataset: its rows.
-        text_bytes: bytes of the text that its tokens spell, where that is known.
+        dataset: rows of the store.
+        text_bytes: bytes of the text of its tokens; None if unknown.
     """
 
     dataset: PackedDataset
     text_bytes: int | None
 
     def batches(self, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield a process's batches of one pass, of so many rows."""
+        """Yield a process's batches of `size` rows for one pass."""
         return iter_once(self.dataset, size, rank, world)
 
 
 def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -> HeldOut:
-    """Open the held-out part of a prepared directory, or a bare token store whole.
+    """Open the held-out part of a prepared directory, or all of a bare token store.
 
     Args:
-        path: of the directory, or of the store without ``.bin`` or ``.idx``.
+        path: the directory, or the store without ``.bin`` or ``.idx``.
         seq_len: tokens of a row.
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
         model: directory of the model; its tokenizer must be the text's.
 
     Raises:
@@ -212,7 +212,7 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
 
 
 def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path | None, int | None]:
-    """Return the directory of the run's tokenizer, and the token behind every document."""
+    """Return the directory of the run's tokenizer, and the end-of-document token."""
     tokenizer_dir = None if report is None else report.tokenizer_dir
     eos_id = config.eos_id
     if config.tokenizer is not None:
@@ -225,7 +225,7 @@ def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path 
 
 
 def _open_validation(prefix: str, config: CorpusConfig, eos_id: int | None) -> PackedDataset | None:
-    """Open the held-out documents that a run looks at; None where none of them fits."""
+    """Open the held-out documents that the conditions select; None if none matches."""
     try:
         store = select_store(open_store(prefix), parse_conditions(config.where))
     except DataError as error:
@@ -254,7 +254,7 @@ def _check_paths(config: CorpusConfig) -> None:
 
 
 def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) -> None:
-    """Check every store against the vocabulary; a prepared directory has its size on record."""
+    """Check every store against the vocabulary; the record of a prepared directory has its size."""
     check_tokenizers([*dict.fromkeys(map(place_of, config.paths))], init_from, config.tokenizer)
     for path in config.paths:
         report = read_report(path)

@@ -1,8 +1,8 @@
-"""Batches of examples: rows of tensors of fixed widths, made when they are asked for.
+"""Loaders of examples: rows of fixed-width tensors, built on demand.
 
-Which example the global sample number n is, and all that is drawn to make it, depends on (seed, n)
-alone, so the order is the same on any number of processes and a run goes on exactly where it
-stopped. `pieces.py` and the recipes have the sources of examples.
+The example with global sample number n, and its random choices, depend on (seed, n) alone, so the
+order is the same on any number of processes and a run resumes exactly. `pieces.py` and the recipes
+implement the sources of examples.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Seed = tuple[int | str, ...]
 
 @dataclass(kw_only=True)
 class ExampleConfig:
-    """What a run on examples reads.
+    """Data of a run on examples.
 
     Args:
-        paths: files, or token stores where the recipe says so.
-        validation: held out, of the same form.
+        paths: data files, or token stores if the recipe reads them.
+        validation: held-out files in the same format.
         tokenizer: directory of the tokenizer; None takes `init_from`'s.
-        seq_len: longest row in tokens.
+        seq_len: maximum row length in tokens.
         global_batch_size: rows per optimizer step over all processes.
         micro_batch_size: rows per forward pass on one process.
-        grad_accum_steps: passes that an optimizer step adds up; sets global_batch_size to
+        grad_accum_steps: gradient accumulation steps; sets global_batch_size to
             micro_batch_size x this x processes / tp / pp / cp. None takes what global_batch_size
             needs.
-        split: where paths are bare token stores: shares of their documents to learn from, to
-            validate on and to leave out, such as 949 50 1; empty learns from all.
-        validation_batches: stop an evaluation after so many micro-batches; None reads all.
-        seed: of the order, and of all that is drawn to make an example.
+        split: shares of a bare token store's documents for training, validation and neither, such
+            as 949 50 1; empty trains on all.
+        validation_batches: maximum number of micro-batches of an evaluation; None reads all.
+        seed: random seed of the order and of the examples' random choices.
     """
 
     paths: tuple[str, ...] = ()
@@ -78,15 +78,14 @@ class ExampleConfig:
 
 
 class ExampleSource(Protocol):
-    """Where examples come from.
+    """A data set of examples.
 
     Attributes:
-        columns: name of a tensor -> (its width, what fills it up behind an example); ``labels`` is
-            one of them.
-        fingerprint: hex digits that change when an example would.
+        columns: name of a tensor -> (its width, padding value); ``labels`` is one of them.
+        fingerprint: hex digest that changes when an example would.
 
-    Where examples come from token stores, `content`, an int, changes with what is in these. Where
-    they are not rows of integers, a method `collate` lays them side by side.
+    A source that reads token stores has `content`, an int digest of their contents. A source whose
+    examples are not rows of integers has a method `collate` that batches them.
     """
 
     columns: Mapping[str, tuple[int, int]]
@@ -96,18 +95,18 @@ class ExampleSource(Protocol):
         """Return the number of examples."""
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return example `index`; what is drawn for it depends on `seed` alone."""
+        """Return example `index`; its random choices depend on `seed` alone."""
 
 
 class ExampleLoader:
-    """Yield, for one optimizer step after the other without end, this rank's micro-batches.
+    """Endless iterator over optimizer steps, each a list of this rank's micro-batches.
 
-    The rows of a step lie in slots [micro-batch][rank][row]; slots beyond the global batch size
-    hold rows without labels, so that all ranks see the same shapes.
+    The rows of a step are in slots [micro-batch][rank][row]; slots beyond the global batch size
+    contain rows without labels, so that all ranks have the same shapes.
 
     Args:
-        source: the examples; every one comes once an epoch.
-        config: sizes and seed: an `ExampleConfig`, or another that has its fields for these.
+        source: the examples; each is used once per epoch.
+        config: sizes and seed: an `ExampleConfig`, or another config with the same fields.
         rank: this data-parallel rank.
         world: number of data-parallel ranks.
 
@@ -143,7 +142,7 @@ class ExampleLoader:
         return batches
 
     def _row(self, number: int | None) -> Example:
-        """Return the example of a global sample number; one without labels for None."""
+        """Return the example with a global sample number; a row without labels for None."""
         if number is None:
             return _unlabel(self._source.make(0, ("padding",)))
         count, seed = len(self._source), self._config.seed
@@ -153,7 +152,7 @@ class ExampleLoader:
         return self._source.make(index, ("example", seed, number))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands; the same on every rank."""
+        """Return the loader's position; the same on every rank."""
         return {
             "samples": self._samples,
             "seed": self._config.seed,
@@ -162,13 +161,13 @@ class ExampleLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken, on any world and batch size.
+        """Resume exactly at a saved position, with any number of ranks and any batch size.
 
         Raises:
             ConfigError: the state is of other examples or another seed.
         """
         ours = self.state_dict()
-        state = {"content": ours["content"], **state}  # states of earlier versions have none
+        state = {"content": ours["content"], **state}  # states of earlier versions lack it
         for key in ("seed", "dataset", "content"):
             if state.get(key) != ours[key]:
                 raise ConfigError(
@@ -184,7 +183,7 @@ def iter_held_out(
 ) -> Iterator[Batch]:
     """Yield this rank's batches of one pass in order; the same ones every time.
 
-    All ranks get equally many; what is missing at the end is rows without labels.
+    All ranks yield the same number of batches, padded with rows without labels.
     """
     size, total = config.micro_batch_size, len(source)
     if config.validation_batches is not None:
@@ -204,7 +203,7 @@ def open_examples(
     rows: World,
     **fields: Any,
 ) -> TrainingData:
-    """Return what a run on examples reads; `fields` are further ones of `TrainingData`."""
+    """Return the `TrainingData` of a run on examples; `fields` are its further fields."""
     parts = {}
     if held_out is not None and len(held_out):
         parts["validation"] = lambda: iter_held_out(held_out, config, rows.rank, rows.size)
@@ -213,7 +212,7 @@ def open_examples(
 
 
 def digest_stores(stores: Sequence[TokenStore]) -> int:
-    """Return 63 bits of what is in token stores, wherever they lie."""
+    """Return a 63-bit digest of the contents of token stores, independent of their paths."""
     return int(fingerprint_of([store.digest() for store in stores])[:16], 16) >> 1
 
 
@@ -222,13 +221,13 @@ def _unlabel(example: Example) -> Example:
 
 
 def _lay(rows: Sequence[Example], source: ExampleSource) -> Batch:
-    """Lay rows side by side as their source wants it."""
+    """Collate rows with the source's own `collate`, or the default one."""
     own = getattr(source, "collate", None)
     return collate(rows, source.columns) if own is None else own(rows)
 
 
 def collate(rows: Sequence[Example], columns: Mapping[str, tuple[int, int]]) -> Batch:
-    """Lay rows side by side, filled up behind.
+    """Stack rows into tensors, padded at the end.
 
     Shape:
         every tensor (B, its width), int64

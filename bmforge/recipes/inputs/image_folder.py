@@ -1,8 +1,8 @@
-"""Images of a folder whose sub-folders are classes, as a ViT reads them.
+"""Images of a folder whose subfolders are classes, in the form that a ViT reads.
 
-An image is made RGB (or grey), resized to a square, and its values brought from 0..255 to -1..1:
-what transformers' ViTImageProcessor does. To learn from, a part of it is cut out and half of all
-images are mirrored; what is drawn depends on the seed and the global sample number alone.
+An image is converted to RGB (or gray), resized to a square, and normalized from 0..255 to -1..1, as
+transformers' ViTImageProcessor does. Training uses a random resized crop and mirrors half of the
+images; the random choices depend on the seed and the global sample number alone.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(kw_only=True)
 class ImageConfig:
-    """What a run on images reads.
+    """Data of a run on images.
 
     Args:
-        paths: one folder, with a sub-folder of images for every class.
-        validation: one more such folder, held out.
+        paths: one folder, with a subfolder of images for every class.
+        validation: one more such folder with held-out images.
         global_batch_size: images per optimizer step over all processes.
         micro_batch_size: images per forward pass on one process.
-        grad_accum_steps: passes that an optimizer step adds up; see `ExampleConfig`.
-        smallest_crop: an image to learn from is a part of it with at least this share of its area,
-            0.08 in ViT's training; 1 takes it whole.
-        mirror: turn half of the images to learn from around, left to right.
-        mean: what is subtracted from every channel's values, which go from 0 to 1.
-        std: what they are divided by then.
-        validation_batches: stop an evaluation after so many micro-batches; None reads all.
-        seed: of the order, and of the parts that are cut out.
+        grad_accum_steps: gradient accumulation steps; see `ExampleConfig`.
+        smallest_crop: minimum area of a training crop as a share of the image, 0.08 in ViT's
+            training; 1 disables cropping.
+        mirror: flip half of the training images horizontally.
+        mean: mean of every channel for normalization, of values from 0 to 1.
+        std: standard deviation of every channel for normalization.
+        validation_batches: maximum number of micro-batches of an evaluation; None reads all.
+        seed: random seed of the order and of the crops.
     """
 
     paths: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class ImageConfig:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise `ConfigError` for a number out of range, or not one folder."""
+        """Raise `ConfigError` for a number out of range, or unless there is exactly one folder."""
         wrong = [
             f"data.{name}={getattr(self, name)} must be at least 1"
             for name in ("global_batch_size", "micro_batch_size")
@@ -88,11 +88,11 @@ class ImageFolder:
     """The images of a folder; an `ExampleSource`.
 
     Args:
-        folder: its sub-folders are the classes, in the order of their names.
-        config: how images are read.
+        folder: folder whose subfolders are the classes, in the order of their names.
+        config: preprocessing options.
         model: a ViT's config: size and channels.
-        classes: names that the sub-folders must have; None takes those that are there.
-        learns: whether parts are cut out.
+        classes: required names of the subfolders; None takes the existing ones.
+        learns: apply random crops and flips (training).
 
     Raises:
         DataError: no such folder, no images, or other classes than `classes`.
@@ -144,7 +144,7 @@ class ImageFolder:
         return self._files[index][1]
 
     def make(self, index: int, seed: Seed) -> Any:
-        """Return image `index`; which part of it depends on `seed`."""
+        """Return image `index`; `seed` selects its crop."""
         path, label = self._files[index]
         image = _open_image(path, self._model.num_channels)
         if self._learns:
@@ -153,12 +153,12 @@ class ImageFolder:
         return {"pixel_values": pixels, "labels": [label]}
 
     def collate(self, rows: Sequence[Any]) -> Batch:
-        """Lay images side by side."""
+        """Stack images into a batch."""
         return lay_images(rows)
 
 
 def lay_images(rows: Sequence[Any]) -> Batch:
-    """Lay images side by side.
+    """Stack images into a batch.
 
     Shape:
         pixel_values (B, C, H, W), float32; labels (B,), int64
@@ -168,7 +168,7 @@ def lay_images(rows: Sequence[Any]) -> Batch:
 
 
 def save_preprocessing(directory: Path, config: ImageConfig, model: Any) -> None:
-    """Write ``preprocessor_config.json``, by which transformers reads images as this run did."""
+    """Write ``preprocessor_config.json`` with this run's preprocessing for transformers."""
     size = model.image_size
     values = {
         "image_processor_type": "ViTImageProcessor",
@@ -199,10 +199,10 @@ def _open_image(path: Path, channels: int) -> Any:
 
 
 def _draw_part(image: Any, config: ImageConfig, seed: Seed) -> Any:
-    """Cut out a part with a drawn share of the area and form, and mirror it or not.
+    """Crop a random area with a random aspect ratio, and flip it with probability 1/2.
 
     Source: Szegedy et al., "Going Deeper with Convolutions" (2014), section 6: the area from
-    `smallest_crop` to all, the form from 3:4 to 4:3.
+    `smallest_crop` to all, the aspect ratio from 3:4 to 4:3.
     """
     from PIL import Image
 
@@ -226,7 +226,7 @@ def _draw_part(image: Any, config: ImageConfig, seed: Seed) -> Any:
 
 
 def _to_values(image: Any, size: int, config: ImageConfig) -> NDArray[np.float32]:
-    """Resize (bilinear, as ViT's) and normalise.
+    """Resize (bilinear, as ViT's) and normalize.
 
     Shape:
         returns (C, size, size)

@@ -1,4 +1,4 @@
-"""Saying what of the data is not learned from: how much of it, and why."""
+"""Reports how much of the training data is left out, and why."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _MUCH = 0.1
 
 
 def is_much(count: int, total: int) -> bool:
-    """Tell whether so many are more than a tenth."""
+    """Return True if `count` is more than a tenth of `total`."""
     return count > _MUCH * total
 
 
 def tell_left_out(
     reasons: Iterable[str], total: int, what: str, examples: Mapping[str, str] | None = None
 ) -> None:
-    """Log on one process how many were left out, by reason; a warning where it is much.
+    """Log on one process how many items were left out by reason; warn if it is a large share.
 
     Args:
-        reasons: why, of each that was left out.
-        total: of how many.
-        what: what they are.
-        examples: for a reason a message about one of them.
+        reasons: reason of each item that was left out.
+        total: number of all items.
+        what: plural noun for the items in the message.
+        examples: reason -> message about one such item.
     """
     counts = Counter(reasons)
     if not counts or process_rank():

@@ -1,4 +1,4 @@
-"""Pieces of prepared documents: what a run reads that looks at texts one by one."""
+"""Pieces of prepared documents, for recipes that train on single texts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
 
 
 class Pieces(Sequence[NDArray[np.int64]]):
-    """The documents of token stores, the longer ones cut; short ones are left out.
+    """The documents of token stores; long documents are cut, short ones left out.
 
     Args:
-        stores: opened, or their paths without ``.bin`` or ``.idx``.
-        shortest: tokens of the shortest piece.
-        longest: tokens of the longest one.
-        end_id: a token that ends documents in the store, and is no part of a piece.
+        stores: opened stores, or their paths without ``.bin`` or ``.idx``.
+        shortest: minimum length of a piece in tokens.
+        longest: maximum length of a piece in tokens.
+        end_id: end-of-document token of the store, which pieces do not include.
 
     Memory: 16 bytes a piece.
     """
@@ -80,9 +80,9 @@ def _cut(store: TokenStore, shortest: int, longest: int, end_id: int | None) -> 
 def open_pieces(
     config: ExampleConfig, vocab_size: int, shortest: int, longest: int, end_id: int | None
 ) -> tuple[Pieces, Pieces | None]:
-    """Open the stores of a run, to learn from and held out; both are checked.
+    """Open and check the training and held-out stores of a run.
 
-    A prepared directory's own held-out part is used where `config.validation` names none.
+    The held-out part of a prepared directory is used if `config.validation` is empty.
 
     Raises:
         ConfigError: a row is too short for a piece, or there is nothing to read.
@@ -122,10 +122,10 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
 
     Args:
         config: a `RunConfig` with `data` and `model`.
-        kind: what it has to be; None takes any.
+        kind: required class of the tokenizer; None accepts any.
 
     Raises:
-        ConfigError: there is none, it is of another kind, it has more tokens than the model, or the
+        ConfigError: there is none, it has another class, it has more tokens than the model, or the
             text was prepared with another one.
     """
     folder = find_tokenizer(config)
@@ -149,7 +149,7 @@ def find_tokenizer(config: Any) -> Path:
     """Return the directory of a run's tokenizer; see `open_tokenizer`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the run names no tokenizer.
     """
     report = read_report(config.data.paths[0]) if config.data.paths else None
     folder: Path | None = None

@@ -1,4 +1,4 @@
-"""The template and the verbalizer of a run: a task's own, of files, or of a user's classes."""
+"""Template and verbalizer of a prompt run: the task's own, from files, or of user classes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def open_template(config: Any, task: Task, example: TaskExample) -> str:
 
 
 def find_words(config: Any, task: Task, example: TaskExample) -> dict[str, list[str]]:
-    """Return class -> words of a run: those of its file, or the task's own."""
+    """Return class -> label words of a run: from its file, or the task's own."""
     if config.verbalizer is not None:
         rows = read_verbalizer(config.verbalizer, config.choice, task.label_names)
     else:
@@ -60,7 +60,7 @@ def find_words(config: Any, task: Task, example: TaskExample) -> dict[str, list[
 def open_words(
     config: Any, task: Task, example: TaskExample, tokenizer: Tokenizer, num_masks: int = 1
 ) -> Any:
-    """Return a run's verbalizer; of a template with several masks one that reads them all."""
+    """Return a run's verbalizer; for a template with several masks one that scores all of them."""
     words = find_words(config, task, example)
     if example.choices:
         if config.verbalizer_class:
@@ -99,7 +99,7 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
 
 
 def describe_template(config: Any, tokenizer: Tokenizer, text: str) -> Template:
-    """Return the template on a model that is only described, soft rows and all."""
+    """Return the template on a model on meta, including its soft rows."""
     sizes = with_changes(config)
     model = family_of(sizes).from_config(sizes, device="meta")
     behind = getattr(config, "behind", "refuse")
@@ -111,15 +111,15 @@ def describe_template(config: Any, tokenizer: Tokenizer, text: str) -> Template:
 
 
 def find_class(place: str, option: str, base: type) -> Any:
-    """Return a class of a user's own; the file or module that has it is run.
+    """Import and return a user-defined class; its file or module is executed.
 
     Args:
         place: "package.module:Class", or "folder/file.py:Class".
-        option: who asks, for messages.
-        base: what it must inherit.
+        option: name of the option, for messages.
+        base: required base class.
 
     Raises:
-        ConfigError: there is no such module, file or class, or it is of another kind.
+        ConfigError: there is no such module, file or class, or it has another base.
     """
     source, _, name = place.rpartition(":")
     if not source or not name.isidentifier():
@@ -147,7 +147,7 @@ def _import(source: str, option: str) -> ModuleType:
 
 
 def _run_file(file: Path, option: str) -> ModuleType:
-    """Run a file as a module of its own name; once, so that its classes stay the same."""
+    """Import a file as a module, only once, so that its classes keep their identity."""
     if not file.is_file():
         raise ConfigError(f"{option}: there is no file {str(file)!r}.")
     name = f"_bmforge_own_{file.resolve().as_posix()}"

@@ -1,7 +1,7 @@
-"""What is read of a path: a prepared directory or a token store, all of it or chosen documents.
+"""Selection of documents from a prepared directory or a token store.
 
-``corpus?language=zh&date>=2020`` reads the documents that fit, so that a mixture can weigh parts of
-one corpus.
+``corpus?language=zh&date>=2020`` reads only the documents that match, so that a mixture can weight
+parts of one corpus.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MARK, _AND = "?", "&"
 
 
 def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
-    """Return a path without its conditions, and these.
+    """Return a path without its conditions, and the conditions.
 
     Raises:
-        ConfigError: one is of no known form.
+        ConfigError: a condition has an unknown form.
     """
     place, mark, rest = path.partition(_MARK)
     if not mark or Path(path).exists():
@@ -37,7 +37,7 @@ def place_of(path: str) -> str:
 
 
 def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[float]) -> None:
-    """Raise `ConfigError` for conditions of no known form, or beside shares of a bare store."""
+    """Raise `ConfigError` for malformed conditions, or conditions combined with `data.split`."""
     conditions = [*parse_conditions(where), *(one for path in paths for one in split_path(path)[1])]
     if conditions and split:
         raise ConfigError(
@@ -47,10 +47,10 @@ def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[floa
 
 
 def open_text(path: str, where: Sequence[str] = (), split: Sequence[float] = ()) -> TokenStore:
-    """Open what is learned from of a path.
+    """Open the training documents of a path.
 
     Args:
-        path: of a prepared directory, or of a bare store without ``.bin``; conditions behind ``?``.
+        path: a prepared directory, or a bare store without ``.bin``, with conditions after ``?``.
         where: further conditions.
         split: shares of a bare store's documents; the first is opened.
 
@@ -70,10 +70,11 @@ def read_report(path: str) -> PrepareReport | None:
 
 
 def train_prefix(path: str) -> Path:
-    """Return the token store of a prepared directory, or the bare one that `path` is.
+    """Return the prefix of a prepared directory's training store, or `path` itself for a bare
+    store.
 
     Raises:
-        DataError: it is another directory, or a part of a prepared one.
+        DataError: another directory, or a part of a prepared one.
     """
     place = Path(place_of(path))
     if not place.is_dir() or (place / "train").is_dir():

@@ -1,12 +1,12 @@
-"""CPM-Pretrain's preprocessed T5 corpora: texts whose spans were cut out when they were tokenised.
+"""CPM-Pretrain's preprocessed T5 corpora, whose spans were cut out during tokenization.
 
 There are three token stores: ``PREFIX_context`` has the texts with a sentinel for every span,
-``PREFIX_target`` the spans, each behind its sentinel, and ``PREFIX_target_offset`` where each lies.
-Sentinel k of a text is stored as the vocabulary's size + k. A row is `seq_len` tokens of the
-contexts, whatever texts they are of; its sentinels are numbered anew.
+``PREFIX_target`` the spans, each after its sentinel, and ``PREFIX_target_offset`` their offsets.
+Sentinel k of a text is stored as the vocabulary's size + k. A row is `seq_len` consecutive tokens
+of the contexts, across texts; its sentinels are renumbered.
 
-Source: ``megatron/data/T5_dataset.py`` of TsinghuaAI/CPM-1-Pretrain, which reads texts in an order
-drawn for every epoch and cuts rows then; here rows are cut once, and their order is drawn.
+Source: ``megatron/data/T5_dataset.py`` of TsinghuaAI/CPM-1-Pretrain, which shuffles texts in every
+epoch before it cuts rows; here rows are cut once and shuffled.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["SpanCorpus", "is_span_corpus"]
 
 
 def is_span_corpus(prefix: str) -> bool:
-    """Tell whether a path is the prefix of such a corpus."""
+    """Return True if a path is the prefix of a preprocessed span corpus."""
     return store_paths(f"{prefix}_context")[1].is_file()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some texts of a corpus.
+    """A range of texts of a corpus.
 
     Args:
-        prefix: its path.
-        contexts, targets, offsets: its stores.
-        starts: where every text begins among the tokens of `contexts`.
-        first: the first token of these texts.
-        rows: how many rows they make.
+        prefix: path of the corpus.
+        contexts, targets, offsets: token stores of the corpus.
+        starts: index of the first token of every text in `contexts`.
+        first: index of the first token of this range.
+        rows: number of rows of this range.
     """
 
     prefix: str
@@ -61,10 +61,10 @@ class SpanCorpus:
     Args:
         prefixes: paths without ``_context.idx`` and so on.
         split: shares of the texts, as in `data.split`; empty takes all.
-        index: which share.
-        config: with `data.seq_len`, `target_len` and `model`.
-        sentinels: ids of the sentinels.
-        vocab_size: what is stored from here on are sentinels.
+        index: index of the share.
+        config: run config with `data.seq_len`, `target_len` and `model`.
+        sentinels: token ids of the sentinels.
+        vocab_size: vocabulary size of the corpus; stored ids from here on are sentinels.
 
     Raises:
         ConfigError: `target_len` is not set.
@@ -123,7 +123,7 @@ class SpanCorpus:
         return self._bounds[-1]
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return row `index`; nothing is drawn."""
+        """Return row `index`; `seed` has no effect."""
         number = next(i for i, (a, b) in enumerate(pairwise(self._bounds)) if a <= index < b)
         part = self._parts[number]
         begin = part.first + (index - self._bounds[number]) * self._length
@@ -147,7 +147,7 @@ class SpanCorpus:
         return self._sentinels[count]
 
     def _span(self, part: _Part, place: int, token: int) -> list[int]:
-        """Return what stands for a sentinel of the text that token `place` is of."""
+        """Return the span that a sentinel at position `place` of the contexts replaces."""
         text = int(np.searchsorted(part.starts, place, side="right")) - 1
         number = token - self._vocab_size
         found: list[int] = []

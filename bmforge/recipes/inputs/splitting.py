@@ -1,4 +1,4 @@
-"""Parts of a token store: so many of its documents to learn from, so many to validate on."""
+"""Divides the documents of a token store into training and validation parts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["StorePart", "check_split", "refuse_split"]
 
 
 class StorePart(TokenStore):
-    """The documents of one share of a token store, as a store of its own.
+    """The documents of one share of a token store, as a store.
 
-    The cut is Megatron-LM's: documents in order, each share rounded to whole ones.
+    The split is Megatron-LM's: documents in order, each share rounded to whole documents.
 
     Args:
         prefix: path of the store without ``.bin`` or ``.idx``.
         split: shares, relative to each other.
-        index: which of them.
+        index: index of the share.
 
     Raises:
         DataError: the share is less than one document, or the store is damaged.
@@ -47,7 +47,7 @@ class StorePart(TokenStore):
         self.tokens = self.tokens[self._begin : self._end]
 
     def map_for_random_access(self) -> NDArray[np.integer]:
-        """Return `tokens` mapped once more, for reading short pieces in random order."""
+        """Return a second memory map of `tokens`, for reading short pieces in random order."""
         return TokenStore(self.prefix).map_for_random_access()[self._begin : self._end]
 
     @property
@@ -62,7 +62,7 @@ class StorePart(TokenStore):
 
 
 def check_split(split: Sequence[float], validation: object, paths: Sequence[str]) -> None:
-    """Raise `ConfigError` for shares that are none, or where validation is told twice."""
+    """Raise `ConfigError` for invalid shares, or shares combined with another validation set."""
     if not split:
         return
     if len(split) > 3 or min(split) < 0 or split[0] <= 0:
@@ -83,7 +83,7 @@ def check_split(split: Sequence[float], validation: object, paths: Sequence[str]
 
 
 def refuse_split(split: Sequence[float]) -> None:
-    """Raise `ConfigError` for shares where nothing is read that they could divide."""
+    """Raise `ConfigError` for shares in a recipe that reads no token stores."""
     if split:
         raise ConfigError(
             f"data.split={tuple(split)} has no effect: it divides token stores, and this recipe "

@@ -1,4 +1,4 @@
-"""The examples of a task: of a published one by its name, or of one's own by files and labels."""
+"""Examples of a task: a published one by its name, or user data by files and labels."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["TaskDataConfig", "open_task", "read_examples"]
 
 @dataclass(kw_only=True)
 class TaskDataConfig(ExampleConfig):
-    """What is learned; the fields not named here are `ExampleConfig`'s.
+    """Data of a task; the fields not named here are `ExampleConfig`'s.
 
     Args:
         task: a name in `bmforge.data.tasks.TASKS`; None with `labels`.
-        labels: of a task of one's own.
-        fields: of a task of one's own: the texts that are read, in this order; empty reads those of
-            the first line.
-        paths: one folder: the task's own, or the one that holds a folder of its name. Of a task of
-            one's own .jsonl files, {"text": "...", "label": "..."} a line.
-        validation: of a task of one's own: held out, of the same form.
-        train_split: what is learned from, of a published task.
-        dev_split: what is held out, of a published task; None evaluates nothing.
-        seq_len: longest row in tokens; longer texts are cut.
+        labels: labels of user data.
+        fields: names of the text fields of user data, in reading order; empty takes those of the
+            first line.
+        paths: one folder: the task's own, or the one with a folder of its name. For user data
+            .jsonl files with {"text": "...", "label": "..."} on each line.
+        validation: held-out files of user data in the same format.
+        train_split: training split of a published task.
+        dev_split: evaluation split of a published task; None evaluates nothing.
+        seq_len: maximum row length in tokens; longer texts are truncated.
     """
 
     task: str | None = None
@@ -37,7 +37,7 @@ class TaskDataConfig(ExampleConfig):
     dev_split: str | None = "dev"
 
     def check(self) -> None:
-        """Raise `ConfigError` for a number out of range, an unknown task, or not its files."""
+        """Raise `ConfigError` for a number out of range, an unknown task, or wrong paths."""
         super().check()
         if self.labels:
             self._check_own()
@@ -76,10 +76,10 @@ class TaskDataConfig(ExampleConfig):
 
 
 def open_task(data: TaskDataConfig) -> Task:
-    """Return the task that checked `data` names.
+    """Return the task of a checked config.
 
     Raises:
-        BmforgeError: it is one's own, and its labels or its first file are not as they must be.
+        BmforgeError: the labels or the first file of user data are invalid.
     """
     if data.task is not None:
         return TASKS[data.task]
@@ -87,11 +87,11 @@ def open_task(data: TaskDataConfig) -> Task:
 
 
 def read_examples(data: TaskDataConfig) -> tuple[Task, list[TaskExample], list[TaskExample]]:
-    """Return a task, its examples to learn from, and those held out.
+    """Return a task, its training examples, and its held-out examples.
 
     Raises:
-        ConfigError: `data` does not hold together.
-        DataError: a file is missing or damaged, or there is nothing to learn from.
+        ConfigError: the fields of `data` conflict.
+        DataError: a file is missing or damaged, or there is no training example.
     """
     data.check()
     task = open_task(data)

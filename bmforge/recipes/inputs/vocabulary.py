@@ -1,4 +1,4 @@
-"""Whether the ids of prepared text mean to a model what they meant to the text's tokenizer."""
+"""Checks that prepared text and a model use the same vocabulary."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def check_tokenizers(
 ) -> None:
     """Check that prepared directories share one tokenizer, and that it is the run's.
 
-    Every token of a corpus must have the same id there. Bare token stores name no tokenizer and are
-    left alone, as is a model without one.
+    Every token of a corpus must have the same id in the run's tokenizer. Bare token stores and
+    models
+    without a tokenizer are not checked.
 
     Args:
-        paths: what is read; directories of `bmforge prepare` are checked.
-        init_from: the model that learns it; see `RunConfig`.
+        paths: data paths; directories of `bmforge prepare` are checked.
+        init_from: initial model of the run; see `RunConfig`.
         tokenizer: directory of the tokenizer that is used instead of the model's.
 
     Raises:
@@ -56,9 +57,9 @@ def check_tokenizers(
 
 
 def _find_difference(corpus: Path, own: Path) -> str | None:
-    """Return a token that has another id in `own` than in `corpus`; None where there is none."""
+    """Return a token with different ids in `own` and `corpus`; None if there is none."""
     if not own.is_dir():
-        return None  # said by who opens it
+        return None  # reported when it is opened
     if _holds_same(corpus, own):
         return None
     try:
@@ -75,7 +76,7 @@ def _find_difference(corpus: Path, own: Path) -> str | None:
 
 
 def _holds_same(corpus: Path, own: Path) -> bool:
-    """Tell whether the files of the vocabulary in `corpus` are in `own` too."""
+    """Return True if the vocabulary files of `corpus` are also in `own`, byte for byte."""
     names = {path.name for path in corpus.glob("*")} - set(ROLE_FILES)
     return bool(names) and all(
         (own / name).is_file() and (own / name).read_bytes() == (corpus / name).read_bytes()
