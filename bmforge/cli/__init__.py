@@ -1,7 +1,7 @@
-"""Thin commands: each parses its arguments and calls one function.
+"""Command line interface: each command parses its arguments and calls one function.
 
 Start reading at `commands.py`, the table of commands; `options.py` has their options, and each
-command its file, which is imported when there is something to run.
+command has its own file, which is imported only when the command runs.
 """
 
 from bmforge.cli.main import main

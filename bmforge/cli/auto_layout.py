@@ -1,4 +1,4 @@
-"""`--layout auto`: the planner's choice for the machine that a run is started on."""
+"""`--layout auto`: the planner's choice of a parallel layout for the current machine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _GIB = 2**30
 
 
 def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
-    """Return a recipe's config with the layout, recompute, offload and micro-batch that fit best.
+    """Return a recipe's config with the fastest layout, recompute, offload and micro-batch that
+    fit.
 
-    The first process plans, before it joins the others, and tells them.
+    The first process plans before it joins the others, and broadcasts the result.
 
     Args:
-        config: of the recipe.
+        config: the recipe's config.
         world_size: number of processes.
-        joins: whether the others are there to be told.
+        joins: whether to initialize the process group and broadcast.
 
     Raises:
         ConfigError: nothing fits, or the machine's accelerator is not in the table.
@@ -51,7 +52,7 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
     if not joins or os.environ.get("RANK", "0") == "0":
         try:
             cluster = find_cluster_here(world_size)
-            # What leaves a host for the host has not left.
+            # Offloading from the host to the host saves nothing.
             found[0] = auto_layout(config, cluster, offload=not is_host(default_device()))
         except ConfigError as error:
             found[0] = error
@@ -80,7 +81,7 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
 
 
 def find_cluster_here(world_size: int) -> Cluster:
-    """Return the machines that `world_size` processes run on, as this process sees its own."""
+    """Return the cluster of `world_size` processes, inferred from this process's machine."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     device = default_device()
     if is_host(device):
@@ -89,7 +90,7 @@ def find_cluster_here(world_size: int) -> Cluster:
 
 
 def _measure_host(processes: int) -> Device:
-    """Describe the processor by what it does now: it has no data sheet that holds for torch."""
+    """Benchmark the CPU, whose throughput in torch no data sheet gives."""
     side = 1024
     one, other = torch.randn(side, side), torch.randn(side, side)
     torch.mm(one, other)
@@ -122,7 +123,7 @@ def _seconds(work: Any) -> float:
 
 
 def _find_accelerator(device: torch.device) -> Device:
-    """Return the row of the table for an accelerator: by its name, then by its memory."""
+    """Return the table entry of an accelerator with its name and the nearest memory size."""
     size = torch.get_device_module(device).mem_get_info(device)[1] / _GIB
     kinds = find_devices_by_name(device_name(device))
     if not kinds:

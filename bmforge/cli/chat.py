@@ -94,7 +94,7 @@ class ThoughtFilter:
             shown += "" if self._is_inside else before
             self._held = behind.lstrip("\n") if self._is_inside else behind
             self._is_inside = not self._is_inside
-        # The end may be the beginning of the mark that is looked for.
+        # The text may end with a partial mark.
         held = next((n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0)
         cut = len(self._held) - held
         shown += "" if self._is_inside else self._held[:cut]
@@ -108,10 +108,10 @@ class ThoughtFilter:
 
 
 class _Session:
-    """Reads lines, runs commands and prints answers.
+    """Interactive loop that reads lines, runs commands and prints answers.
 
     Args:
-        chat: answers.
+        chat: conversation that generates the answers.
         shows_thoughts: print thoughts as well.
     """
 
@@ -129,13 +129,13 @@ class _Session:
                 elif line:
                     self._answer(line)
             except BmforgeError as error:
-                # A mistake in one line does not end a conversation that a person is having.
+                # An error in one line does not end an interactive conversation.
                 if not sys.stdin.isatty():
                     raise
                 print(f"error: {error}", file=sys.stderr)
 
     def _answer(self, line: str) -> None:
-        """Print an answer; a decoder's while it is generated."""
+        """Print an answer; a decoder's answer is streamed."""
         chat = self._chat
         opens = isinstance(chat, Conversation) and chat.prompt_opens(_OPEN)
         hidden = ThoughtFilter(is_inside=opens)
@@ -164,7 +164,7 @@ class _Session:
             raise ConfigError(f"unknown command {name!r}.\n{_HELP}")
 
     def _change(self, name: str, value: str) -> None:
-        """Run a command that only conversations by a chat template have."""
+        """Run a command that only conversations with a chat template support."""
         chat = self._chat
         if not isinstance(chat, Conversation):
             raise ConfigError(f"{name} has no effect on a model with a form of its own.")
@@ -183,7 +183,7 @@ class _Session:
 
 
 def _load(chat: Conversation, file: Path) -> None:
-    """Continue the conversation of a file that /save wrote."""
+    """Continue a conversation from a file written by /save."""
     try:
         messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
         known = all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages)
@@ -197,7 +197,7 @@ def _load(chat: Conversation, file: Path) -> None:
 
 
 def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **options: Any) -> str:
-    """Return the answer to one message, by the model's chat template.
+    """Return the answer to one message with the model's chat template.
 
     EVA and CPM-Bee answer in `generate` itself.
 
@@ -212,7 +212,7 @@ def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **option
 
 
 def _read_lines() -> Iterator[str]:
-    """Yield the lines that are typed; in a terminal with a prompt, line editing and history."""
+    """Yield the input lines; a terminal has a prompt, line editing and history."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.strip()

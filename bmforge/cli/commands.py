@@ -1,7 +1,7 @@
-"""The commands, as data: what each does, its options, and the function that is given them.
+"""Table of commands: the description, the options, and the function of each.
 
-Only the options are imported to show help or to find a mistake; the function, and with it torch,
-is imported when there is something to run.
+Showing help or finding a mistake imports only the options; the function, and with it torch, is
+imported when the command runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Command:
     """A command of `bmforge`.
 
     Args:
-        about: what it does, in the overview.
-        run: ``module:function`` below `bmforge.cli`, which is given the options.
-        options: the dataclass of its options; None gives the function the arguments as they are.
+        about: description in the overview.
+        run: ``module:function`` below `bmforge.cli`, called with the options.
+        options: dataclass of the options; None passes the arguments unparsed.
     """
 
     about: str
@@ -108,7 +108,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:
-    """Run a command with what stands behind its name."""
+    """Run a command with its arguments."""
     command = COMMANDS[name]
     given: Any = arguments
     if command.options is not None:

@@ -1,4 +1,4 @@
-"""The options of `bmforge compress`; see `options.py`."""
+"""Options of `bmforge compress`; see `options.py`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["CompressCommand"]
 
 @dataclass(kw_only=True)
 class CompressCommand:
-    """Make a model small by a recipe: distil, prune, turn into experts, quantise.
+    """Compress a model by a recipe: distillation, pruning, mixture of experts, quantization.
 
     Args:
         model: directory or hub id of the model.
-        recipe: TOML file with what is done (docs/compression.md), or a JSON file of BMCook's.
-        out: directory of the small model; the same command goes on with what is there.
-        format: of the small model's files: our own, or vLLM's, which transformers opens too; None
-            takes the recipe's.
-        answers: make nothing small: ask the recipe's teacher about the rows of its runs, and keep
-            so many of its likeliest tokens at every position in `out`, for `[distill] answers`.
-        dry_run: only say which phases there would be, and how large the model after each.
+        recipe: TOML file with the methods (docs/compression.md), or a JSON file of BMCook.
+        out: directory of the compressed model; repeating the command resumes it.
+        format: file format of the compressed model: native, or vLLM's, which transformers opens
+            too; none takes the recipe's.
+        answers: number of top tokens per position to store from the recipe's teacher in `out`, for
+            `[distill] answers`, instead of compressing.
+        dry_run: only show the phases and the model size after each.
     """
 
     model: Annotated[str, tyro.conf.Positional]

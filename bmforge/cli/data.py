@@ -1,4 +1,4 @@
-"""`bmforge data COMMAND`: pages, why documents go, what tells good ones, what a corpus is."""
+"""`bmforge data COMMAND`: collect pages, explain filters, train quality models, inspect corpora."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WIDTH = 100
 
 
 def run_data(arguments: Sequence[str]) -> None:
-    """Look at the input of a preparation, or at what it made."""
+    """Run a `bmforge data` subcommand, or list them."""
     if not arguments or arguments[0] in _HELP:
         print("usage: bmforge data COMMAND [OPTIONS]\n")
         print("\n".join(f"  {name:<10}{about}" for name, (about, _, _) in _COMMANDS.items()))
@@ -43,7 +43,7 @@ def run_data(arguments: Sequence[str]) -> None:
 
 
 def _explain(command: DataExplainCommand) -> None:
-    # Imported here, as in the others: help and mistakes are answered without them.
+    # Imported lazily, as below: help and argument errors do not need it.
     from bmforge.data import normalise
     from bmforge.data.clean import explain
 

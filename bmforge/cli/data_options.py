@@ -1,4 +1,4 @@
-"""The options of the commands that work on texts: `prepare` and `data ...`."""
+"""Options of the commands that work on texts: `prepare` and `data ...`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class PrepareCommand:
     """Prepare text for training.
 
     Args:
-        input: files (text, jsonl, tables, pages, PDF, web archives, books, also packed or in
+        input: files (text, jsonl, tables, pages, PDF, web archives, books, also compressed or in
             archives) or directories; none takes Python's help texts.
         out: directory to write.
-        overwrite: replace what an earlier preparation wrote there.
-        dry_run: only say which stages would have to run.
-        config: how.
+        overwrite: replace the output of an earlier preparation.
+        dry_run: only list the stages that would run.
+        config: preparation settings.
     """
 
     input: Inputs = ()
@@ -45,12 +45,12 @@ class PrepareCommand:
 
 @dataclass(kw_only=True)
 class DataCollectCommand:
-    """Collect pages into a web archive, where robots.txt lets us, or go on with it.
+    """Crawl pages into a web archive, respecting robots.txt, or resume a crawl.
 
     Args:
         urls: pages, sitemaps and feeds.
         out: directory of the archive.
-        config: how.
+        config: crawl settings.
     """
 
     urls: Annotated[tuple[str, ...], tyro.conf.Positional]
@@ -60,14 +60,14 @@ class DataCollectCommand:
 
 @dataclass(kw_only=True)
 class DataExplainCommand:
-    """Show each rule's value for documents, beside its bounds.
+    """Show each rule's value for documents, next to its bounds.
 
     Args:
         file: a file or directory of any kind that `prepare` reads.
-        rules: which rules.
-        place: of the one document to explain: a line, a member, as dropped.jsonl has it.
-        documents: explain so many, from the first on.
-        text_field: the field that holds the text.
+        rules: filter rules.
+        place: location of a single document to explain: a line or a member, as in dropped.jsonl.
+        documents: number of documents to explain, from the first on.
+        text_field: name of the text field.
     """
 
     file: Annotated[str, tyro.conf.Positional]
@@ -82,10 +82,10 @@ class DataShowCommand:
     """Show the funnel of a prepared corpus, or documents of it as lines of JSON.
 
     Args:
-        directory: what `prepare` wrote.
-        dropped: show documents that this rule dropped, or its set; all shows those of every rule.
+        directory: output directory of `prepare`.
+        dropped: show documents dropped by this rule or rule set; all shows those of every rule.
         kept: show documents that were kept.
-        documents: so many, of each rule.
+        documents: number of documents per rule.
     """
 
     directory: Annotated[Path, tyro.conf.Positional]
@@ -96,10 +96,10 @@ class DataShowCommand:
 
 @dataclass(kw_only=True)
 class DataQualityCommand:
-    """Train a classifier and a perplexity model that tell good texts from others.
+    """Train a quality classifier and a perplexity model of texts.
 
     Args:
-        config: how.
+        config: training settings.
     """
 
     config: Annotated[QualityConfig, tyro.conf.arg(name="")]
@@ -107,10 +107,10 @@ class DataQualityCommand:
 
 @dataclass(kw_only=True)
 class DataReportCommand:
-    """Draw a prepared corpus on one page, report.html in its directory.
+    """Write a one-page report of a prepared corpus, report.html in its directory.
 
     Args:
-        directory: what `prepare` wrote.
+        directory: output directory of `prepare`.
     """
 
     directory: Annotated[Path, tyro.conf.Positional]
@@ -118,10 +118,10 @@ class DataReportCommand:
 
 @dataclass(kw_only=True)
 class DataVerifyCommand:
-    """Read all of a prepared corpus and compare it with its record.
+    """Verify all files of a prepared corpus against its record.
 
     Args:
-        directory: what `prepare` wrote.
+        directory: output directory of `prepare`.
     """
 
     directory: Annotated[Path, tyro.conf.Positional]

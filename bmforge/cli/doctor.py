@@ -1,4 +1,4 @@
-"""`bmforge doctor`: versions, kernels, threads, memory and extras, with what is missing."""
+"""`bmforge doctor`: versions, kernels, threads, memory and extras, and what is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Finding", "find_extras", "run_doctor"]
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "huggingface-hub", "transformers", "peft")
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+).*extra\s*==\s*['\"]([\w-]+)['\"]")
-# Extras for people who develop bmforge, and the one that has all others.
+# Development extras, and the extra that includes all others.
 _NOT_LISTED = ("dev", "test", "all")
 
 
@@ -32,9 +32,9 @@ class Finding:
     """One line of the report.
 
     Args:
-        name: what was looked at.
-        value: what was found.
-        advice: command that brings what is missing; empty if nothing is.
+        name: item that was checked.
+        value: result of the check.
+        advice: command that installs a missing item; empty if nothing is missing.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 def run_doctor(command: DoctorCommand) -> None:
-    """Print what this installation has and what is missing."""
+    """Print the state of this installation and what is missing."""
     findings = [*_find_versions(), *_find_machine(), *find_extras()]
     if command.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

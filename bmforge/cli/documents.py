@@ -1,4 +1,4 @@
-"""`bmforge generate MODEL --document FILE.jsonl`: one document a line in, the same, filled, out."""
+"""`bmforge generate MODEL --document FILE.jsonl`: fill documents and print one per line."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["print_filled"]
 
 
 def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **options: Any) -> None:
-    """Fill every document of a file and print it as a line of JSON, as soon as it is filled.
+    """Fill every document of a file and print each as a line of JSON as soon as it is filled.
 
-    What is wrong with a document is said on standard error, and the others are filled.
+    An error in a document is reported on standard error, and the others are filled.
 
     Args:
         model: directory or hub id of a CPM-Bee with its tokenizer.
-        file: one document a line; empty lines are left out.
-        memory: how much the model may take; with a budget one document is filled at a time.
+        file: file with one document a line; empty lines are skipped.
+        memory: memory limits of the model; with a budget one document is filled at a time.
         beams: rows of a document.
-        options: those of `fill_each`.
+        options: options of `fill_each`.
 
     Raises:
         ConfigError: not a CPM-Bee.
-        DataError: the file cannot be read, holds no document, or some could not be filled.
+        DataError: the file cannot be read, has no document, or some could not be filled.
     """
     numbers: list[int] = []
 
@@ -47,7 +47,7 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
                 yield error
 
     documents = read()
-    first = next(documents, None)  # a file that is not there is said before a model is opened
+    first = next(documents, None)  # reports a missing file before the model is opened
     if first is None:
         raise DataError(f"{str(file)!r} has no document: write one JSON object a line.")
     directory = find_model(model)

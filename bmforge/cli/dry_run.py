@@ -1,4 +1,4 @@
-"""`bmforge train TASK --dry-run --world N`: the layout on processes that are not here."""
+"""`bmforge train TASK --dry-run --world N`: the layout for N processes, on one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["launched_processes", "parse_world", "show_dry_run"]
 
 
 def parse_world(text: str | None) -> int:
-    """Return the number of processes that `--world` names.
+    """Return the number of processes given by `--world`.
 
     Raises:
-        ConfigError: it is missing, or no positive number.
+        ConfigError: it is missing, or not a positive integer.
     """
     if text is None or not text.isdecimal() or int(text) < 1:
         given = "is missing" if text is None else f"{text} is no number of processes"
@@ -27,7 +27,7 @@ def parse_world(text: str | None) -> int:
 
 
 def launched_processes() -> int:
-    """Return how many processes the launcher has started; 1 without one."""
+    """Return the number of processes of the launcher; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -35,9 +35,11 @@ def show_dry_run(config: Any, world_size: int) -> str:
     """Build the layout of a recipe's config for `world_size` processes and describe it.
 
     Raises:
-        ConfigError: everything that does not fit.
+        ConfigError: all problems of the layout.
     """
-    if not config.layout.problems(world_size):  # else they are said with all that does not fit
+    if not config.layout.problems(
+        world_size
+    ):  # otherwise reported together with the other problems
         settle_batch(config, world_size)
     family = family_of(config.model)
 

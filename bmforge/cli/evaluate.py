@@ -1,4 +1,4 @@
-"""`bmforge evaluate MODEL`: figures of texts and tasks, printed, and kept where they belong."""
+"""`bmforge evaluate MODEL`: metrics on texts and tasks, printed and stored with the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LAYOUT = "--layout."
 
 
 def run_evaluate(arguments: Sequence[str]) -> None:
-    """Evaluate a model, and print the figures once."""
+    """Evaluate a model, and print the metrics once."""
     plain, laid = _divide(arguments)
     command = parse.parse_options(EvaluateCommand, plain, "evaluate")
     command.config.check()
-    # Imported here: help and mistakes are answered without torch.
+    # Imported lazily: help and argument errors do not need torch.
     from bmforge.parallel import Layout
     from bmforge.recipes.evaluate import evaluate_model
 
@@ -29,7 +29,7 @@ def run_evaluate(arguments: Sequence[str]) -> None:
 
 
 def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments of the command, and those of the layout under their own names."""
+    """Return the arguments of the command, and those of the layout without their prefix."""
     plain: list[str] = []
     laid: list[str] = []
     part = plain
@@ -42,7 +42,7 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _draw_table(results: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a line for every figure."""
+    """Return one line per metric."""
     cells = [(m, n, f"{v:.4f}") for m, values in results.items() for n, v in values.items()]
     widths = [max(len(cell[place]) for cell in cells) for place in range(3)]
     return [f"{m:<{widths[0]}}  {n:<{widths[1]}}  {v:>{widths[2]}}" for m, n, v in cells]

@@ -20,7 +20,7 @@ __all__ = ["run_generate"]
 
 def run_generate(command: GenerateCommand) -> None:
     """Continue a text with a model."""
-    # CPM-Ant and CPM-Bee search with three beams where nothing is said.
+    # CPM-Ant and CPM-Bee default to three beams.
     rows = command.num_beams or 3
     if command.document is not None:
         if command.prompt is not None:

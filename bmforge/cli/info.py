@@ -1,4 +1,4 @@
-"""What `bmforge info` says of a model."""
+"""`bmforge info`: describe a model or an adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["describe_delta", "describe_model", "run_info"]
 
 
 def run_info(command: InfoCommand) -> None:
-    """Parameters, FLOPs and cache size of a model, or the card of a delta."""
+    """Print parameters, FLOPs and cache size of a model, or the card of an adapter."""
     name = str(find_export(command.name))
     if is_delta_dir(name):
         if command.json:
@@ -36,7 +36,7 @@ def run_info(command: InfoCommand) -> None:
 
 
 def describe_delta(directory: Path) -> str:
-    """Return a delta's card, or what its config says where it has none."""
+    """Return an adapter's card, or its config if it has no card."""
     card = directory / "README.md"
     file = card if card.exists() else directory / "adapter_config.json"
     said = describe_provenance(read_provenance(directory))
@@ -72,7 +72,7 @@ def describe_model(name: str, seq_len: int | None = None, backend: Backend = "au
 def measure_model(
     name: str, seq_len: int | None = None, backend: Backend = "auto"
 ) -> dict[str, Any]:
-    """Return the family, config and figures of a model, as `bmforge info --json` prints them.
+    """Return the family, config and measurements of a model, as `bmforge info --json` prints them.
 
     Args:
         name, seq_len, backend: as in `describe_model`.
@@ -95,7 +95,7 @@ def measure_model(
 
 
 def describe_backend(model: Any) -> str:
-    """Return which class of another library implements a model; "" for a native family."""
+    """Return the class of another library that implements a model; "" for a native family."""
     foreign = getattr(model, "foreign", None)
     if foreign is None:
         return ""
@@ -104,7 +104,7 @@ def describe_backend(model: Any) -> str:
 
 
 def _describe_layers(config: ModelConfig) -> Iterator[str]:
-    """Yield which layers have which sizes, of stacks in which they are not all the same."""
+    """Yield the layer numbers of each size, for stacks whose layers differ in size."""
     for stack, layers in config.stack_sizes().items():
         kinds = dict.fromkeys(layers)
         for kind in kinds if len(kinds) > 1 else ():

@@ -1,4 +1,4 @@
-"""The entry point: finds the command, and shows errors as sentences."""
+"""Entry point: finds the command, and shows errors as sentences instead of tracebacks."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from bmforge.logging import process_rank
 
 __all__ = ["main"]
 
-_PIPE_CLOSED = 141  # 128 and the number of SIGPIPE
+_PIPE_CLOSED = 141  # 128 + SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bmforge COMMAND ...`` and return the exit status.
 
-    It is 0; 2 for a user's mistake; 130 where it was interrupted; and 141, as of other programs,
-    where who reads the output has gone (``bmforge info NAME | head``).
+    The status is 0 on success; 2 for a user's mistake; 130 if interrupted; and 141, as for other
+    programs, if the reader of the output is gone (``bmforge info NAME | head``).
     """
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()  # what cannot be written is met here, not while Python ends
+            sys.stdout.flush()  # raises write errors here instead of at interpreter exit
     except BrokenPipeError:
         _drop_output()
         return _PIPE_CLOSED
     except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # rich has met it
+        if isinstance(stop.__context__, BrokenPipeError):  # rich turns it into SystemExit
             return _PIPE_CLOSED
         raise
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command; what went wrong is a sentence on standard error."""
+    """Run a command; print an error as a sentence on standard error."""
     if arguments[:1] in (["--version"], ["-V"]):
         print(f"bmforge {__version__}")
         return 0
@@ -91,9 +91,9 @@ def _say(problem: str) -> None:
 
 
 def _speaks_for_others(text: str) -> bool:
-    """Of the processes that one torchrun started, let the first that has something to say say it.
+    """Return True in the first torchrun process that reports a message, so it is printed once.
 
-    Each has a folder from it in one that they share; a file there says that it was said.
+    The error directories of all processes share a parent; a file there marks a reported message.
     """
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not own:
@@ -109,13 +109,15 @@ def _speaks_for_others(text: str) -> bool:
 
 
 def _drop_output() -> None:
-    """Let what is still to be written to standard output go nowhere: nobody reads it."""
-    with contextlib.suppress(OSError, ValueError):  # of a stand-in for it that is no file
+    """Redirect remaining standard output to the null device, since its reader is gone."""
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # stdout may be replaced by an object without a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave_the_others() -> None:
-    """Part from other processes, where any were joined: nothing is imported to do so."""
+    """Destroy the process group if one was initialized, without importing anything."""
     parallel = sys.modules.get("bmforge.parallel")
     if parallel is not None and hasattr(parallel, "shutdown_distributed"):
         parallel.shutdown_distributed()

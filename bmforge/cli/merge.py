@@ -10,6 +10,6 @@ __all__ = ["run_merge"]
 
 
 def run_merge(command: MergeCommand) -> None:
-    """Write a plain model directory of an adapter and its base model."""
+    """Merge an adapter into its base model and write a plain model directory."""
     dtype = None if command.dtype is None else parse_dtype(command.dtype)
     merge_adapter(command.adapter, command.out, base=command.base, dtype=dtype)

@@ -1,4 +1,4 @@
-"""`bmforge migrate`: an old start script or config becomes one that `bmforge train` takes."""
+"""`bmforge migrate`: convert an old start script or config to a config of `bmforge train`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["run_migrate"]
 
 
 def run_migrate(command: MigrateCommand) -> None:
-    """Write the config of an old script or config, and say what it could not place."""
+    """Write the config of an old script or config, and report the options without an equivalent."""
     source = Path(command.script)
     is_line = " " in command.script.strip()
     if not is_line and not source.is_file():
@@ -34,7 +34,7 @@ def run_migrate(command: MigrateCommand) -> None:
 
 
 def _write(out: Path, found: Migrated) -> None:
-    """Write the config and what lies beside it; nothing that is there is overwritten."""
+    """Write the config and its accompanying files without overwriting any."""
     places = [out, *(out.parent / name for name in found.files)]
     for place in places:
         if place.exists():

@@ -1,4 +1,4 @@
-"""Opening a model for a command: whole, within a budget of memory, its weights packed."""
+"""Opens a model for a command: whole, within a memory budget, quantized, with adapters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str,
     """Return the adapters of a command: that of an adapter directory, and those of `--adapter`.
 
     Args:
-        source: what the command's argument names.
+        source: resolved model argument of the command.
         adapters: values of `--adapter`.
 
     Raises:
@@ -57,16 +57,16 @@ def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str,
 def put_deltas_(
     model: Any, deltas: Sequence[str], allow_other_base: bool = False, trainable: bool = False
 ) -> None:
-    """Put saved deltas beside a model.
+    """Attach saved adapters to a model.
 
     Args:
-        model: the base.
-        deltas: directories, with ``=WEIGHT`` behind or not.
-        allow_other_base: its weights need not be those that the deltas were trained on.
-        trainable: they can be trained on; else they are frozen with it.
+        model: the base model.
+        deltas: adapter directories, optionally with ``=WEIGHT``.
+        allow_other_base: accept a base whose weights differ from those of the training.
+        trainable: whether the adapters can be trained; otherwise they are frozen.
 
     Raises:
-        ConfigError: a weight that is no number; or see `load_delta`.
+        ConfigError: a weight is not a number; or see `load_delta`.
     """
     for number, given in enumerate(deltas):
         where, is_weighed, weight = given.rpartition("=")
@@ -86,10 +86,10 @@ def put_deltas_(
 
 
 def find_names(deltas: Sequence[str]) -> dict[str, str]:
-    """Return what `put_named_deltas_` takes: name -> directory, of deltas given as NAME=DIR.
+    """Return name -> directory of adapters given as NAME=DIR, for `put_named_deltas_`.
 
     Raises:
-        ConfigError: some have a name and some have not, two have the same, or a directory has none.
+        ConfigError: only some have a name, two have the same, or a directory has no adapter.
     """
     parts = [given.partition("=") for given in deltas]
     for given, (_, is_told, where) in zip(deltas, parts, strict=True):
@@ -116,9 +116,9 @@ def _is_number(text: str) -> bool:
 
 
 def put_named_deltas_(model: Any, named: Mapping[str, str], allow_other_base: bool = False) -> None:
-    """Put saved deltas beside a model, switched off, for requests that choose them.
+    """Attach saved adapters to a model, disabled, for requests that select them.
 
-    In the model they are called as `delta_names` says, as names of people may be any text.
+    `delta_names` gives their names in the model, since user-defined names may be any text.
     """
     for name, inner in delta_names(named).items():
         load_delta(
@@ -128,15 +128,15 @@ def put_named_deltas_(model: Any, named: Mapping[str, str], allow_other_base: bo
 
 
 def delta_names(named: Iterable[str]) -> dict[str, str]:
-    """Return name by which a delta is chosen -> its name in the model."""
+    """Return user-defined adapter name -> its name in the model."""
     return {name: f"delta{number}" for number, name in enumerate(named)}
 
 
 def delta_bytes(deltas: Sequence[str]) -> int:
-    """Return what saved deltas take in memory, in fp32, and an eighth more for what they make.
+    """Return the memory of saved adapters in fp32, plus an eighth for their activations.
 
     Args:
-        deltas: directories as a person gives them: DIR, DIR=WEIGHT, or NAME=DIR.
+        deltas: adapters as given by the user: DIR, DIR=WEIGHT, or NAME=DIR.
     """
     count = 0
     for given in find_names(deltas).values() or (g.rpartition("=")[0] or g for g in deltas):
@@ -156,19 +156,20 @@ def open_beside(
     config: EngineConfig,
     tokenizer: Any = None,
 ) -> Engine:
-    """Open a model in a budget with deltas beside it, which stay while its blocks come and go.
+    """Open a model within a memory budget, with adapters that stay resident while blocks are
+    streamed.
 
     Args:
-        directory: of the model.
-        memory: by which scheme it is packed, and its devices.
-        budget: in bytes, for both; None takes what is free.
-        deltas: directories as a person gives them, () for none.
-        put_: puts them beside the model.
-        config: of the engine.
+        directory: model directory.
+        memory: quantization scheme and devices.
+        budget: budget of model and adapters in bytes; None takes the free memory.
+        deltas: adapters as given by the user; () for none.
+        put_: function that attaches the adapters to the model.
+        config: config of the engine.
         tokenizer: the model's tokenizer (default: the one in its directory).
 
     Raises:
-        ConfigError: the budget is too small for both, or a delta does not fit.
+        ConfigError: the budget is too small for both, or an adapter does not fit.
     """
     config = replace(config, beside_bytes=delta_bytes(deltas))
     engine = Engine(
@@ -194,15 +195,15 @@ def open_beside(
 def opened_model(
     directory: Path, memory: MemoryOptions, max_rows: int = 1, deltas: Sequence[str] = ()
 ) -> Iterator[Any]:
-    """Have a model for as long as it is needed; of a budget the plan is shown.
+    """Context manager that opens a model; with a memory budget the plan is shown.
 
     Args:
-        directory: of the model.
-        memory: how much it may take.
-        max_rows: rows that are planned for.
-        deltas: directories of deltas that are put beside it, with ``=WEIGHT`` behind or not.
+        directory: model directory.
+        memory: memory limits of the model.
+        max_rows: number of rows that the budget is planned for.
+        deltas: adapter directories to attach, optionally with ``=WEIGHT``.
 
-    Deltas stay in memory, and the budget holds for them, too.
+    Adapters stay in memory and count toward the budget.
     """
     quantize = memory.quantize
     put_ = partial(put_deltas_, deltas=deltas, allow_other_base=quantize is not None)

@@ -1,4 +1,4 @@
-"""The options of the commands: what `--help` shows. Nothing heavy is imported here.
+"""Options of the commands, as `--help` shows them. Nothing heavy is imported here.
 
 Options of `train` are the fields of its recipes' configs; see `train.py`.
 """
@@ -48,7 +48,7 @@ class GenerateCommand:
         model: directory or hub id of a model with its tokenizer.
         prompt: the text; none reads standard input.
         chat: render the prompt with the model's chat template and print the answer alone.
-        document: for CPM-Bee: a file with one document per line, {"input": "...", "<ans>": ""},
+        document: file for CPM-Bee with one document per line, {"input": "...", "<ans>": ""},
             which are printed with their answers.
         max_new_tokens: maximum number of new tokens; for documents, per answer.
         min_new_tokens: minimum number of new tokens before an end token.
@@ -95,7 +95,7 @@ class GenerateCommand:
     memory: Memory = field(default_factory=MemoryOptions)
 
     def options(self) -> dict[str, Any]:
-        """Return the fields of `GenerationConfig` that were given."""
+        """Return the given fields of `GenerationConfig`."""
         others = {"model", "prompt", "chat", "document", "seed", "adapter", "memory"}
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: value for name, value in given.items()
@@ -124,22 +124,22 @@ class ChatCommand:
 
 @dataclass(kw_only=True)
 class ServeCommand:
-    """Serve a model: to programs that speak OpenAI's protocol, and to a person at a page.
+    """Serve a model with an OpenAI-compatible API and a chat page.
 
     Args:
         model: directory, hub id or short name of a model, with its tokenizer.
-        config: where to listen, and the limits.
-        adapter: adapter directories to attach to the model; DIR=0.5 scales one.
-            NAME=DIR lets requests choose one by that name, as they name a model; others have none.
-        context: longest row in tokens, prompt and answer; none takes 1,024, or what the model has
-            positions for.
-        max_num_seqs: answers that are written at once; more wait.
-        speculate: guess tokens that repeat what was there before, and check several at once.
-        draft: a small model of the same vocabulary that guesses tokens, which are checked likewise.
-        embedding_model: a second model, that embeds, within the same budget.
-        unload_after_s: give the model's memory back after so many seconds without a request, and
-            open it again for the next one.
-        memory: how much the model may take.
+        config: address and limits of the server.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales one. NAME=DIR lets
+            requests select an adapter by model name; other requests use the base model.
+        context: maximum number of tokens of prompt and answer; none takes 1,024, or the model's
+            number of positions.
+        max_num_seqs: maximum number of concurrent sequences; further requests wait.
+        speculate: speculative decoding with tokens guessed by n-gram lookup.
+        draft: small draft model with the same vocabulary for speculative decoding.
+        embedding_model: second model for embeddings, within the same memory budget.
+        unload_after_s: seconds without a request after which the model is unloaded; the next
+            request loads it again.
+        memory: memory limits of the model.
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -156,11 +156,11 @@ class ServeCommand:
 
 @dataclass(kw_only=True)
 class EvaluateCommand:
-    """Measure a model on texts and tasks; --layout.* divide it over processes, as in `train`.
+    """Evaluate a model on texts and tasks; --layout.* parallelizes it, as in `train`.
 
     Args:
         model: directory or hub id of a model, a run's directory, or a preset with --weights.
-        config: on what.
+        config: texts and tasks to evaluate on.
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -171,20 +171,20 @@ class EvaluateCommand:
 
 @dataclass(kw_only=True)
 class ConvertCommand:
-    """Write a checkpoint in Hugging Face's form, or as a GGUF file.
+    """Convert a checkpoint to Hugging Face's format, or to a GGUF file.
 
     Args:
         source: directory, hub id or short name: a Hugging Face model, or ModelCenter's
             pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA); or a
             GGUF file.
-        target: directory to make, or a file that ends in .gguf.
-        type: of the matrices in a GGUF file; none is q8_0.
-        dtype: of the weights; none keeps the file's.
-        max_file_gb: size (1e9 bytes) above which the weights are divided over several files.
-        family: of a ModelCenter checkpoint, where its tensors do not tell.
-        allow_unknown: config fields to accept unread.
-        preset: which model Megatron's shards are, where their sizes do not tell.
-        megatron_degree: write so many of Megatron's shards instead.
+        target: directory to write, or a file that ends in .gguf.
+        type: tensor type of the matrices in a GGUF file (default: q8_0).
+        dtype: dtype of the weights; none keeps the file's.
+        max_file_gb: maximum size of a weight file (1e9 bytes).
+        family: family of a ModelCenter checkpoint, if its tensors are ambiguous.
+        allow_unknown: unknown config fields to accept and ignore.
+        preset: model size of Megatron's shards, if their shapes are ambiguous.
+        megatron_degree: number of Megatron shards to write instead.
     """
 
     source: Annotated[str, tyro.conf.Positional]
@@ -200,20 +200,20 @@ class ConvertCommand:
 
 @dataclass(kw_only=True)
 class QuantizeCommand:
-    """Write a model with its weights packed as integers.
+    """Write a model with weights quantized to packed integers.
 
     Args:
         source: directory or hub id of a Hugging Face model, or a GGUF file.
-        target: directory to make.
+        target: directory to write.
         scheme: int8 and int4 have a scale for every 32 columns, int4-128 for every 128, and
             int8-dynamic for every row; keep takes the integers of a GGUF file, of GPTQ or of AWQ.
-        float_activations: multiply with what goes in as it is, instead of rounding it to int8.
-        outlier_ratio: share of the input columns that stays in 16 bits, where most of the error
-            comes from; not for models with experts.
-        dtype: of what stays floats; none keeps the file's.
-        max_file_gb: size (1e9 bytes) above which the weights are divided over several files.
-        allow_unknown: config fields to accept unread.
-        report: files or directories of text, on which both models are measured afterwards.
+        float_activations: keep activations in floating point instead of rounding them to int8.
+        outlier_ratio: share of the input columns with the largest error that stays in 16 bits; not
+            for models with experts.
+        dtype: dtype of the unquantized weights; none keeps the file's.
+        max_file_gb: maximum size of a weight file (1e9 bytes).
+        allow_unknown: unknown config fields to accept and ignore.
+        report: text files or directories to evaluate both models on afterwards.
     """
 
     source: Annotated[str, tyro.conf.Positional]
@@ -258,12 +258,12 @@ class DoctorCommand:
 
 @dataclass(kw_only=True)
 class MigrateCommand:
-    """Turn a start script of CPM-Pretrain, or a config of OpenPrompt, into the config of a run.
+    """Convert a start script of CPM-Pretrain, or a config of OpenPrompt, to the config of a run.
 
     Args:
-        script: run_gpt2.sh or run_t5.sh, or a whole command line in quotes, of which nothing is
-            run; or a .yaml of OpenPrompt.
-        out: TOML file to write; by default the script's name with .toml, in this directory.
+        script: run_gpt2.sh or run_t5.sh, or a whole command line in quotes, neither of which is
+            executed; or a .yaml of OpenPrompt.
+        out: TOML file to write (default: the script's name with .toml, in this directory).
     """
 
     script: Annotated[str, tyro.conf.Positional]
@@ -272,10 +272,10 @@ class MigrateCommand:
 
 @dataclass(kw_only=True)
 class ReportCommand:
-    """Draw a run's report.
+    """Write a run's report page.
 
     Args:
-        run: the run's directory.
+        run: directory of the run.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -286,11 +286,11 @@ class InfoCommand:
     """Describe a model.
 
     Args:
-        name: a preset's name or a model's directory.
-        seq_len: length of the rows for the FLOPs of attention; none takes the longest context.
-        json: print JSON: the config and the figures, or an adapter's config.
+        name: name of a preset, or a model directory.
+        seq_len: row length in tokens for the FLOPs of attention; none takes the longest context.
+        json: print JSON: the config and the measurements, or an adapter's config.
         backend: implementation of the architecture: native for the families of bmforge,
-            transformers for that library, auto for a native family where there is one.
+            transformers for that library, auto for a native family if there is one.
     """
 
     name: Annotated[str, tyro.conf.Positional]
@@ -301,33 +301,34 @@ class InfoCommand:
 
 @dataclass(kw_only=True)
 class PlanCommand:
-    """Say which layouts of a model fit on machines that are not here, and how fast they are.
+    """Estimate which parallel layouts of a model fit on given GPUs, and their speed.
 
     Args:
-        model: a preset's name or a model's directory.
-        set: fields of its config to change, field=value each.
-        changes: what is put beside its layers or in their place: JSON or a file, as `train` takes.
-        freeze_base: whether nothing but these changes is trained.
+        model: name of a preset, or a model directory.
+        set: fields of the model's config to change, field=value each.
+        changes: changes of the model: JSON or a file, as in `train`.
+        freeze_base: train only the modules added by changes.
         adapter: train an adapter of this kind, such as lora, on all linear layers.
         adapter_rank: rank of the adapter (default: 8).
         base_dtype: quantize the frozen base of the adapter (QLoRA); none keeps the precision.
-        gpus: how many.
-        gpu: which; an unknown one needs gpu_memory and gpu_tflops.
-        gpu_memory: GiB of one, over the table's.
-        gpu_tflops: dense half-precision peak of one, over the table's.
-        gpus_per_node: GPUs that share a node.
-        interconnect: between nodes: a name such as ib-200, or Gb/s per GPU.
-        host_memory: GiB of a node, for offloading.
-        batch: rows of an optimizer step over all GPUs; none takes as many a GPU, 8 at least in all.
-        seq: tokens of a row; none takes the model's longest, 4,096 at most.
-        precision: none takes bf16 where the GPU has it, else fp16.
-        offload: whether the optimizer may leave the GPUs.
-        compile: whether blocks are compiled.
-        tokens: train on so many; gives hours and cost.
-        price: of one GPU for one hour.
-        currency: of the price.
-        rows: lines of the table.
-        plot: write the memory of these lines as an SVG.
+        gpus: number of GPUs.
+        gpu: GPU model; an unknown one needs gpu_memory and gpu_tflops.
+        gpu_memory: memory of a GPU in GiB; replaces the table's.
+        gpu_tflops: dense half-precision peak of a GPU; replaces the table's.
+        gpus_per_node: GPUs per node.
+        interconnect: network between nodes: a name such as ib-200, or Gb/s per GPU.
+        host_memory: host memory of a node in GiB, for offloading.
+        batch: rows per optimizer step over all GPUs; none plans the same number per GPU, at least 8
+            in all.
+        seq: tokens of a row; none takes the model's maximum, at most 4,096.
+        precision: computation precision; none takes bf16 if the GPU supports it, else fp16.
+        offload: allow offloading of the optimizer.
+        compile: compile the blocks.
+        tokens: training tokens, for hours and cost.
+        price: price of one GPU hour.
+        currency: currency of the price.
+        rows: number of table rows.
+        plot: SVG file for a memory chart of these rows.
     """
 
     model: Annotated[str, tyro.conf.Positional]

@@ -1,4 +1,4 @@
-"""Arguments to a dataclass of options: every switch both ways, and mistakes explained."""
+"""Parses arguments into a dataclass of options, with negated switches and helpful errors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _WORDS = ("True", "False")
 def parse_options(
     kind: Any, arguments: Sequence[str], command: str, default: Any = None, about: str | None = None
 ) -> Any:
-    """Turn arguments into a dataclass; a wrong one is explained and ends the program with 2.
+    """Parse arguments into a dataclass; a wrong argument is explained and exits with status 2.
 
     Args:
-        kind: the dataclass.
-        arguments: what stands behind the command.
-        command: its name, for messages.
-        default: the values of what is not given; None takes the dataclass's own.
-        about: what stands above the options in the help; None takes the docstring.
+        kind: dataclass of the options.
+        arguments: arguments after the command name.
+        command: name of the command, for messages.
+        default: default values; None takes the dataclass's own.
+        about: text above the options in the help; None takes the docstring.
     """
     with _said_once():
         return tyro.cli(
@@ -45,7 +45,7 @@ def parse_options(
 
 @contextlib.contextmanager
 def _said_once() -> Iterator[None]:
-    """Let one process of a machine speak: the others have the same arguments and say the same."""
+    """Silence all but the first local process, since all have the same arguments and messages."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         yield
         return
@@ -58,8 +58,8 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
     """Write switches out: ``--a.b`` as ``--a.b True``, ``--no-a.b`` and ``--a.no-b`` as False.
 
     Args:
-        kind: the dataclass whose boolean fields are the switches.
-        arguments: of the command line; what is written out already stays.
+        kind: dataclass whose boolean fields are the switches.
+        arguments: command line arguments; explicit values are unchanged.
     """
     switches = dict(_find_switches(kind))
     out: list[str] = []
@@ -74,7 +74,7 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield every spelling of every boolean field, with what it stands for."""
+    """Yield (spelling, (option, value)) for every spelling of every boolean field."""
     for path, hint in find_options(kind):
         if _is_switch(hint):
             option, (prefix, dot, name) = f"--{path}", path.rpartition(".")
@@ -84,11 +84,11 @@ def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def find_options(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every field of a dataclass of options as it is spelled, without dashes, and its type.
+    """Yield (option name without dashes, type) for every field of a dataclass of options.
 
     Args:
-        kind: the dataclass; the fields of those in it are named with a dot.
-        prefix: in front of all names.
+        kind: the dataclass; fields of nested dataclasses have dotted names.
+        prefix: prefix of all names.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
@@ -112,10 +112,7 @@ def _is_switch(hint: Any) -> bool:
 
 
 def take_switch(arguments: list[str], name: str) -> bool:
-    """Remove a switch that is no field, in every spelling; return whether it is on.
-
-    The last one holds.
-    """
+    """Remove a switch that is not a field, in every spelling; return its last value."""
     is_on = False
     off = f"--no-{name.removeprefix('--')}"
     while True:

@@ -1,4 +1,4 @@
-"""`bmforge plan`: which layouts of a model fit on which machines, how fast, and for how much."""
+"""`bmforge plan`: layouts of a model that fit on given machines, with their speed and cost."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ __all__ = [
 ]
 
 _GIB = 2**30
-# Of the table, where there is no terminal that says how wide it is.
+# Table width in characters without a terminal.
 _WIDE = 140
 
 
 def make_request(command: PlanCommand) -> Request:
-    """Turn the command into what the planner is asked.
+    """Convert the command's options to a planner request.
 
     Raises:
-        ConfigError: an unknown model or GPU, or numbers that describe nothing.
+        ConfigError: an unknown model or GPU, or invalid numbers.
     """
     if command.price is not None and command.tokens is None:
         raise ConfigError("--price has no effect without --tokens, the length of the run.")
@@ -85,7 +85,7 @@ def make_request(command: PlanCommand) -> Request:
 
 
 def _with_adapter(command: PlanCommand, family: type[Model], config: Any) -> Any:
-    """Return a model's config with the adapter and the quantized base that the command names."""
+    """Return a model's config with the command's adapter and quantized base."""
     if command.adapter is None:
         if command.base_dtype is not None:
             raise ConfigError(
@@ -103,7 +103,7 @@ def _with_adapter(command: PlanCommand, family: type[Model], config: Any) -> Any
 
 
 def run_plan_command(command: PlanCommand) -> None:
-    """Print the table, the winner and what the run costs."""
+    """Print the table, the fastest layout and the cost of the run."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)
@@ -125,11 +125,11 @@ def run_plan_command(command: PlanCommand) -> None:
         replace_file(command.plot, draw_memory(found, command.rows))
         get_logger().info("memory: %s", command.plot)
     if not found.rows or not found.rows[0].fits:
-        _ = found.winner  # raises, and says what is missing
+        _ = found.winner  # raises an error that names the missing memory
 
 
 def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
-    """Print what was asked, the table, and how to start the winner."""
+    """Print the request, the table, and the launch command of the fastest layout."""
     request = found.request
     cluster, device = request.cluster, request.cluster.device
     console.print(
@@ -157,7 +157,7 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
 
 
 def _by_reason(found: Plan) -> list[tuple[str, list[Layout]]]:
-    """Return the layouts that are not possible, those of one reason together."""
+    """Return the rejected layouts grouped by reason."""
     reasons: dict[str, list[Layout]] = {}
     for layout, reason in found.refused:
         reasons.setdefault(reason, []).append(layout)
@@ -214,15 +214,15 @@ def cost_line(row: Row, request: Request, command: PlanCommand) -> str:
 
 
 def launch_line(request: Request, row: Row, model: Sequence[str] = ()) -> str:
-    """Return the command that starts pretraining in a row's layout, as every node takes it.
+    """Return the command that starts pretraining in a row's layout on every node.
 
-    What a plan cannot know are variables, which the shell asks for where they are not set: what
-    `bmforge prepare` wrote, and, of several nodes, the first.
+    Values that a plan does not know are shell variables that must be set: the output directory of
+    `bmforge prepare`, and with several nodes the address of the first.
 
     Args:
-        request: what was planned.
-        row: which of it.
-        model: options that make the model what was planned.
+        request: the planner request.
+        row: layout to launch.
+        model: command line options for the planned model.
     """
     cluster, choice = request.cluster, row.choice
     here = min(cluster.per_node, cluster.count)
@@ -281,12 +281,12 @@ def auto_layout(
 ) -> tuple[Layout, bool, float, int]:
     """Return layout, recompute, offloaded fraction and micro-batch for a recipe's config.
 
-    For `--layout auto`: the recipe's model, rows and batch on the machines it is started on.
+    `--layout auto` uses it with the recipe's model, rows and batch, on the current machines.
 
     Args:
         config: a `RunConfig` with `model` and `data`.
-        cluster: where.
-        offload: whether the optimizer may leave the devices.
+        cluster: machines of the run.
+        offload: whether the optimizer may be offloaded.
 
     Raises:
         ConfigError: nothing fits.

@@ -1,4 +1,4 @@
-"""The memory of a plan's rows as stacked bars, by part, beside what a device has: an SVG."""
+"""SVG chart of a plan's memory: one stacked bar per layout, against the device memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw_memory(found: Plan, count: int) -> str:
     """Return an SVG with a bar for each of the first `count` rows."""
     rows = found.rows[:count]
     room = found.request.cluster.device.memory_bytes
-    # What lacks a lot would squeeze the others; its bar is cut at twice the room.
+    # Bars are cut at twice the device memory, or the largest would squeeze the others.
     widest = min(max([room, *(row.memory.total for row in rows)]), 2 * room)
     scale = _WIDTH / widest
     bottom = _TOP + len(rows) * (_BAR + _GAP)

@@ -1,4 +1,4 @@
-"""What the planner is told of a model: how to build it, feed it, and take its loss."""
+"""Describes a model to the planner: its constructor, inputs and loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_model(name: str, changes: Sequence[str] = ()) -> tuple[type[Model], Mod
 
     Args:
         name: preset or directory.
-        changes: "field=value" each.
+        changes: changed fields, "field=value" each.
 
     Raises:
         ConfigError: neither a preset nor a model; a field that the config does not have.
@@ -72,19 +72,18 @@ def workload_of(
     trained: Collection[str] | None = None,
     frozen_dtype: torch.dtype = torch.float32,
 ) -> Workload:
-    """Describe training a model on rows of so many tokens.
+    """Describe the training of a model on rows of `row_tokens` tokens.
 
     Args:
-        name: for people.
-        config: the model's, with what changes it.
+        name: display name.
+        config: config of the model with its changes.
         row_tokens: tokens of a row.
-        trained: with the base frozen, names of what is trained beside what changes have put in;
-            None trains everything.
-
+        trained: names of trained modules in addition to those added by
+            changes; None trains everything.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
 
     Raises:
-        ConfigError: rows longer than the model's positions, or below one token.
+        ConfigError: rows longer than the model's positions, or below two tokens.
     """
     family = family_of(config)
     if row_tokens < 2:
@@ -95,7 +94,7 @@ def workload_of(
             f"{name} has {config.num_layers} encoder and {decoder} decoder blocks; the planner "
             "needs equally many. Use --set num_decoder_layers and num_layers to make them so."
         )
-    # Rotary positions go on; what is too long for learned ones is said before anything is traced.
+    # Rotary positions have no limit; rows too long for learned ones are refused before tracing.
     make = partial(_make, family, config, trained, frozen_dtype)
     model = make()
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -149,7 +148,7 @@ def _make(
 
 
 def _find_kinds(model: Model) -> dict[Any, list[int]]:
-    """Return the numbers of the layers that are alike, in all stacks, the most frequent first."""
+    """Return the layer numbers of each group of equal layers, over all stacks, largest first."""
     stacks = [model.get_submodule(name) for name in model.layout_rules().stacks]
     kinds: dict[Any, list[int]] = {}
     for number in range(len(stacks[0])):
@@ -165,11 +164,11 @@ def _find_kinds(model: Model) -> dict[Any, list[int]]:
 
 
 class _Short:
-    """Makes the model on meta with copies of one layer, and of no other; remembers the first.
+    """Constructor of shallow models on meta, with copies of a single layer; caches the results.
 
     Args:
-        make: the whole model.
-        number: of the layer.
+        make: function that returns the whole model.
+        number: number of the copied layer.
     """
 
     def __init__(self, make: Callable[[], Model], number: int) -> None:
@@ -177,11 +176,11 @@ class _Short:
         self._made: dict[int, Model] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process it is made anew."""
+        """Pickle without the cache."""
         return _Short, (self.make, self.number)
 
     def __call__(self, depth: int) -> Model:
-        """Return a model with so many blocks in every stack."""
+        """Return a model with `depth` blocks in every stack."""
         if depth not in self._made:
             self._made[depth] = self._shorten(self.make(), depth)
         return copy.deepcopy(self._made[depth])
@@ -212,15 +211,17 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @contextmanager
 def seen_as_plain(follower: Follower) -> Iterator[None]:
-    """Let `nn` treat fake tensors as it treats plain ones, and run its loops in short.
+    """Context manager in which `nn` treats fake tensors as plain ones and shortens its loops.
 
-    `nn.recompute` drops what it can make again, for plain tensors only, and knows them by their
-    address. Fake tensors have none; their storages stand for it. Attention with a trained bias and
-    the head go over tiles and chunks of one size, of which two tell of all; tiles are as large as
-    on what is planned for. All processes have equally many tokens.
+    `nn.recompute` drops outputs of plain tensors only and identifies them by address. Fake tensors
+    have no address, so their storages are used. Attention with a trained bias and the head loop
+    over
+    equal tiles and chunks, of which two are traced; the tile size is that of the planned device.
+    All
+    processes have the same number of tokens.
 
     Args:
-        follower: of the trace.
+        follower: recorder of the trace.
     """
     kind: Any = FakeTensor
     tiles, chunks = attention_bias._tiles, losses.split_chunks

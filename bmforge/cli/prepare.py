@@ -1,4 +1,4 @@
-"""`bmforge prepare`: text files to a token store and a tokenizer."""
+"""`bmforge prepare`: convert text files to a token store and a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["run_prepare"]
 
 
 def run_prepare(command: PrepareCommand) -> None:
-    """Text files to a token store and a tokenizer."""
+    """Convert text files to a token store and a tokenizer."""
     inputs = list(command.input) or None
     if command.dry_run:
         for state in show_preparation(inputs, command.out, command.config):

@@ -1,4 +1,4 @@
-"""`bmforge prompt TEMPLATE`: what a template makes of a few examples, in colours."""
+"""`bmforge prompt TEMPLATE`: show examples rendered by a template, in color."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOURS = {"text": "", "mask": "bold red", "special": "magenta", "soft": "bold 
 
 
 def run_prompt(command: PromptCommand) -> None:
-    """Show pieces, ids, what was cut and the words' ids for a few examples."""
+    """Print pieces, ids, truncation and label word ids for a few examples."""
     data = TaskDataConfig(
         task=command.data_task, labels=command.data_labels, paths=command.data_paths,
         train_split=command.split, dev_split=None,
@@ -52,7 +52,7 @@ def run_prompt(command: PromptCommand) -> None:
 def _show(
     console: Console, template: Template, words: Any, example: Any, number: int, command: Any
 ) -> None:
-    """Show one example."""
+    """Print one rendered example."""
     console.print(Text(f"\nexample {number}", style="bold"))
     said = Text("pieces    ", style="dim")
     for piece in template.wrap(example):
@@ -80,7 +80,7 @@ def _show(
 
 
 def _show_words(console: Console, words: Any, tokenizer: Any, example: Any) -> None:
-    """Show the words of every class, as the tokenizer spells them."""
+    """Print the words of every class and their tokens."""
     console.print(Text("\nwords", style="bold"))
     tokens: Sequence[Any] = getattr(words, "tokens", None) or [[ids] for ids in
                                                               words.answers(example)]  # fmt: skip

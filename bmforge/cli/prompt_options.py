@@ -1,4 +1,4 @@
-"""The options of `bmforge prompt`; nothing heavy is imported here."""
+"""Options of `bmforge prompt`; nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["PromptCommand"]
 
 @dataclass(kw_only=True)
 class PromptCommand:
-    """Show what a template makes of a few examples.
+    """Show a few examples as a template renders them.
 
     Args:
-        template: its text; left out, the task's own is shown.
-        model: a preset, a family or a directory, which says how it is asked.
-        data_task: a published task, such as ag_news.
-        data_paths: its folder; or .jsonl files of a task of one's own.
-        data_labels: of a task of one's own.
-        split: of a published task, which examples.
-        tokenizer: directory of the tokenizer; left out, the model's.
-        verbalizer: file with the classes' words; left out, the task's own.
-        choice: which of the task's own templates, and which verbalizer of a file.
-        join: how words of several tokens score: first, max, mean or joint.
-        behind: text behind a causal model's mask: refuse, leave out or score.
-        soft_front: trained rows in front of everything.
-        seq_len: longest prompt in tokens.
-        cut: tail, head or balanced.
-        examples: so many.
+        template: text of the template (default: the task's own).
+        model: preset, family or model directory, which determines the form of the prompt.
+        data_task: published task, such as ag_news.
+        data_paths: folder of the task, or .jsonl files of user data.
+        data_labels: labels of user data.
+        split: split of a published task.
+        tokenizer: directory of the tokenizer (default: the model's).
+        verbalizer: file with the classes' words (default: the task's own).
+        choice: index of the task's template, and of the verbalizer in its file.
+        join: score of a word of several tokens: first, max, mean or joint.
+        behind: treatment of text after a causal model's mask: refuse, leave out or score.
+        soft_front: number of trained soft tokens at the beginning.
+        seq_len: maximum prompt length in tokens.
+        cut: truncation of long examples: tail, head or balanced.
+        examples: number of examples.
     """
 
     template: Annotated[str, tyro.conf.Positional] = ""

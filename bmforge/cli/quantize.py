@@ -1,4 +1,4 @@
-"""`bmforge quantize`: write a model with its weights packed, and say what that costs."""
+"""`bmforge quantize`: write a quantized model, and optionally report its loss of quality."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_LAYERS = 5
 
 
 def run_quantize(command: QuantizeCommand) -> None:
-    """Write a model with its weights packed as integers."""
+    """Write a model with weights quantized to packed integers."""
     if command.max_file_gb <= 0:
         raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
     spec = _find_scheme(command)
@@ -51,7 +51,7 @@ def _find_scheme(command: QuantizeCommand) -> str | QuantSpec:
 
 
 def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
-    """Return a line for every figure of both models."""
+    """Return one line per metric with the values of both models."""
     config = EvaluateConfig(text=texts)
     was, now = evaluate_model(before, config), evaluate_model(after, config)
     return [
@@ -63,7 +63,7 @@ def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
 
 
 def _name_layers(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
-    """Return lines that say what layers lose, and which lose most."""
+    """Return lines with the median quantization error and the layers with the largest errors."""
     found = measure_layers(before, after, texts)
     median = statistics.median(one.error for one in found)
     width = max(len(one.name) for one in found[:_MOST_LAYERS])

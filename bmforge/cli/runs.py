@@ -1,4 +1,4 @@
-"""`bmforge quickstart` and `bmforge report`: a whole run, and the page of one."""
+"""`bmforge quickstart` and `bmforge report`: a complete run, and its report page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["run_quickstart", "run_report"]
 
 
 def run_quickstart(config: QuickstartConfig) -> None:
-    """Real text in, a trained model out."""
+    """Train a small model from raw text."""
     get_logger().info("done: open %s", quickstart(config))
 
 
 def run_report(command: ReportCommand) -> None:
-    """Draw a run: curves, config, samples on one page."""
+    """Write the report page of a run: curves, config, samples."""
     get_logger().info("%s", write_report(command.run))

@@ -1,4 +1,4 @@
-"""`bmforge serve MODEL`: an engine behind OpenAI's protocol, and a page."""
+"""`bmforge serve MODEL`: an OpenAI-compatible server with a chat page."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def run_serve(command: ServeCommand) -> None:
-    """Serve a model until the process is told to stop.
+    """Serve a model until the process is stopped.
 
     Raises:
         MissingDependencyError: the extra `serve` is not installed.
-        ConfigError: a setting that does not fit another.
+        ConfigError: two settings conflict.
     """
     for package in _NEEDED:
         if importlib.util.find_spec(package) is None:
@@ -78,7 +78,7 @@ def run_serve(command: ServeCommand) -> None:
 
 
 def _check(command: ServeCommand) -> None:
-    """Raise `ConfigError` for what contradicts each other, before anything is read."""
+    """Raise `ConfigError` for conflicting options, before any file is read."""
     memory = command.memory
     if command.context is not None and memory.max_tokens is not None:
         raise ConfigError("context and max_tokens are the same here; leave one out.")
@@ -115,7 +115,7 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
 
 
 def _put_deltas_(command: ServeCommand, model: Any) -> None:
-    """Put beside a model what `--adapter` names: for requests that choose, or for all of them."""
+    """Attach the adapters of `--adapter` to a model, selectable by request or for all requests."""
     named, other = find_names(command.adapter), command.memory.quantize is not None
     if named:
         put_named_deltas_(model, named, allow_other_base=other)

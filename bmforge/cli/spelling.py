@@ -1,4 +1,4 @@
-"""The options behind the fields that an error names, as a command spells them."""
+"""Translates field names in error messages to command line options."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bmforge.cli.train_options import FIELDS
 
 __all__ = ["name_options", "options_of"]
 
-# A field with two words or more, by itself or with what it is in; one word is its own option.
+# A field name of two words or more, with or without a prefix; one word is its own option.
 _FIELD = re.compile(r"(?<![\w.\-/'\"])[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*(?![\w/])")
-# More options than this of one name help nobody.
+# Maximum number of options listed for one field name.
 _MOST = 3
 
 
 def options_of(command: str) -> Collection[str]:
-    """Return the options of a command without their dashes; of an unknown one there are none."""
+    """Return the option names of a command without dashes; none for an unknown command."""
     if command == "train":
         return FIELDS
     options = COMMANDS[command].options if command in COMMANDS else None
@@ -26,11 +26,11 @@ def options_of(command: str) -> Collection[str]:
 
 
 def name_options(message: str, options: Collection[str]) -> str:
-    """Return an error with the options of the fields that it names, unless it has them itself.
+    """Append to an error the options of the fields that it names, unless it contains them.
 
     Args:
-        message: what went wrong, with fields as a program writes them (`micro_batch_size`).
-        options: of the command, without dashes (`data.micro-batch-size`).
+        message: error message with Python field names (`micro_batch_size`).
+        options: options of the command, without dashes (`data.micro-batch-size`).
     """
     found: dict[str, None] = {}
     for field in _FIELD.findall(message):

@@ -1,4 +1,4 @@
-"""`bmforge train TASK`: its help and its short names; torch comes when there is a run."""
+"""`bmforge train TASK`: help and short option names; torch is imported only for a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HELP = ("-h", "--help")
 
 
 def run_train(arguments: Sequence[str]) -> None:
-    """Run a recipe, or go on with it."""
+    """Run or resume a recipe."""
     if not arguments or arguments[0] in (*_HELP, "--help-all"):
         print(list_tasks())
         return
@@ -25,14 +25,14 @@ def run_train(arguments: Sequence[str]) -> None:
         print(describe_task(task))
         return
     _check_names(options)
-    # Imported here: it brings every recipe and model with it.
+    # Imported lazily: it imports every recipe and model.
     from bmforge.cli.train_run import run_task
 
     run_task(task, ["--help" if option == "--help-all" else option for option in options])
 
 
 def _check_names(arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option that no task with no family has; others wait for theirs."""
+    """Raise `ConfigError` for an option that no task has; others are checked by their task."""
     known = [f"--{name}" for name in FIELDS] + SWITCHES
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
@@ -45,7 +45,7 @@ def _check_names(arguments: Sequence[str]) -> None:
 
 
 def _spell_out(arguments: Sequence[str]) -> list[str]:
-    """Write short names as the fields they stand for."""
+    """Replace short option names by their fields."""
     out = []
     for argument in arguments:
         name, mark, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""What `bmforge train --help` says, and what a task's own help says; nothing heavy is imported."""
+"""Help texts of `bmforge train` and of its tasks; nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _SWITCHES = {
     "--dry-run --world N": "say what each of N processes would hold, and stop",
     "--profile": "trace three steps",
 }
-# What a task takes besides fields.
+# Options of a task that are not config fields.
 SWITCHES = [
     word for row in (*_SWITCHES, "--help-all") for word in row.split() if word.startswith("--")
 ]
 
 
 def list_tasks() -> str:
-    """Return what `bmforge train --help` says."""
+    """Return the text of `bmforge train --help`."""
     tasks = "\n".join(f"  {name:<18}{about}" for name, about in TASK_NAMES.items())
     recipes = "\n".join(f"  {name:<18}{about}" for name, about in OLD_NAMES.items())
     return (
@@ -63,7 +63,7 @@ def list_tasks() -> str:
 
 
 def describe_task(name: str) -> str:
-    """Return what `bmforge train TASK --help` says: what is set most often."""
+    """Return the text of `bmforge train TASK --help`: the most common options."""
     about = TASK_NAMES.get(ALSO.get(name, name)) or OLD_NAMES.get(name) or f"fine-tune on {name}"
     return (
         f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
@@ -76,7 +76,7 @@ def describe_task(name: str) -> str:
 
 
 def describe_fields(about: str) -> str:
-    """Return what stands above the fields in the list of all options of a task with a model."""
+    """Return the text above the list of all options of a task."""
     return f"{about}\n\nbesides the fields below:\n{_rows(_SWITCHES)}\n"
 
 

@@ -1,4 +1,4 @@
-"""Running a task: its config from a file and from options, and what is done with it."""
+"""Runs a task: builds its config from a file and from options, then trains, plans or prints."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PROFILED_STEPS = 3
 
 
 def run_task(task: str, arguments: Sequence[str]) -> None:
-    """Run a task's recipe, or go on with it.
+    """Run or resume a task's recipe.
 
     Args:
-        task: its name.
-        arguments: what stands behind it.
+        task: name of the task.
+        arguments: command line arguments after the task name.
     """
     rest = list(arguments)
     file, model = take_option(rest, "--config"), take_option(rest, "--model")
@@ -41,7 +41,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     world, changes = take_option(rest, "--world"), take_option(rest, "--changes")
     command = f"train {task}" + ("" if model is None else f" --model {model}")
     default = read_config(recipe, file)
-    # What follows from other fields (heads from widths) is left to follow from the changed ones.
+    # Derived fields (heads from widths) are recomputed from the changed ones.
     default.model = default.model.with_implied()
     _set_adapter_rate(default, rest, file)
     config = _parse_run(recipe, rest, command, default)
@@ -64,11 +64,11 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     elif world is not None:
         raise ConfigError("--world has no effect without --dry-run; torchrun starts processes.")
     elif recipe.run(config).stopped and not restarts_failed():
-        raise KeyboardInterrupt  # what comes after this command is not to start
+        raise KeyboardInterrupt  # so that a shell script stops as well
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
-    """Set a run's fields; changes of models and groups of parameters, no plain fields, stay."""
+    """Parse a run's fields; model changes and parameter groups, not options, are preserved."""
     run, model, groups = default.changes, default.model.changes, default.train.optim.groups
     default.changes, default.model.changes = (), ()
     default.train = _with_groups(default.train, ())
@@ -100,7 +100,7 @@ def _with_groups(train: Any, groups: tuple[Any, ...]) -> Any:
 
 
 def _choose_layout(config: Any, word: str, world: int | None) -> Any:
-    """Lay a run out as the planner says: on the launched processes, in a dry run on `world`."""
+    """Apply the planner's layout for the launched processes, or for `world` in a dry run."""
     from bmforge.cli.auto_layout import apply_auto_layout
 
     if word != "auto":
@@ -111,6 +111,6 @@ def _choose_layout(config: Any, word: str, world: int | None) -> Any:
 
 
 def _see_option(arguments: Sequence[str], name: str) -> str | None:
-    """Return the value of an option that stays among the arguments."""
+    """Return the value of an option without removing it from the arguments."""
     spelt = [a.replace("_", "-") if a.startswith("--init_from") else a for a in arguments]
     return take_option(spelt, name)

@@ -1,4 +1,4 @@
-"""`bmforge tree`: a model's modules, equal layers folded, and what of them is trained."""
+"""`bmforge tree`: a model's modules, with equal layers folded and trained ones marked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["run_tree"]
 
 
 def run_tree(command: TreeCommand) -> None:
-    """Show a model's tree, and write its page where one is asked for."""
+    """Print a model's tree, and optionally write it as an HTML page."""
     name, adapters = str(find_export(command.model)), command.adapter
     if is_adapter(name):
         source = find_source(name)

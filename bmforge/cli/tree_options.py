@@ -1,4 +1,4 @@
-"""The options of `bmforge tree`: what `--help` shows. Nothing heavy is imported here."""
+"""Options of `bmforge tree`. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["TreeCommand"]
 
 @dataclass(kw_only=True)
 class TreeCommand:
-    """Show the modules of a model as a tree: equal layers as one, shapes, what is trained.
+    """Show the modules of a model as a tree with shapes; equal layers are folded, trained ones
+    marked.
 
     Args:
-        model: a preset's name or a model's directory.
-        adapter: adapter directories to attach to it, in this order.
-        html: write a page instead; a click on its rows writes the line that puts a delta there.
+        model: name of a preset, or a model directory.
+        adapter: adapter directories to attach, in this order.
+        html: HTML page to write instead; a click on a row shows the code that attaches an adapter.
         keep_empty: show modules without parameters, too.
     """
 

@@ -1,4 +1,4 @@
-"""Model names of commands: model directories, run directories and adapter directories.
+"""Resolution of model arguments: model directories, run directories and adapter directories.
 
 `find_source` says which base model and which adapters a name stands for; `merge_adapter` and
 `merged_model` make a plain model of them.
@@ -181,7 +181,7 @@ def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
     """Yield the name of a plain model: an adapter is merged into a temporary directory first.
 
     Args:
-        name: what a command's argument names; see `find_source`.
+        name: model argument of a command; see `find_source`.
         near: target of the command; the temporary directory is next to it.
     """
     directory = find_export(name)

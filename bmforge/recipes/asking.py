@@ -130,7 +130,7 @@ class AskedTexts:
         task: the task of the examples.
         examples: at least one example.
         tokenizer: the model's tokenizer.
-        config: as for `AskedClasses`, with `max_new_tokens` of an answer.
+        config: run config as in `AskedClasses`, and with `max_new_tokens`.
 
     Raises:
         ConfigError: the task has no question on a context.

@@ -103,7 +103,7 @@ class RunConfig:
             fields of `model`. None initializes the weights randomly.
         model_changes: given fields of `model` with `init_from`, filled in by the command line; None
             takes those that differ from the recipe's defaults.
-        new_head: with `init_from`, initialize the task's head if the model has none.
+        new_head: initialize the task's head if `init_from`'s model has none.
         family: family of `model`; filled in by the command line for `run.toml`.
         changes: changes of the model before it is parallelized, as JSON or a file of it; see
             `models.changes`. New weights are initialized with `seed`.
