@@ -26,12 +26,10 @@ _SLOT = "sum_statistics"
 def balance_whole_step(
     model: nn.Module, run_all: Callable[[], Any], num_micro_batches: int
 ) -> Iterator[None]:
-    """Context manager: the balancing loss uses the expert statistics of all micro-batches and
-    ranks.
+    """Context manager: the balancing loss uses statistics of all micro-batches and ranks.
 
     Does nothing for a model without a balancing loss. A single micro-batch also needs no extra
-    pass:
-    its own forward sums the statistics over the processes.
+    pass: its own forward sums the statistics over the processes.
 
     Args:
         model: model; if its `balances` is True, it has the slot `sum_statistics`.

@@ -31,9 +31,7 @@ __all__ = ["Division", "Rules", "find_division", "plan_pipeline", "step_problems
 
 
 class Rules(PipelineRules, Cuts, Protocol):
-    """Name globs of the parameters to shard and of the pipeline; `models.LayoutRules` implements
-    it.
-    """
+    """Name globs of parameters to shard and of pipeline ends, as in `models.LayoutRules`."""
 
     @property
     def tensor_parallel(self) -> tuple[Cut, ...]:
@@ -67,9 +65,7 @@ class Division:
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
     def without_dropped(self, model: nn.Module) -> Self:
-        """Return this plan restricted to the modules that the model still has after the pipeline
-        cut.
-        """
+        """Return this plan restricted to the modules left after the pipeline cut."""
         left = {id(module) for module in model.modules()}
         return replace(
             self,

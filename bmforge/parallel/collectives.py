@@ -42,9 +42,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Sum `x` over the processes and return this rank's equal chunk along `dim`; not
-    differentiable.
-    """
+    """Sum `x` over processes and return this rank's chunk along `dim`; not differentiable."""
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(front.shape[0] // group.size(), *front.shape[1:])
     _scatter_into(out, front, group=group)
@@ -161,10 +159,9 @@ def gather_tokens(x: Tensor, group: Group, dim: int = 1, *, summed: bool) -> Ten
         x: tokens of this process, equally many on each.
         group: process group.
         dim: token dim of `x`.
-        summed: True if each process computes a partial result from all tokens, so that
-            gradients are
-            summed; False if the following computation is replicated, so that each process keeps the
-            gradient of its own tokens.
+        summed: True if each process computes a partial result from all tokens, so that gradients
+            are summed; False if the following computation is replicated, so that each process keeps
+            the gradient of its own tokens.
 
     Comm: forward, one all-gather; backward, if `summed`, one reduce-scatter.
     """

@@ -118,8 +118,7 @@ def run_on_first(function: Callable[[], T]) -> T | None:
     """Run a function on rank 0 while the other ranks wait; an exception is raised on every rank.
 
     An exception that cannot be pickled is raised as a DistributedError with its type and text on
-    the
-    other ranks.
+    the other ranks.
 
     Returns:
         result of the function on rank 0; None on the others
@@ -143,8 +142,7 @@ def run_everywhere(function: Callable[[], T]) -> T:
     """Run a function on every process; if it fails on any, the first failure is raised on all.
 
     An exception that cannot be pickled is raised as a DistributedError with its type and text on
-    the
-    other ranks.
+    the other ranks.
 
     Returns:
         result of the function on this process
@@ -187,8 +185,7 @@ def leave_at_exit() -> None:
     A gloo thread needs the interpreter to release the tensors of the last collective; if the
     interpreter is already finalizing, the process aborts. After an unhandled exception the process
     group is not destroyed, since that would wait for the other processes. `sys.exit` with any
-    status
-    counts as a regular exit.
+    status counts as a regular exit.
     """
     if getattr(sys, "last_type", None) is None:
         shutdown_distributed()

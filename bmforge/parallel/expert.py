@@ -98,8 +98,7 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
         modules that hold experts
 
     Comm: per mixture one all-to-all of E integers and two of the M * k rows of D in forward, and
-    two
-        of the rows in backward.
+        two of the rows in backward.
     """
     mixtures = find_mixtures(model).values()
     group, share = axis_group(mesh, "ep"), 1 / axis_size(mesh, "ep")
@@ -197,8 +196,7 @@ def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Compute the quantities that depend on all tokens of a step over all processes, in place.
 
     Comm: per step one all-reduce of 2 E + 3 numbers if the model has a load-balancing loss; per
-    mixture
-        with balanced loads an all-gather of M * E affinities.
+        mixture with balanced loads an all-gather of M * E affinities.
     """
     by_rows = _groups_of(mesh, *_ROW_AXES)
     # After the blocks the tokens of a sequence are replicated again.
@@ -234,9 +232,8 @@ def _assign_together(
     """Assign the tokens of all processes to experts; return the assignment of the local tokens.
 
     Every process computes the same assignment. Tokens are in the order of the processes, which is
-    that
-    of the rows of a batch. Sharded sequences have a different order, which matters only for tokens
-    that are bitwise equal.
+    that of the rows of a batch. Sharded sequences have a different order, which matters only for
+    tokens that are bitwise equal.
 
     Shape:
         affinity: (M, E), M may differ -> (M,)

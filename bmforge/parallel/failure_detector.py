@@ -71,8 +71,7 @@ class FailureDetector:
 
     @contextmanager
     def naming_failures(self, occasion: str) -> Iterator[None]:
-        """Context manager: turn the failure of a collective into an error that names the failed
-        ranks.
+        """Context manager: make a failed collective raise an error naming the failed ranks.
 
         Args:
             occasion: description of the collectives for the error, such as the step and its phase.
@@ -196,9 +195,8 @@ class _Heartbeats:
         """Find the ranks whose heartbeats do not advance, and publish them as the verdict.
 
         Args:
-            failed: store keys that all ranks set if all have seen a collective fail, in which
-                case all
-                are alive.
+            failed: store keys that all ranks set if all have seen a collective fail, in which case
+                all are alive.
 
         Returns:
             description of the failure, or None if all ranks are alive

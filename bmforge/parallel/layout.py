@@ -68,8 +68,7 @@ class Layout:
         cp_method: context-parallel attention: "gather" all-gathers keys and values, "ring" passes
             them around, "ulysses" exchanges tokens for heads.
         sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; less
-            memory
-            for the same traffic.
+            memory for the same traffic.
         pp_schedule: pipeline schedule; one of `schedules.SCHEDULES`.
         pp_stages_per_rank: pipeline stages per rank; None takes the fewest that the schedule
             supports.
@@ -111,9 +110,7 @@ class Layout:
         return self.tp > 1
 
     def row_groups(self, world_size: int) -> int:
-        """Return the number of groups of `world_size` processes that work on different rows of a
-        batch.
-        """
+        """Return the number of process groups that work on different rows of a batch."""
         return world_size // (self.tp * self.pp * self.cp)
 
     def problems(self, world_size: int) -> list[str]:

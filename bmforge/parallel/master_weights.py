@@ -24,8 +24,7 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 
 def master_weight_problems(model: nn.Module, precision: str) -> list[str]:
-    """Return the problems of upcasting the trained 16-bit parameters of a model; [] if there are
-    none.
+    """Return the problems of upcasting the trained 16-bit parameters; [] if there are none.
 
     In fp32 precision, an fp32 layer cannot process the 16-bit output of a frozen layer.
     """

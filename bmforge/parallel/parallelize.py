@@ -56,11 +56,9 @@ def parallelize(
     """Apply a parallel layout to a model, in place, and return the model.
 
     Works on any model: `rules` (or the model's own `layout_rules()`) select the units by name
-    globs;
-    without rules, the repeated blocks are found. The model may be on the meta device and is then
-    initialized or loaded afterwards. If existing values differ between processes, those of rank 0
-    are
-    used.
+    globs; without rules, the repeated blocks are found. The model may be on the meta device and is
+    then initialized or loaded afterwards. If existing values differ between processes, those of
+    rank 0 are used.
 
     Args:
         model: any nn.Module; a bmforge model has its own rules.
@@ -74,8 +72,7 @@ def parallelize(
         compile: compile every block with `torch.compile`.
         prefetch: number of units whose parameters are gathered ahead.
         offload_activations: offload the saved activations of blocks to the host until backward;
-            with
-            `recompute` these are the block inputs.
+            with `recompute` these are the block inputs.
 
     Raises:
         ConfigError: all problems in one message, the same on every process, before the first

@@ -16,8 +16,7 @@ __all__ = ["start_alike_"]
 
 
 def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Broadcast rank 0's parameters and buffers to all processes if any process has different
-    values.
+    """Broadcast rank 0's parameters and buffers if any process has different values.
 
     Replicas that start with different weights stay different: only their gradients are averaged.
     Tensors on meta are initialized or loaded later, equally on all processes.

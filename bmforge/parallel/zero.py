@@ -58,8 +58,7 @@ def apply_zero_(
         mesh: mesh with all axes.
         zero: ZeRO stage: 3 frees gathered parameters after forward, 0 and 2 keep them for backward.
         dtype: dtype in which parameters are gathered and used, with gradients reduced in fp32;
-            None:
-            the stored dtype.
+            None: the stored dtype.
         prefetch: number of units gathered ahead while one computes.
         experts: modules sharded over an axis `ep`; each is a unit of its own inside another.
         expert_mesh: mesh of the experts, see `expert.build_expert_mesh`.
@@ -92,8 +91,7 @@ def _usable_as_stored(
     """List the frozen parameters that blocks can use without a gathered copy.
 
     FSDP2 copies the parameters of a unit into a buffer even if a shard is the whole parameter,
-    which
-    doubles the memory of a frozen base model.
+    which doubles the memory of a frozen base model.
     """
     if mesh.shape[-1] > 1:
         return []
@@ -110,9 +108,8 @@ def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Average the gradients of scalar parameters over a mesh, as they are computed.
 
     FSDP2 shards a dim and a scalar has none, so scalars are replicated. A tensor hook sees the
-    gradient
-    of one backward pass, before it is added to that of earlier micro-batches. Materializing a model
-    that is on meta replaces its parameters, so hooks are attached in forward.
+    gradient of one backward pass, before it is added to that of earlier micro-batches.
+    Materializing a model that is on meta replaces its parameters, so hooks are attached in forward.
     """
     hooked = WeakIdKeyDictionary()
 
@@ -228,8 +225,7 @@ def _free_after_forward_(modules: Sequence[nn.Module]) -> None:
     """Make units free their gathered parameters after forward.
 
     Passing this to `fully_shard` would make it split every parameter once more, into as many views
-    as
-    there are processes, for partial resharding, which is not used here.
+    as there are processes, for partial resharding, which is not used here.
     """
     for module in modules:
         if isinstance(module, FSDPModule):  # experts without sharding are plain modules

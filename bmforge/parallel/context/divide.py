@@ -59,10 +59,8 @@ def apply_context_parallel_(
 
     Comm: per stack an all-gather of the hidden states forward and a reduce-scatter backward. Per
         attention, "gather": the same for keys and values; "ring": keys and values are passed to
-        every
-        process, in backward together with their gradients; "ulysses": an all-to-all before it and
-        one
-        after it, forward and backward.
+        every process, in backward together with their gradients; "ulysses": an all-to-all before it
+        and one after it, forward and backward.
     """
     group = mesh.get_group()
     for stack in stacks:
@@ -270,8 +268,8 @@ def _pick_tokens(
     """Select an equal part of the tokens for this process's loss, whichever process computed them.
 
     The loss of each token is scaled by the number of processes, so that the mean over processes is
-    the
-    loss, as it is if all compute the same loss. The same holds for the mean of gradients in ZeRO.
+    the loss, as it is if all compute the same loss. The same holds for the mean of gradients in
+    ZeRO.
 
     Shape:
         x: (M, D); labels: (M,)

@@ -39,8 +39,7 @@ class _KeyTile(NamedTuple):
         keys: slice of the local keys.
         columns: slice of the same keys in the sequence; None: prefix keys, which all queries see.
         diagonal: True if queries and keys are the same tokens and attention is causal; False if
-            every
-            query sees every key.
+            every query sees every key.
     """
 
     mine: Chunk
@@ -97,9 +96,7 @@ def _attend(s: _Scores) -> tuple[Tensor, Tensor]:
 def _attend_backward(
     s: _Scores, grad: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and scores of a tile, from the results over all
-    keys.
-    """
+    """Return gradients of a tile's query, key, value and scores, given results over all keys."""
     if s.is_plain:
         back = _cpu_backward(
             grad, s.query, s.key, s.value, out, total, 0.0, s.causal, scale=s.scale
@@ -190,8 +187,7 @@ def _prefix_tiles(share: TokenShare, prefix: Tensor | None) -> Iterator[_KeyTile
 
 
 def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
-    """Yield, for each chunk of queries, the tile of all earlier keys and that of the chunk's own
-    keys.
+    """Yield, per chunk of queries, the tiles of all earlier keys and of its own keys.
 
     `before` is the number of prefix keys in front of the keys of the sequence.
     """
@@ -209,8 +205,7 @@ def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float
 
     Shape:
         query: (B, N, local T, H); pair: keys and values concatenated, (B, K, P + T, 2 H), with
-            the P
-        prefix positions, which all queries see, in front; returns (B, N, local T, H)
+        the P prefix positions, which all queries see, in front; returns (B, N, local T, H)
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if query.is_cpu:
@@ -285,8 +280,7 @@ def attend_in_ring(
 
     Memory: keys and values of two processes, and one tile of scores if there is a mask or bias.
     Comm: with R processes, R - 1 messages of the keys and values forward; in backward as many
-    again,
-        and R of their gradients, in fp32 or wider.
+        again, and R of their gradients, in fp32 or wider.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     pair = share.pad(torch.cat((key, value), -1), 2)
@@ -350,9 +344,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Message:
-    """Asynchronous exchange: sends a tensor to the next rank and receives one from the previous
-    rank.
-    """
+    """Asynchronous exchange: sends a tensor to the next rank, receives one from the previous."""
 
     def __init__(self, tensor: Tensor, share: TokenShare) -> None:
         ranks = dist.get_process_group_ranks(share.group)

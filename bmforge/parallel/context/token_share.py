@@ -43,8 +43,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Assignment of tokens to processes for one sequence length; implements
-    `nn.shard_hooks.TokenShare`.
+    """Assignment of a sequence's tokens to processes; an `nn.shard_hooks.TokenShare`.
 
     Args:
         group: process group.
@@ -109,8 +108,7 @@ class TokenShare:
         return torch.cat([x.narrow(dim, c.start, c.end - c.start) for c in self.mine], dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """All-gather the tokens of all processes in the order of the sequence; gradients are
-        summed.
+        """All-gather the tokens in the order of the sequence; gradients are summed.
 
         Comm: one all-gather forward, one reduce-scatter backward.
         """
@@ -170,9 +168,8 @@ class Rows(NamedTuple):
     """Mask argument of attention together with the token assignment.
 
     Args:
-        mask: mask of this process's queries and all keys; the whole mask with `by_heads` or if
-            it is
-            not a mask over queries and keys.
+        mask: mask of this process's queries and all keys; the whole mask with `by_heads` or if it
+            is not a mask over queries and keys.
         share: token assignment of the sequence.
     """
 

@@ -54,12 +54,10 @@ class Link:
 
     Args:
         group: process group of the pipeline; its backend must support host and device tensors.
-            None:
-            the default group, or this process alone.
+            None: the default group, or this process alone.
         device: device of received tensors.
-        slice_group: processes that hold the same activations (tensor parallel). Each sends a
-            slice of
-            every float tensor whose size the group size divides, and the receivers gather the
+        slice_group: processes that hold the same activations (tensor parallel). Each sends a slice
+            of every float tensor whose size the group size divides, and the receivers gather the
             slices.
     """
 
@@ -196,9 +194,8 @@ class Wire:
     """Sends and receives the messages of one run of a schedule.
 
     Sends return at once. The tensors of a message are released when the receiver is known to have
-    it,
-    that is, when a message arrives that the receiver sent later; so at most the messages that the
-    schedule has in flight are kept.
+    it, that is, when a message arrives that the receiver sent later; so at most the messages that
+    the schedule has in flight are kept.
     """
 
     def __init__(self, route: Route, link: Link) -> None:

@@ -65,8 +65,7 @@ class PipelinedModel:
         shared: parameters that other stages also have, see `stages.drop_the_rest_`.
         slices: slice the messages between stages over the axis `tp`.
         splits: backward may be split into input and weight halves; not if blocks are sharded,
-            compiled
-            or recomputed.
+            compiled or recomputed.
         frees: free gathered parameters after every backward instead of at the end of the step.
 
     Attributes:
@@ -303,8 +302,7 @@ def reduce_gradients_(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
     """Make FSDP2 reduce the accumulated gradients of the step and reshard the parameters.
 
     The schedule calls autograd on stages, so FSDP2 cannot know after which backward the gradients
-    of a
-    module are complete. Torch's own pipelining does the same at the end of a step.
+    of a module are complete. Torch's own pipelining does the same at the end of a step.
     """
     if not sharded:
         return

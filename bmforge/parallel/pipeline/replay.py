@@ -36,9 +36,9 @@ class Replay:
     Args:
         total: time from the first action to the end of the last.
         bubble_ratios: idle fraction of `total` per rank.
-        peak_micro_batches: largest number of (stage, micro-batch) pairs with live activations
-            per rank:
-            from the start of forward to the end of the backward, or of its weight half if split.
+        peak_micro_batches: largest number of (stage, micro-batch) pairs with live activations per
+            rank: from the start of forward to the end of the backward, or of its weight half if
+            split.
     """
 
     total: float

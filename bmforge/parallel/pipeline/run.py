@@ -34,17 +34,14 @@ class Stage(Protocol):
         """Compute this stage.
 
         Args:
-            carry: output of the previous stage; None for the first stage. Must not be changed
-                in place:
-                a rank that sent it may still be sending.
+            carry: output of the previous stage; None for the first stage. Must not be changed in
+                place: a rank that sent it may still be sending.
             micro_batch: whole micro-batch; every stage reads the parts it needs.
 
         Returns:
-            inputs of the next stage: up to 16 plain tensors of any dtype and shape, or None
-                instead of a
-            tensor. The last stage returns the scaled loss, a scalar; in `run_forward_only` any
-            tensor or
-            tuple.
+            inputs of the next stage, up to 16 plain tensors of any dtype and shape, or None in
+            place of a tensor. The last stage returns the scaled loss, a scalar; in
+            `run_forward_only` any tensor or tuple.
         """
         ...
 
@@ -78,15 +75,13 @@ class Pipeline:
         link: connection to the other ranks.
         sync: function called as sync(stage, is_last) before each backward of a stage; `is_last` is
             true once per step, before the backward that completes the stage's gradients. It
-            switches
-            modules that reduce gradients in backward (FSDP2: set_requires_gradient_sync,
+            switches modules that reduce gradients in backward (FSDP2: set_requires_gradient_sync,
             set_reshard_after_backward, set_is_last_backward). If backwards are split, the last one
             then runs whole, so that such modules see it: one more input gradient per stage and
                 step.
         split: stages whose backward is split where the schedule has halves; None: all. The other
-            stages run a whole backward at the input half, and nothing at the weight half. Needed
-            if blocks are sharded or compiled, or if a backward works in place (the loss); cheaper
-            if
+            stages run a whole backward at the input half, and nothing at the weight half. Needed if
+            blocks are sharded or compiled, or if a backward works in place (the loss); cheaper if
             blocks recompute.
 
     Comm: per (micro-batch, edge, direction) one header and one message per tensor. `messages.py`

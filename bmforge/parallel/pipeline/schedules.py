@@ -42,8 +42,7 @@ class Action(NamedTuple):
     """One action: `kind` of stage `stage` on micro-batch `micro_batch`.
 
     "backward" computes the gradients of the stage's input and weights together, "backward_input"
-    and
-    "backward_weight" one of them each, in this order.
+    and "backward_weight" one of them each, in this order.
     """
 
     kind: Kind
@@ -52,9 +51,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Tensors sent by stage `stage`: its outputs to the next stage, or gradients to the previous
-    one.
-    """
+    """Tensors sent by stage `stage`: outputs to the next stage or gradients to the previous."""
 
     kind: Literal["forward", "backward"]
     stage: int
@@ -297,8 +294,8 @@ def write_schedule(
     Args:
         name: schedule name, one of `SCHEDULES`. gpipe and 1f1b have one stage per rank; the
             interleaved ones several, stage s on rank s mod num_ranks; zbv and dualpipev two, in a
-            V:
-            rank r holds stages r and 2 num_ranks - 1 - r, so rank 0 holds the first and the last.
+            V: rank r holds stages r and 2 num_ranks - 1 - r, so rank 0 holds the first and the
+            last.
         num_ranks: number of pipeline ranks.
         num_micro_batches: micro-batches per optimizer step.
         stages_per_rank: pipeline stages per rank; None takes the fewest that the schedule supports.
@@ -325,9 +322,7 @@ def write_schedule(
 
 
 def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:
-    """Build the schedule with the fewest micro-batches it supports; stage ranks do not depend on
-    them.
-    """
+    """Build the schedule with the fewest micro-batches it supports, to look up stage ranks."""
     counts = range(1, 16 * ranks + 1)
     fits = (n for n in counts if not problems(name, ranks, n, per_rank))
     count = next(fits, None)

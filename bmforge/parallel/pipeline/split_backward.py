@@ -64,8 +64,7 @@ class WeightBackward:
 
         Args:
             whole: run the complete backward again instead, for the hooks of modules that need a
-                single
-                complete backward (FSDP2 reduces gradients in one).
+                single complete backward (FSDP2 reduces gradients in one).
         """
         if whole or self.groups is None:
             if self.outputs:

@@ -58,12 +58,10 @@ class Cutting:
 
 
 def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -> list[int]:
-    """Return the number of blocks of each stage that minimizes the cost of the most expensive
-    stage.
+    """Return the blocks per stage that minimize the cost of the most expensive stage.
 
     Among these partitions it is the most even one, with the least sum of squares, so that the
-    stages
-    that do not determine the maximum are balanced too.
+    stages that do not determine the maximum are balanced too.
 
     Args:
         costs: cost of every block, in order.

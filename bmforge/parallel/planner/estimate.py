@@ -192,9 +192,7 @@ class Estimator:
         return self._ranks[alike]
 
     def shards(self, layout: Layout) -> tuple[int, int]:
-        """Return the number of ZeRO shards, and the number of processes that work on different
-        rows.
-        """
+        """Return the number of ZeRO shards, and that of processes with different rows."""
         rest = self.request.cluster.count // (layout.tp * layout.pp * layout.cp)
         if layout.zero == 0:
             return 1, rest
@@ -257,9 +255,7 @@ class Estimator:
     def _times(
         self, trace: StepTrace, choice: Choice, count: int, shards: int, ranks: Sequence[Rank]
     ) -> tuple[Times, float]:
-        """Return the times of the slowest rank, and the largest number of trained elements of a
-        rank.
-        """
+        """Return the times of the slowest rank, and the largest trained size of a rank."""
         layout, request = choice.layout, self.request
         work = [count_work(trace, rank.counts, rank.last) for rank in ranks]
         seconds = [

@@ -119,8 +119,7 @@ class Follower(TorchDispatchMode):
         """Yield the first two pieces of every size; the second counts for all later ones.
 
         For loops that do the same work for pieces of one size: the memory of the second iteration
-        equals
-        that of later ones, so only the work has to be multiplied.
+        equals that of later ones, so only the work has to be multiplied.
         """
         counts: dict[Hashable, int] = {}
         kept = []

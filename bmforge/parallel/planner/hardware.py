@@ -87,8 +87,7 @@ def find_device(
     """Return a device by name; given figures override those of the table.
 
     For a name that is not in the table both figures are required; the other figures are taken from
-    the
-    device of the table with the nearest FLOPS.
+    the device of the table with the nearest FLOPS.
 
     Raises:
         ConfigError: an unknown name without both figures; the nearest match is named.

@@ -33,8 +33,7 @@ def held_bytes(
     ends: tuple[set[str], set[str]],
     counts: Callable[[Tensor], bool],
 ) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Return the bytes of the selected tensors: of the model, of a block of each stack, of the
-    ends.
+    """Return the bytes of selected tensors: of the model, of a block of each stack, of the ends.
 
     A tensor at both ends, such as a tied head, exists if either end does, so it is counted in
     neither.

@@ -124,8 +124,7 @@ def _learn_on_meta(
     """Build a cache entry by running the operator on meta tensors, which is faster than on fakes.
 
     Returns None if that is not possible: the arguments have no device or several, or the operator
-    has
-    no meta implementation, whatever error that raises.
+    has no meta implementation, whatever error that raises.
     """
     given = list(tensors_of((args, kwargs)))
     devices = {t.fake_device for t in given if isinstance(t, FakeTensor)}
@@ -166,8 +165,7 @@ def _learn(
     mode: FakeTensorMode,
     device: torch.device | None = None,
 ) -> Maker | None:
-    """Return a function (arguments, mode) -> result that reproduces a result; None if there is
-    none.
+    """Return a function (arguments, mode) -> result that reproduces a result, or None.
 
     Args:
         out: result: fake tensors, or plain tensors on meta.

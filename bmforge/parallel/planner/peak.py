@@ -186,9 +186,7 @@ def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
 
 
 def _held(trace: StepTrace, share: Share, what: str) -> float:
-    """Return the bytes of a rank's parameters: "static" for all, "trained" for those with
-    gradients.
-    """
+    """Return the bytes of a rank's parameters: "static" for all, "trained" for trained ones."""
     found = float(getattr(trace, what))
     for each, extra in _further(trace, share.counts):
         found += sum(extra[k] * size for k, size in getattr(each, f"block_{what}").items())
@@ -238,8 +236,7 @@ def count_work(trace: StepTrace, counts: Counts, last: bool = True) -> tuple[flo
     """Return (matrix FLOPs, memory traffic in bytes) of one micro-batch on a rank.
 
     If the trace has several micro-batches, the last is used. The work outside the blocks is mostly
-    that
-    of the head, and is counted for the `last` rank.
+    that of the head, and is counted for the `last` rank.
     """
     flops, traffic = trace.flops / trace.micro_batches, trace.traffic_bytes / trace.micro_batches
     if not last:

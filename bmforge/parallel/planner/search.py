@@ -36,9 +36,7 @@ _WORTH_A_PROCESS_S = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates of all configurations, best first: those that fit by speed, others by missing
-    memory.
-    """
+    """All estimates, best first: those that fit by speed, others by missing memory."""
 
     request: Request
     rows: tuple[Row, ...]
@@ -137,9 +135,7 @@ def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
 
 
 class _Looker:
-    """Estimates layouts and caches traces for the next ones; each new process starts without a
-    cache.
-    """
+    """Estimates layouts and reuses traces; each new process starts without traces."""
 
     def __init__(self, request: Request, keep: Path | None) -> None:
         self.request, self.keep = request, keep
@@ -208,9 +204,7 @@ class _Looker:
         return min(tried.values(), key=_rank)
 
     def _expect(self, choice: Choice) -> int:
-        """Return the number of rows expected to fit, at most that of the choice; 1 without earlier
-        traces.
-        """
+        """Return the number of rows expected to fit, at most `choice.rows`; 1 if unknown."""
         room = self.request.cluster.device.memory_bytes
         one = self.per_row.get((choice.recompute, choice.layout.tp, choice.layout.cp))
         if one is None:
@@ -230,9 +224,7 @@ def _largest(layout: Layout, share: int) -> int:
 
 
 def explain_refusal(request: Request, refused: Sequence[tuple[Layout, str]]) -> str:
-    """Return the error text of a request without possible layouts, with the nearest possible
-    request.
-    """
+    """Explain why no layout is possible, and name the nearest possible request."""
     count, batch = request.cluster.count, request.batch
     reasons = list(dict.fromkeys(reason for _, reason in refused))
     text = f"no layout of {request.workload.name} on {count} devices is possible: "

@@ -43,8 +43,7 @@ class Work:
         offloaded: fraction of the optimizer states that is offloaded.
         width: bytes per element of the compute dtype.
         ranks: compute time of all pipeline ranks over that of this one; None is the number of
-            ranks,
-            all with equal work.
+            ranks, all with equal work.
         trained: trained fraction of the parameters.
     """
 
@@ -67,12 +66,10 @@ class Engine:
 
     Args:
         collectives: gathers and scatters of hidden states by tensor parallelism per block in
-            forward,
-            in backward and in recomputation; an all-reduce counts as two.
+            forward, in backward and in recomputation; an all-reduce counts as two.
         reduces_once: gradients are reduced with the last micro-batch only.
         gathered_bytes: further bytes of a micro-batch that tensor parallelism gathers, such as
-            whole
-            logits; 0 for bmforge, which keeps logits sharded.
+            whole logits; 0 for bmforge, which keeps logits sharded.
     """
 
     collectives: tuple[int, int, int] = (4, 4, 4)
@@ -195,9 +192,7 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
 
 
 def _stage_link_time(work: Work, cluster: Cluster, layout: Layout) -> float:
-    """Return the time of sending hidden states and gradients between stages; each rank sends a
-    slice.
-    """
+    """Return the time of sending hidden states and gradients between stages, in slices."""
     size = layout.tp * work.shards
     bandwidth = _bandwidth(cluster, cluster.per_node + 1 if size * 2 > cluster.per_node else 2)
     return 2 * work.block_bytes / layout.tp / bandwidth

@@ -119,8 +119,7 @@ class StepTrace:
         flops: matrix FLOPs of the whole trace.
         traffic_bytes: bytes read and written by all other operators of the whole trace.
         parameters: number of elements in one block of each stack, before ZeRO shards them, and
-            under
-            "" outside the blocks.
+            under "" outside the blocks.
         carry_bytes: bytes passed from block to block.
         others: number of blocks and trace for every further kind of block.
     """

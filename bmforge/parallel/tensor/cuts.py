@@ -33,9 +33,7 @@ __all__ = [
 
 
 class Cut(Protocol):
-    """Sharding style of the modules of a glob; `models.TensorCut` implements it and defines the
-    styles.
-    """
+    """Sharding style of the modules of a glob, as in `models.TensorCut`, which lists the styles."""
 
     @property
     def glob(self) -> str:
@@ -118,9 +116,7 @@ def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> li
 
 
 def is_beside(module: Any) -> bool:
-    """Return True for a module attached to a base module and sharded like it, such as
-    `nn.BesidePart`.
-    """
+    """Return True for an adapter sharded like its base module, such as `nn.BesidePart`."""
     return callable(getattr(module, "tensor_notes", None)) and hasattr(module, "cut_styles")
 
 
@@ -130,9 +126,7 @@ def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut 
 
 
 def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
-    """Return the sharded dim of each parameter: from the attached module itself, else from the
-    style.
-    """
+    """Return the sharded dim of each parameter, from the adapter itself or the style."""
     if cut is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):

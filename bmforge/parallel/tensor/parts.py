@@ -141,8 +141,7 @@ def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -
 
 
 def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
-    """Make a module use different random numbers on every process; the common generator stays in
-    sync.
+    """Give a module rank-specific random numbers; the common generator stays in sync.
 
     The seed comes from the common generator, so recomputation uses the same numbers again.
     """
