@@ -1,8 +1,8 @@
-"""Training any model on any layout: the loop, what it optimises, and how it never loses a step.
+"""Training: loop, optimizers, checkpoints and reports, for any model and layout.
 
-Start reading at `trainer.py`; `checkpoint/` saves and resumes, `optim/` and `schedule.py` hold the
-optimizers and learning rates, `offload/` keeps their state elsewhere, `report/` draws a run and
-looks into a model.
+Start reading at `trainer.py`; `checkpoint/` saves and resumes, `optim/` and `schedule.py` contain
+the optimizers and learning rates, `offload/` offloads optimizer state, `report/` writes metrics and
+reports and inspects a model.
 """
 
 from bmforge.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, save_checkpoint

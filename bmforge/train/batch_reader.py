@@ -16,17 +16,17 @@ from bmforge.logging import get_logger
 __all__ = ["BatchReader", "Loader"]
 
 
-# Fields whose change gives the samples another order, in which no position can be resumed.
+# Fields that determine the order of the samples; a position is invalid in another order.
 _ORDER_FIELDS = frozenset(
     ("data", *(f"data.{n}" for n in ("paths", "weights", "seq_len", "seed", "reset_at_documents")))
 )
 
 
 class Loader(Protocol):
-    """What the Trainer needs of a loader; `data.DataLoader` is one.
+    """Data loader interface of the Trainer; `data.DataLoader` implements it.
 
-    A loader whose `is_endless` is True never ends. Other ones are asked on all processes before
-    every step whether they have ended on any.
+    A loader whose `is_endless` is True never ends. For other loaders, all processes check before
+    every step whether the loader has ended on any of them.
     """
 
     def __next__(self) -> Sequence[Batch]:
@@ -40,21 +40,21 @@ class Loader(Protocol):
         """Return the position of the loader."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
 
 
 class BatchReader:
-    """Takes batches from a loader that may end, and begins its next epoch.
+    """Reads batches from a loader that may end, and starts its next epoch.
 
     Args:
-        loader: a `Loader`.
+        loader: data loader, a `Loader`.
         num_epochs: passes over a loader that ends.
         device: device of the model.
         mesh: mesh of the model, or None for one process.
 
     Attributes:
-        epoch: number of the current pass, from 0 on.
-        ended: the last pass is over.
+        epoch: number of the current pass, starting at 0.
+        ended: True after the last pass.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BatchReader:
     def read(self, step: int) -> Sequence[Batch] | None:
         """Return the micro-batches of the step after `step`, or None after the last epoch.
 
-        A loader that ends on some processes only ends on all, as a step needs every one.
+        If the loader ends on some processes, the epoch ends on all, as a step needs every process.
         """
         batches = self._take()
         if batches is None and self.epoch + 1 < self._num_epochs:
@@ -89,12 +89,12 @@ class BatchReader:
         return batches
 
     def resume(self, state: Mapping[str, Any], overridden: Collection[str]) -> None:
-        """Continue after the batches that a saved training has read.
+        """Continue after the batches that a saved run has read.
 
         Args:
-            state: of `Trainer.state_dict`.
-            overridden: fields and tables of the run that differ on purpose; where they change the
-                order of the samples, a new order begins.
+            state: result of `Trainer.state_dict`.
+            overridden: fields and tables of the run that differ on purpose; if they change the
+                order of the samples, the loader starts from the beginning.
         """
         self.epoch = state.get("epoch", 0)
         if _ORDER_FIELDS.isdisjoint(overridden):

@@ -1,4 +1,4 @@
-"""The settings of a training loop."""
+"""Configuration of the training loop."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ __all__ = ["TrainConfig"]
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """What the `Trainer` does with a model and a loader.
+    """Settings of the `Trainer`.
 
     Args:
-        steps: optimizer steps in all.
+        steps: total number of optimizer steps.
         num_epochs: passes over a loader that ends; the training ends after the last one or after
             `steps`, whichever comes first (default: 1). Loaders of bmforge do not end.
-        seed: of dropout; weights and sample order have their own.
-        precision: fp32, or bf16 / fp16 compute with fp32 parameters; as the model is laid out.
+        seed: random seed of dropout; weights and sample order have their own seeds.
+        precision: fp32, or bf16 / fp16 compute with fp32 parameters; must match the model.
         master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them in
             16 bits, which loses updates below 1/256 of a bf16 weight.
-        grad_clip: largest gradient norm; None does not clip.
-        spike_sigmas: skip a step whose loss is so many standard deviations above the recent mean;
+        grad_clip: maximum gradient norm; None does not clip.
+        spike_sigmas: skip a step whose loss is this many standard deviations above the recent mean;
             None skips non-finite steps only.
         eval_every_steps: steps between evaluations; None evaluates at the end only.
         save_every_steps: steps between checkpoints; None saves at the end only.
-        keep_last: checkpoints to keep.
+        keep_last: number of newest checkpoints to keep.
         keep_every_steps: also keep every checkpoint whose step this divides.
-        log_every_steps: steps between lines in the log.
-        profile_steps: trace so many steps after the third into ``run_dir/profile``; 0 traces none.
-        optim: the optimizer.
-        schedule: the learning rate over the steps.
+        log_every_steps: steps between log lines.
+        profile_steps: number of steps, after the third, to trace into ``run_dir/profile``; 0 traces
+            none.
+        optim: optimizer settings.
+        schedule: learning-rate schedule.
     """
 
     steps: int = 1000

@@ -30,11 +30,11 @@ _LARGEST_LOSS = 700.0
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Outcome of one pass.
+    """Result of an evaluation.
 
     Args:
-        loss: mean over all predicted tokens, in nats.
-        tokens: how many were predicted.
+        loss: mean loss over all predicted tokens, in nats.
+        tokens: number of predicted tokens.
     """
 
     loss: float
@@ -42,11 +42,11 @@ class EvalResult:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss; infinite where that is too large a number."""
+        """Exponential of the loss; infinite if that overflows."""
         return math.exp(self.loss) if self.loss < _LARGEST_LOSS else math.inf
 
     def bits_per_byte(self, num_bytes: int) -> float:
-        """Return the code length of `num_bytes` bytes of text, which the tokens spell, per byte."""
+        """Return the bits per byte of the evaluated text, which has `num_bytes` bytes."""
         return self.loss * self.tokens / math.log(2) / num_bytes
 
 
@@ -59,16 +59,16 @@ def evaluate(
     mesh: DeviceMesh | None = None,
     device: torch.device | str = "cpu",
 ) -> EvalResult:
-    """Return the mean loss over `batches`; the model goes back to the mode it was in.
+    """Return the mean loss over `batches`; the training mode of the model is restored afterwards.
 
-    The balance of experts, which is no loss of a prediction, is left out.
+    The load-balancing loss of experts is excluded.
 
     Args:
-        model: on any layout; all processes call this together.
+        model: model on any layout; all processes call this together.
         batches: this process's micro-batches, equally many on every process.
-        objective: as in training.
-        mesh: the model's mesh; None takes the one it was laid out over.
-        device: where the model computes.
+        objective: loss function, as in training.
+        mesh: mesh of the model; None takes the one of `parallelize`.
+        device: compute device of the model.
     """
     mesh = mesh or mesh_of(model)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -78,7 +78,7 @@ def evaluate(
             sums[0] += objective(model, moved, 1.0).double()
             sums[1] += count_labels(batch, model)
     reshard_(model)
-    # The mean over processes that divide a row's tokens is its loss; they count its labels alike.
+    # Processes that share a row's tokens average to its loss and all count its labels.
     total = sum_over_axes(sums[0], mesh, *TOKEN_AXES).item() / axis_size(mesh, *CONTEXT_AXES)
     tokens = int(sum_over_axes(sums[1], mesh, *ROW_AXES))
     return EvalResult(total / max(tokens, 1), tokens)

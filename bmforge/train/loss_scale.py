@@ -1,4 +1,4 @@
-"""How a run in fp16 scales its loss: fixed, or adapted with the patience that it is given."""
+"""Loss scaling of fp16 runs: a fixed scale, or a dynamic one with hysteresis."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LossScaleConfig:
     """The loss scale of ``train.precision = "fp16"``; other precisions have none.
 
     Args:
-        fixed: this scale for the whole run; None adapts it.
-        init_scale: the first scale.
-        growth_interval_steps: sound steps in a row after which it doubles.
-        min_scale: it never falls below this.
-        hysteresis: the overflow of this number halves the scale, as every later one does until it
-            has grown again; 1 halves at once.
+        fixed: constant loss scale of the whole run; None adapts it.
+        init_scale: initial loss scale.
+        growth_interval_steps: consecutive finite steps after which the scale doubles.
+        min_scale: lower bound of the scale.
+        hysteresis: number of overflows before the scale is halved; once reached, each further
+            overflow halves it until it grows again; 1 halves at once.
     """
 
     fixed: float | None = None
@@ -49,10 +49,10 @@ class LossScaleConfig:
 
 
 class PatientScaler(LossScaler):
-    """A loss scaler that lets some overflows pass before it lowers the scale.
+    """Loss scaler that tolerates some overflows before it lowers the scale.
 
     Args:
-        config: the numbers.
+        config: loss-scale settings.
 
     Source: ``DynamicLossScaler`` of Megatron-LM and DeepSpeed (`delayed_shift`).
     """
@@ -75,7 +75,7 @@ class PatientScaler(LossScaler):
             self._sound_steps = 0
             return
         super().update(overflow)
-        if not overflow and self._sound_steps == 0:  # it has grown
+        if not overflow and self._sound_steps == 0:  # the scale has just grown
             self._patience = self._hysteresis
 
     def state_dict(self) -> dict[str, float]:
@@ -83,7 +83,7 @@ class PatientScaler(LossScaler):
         return {**super().state_dict(), "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take the state that `state_dict` gave."""
+        """Restore the state returned by `state_dict`."""
         super().load_state_dict(state)
         self._patience = int(state.get("patience", self._hysteresis))
 

@@ -1,8 +1,8 @@
-"""What a step minimises: a plain function of (model, batch, num_items).
+"""Training objectives: plain functions (model, batch, num_items) -> loss.
 
 An objective returns the sum of the item losses of a micro-batch divided by `num_items`. The Trainer
 passes the number of items of the whole global batch, so the loss is averaged over tokens, not over
-ranks or micro-batches, and every layout sees the same mean.
+ranks or micro-batches, and every layout gets the same mean.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ Objective = Callable[[nn.Module, Batch, float], Tensor]
 
 
 def check_model(model: nn.Module, objective: Objective) -> None:
-    """Raise `ConfigError` if the default objective would silently scale a model's loss.
+    """Raise `ConfigError` if the default objective would silently scale a model's loss wrongly.
 
-    transformers' models follow `num_items_in_batch` where they compute the loss by their
-    `loss_function`; fifteen old decoders call a loss of their own and return each micro-batch's
-    mean.
+    transformers' models use `num_items_in_batch` if they compute the loss by their `loss_function`;
+    fifteen old decoders call a loss of their own and return the mean of each micro-batch.
     """
     owner = type(model)
     if objective is not causal_lm or not hasattr(owner, "loss_function"):
@@ -50,22 +49,22 @@ def check_model(model: nn.Module, objective: Objective) -> None:
 
 
 def causal_lm(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
-    """Next-token loss of a bmforge or Hugging Face causal language model.
+    """Return the next-token loss of a bmforge or Hugging Face causal language model.
 
     Args:
-        model: takes `labels` and `num_items_in_batch` and returns an output with `loss`.
-        batch: the model's keyword arguments, with `labels` (B, T) not shifted.
-        num_items: what the summed loss is divided by.
+        model: model that takes `labels` and `num_items_in_batch` and returns an output with `loss`.
+        batch: keyword arguments of the model, with `labels` (B, T) not shifted.
+        num_items: divisor of the summed loss.
     """
     return model(**batch, num_items_in_batch=num_items).loss
 
 
 def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) -> Objective:
-    """Return `objective` for a loader whose batches have other names than the model's arguments.
+    """Return `objective` for a loader whose batch keys differ from the model's arguments.
 
     Args:
-        names: name in the batch -> the model's; what is not named keeps its name.
-        objective: what is minimised.
+        names: batch key -> argument of the model; other keys keep their names.
+        objective: objective to wrap.
     """
 
     def renamed(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
@@ -76,9 +75,9 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
 
 
 def count_tokens(batch: Batch) -> int:
-    """Return how many tokens a micro-batch works on: whole rows, without those that only pad.
+    """Return the number of tokens of a micro-batch: whole rows, without rows of padding only.
 
-    Where labels do not stand beside tokens, it is the number of rows.
+    If labels are not per token, it is the number of rows.
     """
     labels = batch.get("labels")
     if labels is None or labels.dim() < 2:

@@ -1,7 +1,7 @@
-"""Checks the precision of a model, and scales the loss of fp16 runs so that no gradient underflows.
+"""Precision checks of a model, and loss scaling of fp16 runs against gradient underflow.
 
-The scaler does not look for an overflow. The caller finds one in the gradient norm, which was
-all-reduced, so every process takes the same decision and the scale is the same everywhere.
+The scaler does not detect overflows. The caller detects them in the gradient norm, which was
+all-reduced, so every process makes the same decision and has the same scale.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 class LossScaler:
-    """Multiply the loss by a scale that grows while all is well and halves on overflow.
+    """Multiplies the loss by a scale that grows after finite steps and is reduced on overflow.
 
     Args:
-        init_scale: the first scale.
-        growth_interval_steps: sound steps in a row after which the scale grows.
-        growth_factor: what it grows by.
-        backoff_factor: what it is multiplied by on overflow, between 0 and 1.
-        min_scale: it never falls below this.
+        init_scale: initial loss scale.
+        growth_interval_steps: consecutive finite steps after which the scale grows.
+        growth_factor: factor of the growth.
+        backoff_factor: factor on overflow, between 0 and 1.
+        min_scale: lower bound of the scale.
 
     Source: the scale follows the rule of `torch.amp.GradScaler`, with a lower bound added.
     """
@@ -67,7 +67,7 @@ class LossScaler:
         """Divide every gradient by the scale, in place; once per optimizer step, before clipping.
 
         Raises:
-            ConfigError: a gradient is itself float16, so that dividing would lose what was saved.
+            ConfigError: a gradient is float16, so that dividing would cause the underflow again.
         """
         inverse = 1.0 / self.current_scale
         for parameter in parameters:
@@ -100,7 +100,7 @@ class LossScaler:
         return {"scale": self.current_scale, "sound_steps": self._sound_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take the state that `state_dict` gave.
+        """Restore the state returned by `state_dict`.
 
         Raises:
             ConfigError: a number is missing or out of range.
@@ -115,10 +115,10 @@ class LossScaler:
 
 
 def check_precision(model: nn.Module, precision: str) -> None:
-    """Raise where a model does not compute in the precision that a training loop is told.
+    """Raise if the precision of a model differs from that of the training loop.
 
     Raises:
-        ConfigError: it is laid out with another one, or not laid out at all.
+        ConfigError: the model was parallelized with another precision, or not parallelized at all.
     """
     record = laid_out(model)
     given = None if record is None else record.precision
@@ -132,10 +132,10 @@ def check_precision(model: nn.Module, precision: str) -> None:
 
 
 def ensure_master_weights_(model: nn.Module, precision: str, master_weights: bool) -> None:
-    """Upcast the trained 16-bit parameters of a model that `parallelize` has not seen.
+    """Upcast the trained 16-bit parameters of a model that was not upcast by `parallelize`.
 
     Args:
-        model: to be trained.
+        model: model to be trained.
         precision: precision of the training loop.
         master_weights: False leaves 16-bit parameters as they are.
 

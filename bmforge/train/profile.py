@@ -1,4 +1,4 @@
-"""A trace of a few training steps: what ran when, and which operators took the time."""
+"""Profiler trace of a few training steps, with a table of the slowest operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bmforge.logging import get_logger
 
 __all__ = ["SKIPPED_STEPS", "trace_steps"]
 
-# The first steps allocate, compile and read caches; the last of them warms the profiler up.
+# The first steps allocate, compile and fill caches; the last of them warms up the profiler.
 SKIPPED_STEPS = 3
 _ROWS = 40
 
@@ -23,20 +23,20 @@ _ROWS = 40
 def trace_steps(
     steps: int, run_dir: Path | None, rank: int, device: torch.device
 ) -> Iterator[Callable[[], None]]:
-    """Trace the steps after the third; give a function to be called after every step.
+    """Context manager: trace the steps after the third; yields a function to call after every step.
 
     Writes ``run_dir/profile/trace-rankR.json``, for Perfetto or Chrome, and
-    ``operators-rankR.txt``, the operators that took the most time. Steps count from where this
-    process began, also in a run that goes on.
+    ``operators-rankR.txt``, the operators that took the most time. Steps are counted from the start
+    of this process, also in a resumed run.
 
     Args:
-        steps: how many to trace; 0 traces none.
-        run_dir: the run's directory.
-        rank: of this process, for the names of the files.
-        device: what the model computes on.
+        steps: number of steps to trace; 0 traces none.
+        run_dir: directory of the run.
+        rank: rank of this process, used in the file names.
+        device: compute device of the model.
 
     Raises:
-        ConfigError: a trace is wanted and there is no run directory.
+        ConfigError: tracing is enabled but there is no run directory.
     """
     if steps == 0:
         yield lambda: None

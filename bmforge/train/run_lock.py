@@ -1,8 +1,8 @@
-"""One run at a time in a directory: a file says whose it is, and its time that this one lives.
+"""Lock of a run directory: a file names the holder, and its modification time is the heartbeat.
 
-File systems that machines share often have no locks, so the file itself is the lock: it is made as
-a whole or not at all, and touched as long as its holder lives. A holder of the same machine that is
-gone is seen at once; of another machine's, whether its file is still touched.
+Shared file systems often have no locks, so the file itself is the lock: it is created atomically
+and touched while its holder lives. A dead holder on the same machine is detected at once; one on
+another machine by a file that is no longer touched.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["LOCK_NAME", "RunLock", "hold_run_dir"]
 
 LOCK_NAME = "run.lock"
 _BEAT_S = 5.0
-_LOOKS = 7  # so many beats without a touch, and the holder is gone
+_LOOKS = 7  # heartbeats without a touch after which a holder counts as dead
 
 
 @dataclass(frozen=True)
 class _Holder:
-    """A process; unknown words are empty.
+    """Identity of a process; unknown fields are empty.
 
     Args:
-        host: the machine's name, for people.
-        machine: what tells it, and what its processes are counted in, from all others.
-        pid: the process's number there.
-        born: what tells it from an earlier one of that number.
-        since: when it took the directory.
+        host: display name of the machine.
+        machine: unique id of the machine and PID namespace.
+        pid: process id.
+        born: start time that distinguishes it from earlier processes with the same pid.
+        since: time at which it took the lock.
     """
 
     host: str = ""
@@ -47,7 +47,7 @@ class _Holder:
     since: str = ""
 
     def is_process(self, other: _Holder) -> bool:
-        """Tell whether both are the same process."""
+        """Return True if both are the same process."""
         return (self.machine, self.pid, self.born) == (other.machine, other.pid, other.born)
 
     def __str__(self) -> str:
@@ -57,12 +57,12 @@ class _Holder:
 def _read_word(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:  # another system than Linux
+    except OSError:  # not Linux
         return ""
 
 
 def _birth_of(pid: int) -> str:
-    """Return when a process of this machine began; "" where it is gone or that is not known."""
+    """Return the start time of a process on this machine; "" if it is dead or unknown."""
     state, *numbers = _read_word(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"]
     return "" if state in "XZ" else numbers[18]
 
@@ -78,11 +78,11 @@ def _this_process() -> _Holder:
 
 
 class RunLock:
-    """The lock of one directory; `take` it, `check` it before writing, `release` it.
+    """Lock of one directory; `take` it, `check` it before writing, `release` it.
 
     Args:
-        directory: must be there.
-        pause: waits so many seconds for the next look at a holder of another machine.
+        directory: existing directory.
+        pause: function that sleeps for some seconds between checks of a holder on another machine.
     """
 
     def __init__(self, directory: Path, pause: Callable[[float], None] = time.sleep) -> None:
@@ -93,9 +93,9 @@ class RunLock:
         self._beat = threading.Thread(target=self._touch, name="bmforge-run-lock", daemon=True)
 
     def take(self) -> None:
-        """Take the directory; from a holder that is gone it is taken over.
+        """Acquire the lock; the lock of a dead holder is taken over.
 
-        What this process holds already stays with who took it.
+        If this process already holds the lock, the first owner keeps it.
 
         Raises:
             ConfigError: a living process holds it.
@@ -117,10 +117,10 @@ class RunLock:
         self._beat.start()
 
     def check(self) -> None:
-        """Raise where another one has taken the directory over; a removed lock is made again.
+        """Raise if another process has taken over the lock; a removed lock file is created again.
 
         Raises:
-            DistributedError: it has.
+            DistributedError: the lock was taken over.
         """
         if not self._is_mine:
             return
@@ -132,7 +132,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Let the directory go."""
+        """Release the lock."""
         if not self._is_mine:
             return
         self._stop.set()
@@ -142,7 +142,7 @@ class RunLock:
         self._is_mine = False
 
     def _make(self) -> bool:
-        """Make the file with all that is in it; False where there is one."""
+        """Create the file with its content atomically; return False if one exists."""
         text = json.dumps(asdict(self._me))
         beside = self._file.with_name(f".{LOCK_NAME}.{os.urandom(4).hex()}")
         try:
@@ -155,8 +155,9 @@ class RunLock:
         try:
             os.link(beside, self._file)
         except FileExistsError:
-            return beside.stat().st_nlink == 2  # some shares answer a repeated request so
-        except OSError:  # a file system without links
+            # NFS may report EEXIST for a retried request that succeeded.
+            return beside.stat().st_nlink == 2
+        except OSError:  # a file system without hard links
             try:
                 with self._file.open("x", encoding="utf-8") as file:
                     file.write(text)
@@ -165,9 +166,11 @@ class RunLock:
         return True
 
     def _look(self) -> tuple[str | None, int]:
-        """Return what the file holds, None where it is gone, and when it was touched."""
+        """Return the content of the file, None if it does not exist, and its modification time."""
         try:
-            with self._file.open(encoding="utf-8", errors="replace") as file:  # asks the server
+            with self._file.open(
+                encoding="utf-8", errors="replace"
+            ) as file:  # opening revalidates the cache of NFS
                 return file.read(), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None, 0
@@ -186,7 +189,7 @@ class RunLock:
         return False
 
     def _remove(self, text: str, holder: _Holder) -> None:
-        """Remove the lock of who is gone, and of no one else who may have come in between."""
+        """Remove the lock of a dead holder, unless another process has replaced it meanwhile."""
         aside = self._file.with_name(f".{LOCK_NAME}.{os.urandom(4).hex()}")
         try:
             self._file.rename(aside)
@@ -203,12 +206,12 @@ class RunLock:
             try:
                 if _parse(self._look()[0]).is_process(self._me):
                     os.utime(self._file)
-            except OSError as error:  # the share may come back
+            except OSError as error:  # the network file system may recover
                 get_logger().debug("%s cannot be touched: %s", self._file, error)
 
 
 def _parse(text: str | None) -> _Holder:
-    """Return who wrote a lock; no one where that cannot be read."""
+    """Return the holder from the content of a lock file; an empty one if it is unreadable."""
     try:
         found = json.loads(text or "")
         words = {name: str(found[name]) for name in ("host", "machine", "born", "since")}
@@ -219,11 +222,11 @@ def _parse(text: str | None) -> _Holder:
 
 @contextmanager
 def hold_run_dir(directory: Path) -> Iterator[Callable[[], None]]:
-    """Hold a run's directory, made if missing; rank 0 does it for all, who call it together.
+    """Context manager: lock a run's directory, created if missing. Collective; rank 0 holds it.
 
     Yields:
-        what all call before they write what another run would take for its own; it raises
-        `DistributedError` on all where that one has taken the directory over.
+        function that all processes call before they write files; it raises `DistributedError` on
+        all if another run has taken over the directory.
 
     Raises:
         ConfigError: a living run holds it.

@@ -1,4 +1,4 @@
-"""Whether processes were given what fits: the same rows where they share them, as many passes."""
+"""Consistency checks of the data on all processes: equal rows where shared, equal batch counts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ __all__ = ["check_same_count", "check_same_rows"]
 
 
 def check_same_count(count: int, total: int, squares: int, place: str) -> None:
-    """Raise, on all processes, where they have unequal numbers of micro-batches.
+    """Raise, on all processes, if their numbers of micro-batches differ.
 
-    Each forward and backward is a set of collectives, so who has fewer would be waited for.
+    Each forward and backward is a set of collectives, so the other processes would wait for one
+    with fewer.
 
     Args:
-        count: this process's micro-batches of the step.
-        total: their sum over all processes, and
-        squares: that of their squares, which is the least it can be where all are equal.
-        place: the step, by name.
+        count: this process's number of micro-batches of the step.
+        total: sum of the counts over all processes.
+        squares: sum of the squared counts, which is minimal if all counts are equal.
+        place: name of the step.
 
     Raises:
-        ConfigError: they are unequal.
+        ConfigError: the counts differ.
 
-    Comm: none where they are equal.
+    Comm: none if they are equal.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if squares * size == total * total:
@@ -45,20 +46,20 @@ def check_same_count(count: int, total: int, squares: int, place: str) -> None:
 
 
 def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> None:
-    """Raise, on all processes, where those that share rows hold different ones.
+    """Raise, on all processes, if processes that share rows have read different ones.
 
-    Along tensor, context and pipeline parallelism processes work on the same rows together. A
-    loader that is given the process's own rank deals each of them other rows; losses then look
-    sound and are not.
+    Tensor-, context- and pipeline-parallel processes work on the same rows. A loader that was given
+    the global rank of each process reads different rows on them; losses then look plausible but are
+    wrong.
 
     Args:
-        micro_batches: of this process's first step.
-        mesh: of all axes.
+        micro_batches: micro-batches of this process's first step.
+        mesh: mesh with all axes.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the rows differ.
 
-    Comm: one all-reduce of an integer per process, where processes share rows.
+    Comm: one all-reduce of an integer per process, if processes share rows.
     """
     if mesh is None or data_parallel_size(mesh) == mesh.size():
         return

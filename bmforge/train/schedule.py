@@ -45,12 +45,13 @@ _KINDS = ("constant", "linear", "cosine", "exponential", "noam", "wsd")
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Which schedule, and how long its parts are.
+    """Learning-rate schedule and the lengths of its phases.
 
     Args:
         kind: constant, linear, cosine, exponential, noam or wsd (warmup-stable-decay).
         warmup_steps: steps of linear warm-up; noam needs at least 1.
-        min_lr_ratio: the floor, as a part of the peak, 0 to 1; exponential needs more than 0.
+        min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1; exponential needs more
+            than 0.
         total_steps: length of the schedule; None takes the length of the run.
         decay_steps: wsd only: length of the decay; None takes a tenth of the total.
         decay_kind: wsd only: linear, cosine or 1-sqrt (None takes 1-sqrt).
@@ -68,8 +69,8 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> LearningRate:
     """Return the function from optimizer step number (0-based) to learning-rate multiplier.
 
     Args:
-        config: the settings, all of which must have an effect for its kind.
-        total_steps: length of the run, used where the config does not set its own.
+        config: schedule settings, all of which must have an effect for its kind.
+        total_steps: length of the run, used if the config does not set its own.
 
     Raises:
         ConfigError: an unknown kind, a number out of range, or a setting without effect.
@@ -90,7 +91,7 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> LearningRate:
 
 
 def _after_warmup(config: ScheduleConfig, total: int) -> LearningRate:
-    """Return the part of the schedule behind the warm-up."""
+    """Return the schedule after the warm-up."""
     warmup, floor = config.warmup_steps, config.min_lr_ratio
     if config.kind == "constant":
         return lambda step: 1.0
@@ -107,7 +108,7 @@ def _after_warmup(config: ScheduleConfig, total: int) -> LearningRate:
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """Return how far `step` is on the way from `start` to `end`, held between 0 and 1."""
+    """Return the progress of `step` from `start` to `end`, clamped to 0 .. 1."""
     if step >= end:
         return 1.0
     return 0.0 if step <= start else (step - start) / (end - start)
@@ -121,7 +122,7 @@ def _decay_steps(config: ScheduleConfig, total: int) -> int:
 
 
 def _check(config: ScheduleConfig, total: int) -> None:
-    """Raise ConfigError for the first setting that is wrong or has no effect."""
+    """Raise ConfigError for the first setting that is invalid or has no effect."""
     if config.kind not in _KINDS:
         raise ConfigError(
             f"schedule.kind={config.kind!r} is unknown; the kinds are {', '.join(_KINDS)}."
@@ -144,7 +145,7 @@ def _check(config: ScheduleConfig, total: int) -> None:
 
 
 def _check_effects(config: ScheduleConfig) -> None:
-    """Raise ConfigError for a setting that this kind does not look at."""
+    """Raise ConfigError for a setting that this kind does not use."""
     unused = []
     if config.kind == "constant" and config.min_lr_ratio != 0.0:
         unused.append("min_lr_ratio")
@@ -161,7 +162,7 @@ def _check_effects(config: ScheduleConfig) -> None:
 
 
 def _check_kind(config: ScheduleConfig, total: int) -> None:
-    """Raise ConfigError where a kind needs a setting that is missing or out of its range."""
+    """Raise ConfigError if a setting that the kind requires is missing or out of range."""
     if config.kind == "noam" and config.warmup_steps < 1:
         raise ConfigError("schedule.kind='noam' needs schedule.warmup_steps of at least 1.")
     if config.kind == "exponential" and config.min_lr_ratio == 0.0:
@@ -186,9 +187,9 @@ def _check_kind(config: ScheduleConfig, total: int) -> None:
 
 
 def set_learning_rate_(optimizers: Iterable[torch.optim.Optimizer], multiplier: float) -> None:
-    """Set every parameter group's rate to its own ``base_lr`` times `multiplier`.
+    """Set every parameter group's learning rate to its ``base_lr`` times `multiplier`.
 
-    A group without ``base_lr`` takes its present ``lr`` as the base, once.
+    A group without ``base_lr`` takes its current ``lr`` as the base, once.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

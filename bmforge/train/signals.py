@@ -1,4 +1,4 @@
-"""Stops a run after its current step on Ctrl-C, SIGTERM or SIGHUP; a second one at once."""
+"""Stops a run after its current step on Ctrl-C, SIGTERM or SIGHUP; at once on a second signal."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 __all__ = ["StopRequest"]
 
-# SIGHUP comes when the terminal is closed; Windows has none.
+# SIGHUP is sent when the terminal is closed; Windows has no such signal.
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
 
 class StopRequest:
-    """Context manager whose `asked` is the name of the stop signal that came, or None."""
+    """Context manager whose `asked` is the name of the received stop signal, or None."""
 
     def __init__(self) -> None:
         self.asked: str | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        # Handlers can only be set by the main thread; elsewhere the program keeps its own.
+        # Handlers can only be set by the main thread; other threads leave them unchanged.
         if threading.current_thread() is threading.main_thread():
-            # A signal that is ignored stays ignored, so that nohup keeps a run going.
+            # A signal that is ignored stays ignored, so that nohup works.
             ignored = [s for s in _SIGNALS if signal.getsignal(s) is signal.SIG_IGN]
             caught = [s for s in _SIGNALS if s not in ignored]
             self._before = {s: signal.signal(s, self._note) for s in caught}

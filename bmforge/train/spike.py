@@ -1,7 +1,7 @@
-"""Which steps are not applied: those with NaN or infinity, and if asked for those that jump up.
+"""Skips steps with NaN or infinity, and optionally those with a loss spike.
 
-The decision is a pure function of the global loss and gradient norm, both all-reduced before they
-come here, and of earlier ones; so every process decides alike without another collective.
+The decision is a pure function of the global loss and gradient norm, both already all-reduced, and
+of earlier ones; so every process decides alike without another collective.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ __all__ = ["DivergenceError", "SpikeGuard"]
 
 
 class DivergenceError(BmforgeError, RuntimeError):
-    """Too many steps in a row had to be skipped: the run does not train any more."""
+    """Too many consecutive steps were skipped: the run no longer trains."""
 
 
 class SpikeGuard:
-    """Decide for each step whether it is skipped, and give up when none is sound any more.
+    """Decides for each step whether it is skipped, and gives up after too many skipped steps.
 
     Args:
-        spike_sigmas: skip where loss > mean + spike_sigmas * standard deviation of the last
+        spike_sigmas: skip if loss > mean + spike_sigmas * standard deviation of the last
             `window_steps` applied losses; None (the default) skips non-finite steps only.
-        window_steps: how many applied losses are looked at; spikes are only judged once it is full.
-        max_consecutive_skips: give up at this many skipped steps in a row. The default leaves room
-            for a float16 loss scale to come down from 2**16 to 1.
+        window_steps: number of applied losses in the window; spikes are detected once it is full.
+        max_consecutive_skips: number of consecutive skipped steps to give up at. The default allows
+            a float16 loss scale to decrease from 2**16 to 1.
     """
 
     def __init__(
@@ -51,11 +51,12 @@ class SpikeGuard:
         self._window: deque[float] = deque(maxlen=window_steps)
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """Return why this step must be skipped, or None when it may be applied.
+        """Return the reason to skip this step, or None if it may be applied.
 
         Args:
             loss: mean loss over the whole global batch, unscaled, the same on every process.
-            grad_norm: norm of the whole gradient, unscaled, before clipping, likewise.
+            grad_norm: norm of the whole gradient, unscaled, before clipping, the same on every
+                process.
 
         Raises:
             DivergenceError: `max_consecutive_skips` steps in a row were skipped.
@@ -90,7 +91,7 @@ class SpikeGuard:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers and one list of them."""
+        """Return the state as plain numbers and one list of numbers."""
         return {
             "skipped_steps": self.skipped_steps,
             "consecutive_skips": self.consecutive_skips,
@@ -98,7 +99,7 @@ class SpikeGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state that `state_dict` gave; a shorter window keeps the newest losses."""
+        """Restore the state returned by `state_dict`; a shorter window keeps the newest losses."""
         missing = {"skipped_steps", "consecutive_skips", "window"} - set(state)
         if missing:
             raise ConfigError(f"The spike guard's state lacks {', '.join(sorted(missing))}.")

@@ -1,7 +1,7 @@
 """The training loop.
 
 It is short on purpose: a step is `train_step`, everything else is a callback or a plain function.
-The model comes laid out (`parallel.parallelize`); the Trainer does not know its family.
+The model is already parallelized (`parallel.parallelize`); the Trainer works with any model family.
 """
 
 from __future__ import annotations
@@ -73,27 +73,27 @@ Callback = Callable[["Trainer", Row], None]
 
 
 class Trainer:
-    """Trains a model; resumes by itself when its run directory holds a checkpoint.
+    """Trains a model; resumes automatically if its run directory contains a checkpoint.
 
     Args:
-        model: laid out and initialised.
-        loader: yields a list of micro-batches per optimizer step, with a state.
-        config: the numbers.
-        mesh: the model's mesh; None takes the one its parameters are sharded over.
-        run_dir: where metrics and checkpoints go; None keeps nothing.
-        objective: the loss; see `objective.py`.
-        offload: what of the optimizer lives outside the device; None keeps it there.
-        evaluator: evaluates the model (collectively); None never evaluates.
-        callbacks: called with (trainer, row) after every step, on every process; those with a
-            `state_dict` are saved with the run.
+        model: parallelized and initialized model.
+        loader: data loader that yields a list of micro-batches per optimizer step and has a state.
+        config: training settings.
+        mesh: mesh of the model; None takes the one its parameters are sharded over.
+        run_dir: directory of metrics and checkpoints; None writes nothing.
+        objective: loss function; see `objective.py`.
+        offload: optimizer offload settings; None keeps the optimizer on the device.
+        evaluator: function that evaluates the model (collectively); None never evaluates.
+        callbacks: functions called with (trainer, row) after every step, on every process; those
+            with a `state_dict` are saved with the run.
 
     Attributes:
         base: weights that checkpoints leave out, as in `save_checkpoint`; None leaves none out.
         overridden: fields such as ``train.optim.lr`` and tables such as ``data`` in which a resumed
-            run may differ: its optimizers take the new settings, its loader begins a new order.
-        step: optimizer steps done.
-        stopped: a signal has ended `fit` before its last step.
-        save_error: why the last checkpoint could not be written; None: it is on disk.
+            run may differ: its optimizers take the new settings, its loader starts a new order.
+        step: number of completed optimizer steps.
+        stopped: True if a signal has ended `fit` before its last step.
+        save_error: error of the last checkpoint; None if it was written.
     """
 
     def __init__(
@@ -145,18 +145,17 @@ class Trainer:
     def fit(self, until_step: int | None = None) -> Self:
         """Train to `config.steps`, saving and evaluating on the way; return the trainer.
 
-        A loader that ends, and has no further epoch to begin, ends the training: the last step is
-        saved and `ended` is set.
-        Stops early, after saving, when SIGINT or SIGTERM reaches any process: `stopped` tells. A
-        checkpoint that could not be written does not end the training; `save_error` tells of the
-        last one.
+        A loader that ends, and has no further epoch, ends the training: the last step is saved and
+        `ended` is set. Stops early, after saving, when SIGINT or SIGTERM reaches any process, and
+        sets `stopped`. A checkpoint that could not be written does not end the training;
+        `save_error` is the error of the last one.
 
         Args:
-            until_step: stop there instead; the schedule stays that of the whole run.
+            until_step: step to stop at instead; the schedule stays that of the whole run.
         """
         last_step = self.config.steps if until_step is None else until_step
         last_step = min(self.config.steps, last_step)
-        # Processes that share a block draw the same, but where the layout says otherwise.
+        # Processes that share a block use the same random numbers, except where the layout differs.
         self._stream = random_stream(self.mesh, self._rank)
         reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
@@ -195,7 +194,7 @@ class Trainer:
         self.step, state = found
         self.load_state_dict(state)
         if state.get("mesh", self._shape()) != self._shape():
-            # Generators were saved by process, and processes share other things now.
+            # Generators were saved per process of the old layout, so they are reseeded.
             reseed_rng(self.config.seed, self.step, self._stream)
         get_logger().info("resumed at step %d of %d", self.step, self.config.steps)
         return self.step
@@ -259,13 +258,13 @@ class Trainer:
         """Run one optimizer step over the next global batch.
 
         Args:
-            stop_asked: whether this process wants to stop; all learn of it.
-            micro_batches: of this process; None takes the loader's next ones.
+            stop_asked: True if this process wants to stop; shared with all processes.
+            micro_batches: micro-batches of this process; None takes the loader's next ones.
 
         Returns:
-            the metrics row, and whether any process wants to stop.
+            metrics row, and whether any process wants to stop
 
-        Comm: one all-reduce of five integers before, one of the loss after, the gradients' own,
+        Comm: one all-reduce of five integers before, one of the loss after, those of the gradients,
             and one per kind of sharding for the norm.
         """
         if micro_batches is None:
@@ -326,7 +325,7 @@ class Trainer:
         return total.item() / gradient_ranks(self.mesh) / (scale or 1.0), norm.item(), scale
 
     def _sum(self, counts: list[int], asked: bool, passes: int, place: str) -> list[int]:
-        """Add up counts over the rows of a batch, and what was asked for over all processes."""
+        """Sum the counts over the rows of a batch, and stop requests over all processes."""
         if not counts_here(self.mesh, *ROW_AXES):
             counts = [0] * len(counts)
         here = [*counts, int(asked), passes, passes * passes]
@@ -354,7 +353,7 @@ class Trainer:
             bar.log(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is neither model nor optimizer: plain numbers, the same on every process."""
+        """Return the state except model and optimizer: plain numbers, the same on every process."""
         return {
             "seed": self.config.seed,
             "optim": self.config.optim.to_record(),
@@ -367,7 +366,7 @@ class Trainer:
         }
 
     def _stateful(self) -> dict[str, Any]:
-        """Return the callbacks that have something to go on from, by their names."""
+        """Return the callbacks that have a state, by their names."""
         found: dict[str, Any] = {}
         for callback in self.callbacks:
             if hasattr(callback, "state_dict"):
@@ -381,11 +380,11 @@ class Trainer:
         return [] if self.mesh is None else list(self.mesh.shape)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`.
+        """Continue from the state of `state_dict`.
 
         Raises:
-            ConfigError: the run was started with other numbers for its optimizer, which go on, or
-                with other callbacks that have a state.
+            ConfigError: the run was started with other optimizer settings, which would stay in
+                effect, or with other stateful callbacks.
         """
         if "optim" in state:
             self.config.optim.check_same(state["optim"], self.overridden)

@@ -1,7 +1,7 @@
-"""Weights that checkpoints leave out: a run reads them anew from where it got them.
+"""Base weights that checkpoints leave out: a resumed run reads them again from their source.
 
-The manifest names them, says where they came from, and has a fingerprint of their numbers, which
-is the same on any layout and in any float dtype. Loading compares it with what the model has.
+The manifest contains their names, their source, and a fingerprint of their values, which is the
+same on any layout and in any float dtype. Loading compares it with the model's weights.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Base", "describe_base", "find_other_base"]
 
 @dataclass(frozen=True)
 class Base:
-    """What a run does not train and can read again.
+    """Weights that a run does not train and can read again.
 
     Args:
-        source: where from, for people.
-        names: of the parameters, in the order that they have in the model.
+        source: display name of the source.
+        names: parameter names, in the order of the model.
     """
 
     source: str
@@ -34,13 +34,13 @@ class Base:
 
 
 def describe_base(model: nn.Module, base: Base, peers: Peers) -> dict[str, Any]:
-    """Return what a manifest says of a base. Collective."""
+    """Return the manifest entry of a base. Collective."""
     mark, _ = _take_fingerprint(model, base.names, peers)
     return {"source": base.source, "fingerprint": mark, "names": list(base.names)}
 
 
 def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) -> str | None:
-    """Return how a model's base is not the one of a checkpoint; None where it is. Collective."""
+    """Return how a model's base differs from that of a checkpoint, or None. Collective."""
     told = manifest.get("base")
     if told is None:
         return None
@@ -60,7 +60,7 @@ def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) ->
 def _take_fingerprint(
     model: nn.Module, names: Sequence[str], peers: Peers
 ) -> tuple[str, list[str]]:
-    """Return the fingerprint of a model's parameters, and which of them no process has."""
+    """Return the fingerprint of the named parameters, and the names that no process has."""
     here = named_tensors(model)
     mine = {
         name: (tuple(here[name].shape), sample_values(name, here[name]))

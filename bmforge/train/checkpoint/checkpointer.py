@@ -1,12 +1,12 @@
 """Saving and loading the resumable state of a run: start reading here.
 
-A checkpoint is written beside, synced, hashed and renamed; `latest` moves only after it is durable;
-a damaged one is refused before any state is touched and the newest sound one is used instead. It
-holds parameters, buffers, optimizer state, the caller's state and every random generator, and loads
-on any number of processes in any layout.
+A checkpoint is written to a temporary directory, synced, hashed and renamed; `latest` is updated
+only after it is durable; a damaged checkpoint is rejected before any state is changed, and the
+newest valid one is used instead. It contains parameters, buffers, optimizer state, the caller's
+state and every random generator, and loads on any number of processes in any layout.
 
-The parts: `format` (files, hashes), `state` (which tensors), `rng`, `write` (publishing), `frozen`
-(what is kept once), `retention` (what goes), `read` (fitting and copying), `peers`.
+Modules: `format` (files, hashes), `state` (tensors to save), `rng`, `write` (publishing), `frozen`
+(shared frozen tensors), `retention` (deletion), `read` (validation and loading), `peers`.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ def save_checkpoint(
     blocking: bool = True,
     base: Base | None = None,
 ) -> Path:
-    """Save one checkpoint as ``directory/step-XXXXXXXX``; the same one that is there stays.
+    """Save a checkpoint as ``directory/step-XXXXXXXX``; an identical existing one is kept.
 
-    Collective: every process of the run calls it. Nothing is ever overwritten in place.
+    Collective: every process of the run calls it. No file is ever overwritten in place.
 
     Args:
-        directory: the folder that holds the step directories; made if missing.
-        model: parameters and persistent buffers are saved, under their names.
+        directory: parent of the step directories; created if missing.
+        model: model whose parameters and persistent buffers are saved, under their names.
         optimizer: one optimizer, several, or None to save none.
-        step: optimizer steps done.
-        state: anything JSON can carry; the same on every process (rank 0's is kept). An integer
-            ``state["seed"]`` seeds the generators where the world size changes.
+        step: number of completed optimizer steps.
+        state: JSON-serializable state; the same on every process (rank 0's is kept). An integer
+            ``state["seed"]`` seeds the generators if the world size changes.
         blocking: False returns once the tensors are copied and writes in a thread, where a failure
-            is logged; use `Checkpointer` to be told.
-        base: weights that are left out; who loads has them already, and they are compared then.
+            is only logged; `Checkpointer` reports failures.
+        base: weights that are left out; loading compares them with those of the model.
 
     Returns:
         The step directory.
 
     Raises:
-        CheckpointError: it could not be written, or a sound one of this step is there that holds
-            something else; older checkpoints are as they were.
+        CheckpointError: it could not be written, or a valid checkpoint of this step with other
+            content exists; older checkpoints are unchanged.
     """
     peers = Peers()
     folder = Path(directory)
@@ -117,22 +117,22 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint into the model, the optimizer and the random generators. Collective.
 
-    Everything is verified before anything is changed. Generators are restored last: whatever draws
-    random numbers (making a loader's iterator, for example) belongs before this call.
+    Everything is verified before anything is changed. Generators are restored last: code that uses
+    random numbers (creating a loader's iterator, for example) belongs before this call.
 
     Args:
-        path: one step directory; or a folder of them (or the run directory above it), of which the
-            newest sound one is taken.
-        model: of the same parameters, on any layout and any number of processes.
-        optimizer: one, several, or None to leave the saved optimizer state out.
-        strict: False lets tensors be missing, unexpected or of another dtype, with a warning.
+        path: one step directory; or a parent of step directories (or the run directory above it),
+            of which the newest valid checkpoint is loaded.
+        model: model with the same parameters, on any layout and any number of processes.
+        optimizer: one, several, or None to ignore the saved optimizer state.
+        strict: False allows missing and unexpected tensors and other dtypes, with a warning.
 
     Returns:
         The `state` that was saved.
 
     Raises:
-        CheckpointError: there is none, none is sound, it is of a newer format, or it belongs to
-            another model (everything that differs is listed). Nothing was changed then.
+        CheckpointError: there is no valid checkpoint, its format is newer, or it belongs to another
+            model (all differences are listed). Nothing was changed then.
     """
     peers = Peers()
     try:
@@ -150,7 +150,7 @@ def load_checkpoint(
 
 
 def _candidates(path: Path) -> tuple[bool, list[Path]]:
-    """Return (is it one checkpoint?, what to try in order)."""
+    """Return (whether `path` is a single checkpoint, the paths to try in order)."""
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST_NAME).exists()):
         return True, [path]
     return False, find_checkpoints(path) or find_checkpoints(path / "checkpoints")
@@ -159,7 +159,7 @@ def _candidates(path: Path) -> tuple[bool, list[Path]]:
 def _load_newest_sound(
     candidates: list[Path], model: nn.Module, optimizers: Optimizers, peers: Peers, strict: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Load the first sound one; only damage moves on to the next, a misfit is raised."""
+    """Load the first valid checkpoint; a damaged one is skipped, a mismatch raises."""
     for path in candidates:
         try:
             return _load_one(path, model, optimizers, peers, strict)
@@ -184,7 +184,7 @@ def _load_one(
 
 
 def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
-    """Verify one checkpoint, sharing out the hashing; every process gets the same verdict."""
+    """Verify one checkpoint, distributing the hashing; every process gets the same result."""
     manifest: dict[str, Any] = peers.broadcast(run_on_first(lambda: read_manifest(path)))
     found = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
     problems = [problem for part in found for problem in part]
@@ -194,22 +194,23 @@ def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
 
 
 class Checkpointer:
-    """Saves a run's checkpoints in the background and keeps the ones that retention asks for.
+    """Saves a run's checkpoints in the background and deletes old ones.
 
-    Making, saving, loading and closing are collective. A save that fails (full disk, ...) is logged
-    and kept in `last_error`; the run goes on and the last good checkpoint stays. Where there is no
-    room for one more than are kept, the oldest goes before the new one is written; never the last.
-    Use as a context manager, or call `close`.
+    Creating, saving, loading and closing are collective. A save that fails (full disk, ...) is
+    logged and stored in `last_error`; the run continues and the last valid checkpoint stays. If the
+    disk has no space for one more checkpoint than are kept, the oldest is deleted before the new
+    one is written; the last checkpoint is never deleted. Use as a context manager, or call `close`.
 
     Args:
-        directory: the folder that holds the step directories.
-        keep_last: how many of the newest to keep, at least 1.
-        keep_every: also keep every step that this divides; None keeps no others.
-        asynchronous: write in a thread; False writes before `save` returns, as happens anyway where
-            optimizer states live on disk.
+        directory: parent of the step directories.
+        keep_last: number of newest checkpoints to keep, at least 1.
+        keep_every: also keep every checkpoint whose step this divides; None keeps no others.
+        asynchronous: write in a thread; False writes before `save` returns, as always happens if
+            optimizer states are on disk.
         base: weights that are left out, as in `save_checkpoint`.
-        check: called before a save begins; what it raises, alike on all processes, is raised there.
-        fault: called with each name of `FAULT_POINTS` as it is passed (for kill tests).
+        check: function called before a save; an exception, raised on all processes alike,
+            aborts it.
+        fault: function called with each name of `FAULT_POINTS` (for kill tests).
 
     Memory:
         Between `save` and the end of writing: one host copy of this process's share.
@@ -257,13 +258,13 @@ class Checkpointer:
         optimizers: Optimizers = None,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Copy this process's share to the host and have it written; waits for an earlier save.
+        """Copy this process's share to the host and start writing it; waits for an earlier save.
 
         Args:
-            step: optimizer steps done.
-            model: its tensors may be changed as soon as this returns.
+            step: number of completed optimizer steps.
+            model: model to save; its tensors may be changed as soon as this returns.
             optimizers: one, several, or None.
-            state: anything JSON can carry, the same on every process.
+            state: JSON-serializable state, the same on every process.
         """
         self.wait()
         if self._check is not None:
@@ -276,7 +277,7 @@ class Checkpointer:
         if not self._asynchronous or snapshot.is_late:
             self._write(snapshot)
             return
-        # Not a daemon: the interpreter waits for it at its end, so a last save is never cut off.
+        # Not a daemon: the interpreter waits for it at exit, so the last save is completed.
         self._thread = threading.Thread(
             target=self._write, args=(snapshot,), name="bmforge-checkpoint"
         )
@@ -296,7 +297,7 @@ class Checkpointer:
                 get_logger().warning("%s (the run goes on; older checkpoints stay)", error)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint; if it does not fit, once more without the oldest."""
+        """Write a checkpoint; if it does not fit, delete the oldest one and retry."""
         given = self.directory, snapshot, self._peers, self._fault, self._sound
         try:
             publish(*given)
@@ -315,10 +316,10 @@ class Checkpointer:
     def load_newest(
         self, model: nn.Module, optimizers: Optimizers = None
     ) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest sound checkpoint; return (step, state), or None where there is none yet.
+        """Load the newest valid checkpoint; return (step, state), or None if there is none yet.
 
         Raises:
-            CheckpointError: as `load_checkpoint` does; also when all that are there are damaged.
+            CheckpointError: as in `load_checkpoint`; also if all existing checkpoints are damaged.
         """
         self.wait()
         peers = self._peers
@@ -328,22 +329,22 @@ class Checkpointer:
         return _load_newest_sound(found, model, optimizers, peers, strict=True)
 
     def wait(self) -> None:
-        """Return once no save is under way; `last_error` then tells how the last one went."""
+        """Wait for the running save; `last_error` is then the result of the last one."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def close(self) -> None:
-        """Wait for the last save and give the process group back."""
+        """Wait for the last save and destroy the process group."""
         self.wait()
         self._peers.close()
 
     def report(self, step: int, stopped: bool) -> Exception | None:
-        """Wait for the last save and log what is on disk; return why it could not be written.
+        """Wait for the last save and log the newest checkpoint; return the error of the last save.
 
         Args:
-            step: optimizer steps done.
-            stopped: a signal has ended the run before its last step.
+            step: number of completed optimizer steps.
+            stopped: True if a signal has ended the run before its last step.
         """
         self.wait()
         found = find_checkpoints(self.directory)

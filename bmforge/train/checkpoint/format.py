@@ -1,13 +1,13 @@
-"""What a checkpoint looks like on disk: names, manifest, hashes, durable writes, verification.
+"""Checkpoint format on disk: names, manifest, hashes, durable writes, verification.
 
     checkpoints/step-00001000/
-      manifest.json                          what is where: files, tensors, chunks, state
+      manifest.json                          index of files, tensors, chunks and state
       manifest.sha256                        hash of manifest.json, as `sha256sum` prints it
       shard-00000-of-00004.safetensors ...   one per process
-    checkpoints/frozen/                      what several checkpoints have alike, see `frozen.py`
+    checkpoints/frozen/                      tensors shared by several checkpoints, see `frozen.py`
 
-The manifest holds size and sha256 of every file, and a file of its own holds the manifest's, so no
-byte can change unseen. Nothing here is a pickle; `sha256sum -c` and safetensors read it all.
+The manifest contains size and sha256 of every file, and a separate file that of the manifest, so
+any changed byte is detected. No file is a pickle; `sha256sum -c` and safetensors can read them all.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ __all__ = [
 ]
 
 FORMAT_NAME = "bmforge-checkpoint"
-# 1: all is in the shards; 2: frozen tensors are kept apart; 3: a base is left out. Each checkpoint
-# is written in the oldest form that can say it.
+# 1: all tensors in the shards; 2: frozen tensors in shared files; 3: a base is left out. Each
+# checkpoint is written in the oldest format that can represent it.
 FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 MANIFEST_HASH_NAME = "manifest.sha256"
@@ -82,7 +82,7 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files are not the ones that were saved: a byte differs, or something is missing."""
+    """The files differ from those that were saved: a byte differs, or a file is missing."""
 
 
 def step_name(step: int) -> str:
@@ -91,7 +91,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step that a directory name stands for, or None for any other name."""
+    """Return the step of a directory name, or None for any other name."""
     match = _STEP_PATTERN.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -102,9 +102,9 @@ def shard_name(rank: int, world_size: int) -> str:
 
 
 def find_checkpoints(directory: str | Path) -> list[Path]:
-    """Return the step directories under `directory`, the newest step first (none: empty list).
+    """Return the step directories in `directory`, newest step first (empty list if there are none).
 
-    They are not verified, and half-written ones (``.tmp-*``) are not among them.
+    They are not verified; half-written ones (``.tmp-*``) are excluded.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -118,7 +118,7 @@ def _newest_first(item: tuple[int | None, Path]) -> int:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write `data` to `path` and return once the disk has it."""
+    """Write `data` to `path` and return once it is synced to disk."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -141,20 +141,22 @@ def _hash_file(path: Path) -> str:
 def write_shard(
     path: Path, tensors: Mapping[str, Source], fault: Callable[[str], None] = lambda phase: None
 ) -> dict[str, Any]:
-    """Write tensors as one new safetensors file, hashed on the way and synced.
+    """Write tensors as a new safetensors file, hash it while writing, and sync it.
 
-    The hash is taken of the bytes in memory, so a disk that stores others is found out on loading.
+    The hash is computed from the bytes in memory, so loading detects a disk that stores other
+    bytes.
 
     Args:
-        path: the file; it must not exist yet.
-        tensors: each is read when it is its turn.
-        fault: called with the phases "shard-open", "shard-half", "shard-written", "shard-synced".
+        path: path of the file, which must not exist yet.
+        tensors: tensors by name; each is read only when it is written.
+        fault: function called with the phases "shard-open", "shard-half", "shard-written",
+            "shard-synced".
 
     Returns:
         ``{"bytes": size, "sha256": hex digest}``.
 
     Memory:
-        No copy is made of what is on the host.
+        Host tensors are not copied.
     """
     # Wider types first keeps every tensor aligned to its own element size, as readers expect.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -204,7 +206,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: a file is missing, or the manifest does not match its hash.
-        CheckpointError: it is no bmforge checkpoint, or one of a newer format.
+        CheckpointError: it is not a bmforge checkpoint, or its format is newer.
     """
     path = Path(path)
     try:
@@ -233,12 +235,13 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 def find_damage(
     path: str | Path, manifest: dict[str, Any], part: int = 0, parts: int = 1
 ) -> list[str]:
-    """Compare size and sha256 of files with the manifest; return one line per damaged one.
+    """Compare size and sha256 of files with the manifest; return one line per damaged file.
 
     Args:
-        path: the checkpoint directory.
-        manifest: what `read_manifest` returned.
-        part: check only every `parts`-th file, from this one on (processes share the work).
+        path: checkpoint directory.
+        manifest: result of `read_manifest`.
+        part: index of the first file to check; every `parts`-th file is checked (processes share
+            the work).
         parts: number of processes that share the work.
     """
     names = sorted(manifest["files"])[part::parts]
@@ -247,12 +250,12 @@ def find_damage(
 
 
 def file_path(path: Path, name: str, record: dict[str, Any]) -> Path:
-    """Return where a file lies that a checkpoint's manifest names."""
+    """Return the path of a file that a checkpoint's manifest names."""
     return path.resolve().parent / FROZEN_NAME / name if record.get("shared") else path / name
 
 
 def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
-    """Return what is wrong with a file that a checkpoint names; None for a sound one."""
+    """Return the problem of a file that a checkpoint names; None for an intact file."""
     where = file_path(path, name, record)
     if record.get("shared") and not where.exists():
         return (
@@ -273,11 +276,11 @@ def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
 def verify_checkpoint(path: str | Path) -> dict[str, Any]:
     """Check every byte of one checkpoint directory and return its manifest.
 
-    Files that the manifest does not name are left alone.
+    Files that the manifest does not name are ignored.
 
     Raises:
-        DamagedCheckpointError: something is missing or differs from what was saved.
-        CheckpointError: it is no bmforge checkpoint, or one of a newer format.
+        DamagedCheckpointError: a file is missing or differs from the saved one.
+        CheckpointError: it is not a bmforge checkpoint, or its format is newer.
     """
     manifest = read_manifest(path)
     problems = find_damage(path, manifest)

@@ -1,13 +1,13 @@
-"""Frozen tensors: kept once, beside a run's checkpoints, and named by each that needs them.
+"""Frozen tensors, stored once for all checkpoints of a run.
 
     checkpoints/
-      frozen/5d41...c592.safetensors     one file of each process that had some to write first
-      step-00001000/manifest.json        names it, with size and hash, like files of its own
+      frozen/5d41...c592.safetensors     one file per process that first wrote frozen tensors
+      step-00001000/manifest.json        refers to it with size and hash, as to its own files
 
-A save compares what is frozen with what the newest checkpoint has: by the hash of a part where the
-same part lies on one process, else, on another layout, bit for bit. What is equal is named, the
-rest is written anew. Files are only ever added, whole and synced, before the checkpoint that names
-them is published, and removed after the last one that did.
+A save compares frozen tensors with those of the newest checkpoint: by the hash of a chunk if the
+same chunk is on one process, else, on another layout, bit for bit. Equal tensors are referenced,
+others are written again. Files are only ever added, whole and synced, before the checkpoint that
+refers to them is published, and removed after the last checkpoint that refers to them.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ Known = dict[str, dict[str, Any]]
 
 
 def known_frozen(directory: Path, sound: set[str]) -> Known:
-    """Return what the newest checkpoint that has any keeps of frozen tensors.
+    """Return the frozen tensors of the newest checkpoint that has any.
 
     Args:
-        directory: the folder that holds the step directories.
-        sound: names of files that have been verified or written; others are, and added.
+        directory: parent of the step directories.
+        sound: names of files that are known to be valid; other files are verified and added.
     """
     if not (directory / FROZEN_NAME).is_dir():
         return {"tensors": {}, "files": {}}
@@ -95,9 +95,9 @@ def _shared(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_changed(final: Path, snapshot: Snapshot, known: Known) -> frozenset[str]:
-    """Return the tensors of the model that cannot be named only, as far as this process sees.
+    """Return the tensors that cannot refer to an existing file, as far as this process knows.
 
-    They are not frozen here, or this process has a part of one that is not as it is known.
+    They are not frozen here, or this process has a chunk that differs from the stored one.
     """
     changed = {name for name in snapshot.records if name.startswith("model/")} - snapshot.frozen
     with ChunkReader(final, known) as reader:
@@ -120,12 +120,12 @@ def _is_known(name: str, box: Box, snapshot: Snapshot, known: Known, reader: Chu
 
 
 def describe_part(box: Box) -> dict[str, Any]:
-    """Return how a manifest says where a part lies in its tensor."""
+    """Return the manifest entry for the position of a chunk in its tensor."""
     return {"offsets": list(box.offsets), "lengths": list(box.lengths)}
 
 
 def hash_values(source: Source) -> str:
-    """Return the SHA-256 of a part's bytes."""
+    """Return the SHA-256 of a chunk's bytes."""
     payload = source.read().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(memoryview(payload)).hexdigest()
 
@@ -133,10 +133,10 @@ def hash_values(source: Source) -> str:
 def write_frozen(
     folder: Path, rank: int, sources: Mapping[str, Source]
 ) -> tuple[str, dict[str, Any]]:
-    """Write this process's frozen tensors into a checkpoint that is being made.
+    """Write this process's frozen tensors into the temporary directory of a checkpoint.
 
     Returns:
-        the file's name, which is its hash, and its record for the manifest.
+        file name, which is its hash, and its record for the manifest
     """
     path = folder / f"frozen-{rank:05d}"
     record = write_shard(path, sources)
@@ -146,28 +146,30 @@ def write_frozen(
 
 
 def publish_frozen(temporary: Path, directory: Path, names: list[str]) -> None:
-    """Bring files of frozen tensors from a checkpoint that is being made to where they stay."""
+    """Move files of frozen tensors from a temporary checkpoint directory to the shared one."""
     if not names:
         return
     folder = directory / FROZEN_NAME
     folder.mkdir(exist_ok=True)
     for name in names:
-        (temporary / name).replace(folder / name)  # one of that name is the same, or damaged
+        (temporary / name).replace(
+            folder / name
+        )  # an existing file of that name is equal or damaged
     sync_directory(folder)
     sync_directory(directory)
 
 
 def sweep_frozen(directory: Path, newest: Path) -> None:
-    """Remove the files of frozen tensors that no checkpoint names any more.
+    """Remove the files of frozen tensors that no checkpoint refers to any more.
 
-    Where a checkpoint cannot be read all stay: it may be mended.
+    If a checkpoint cannot be read, all files are kept, since it may be repaired.
     """
     folder = directory / FROZEN_NAME
     if not folder.is_dir():
         return
     left = {path.name for path in folder.iterdir()}
     for path in (newest, *find_checkpoints(directory)):
-        if not left:  # as ever: the newest names them all
+        if not left:  # the usual case: the newest checkpoint refers to all files
             return
         try:
             left -= set(_shared(read_manifest(path)))

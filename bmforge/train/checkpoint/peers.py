@@ -1,4 +1,4 @@
-"""How the processes of one run agree on a checkpoint: two collectives on a group of their own."""
+"""Collectives for checkpointing, on a separate process group."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Peers"]
 
 
 class Peers:
-    """The processes that save and load together; alone, every call is a no-op.
+    """Processes that save and load together; with a single process every call is a no-op.
 
-    Constructing and closing are collective. The group is separate from the training's, so that a
-    background thread may talk while the training talks; only one thread may use it at a time.
+    Creating and closing are collective. The group is separate from that of training, so that a
+    background thread may communicate during training; only one thread may use it at a time.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Peers:
         return box[0]
 
     def close(self) -> None:
-        """Give the group back (nothing to do when the process group is gone already)."""
+        """Destroy the process group, unless the default group has already been destroyed."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None

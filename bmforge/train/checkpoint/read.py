@@ -1,4 +1,4 @@
-"""Reading a verified checkpoint into a model on any layout: everything is checked, then copied."""
+"""Reads a checkpoint into a model on any layout: everything is validated, then copied."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _LISTED_PROBLEMS = 20
 
 
 class ChunkReader:
-    """Reads any box of any saved tensor, opening only the shards that hold a part of it.
+    """Reads any box of any saved tensor, opening only the shards that contain a part of it.
 
     Use as a context manager.
 
     Args:
-        path: a verified checkpoint directory.
-        manifest: its manifest.
+        path: verified checkpoint directory.
+        manifest: manifest of the checkpoint.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class ChunkReader:
         self._stack.close()
 
     def file(self, name: str) -> Any:
-        """Return the open safetensors file of that name."""
+        """Return the open safetensors file with this name."""
         if name not in self._files:
             where = file_path(self._path, name, self._records[name])
             handle = safe_open(where, framework="pt")
@@ -106,7 +106,7 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class _Fit:
-    """What one process found when it compared the model with the manifest."""
+    """Result of one process that compares the model with the manifest."""
 
     names: set[str]
     parameters: set[str]
@@ -115,7 +115,7 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Problem:
-    """One difference; a fatal one cannot be overlooked even where strict=False."""
+    """One difference; a fatal one is an error even with strict=False."""
 
     text: str
     fatal: bool = False
@@ -131,10 +131,10 @@ def check_fit(
 ) -> None:
     """Raise, the same on every process, unless the checkpoint belongs to this model.
 
-    With ``strict=False`` only shapes must agree; what else differs is named in a warning.
+    With ``strict=False`` only shapes must agree; other differences are listed in a warning.
 
     Raises:
-        CheckpointError: lists what is missing, unexpected or of another shape or dtype.
+        CheckpointError: lists missing and unexpected tensors and those with another shape or dtype.
     """
     fits: list[_Fit | str] = peers.gather(_compare(manifest, model, optimizers, strict))
     failures = [fit for fit in fits if isinstance(fit, str)]
@@ -150,7 +150,7 @@ def check_fit(
         _Problem(f"unexpected in the checkpoint: {name.removeprefix('model/')}")
         for name in sorted(extra)
     ]
-    # One process of several may have no optimizer: a stage of a pipeline that trains nothing.
+    # A process may have no optimizer: a pipeline stage without trained parameters.
     if manifest["optimizer"] is not None and any(fit.parameters for fit in compared):
         held = set(manifest["optimizer"]).difference(*(fit.parameters for fit in compared))
         problems += [
@@ -181,7 +181,7 @@ def _misfit_message(path: Path, problems: list[_Problem]) -> str:
 def _compare(
     manifest: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], strict: bool
 ) -> _Fit | str:
-    """Compare this process's part; an error becomes text, for the others wait for the result."""
+    """Compare this process's part; an error is returned as text, since other processes wait."""
     tensors = model_tensors(model)
     problems: list[_Problem] = []
     away = {f"model/{name}" for name in manifest.get("base", {}).get("names", ())}
@@ -229,7 +229,7 @@ def _compare_tensor(name: str, tensor: Tensor, record: dict[str, Any] | None) ->
 def apply_checkpoint(
     path: Path, manifest: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Copy a checkpoint that fits into the model and the optimizers.
+    """Copy a validated checkpoint into the model and the optimizers.
 
     Memory:
         One tensor of this process's share at a time, on the host.
@@ -251,7 +251,7 @@ def apply_checkpoint(
         _restore_groups(model, optimizers, saved)
     record = laid_out(model)
     for streamer in () if record is None else record.streamers:
-        streamer.forget()  # blocks that are here are those of before
+        streamer.forget()  # loaded blocks have the old weights
 
 
 def _state_tensor(
@@ -262,10 +262,10 @@ def _state_tensor(
     group: dict[str, Any],
     optimizer: Optimizer,
 ) -> Tensor:
-    """Make one tensor of a parameter's optimizer state, laid out and placed as the optimizer would.
+    """Create one tensor of a parameter's optimizer state, with the layout and device it needs.
 
-    A tensor of the parameter's shape is cut like the parameter; any other is whole everywhere. A
-    `step` counter lives on the host unless the optimizer runs fused or capturable.
+    A tensor of the parameter's shape is sharded like the parameter; any other is replicated. A
+    `step` counter is on the host unless the optimizer is fused or capturable.
     """
     saved_name = state_tensor_name(name, key)
     whole = reader.whole_box(saved_name)
@@ -291,7 +291,7 @@ def _read_like(reader: ChunkReader, name: str, pattern: Tensor) -> Tensor:
 def _restore_groups(
     model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]
 ) -> None:
-    """Give each parameter group the hyper-parameters that its parameters were saved with."""
+    """Set the saved hyper-parameters of every parameter group."""
     found: dict[int, list[dict[str, Any]]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for name, _, group, optimizer in optimizer_parameters(model, optimizers):
@@ -324,7 +324,7 @@ def _restore_setting(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def restore_generators(path: Path, manifest: dict[str, Any], peers: Peers) -> None:
-    """Restore this process's generators; on another world size seed them anew, with a warning."""
+    """Restore this process's generators; with another world size reseed them, with a warning."""
     if manifest["world_size"] == peers.world_size:
         with ChunkReader(path, manifest) as reader:
             file = reader.file(shard_name(peers.rank, peers.world_size))

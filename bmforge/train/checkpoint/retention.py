@@ -1,4 +1,4 @@
-"""Which checkpoints go: those that retention does not keep, and what a killed process left."""
+"""Deletion of old checkpoints and of leftovers of killed processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["clean_leftovers", "make_room", "remove_old"]
 def remove_old(
     directory: Path, step: int, keep_last: int, keep_every: int | None, fault: Fault = no_fault
 ) -> None:
-    """Remove what retention does not keep, and what only that needed; `step` stays.
+    """Remove checkpoints that retention does not keep, and their unused frozen files; `step` stays.
 
-    Directories of a later step than `step` are left alone: the run has yet to come there again.
+    Directories of a later step than `step` are not removed: the run has not reached them again yet.
     """
     past = [path for path in find_checkpoints(directory) if (step_of(path) or 0) <= step]
     for path in past[keep_last:]:
@@ -40,9 +40,9 @@ def remove_old(
 
 
 def make_room(directory: Path, step: int, keep_last: int, keep_every: int | None) -> bool:
-    """Remove before checkpoint `step` is written what retention would remove after it.
+    """Remove, before checkpoint `step` is written, those that retention would remove after it.
 
-    One stays in any case, and must be sound. Return whether anything went.
+    At least one valid checkpoint stays. Return True if any was removed.
     """
     found = find_checkpoints(directory)
     past = [path for path in found if (step_of(path) or 0) <= step]
@@ -60,7 +60,7 @@ def make_room(directory: Path, step: int, keep_last: int, keep_every: int | None
 
 
 def clean_leftovers(directory: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
+    """Remove the temporary directories of killed processes."""
     if not directory.is_dir():
         return
     for path in directory.glob(f"{TEMPORARY_PREFIX}*"):

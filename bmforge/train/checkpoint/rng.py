@@ -1,4 +1,4 @@
-"""The random number generators of this process as tensors: python, numpy, torch, accelerator."""
+"""Random number generators of this process as tensors: python, numpy, torch, accelerator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def capture_rng() -> dict[str, Tensor]:
-    """Return the state of every generator as uint8 host tensors; drawing nothing from them."""
+    """Return the state of every generator as uint8 host tensors, without advancing them."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states = {
@@ -35,7 +35,7 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def capture_torch() -> dict[str, Tensor]:
-    """Return the state of torch's generators, of the host and of the accelerator."""
+    """Return the state of torch's generators on the host and the accelerator."""
     states = {"rng/torch": torch.get_rng_state().clone()}
     device = _device_module()
     if device is not None:
@@ -44,7 +44,7 @@ def capture_torch() -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor]) -> None:
-    """Put every generator where `capture_rng` found it.
+    """Restore every generator to the state of `capture_rng`.
 
     An accelerator that the saving process did not have is seeded from the restored torch state.
     """
@@ -56,7 +56,7 @@ def restore_rng(states: dict[str, Tensor]) -> None:
 
 
 def restore_torch(states: dict[str, Tensor]) -> None:
-    """Put torch's generators where `capture_torch` found them."""
+    """Restore torch's generators to the state of `capture_torch`."""
     device = _device_module()
     if device is not None:
         if "rng/accelerator" in states:
@@ -67,7 +67,7 @@ def restore_torch(states: dict[str, Tensor]) -> None:
 
 
 def reseed_rng(seed: int, step: int, rank: int) -> None:
-    """Seed every generator from (seed, step, rank): the same numbers whenever that recurs."""
+    """Seed every generator from (seed, step, rank), reproducibly."""
     seed_all(_seed_of(f"{seed}/{step}/{rank}".encode()))
 
 

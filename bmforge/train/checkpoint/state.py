@@ -1,7 +1,7 @@
-"""What goes into a checkpoint: a model's and its optimizers' tensors under parameter names.
+"""Contents of a checkpoint: tensors of the model and its optimizers by parameter name.
 
-Optimizer state is kept per parameter name, not per position, so it survives another grouping,
-another order and another layout. A tied parameter is kept once, under its first name.
+Optimizer state is stored by parameter name, not by position, so it is independent of groups, order
+and layout. A tied parameter is stored once, under its first name.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ __all__ = [
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
 
-# Entries of a parameter group that are no hyper-parameters: who is in it, which the names tell, and
-# how a step is computed, which belongs to the machine that runs. They are neither saved nor loaded.
+# Entries of a parameter group that are not hyper-parameters: its members, which are saved by name,
+# and the implementation of a step, which depends on the machine. They are not saved or loaded.
 NOT_SETTINGS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 )
-# Smaller tensors go along with every checkpoint: counters and statistics, which may change.
+# Smaller tensors are saved in every checkpoint: counters and statistics, which may change.
 _SMALLEST_FROZEN_BYTES = 1 << 10
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one process contributes to a checkpoint, on the host and independent of the model.
+    """Contribution of one process to a checkpoint, on the host and independent of the model.
 
     Args:
-        step: optimizer steps done.
+        step: number of completed optimizer steps.
         tensors: this process's chunks by tensor name; late ones are read as they are written.
-        boxes: where each chunk lies in its whole tensor.
-        records: dtype and whole shape of every tensor this process knows, its own or not.
-        frozen: names of tensors of the model that nothing changes, as far as one can tell.
+        boxes: position of each chunk in its whole tensor.
+        records: dtype and whole shape of every tensor that this process knows, its own or not.
+        frozen: names of the model's tensors that are not trained, as far as known.
         optimizer: per parameter: optimizer class, hyper-parameters, python values, tensor keys;
-            None when no optimizer was given.
-        state: the caller's state as JSON text.
-        seed: from which generators are seeded when the world size changes.
-        rng: this process's generators.
-        base: what the manifest says of weights that are left out; None leaves none out.
+            None without an optimizer.
+        state: caller's state as JSON text.
+        seed: seed of the generators if the world size changes.
+        rng: state of this process's generators.
+        base: manifest entry of weights that are left out; None leaves none out.
     """
 
     step: int
@@ -94,7 +94,7 @@ class Snapshot:
 
     @property
     def is_late(self) -> bool:
-        """Whether something is yet to be read, so that training must wait for the writing."""
+        """Whether some tensors are read only while writing, so that training must wait for it."""
         return any(tensor.is_late for tensor in self.tensors.values())
 
 
@@ -108,12 +108,12 @@ def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return by which name a checkpoint knows an optimizer: where its state lives is no matter."""
+    """Return the name of an optimizer in checkpoints; it does not depend on offload."""
     return str(getattr(optimizer, "saved_as", type(optimizer).__name__))
 
 
 def read_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return a parameter's optimizer state; tensors as `Source`, wherever they live."""
+    """Return a parameter's optimizer state; tensors as `Source`, wherever they are stored."""
     reader = getattr(optimizer, "read_state", None)
     values = optimizer.state.get(parameter, {}) if reader is None else reader(parameter)
     return {key: _as_source(value, parameter) for key, value in values.items()}
@@ -126,7 +126,7 @@ def _as_source(value: Any, parameter: Tensor) -> Any:
 
 
 def write_state(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> None:
-    """Give an optimizer what `read_state` had."""
+    """Set the state of a parameter that `read_state` returned."""
     writer = getattr(optimizer, "write_state", None)
     if writer is None:
         optimizer.state[parameter] = values
@@ -135,12 +135,12 @@ def write_state(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any])
 
 
 def state_tensor_name(parameter_name: str, key: str) -> str:
-    """Return the checkpoint's name for one tensor of an optimizer's state."""
+    """Return the checkpoint name of one tensor of an optimizer's state."""
     return f"optim/{parameter_name}/{key}"
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all that a model holds, by the names that it has without wrappers, each tensor once.
+    """Return all parameters and buffers by their names without wrappers, each tensor once.
 
     FSDP2 modules are resharded first: after a forward pass without a backward one they would show
     gathered parameters that no optimizer knows.
@@ -152,11 +152,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a model, by the names it has there."""
+    """Return the tensors of a model that a checkpoint contains, by their names in it."""
     return {
         f"model/{name}": tensor
         for name, tensor in named_tensors(model).items()
-        # What streams and is not trained stays where it comes from.
+        # Streamed weights that are not trained are not saved.
         if not is_streamed(tensor) or side_of(tensor).master is not None
     }
 
@@ -170,10 +170,10 @@ def _plain_name(name: str) -> str:
 def optimizer_parameters(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, Tensor, dict[str, Any], Optimizer]]:
-    """Yield (name, parameter, its group, its optimizer) for everything the optimizers hold.
+    """Yield (name, parameter, its group, its optimizer) for all parameters of the optimizers.
 
     Raises:
-        CheckpointError: an optimizer holds a parameter that the model does not have.
+        CheckpointError: an optimizer has a parameter that the model does not have.
     """
     names = {id(tensor): name for name, tensor in model_tensors(model).items()}
     for optimizer in optimizers:
@@ -198,15 +198,18 @@ def take_snapshot(
     rank: int,
     base: dict[str, Any] | None = None,
 ) -> Snapshot:
-    """Copy this process's share of everything to the host; training may go on afterwards.
+    """Copy this process's share of all state to the host; training may continue afterwards.
 
     Args:
-        model, optimizers, step, state: as for `save_checkpoint`.
-        rank: of this process.
-        base: of `describe_base`, what is left out.
+        model: model, as in `save_checkpoint`.
+        optimizers: optimizers, as in `save_checkpoint`.
+        step: number of completed optimizer steps.
+        state: JSON-serializable state.
+        rank: rank of this process.
+        base: result of `describe_base` for weights that are left out.
 
     Raises:
-        CheckpointError: a tensor or a value of a kind that no checkpoint can hold.
+        CheckpointError: a tensor or a value has an unsupported type.
 
     Memory:
         The bytes of this process's share of parameters, buffers and optimizer state.
@@ -220,7 +223,7 @@ def take_snapshot(
     away = frozenset(() if base is None else base["names"])
 
     def is_first_stage(name: str) -> bool:
-        """Of what several stages have, the first of them writes."""
+        """Return True if this is the first pipeline stage that has the tensor, which writes it."""
         plain = name.removeprefix("model/")
         return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
 
@@ -259,7 +262,7 @@ def take_snapshot(
 def _describe(
     name: str, values: dict[str, Any], group: dict[str, Any], optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Return what the manifest keeps of one parameter's optimizer state, tensors apart."""
+    """Return the manifest entry of one parameter's optimizer state, without tensors."""
     plain = {key: value for key, value in values.items() if not isinstance(value, Source)}
     check_json(plain, f"optimizer.state[{name!r}]")
     hyper = {
@@ -277,13 +280,13 @@ def _describe(
 
 
 def _is_fixed(tensor: Tensor) -> bool:
-    """Whether nothing trains a tensor, and it is large enough to be kept apart."""
+    """Return True for a tensor that is not trained and large enough to be stored separately."""
     is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
     return not is_trained and tensor.numel() * tensor.element_size() >= _SMALLEST_FROZEN_BYTES
 
 
 def _writes_state(source: Source, parameter: Tensor, leads: bool) -> bool:
-    """True on the one process that writes this tensor of `parameter`'s state."""
+    """Return True on the one process that writes this tensor of `parameter`'s state."""
     if isinstance(source.pattern, DTensor) or not isinstance(parameter, DTensor):
         return is_first_replica(source.pattern, leads)
     coordinate = parameter.device_mesh.get_coordinate()
@@ -310,15 +313,15 @@ def _record(name: str, source: Source) -> dict[str, Any]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return how a manifest calls a dtype."""
+    """Return the name of a dtype in manifests."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise unless `value` comes back from JSON as the same thing (tuples become lists).
+    """Raise unless `value` survives a JSON round trip (tuples become lists).
 
     Raises:
-        CheckpointError: names the place and the type that JSON does not carry.
+        CheckpointError: names the place and the type that JSON does not support.
     """
     if isinstance(value, dict):
         for key, item in value.items():

@@ -1,7 +1,7 @@
-"""Publishing a checkpoint: written beside, synced, hashed, renamed; never half there.
+"""Publishes a checkpoint atomically: written to a temporary directory, synced, hashed, renamed.
 
-A directory with its final name is complete at every instant. Whatever fails on any process fails
-on all of them, with one reason, and leaves the older checkpoints as they were.
+A directory with its final name is complete at every instant. A failure on any process fails the
+save on all of them, with one reason, and leaves the older checkpoints unchanged.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from bmforge.train.checkpoint.state import Snapshot
 
 __all__ = ["FAULT_POINTS", "Fault", "NoRoomError", "no_fault", "publish"]
 
-# A disk that is full, and a share of it that is used up.
+# Disk full, and quota exceeded.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Beside the tensors: headers, the manifest.
+# Space for headers and the manifest.
 _MARGIN_BYTES = 1 << 20
 
 Fault = Callable[[str], None]
@@ -82,16 +82,16 @@ FAULT_POINTS = (
 
 
 def no_fault(phase: str) -> None:
-    """Do nothing: the hook of every real run."""
+    """Do nothing: the default fault hook."""
 
 
 class NoRoomError(CheckpointError):
-    """A checkpoint does not fit on the disk beside those that are there."""
+    """The disk has no space for another checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step on one process gave, or why it failed: the thing that processes exchange."""
+    """Result or error of a step on one process, exchanged between processes."""
 
     value: Any = None
     error: str | None = None
@@ -99,7 +99,7 @@ class _Outcome:
 
 
 def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
-    """Call `function`; a failure becomes text, for the others wait in the next collective."""
+    """Call `function`; an exception becomes text, since other processes wait for the result."""
     try:
         return _Outcome(function(*args))
     except Exception as error:
@@ -115,19 +115,19 @@ def publish(
     fault: Fault = no_fault,
     sound: set[str] | None = None,
 ) -> None:
-    """Write one checkpoint, or nothing if the same one is there already. Collective.
+    """Write one checkpoint, unless an identical one exists. Collective.
 
     Args:
-        directory: the folder that holds the step directories; made if missing.
+        directory: parent of the step directories; created if missing.
         snapshot: this process's share.
         peers: all processes that save; they call this together.
-        fault: called with the name of each phase.
-        sound: files of frozen tensors that need not be verified again; gets more.
+        fault: function called with the name of each phase.
+        sound: frozen files known to be valid, which are not verified again; updated in place.
 
     Raises:
-        NoRoomError: there is no room for it, before it is begun where the file system says so.
-        CheckpointError: it could not be written, or a sound one of this step is there that holds
-            something else; the same on every process.
+        NoRoomError: the disk has no space, checked before writing if the file system reports it.
+        CheckpointError: it could not be written, or a valid checkpoint of this step with other
+            content exists; the same on every process.
 
     Comm:
         Two small broadcasts and two gathers of the tensor index.
@@ -159,7 +159,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _ShareWeight:
-    """What a process is going to write, and how much it sees that there is room for."""
+    """Bytes that a process is going to write, and the free bytes that it sees."""
 
     changed: frozenset[str]
     needed_bytes: int
@@ -174,7 +174,7 @@ def _weigh_share(final: Path, snapshot: Snapshot, known: Known) -> _ShareWeight:
 
 
 def _check_room(shares: list[_ShareWeight]) -> None:
-    """Raise where all shares together do not fit; every process decides alike."""
+    """Raise if all shares together do not fit on the disk; every process decides alike."""
     needed = sum(share.needed_bytes for share in shares) + _MARGIN_BYTES
     free = shares[0].free_bytes
     if needed > free:
@@ -188,10 +188,10 @@ def _raise_failure(final: Path, outcome: _Outcome) -> None:
 
 
 def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
-    """Make the directory to write into; None if `final` is sound already.
+    """Create the temporary directory; None if `final` is a valid checkpoint already.
 
     Returns:
-        its name, and what is known of frozen tensors.
+        name of the directory, and the existing frozen tensors
     """
     if final.exists():
         try:
@@ -206,7 +206,7 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
 
 
 def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
-    """Leave the sound checkpoint that is there; raise if what is to be saved differs from it."""
+    """Keep the existing valid checkpoint; raise if the snapshot differs from it."""
     compared = peers.gather(_attempt(_find_difference, final, snapshot))
     differences = [o.error or o.value for o in compared if o.error or o.value]
     if differences:
@@ -220,9 +220,9 @@ def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
 
 
 def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
-    """Return what of this process's share is not as a sound checkpoint has it, or None.
+    """Return how this process's share differs from a valid checkpoint, or None.
 
-    Generators are left out: another number of processes has others.
+    Generators are not compared: they depend on the number of processes.
     """
     manifest = read_manifest(path)
     if json.dumps(manifest["state"]) != snapshot.state:
@@ -252,9 +252,9 @@ def _write_own_share(
     peers: Peers,
     fault: Fault,
 ) -> dict[str, Any]:
-    """Write this process's shard, and what is frozen and new; return its entry for the manifest.
+    """Write this process's shard and new frozen tensors; return its entry for the manifest.
 
-    What was frozen and has changed since goes with the shard: it may change again.
+    Frozen tensors that have changed are written to the shard, since they may change again.
     """
     name = shard_name(peers.rank, peers.world_size)
     kept = snapshot.frozen - changed
@@ -290,7 +290,7 @@ def _finish(
     """On rank 0: write the manifest, publish the directory, then move `latest`.
 
     Returns:
-        the files of frozen tensors that it added.
+        new files of frozen tensors
     """
     failures = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
     if failures:
@@ -331,7 +331,7 @@ def _move_latest(final: Path, fault: Fault) -> None:
 def _build_manifest(
     entries: list[dict[str, Any]], snapshot: Snapshot, known: Known
 ) -> dict[str, Any]:
-    """Join all processes' entries; raises CheckpointError if any part of a tensor is missing."""
+    """Merge all processes' entries; raises CheckpointError if any part of a tensor is missing."""
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
     optimizer: dict[str, Any] | None = None

@@ -1,8 +1,8 @@
-"""AdamW and Muon whose state lives on the host or on disk: the same numbers, less of the device.
+"""AdamW and Muon with optimizer state on the host or on disk; same results, less device memory.
 
-A step of offloaded parameters runs on a thread, in the order of the model, while the device goes
-on: their modules wait for it, each before its own next forward. Muon's runs in the step itself, for
-its processes gather matrices together; the next momentum is fetched meanwhile.
+The update of offloaded parameters runs on a thread, in the order of the model, while the device
+continues: each module waits for its parameters before its next forward. Muon updates run in the
+step itself, since its processes gather matrices together; the next momentum is prefetched.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from bmforge.train.optim.muon import Muon, update_
 
 __all__ = ["Away", "OffloadedAdamW", "OffloadedMuon"]
 
-# Elements stepped at a time: what is read from disk, or widened, is never larger.
+# Elements updated at a time; bounds the buffers of disk reads and upcasts.
 _CHUNK_ELEMENTS = 1 << 20
 Group = dict[str, Any]
 
 
 @dataclass
 class Away:
-    """A parameter whose optimizer state is not on the device.
+    """A parameter whose optimizer state is offloaded.
 
     Args:
-        parameter: as the model has it.
-        order: where it stands in the model.
-        engine: copies, and steps on its thread.
-        homes: name of a state -> where it lives.
-        master: the fp32 weights where the parameter itself is narrower.
-        steps: how often it was stepped.
-        left: its gradient, where that leaves as it is produced.
-        tickets: of the last step.
-        changed: is told when a step begins.
-        early: the gradient of the step in which the parameter was sent away.
+        parameter: parameter of the model.
+        order: position in the model.
+        engine: copy engine, whose thread also runs the updates.
+        homes: name of a state -> its storage.
+        master: fp32 master weights if the parameter has a narrower dtype.
+        steps: number of updates so far.
+        left: offloaded gradient, if gradients are offloaded as they are produced.
+        tickets: pending copies of the last step.
+        changed: callback at the beginning of a step.
+        early: gradient of the step in which the parameter was offloaded.
     """
 
     parameter: nn.Parameter
@@ -59,17 +59,17 @@ class Away:
     early: Tensor | None = None
 
     def wait(self) -> None:
-        """Return when the last step is in the weights; any thread may wait.
+        """Wait until the weights contain the last update; any thread may wait.
 
-        The host waits: what gathers weights may do so on a stream of its own.
+        The host waits, since weights may be gathered on a separate stream.
         """
         number = 0
-        while number < len(self.tickets):  # a step that is done may have added its copies
+        while number < len(self.tickets):  # a finished update may have appended its copies
             self.tickets[number].wait_on_host()
             number += 1
 
     def begin_step(self) -> None:
-        """Count a step, once the last one is done."""
+        """Wait for the previous update and count a new one."""
         self.wait()
         self.tickets.clear()
         self.steps += 1
@@ -77,7 +77,7 @@ class Away:
             self.changed()
 
     def take_gradient(self) -> Gradient | None:
-        """Return the step's gradient; None where there is none."""
+        """Return the gradient of the step; None if there is none."""
         left = left_gradient(self.parameter)
         if left is not None:
             return left.take()
@@ -96,25 +96,25 @@ class Away:
         return Gradient(lambda start, stop: flat[start:stop], dtype)
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """Return weights to step: of the parameter itself, or of its wider copy."""
+        """Return a range of weights to update: of the parameter itself, or of its master copy."""
         if self.master is not None:
             return self.master.fetch(start, stop)
         return local_tensor(self.parameter.detach()).view(-1)[start:stop]
 
     def new_narrow(self, count: int) -> Tensor | None:
-        """Return memory for stepped weights as the device wants them, where it wants bf16."""
+        """Return a host buffer for updated bf16 weights; None if the parameter is not bf16."""
         wants = self.master is not None and self.parameter.dtype == torch.bfloat16
         return self.engine.new_host((count,), torch.bfloat16) if wants else None
 
     def put_weights(
         self, start: int, values: Tensor, narrow: Tensor | None = None
     ) -> Ticket | None:
-        """Keep stepped weights; the ticket tells when the parameter has them.
+        """Store updated weights; the returned ticket completes when the parameter has them.
 
         Args:
-            start: of the first.
-            values: in the dtype they are stepped in.
-            narrow: the same in the parameter's, if there.
+            start: index of the first weight.
+            values: updated weights in the dtype of the update.
+            narrow: the same weights in the parameter's dtype, if available.
         """
         if self.master is None:
             return None
@@ -131,16 +131,16 @@ class Away:
 
 
 class _KeptElsewhere:
-    """What both optimizers share: which parameters are away, and their state for checkpoints."""
+    """Base class of both optimizers: offloaded parameters, and their state for checkpoints."""
 
     away: dict[int, Away]
     state: Any
-    # State from a checkpoint waits on the host until it is known what has room on the device.
+    # State from a checkpoint stays on the host until the offload decision is made.
     is_waiting: bool
     waiting: dict[Tensor, dict[str, Any]]
 
     def send_away(self, parameters: Iterable[Away]) -> None:
-        """Take these parameters over; what a checkpoint had goes where it belongs."""
+        """Register offloaded parameters and move their checkpoint state to its storage."""
         for one in parameters:
             self.away[id(one.parameter)] = one
         self.is_waiting = False
@@ -149,7 +149,7 @@ class _KeptElsewhere:
         self.waiting.clear()
 
     def read_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's state: tensors, or homes for those that live elsewhere."""
+        """Return a parameter's state: tensors, or the storage of offloaded ones."""
         one = self.away.get(id(parameter))
         if parameter in self.waiting:
             kept = self.waiting[parameter]
@@ -162,7 +162,7 @@ class _KeptElsewhere:
         return {**self._counted(one), **one.homes}
 
     def write_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
-        """Take a parameter's state that a checkpoint holds."""
+        """Set a parameter's state from a checkpoint."""
         if self.is_waiting:
             self.waiting[parameter] = {name: _take_off(value) for name, value in values.items()}
             return
@@ -171,7 +171,7 @@ class _KeptElsewhere:
             self.state[parameter] = values
             return
         one.wait()
-        one.steps = int(values.get("step", 1)) if values else 0  # none: it was never stepped
+        one.steps = int(values.get("step", 1)) if values else 0  # empty: never updated
         for name, home in one.homes.items():
             if values:
                 home.put(0, local_tensor(values[name]).to(home.dtype).cpu())
@@ -182,7 +182,7 @@ class _KeptElsewhere:
         return {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those that have left as well."""
+        """Clear the gradients, including offloaded ones."""
         for one in self.away.values():
             one.early = None
             if one.left is not None:
@@ -191,22 +191,22 @@ class _KeptElsewhere:
 
 
 def _take_off(value: Any) -> Any:
-    """Return this process's part of a tensor of state, on the host."""
+    """Return this process's shard of a state tensor, on the host."""
     is_count = not isinstance(value, Tensor) or value.dim() == 0
     return value if is_count else local_tensor(value).cpu()
 
 
 def _put_back(parameter: Tensor, value: Any) -> Any:
-    """Return a tensor of state as the optimizer has it: laid out and placed like its parameter."""
+    """Return a state tensor with the layout and device of its parameter."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     return laid_out_like(value.to(local_tensor(parameter).device), parameter)
 
 
 class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
-    """AdamW; parameters that were sent away step on the host, the others as ever.
+    """AdamW; offloaded parameters are updated on the host, others as usual.
 
-    Equal to torch's fused AdamW bit for bit where states are fp32.
+    Equal to torch's fused AdamW bit for bit with fp32 states.
     """
 
     saved_as = "AdamW"
@@ -217,7 +217,7 @@ class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step what is here; what is away is stepped when `Away.wait` returns."""
+        """Update the parameters; offloaded ones are complete when `Away.wait` returns."""
         found = [
             (self.away[id(p)], group)
             for group in self.param_groups
@@ -239,7 +239,7 @@ class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
 
 def _step_adamw(one: Away, gradient: Gradient, numbers: Group, step: float) -> None:
     mean, square = one.homes["exp_avg"], one.homes["exp_avg_sq"]
-    # In one pass where that saves any: a wider gradient, narrower weights, or scaling.
+    # Use the one-pass kernel if it saves a pass: a 16-bit gradient, 16-bit weights, or scaling.
     kernel = load_adam_kernel() if mean.dtype == torch.float32 else None
     kernel = kernel if len(gradient.factors) <= 1 else None
     for start in range(0, mean.numel, _CHUNK_ELEMENTS):
@@ -262,7 +262,7 @@ def _step_adamw(one: Away, gradient: Gradient, numbers: Group, step: float) -> N
 
 
 class OffloadedMuon(_KeptElsewhere, Muon):
-    """Muon; the momentum of matrices that were sent away comes for their update, whole."""
+    """Muon; the momentum of offloaded matrices is fetched for their update."""
 
     saved_as = "Muon"
 
@@ -272,7 +272,7 @@ class OffloadedMuon(_KeptElsewhere, Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every matrix; every process of a sharded parameter's mesh must call it."""
+        """Update every matrix; every process of a sharded parameter's mesh must call it."""
         todo = []
         for group in self.param_groups:
             for p in group["params"]:

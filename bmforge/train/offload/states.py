@@ -1,4 +1,4 @@
-"""Sending optimizer state away from the device: what, where to, and whether there is room."""
+"""Offload of optimizer state: selection, destination, and check of the available memory."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from bmforge.train.offload.optimizers import Away, OffloadedAdamW, OffloadedMuon
 
 __all__ = ["StateOffload"]
 
-# Name of a state -> whether it may be negative.
+# Name of a state -> True if it may be negative.
 _STATES: dict[type[Optimizer], dict[str, bool]] = {
     OffloadedAdamW: {"exp_avg": True, "exp_avg_sq": False},
     OffloadedMuon: {"momentum_buffer": True},
 }
-# Gradients on their way may always take so much, however small the model.
+# Minimum budget in bytes of gradients in transfer, however small the model.
 _SMALLEST_BACKLOG_BYTES = 64 << 20
 
 
 class StateOffload:
-    """Decides which parameters' optimizer state leaves the device, and sends it there.
+    """Selects the parameters whose optimizer state is offloaded, and offloads it.
 
     Args:
-        model: laid out and in memory.
-        optimizers: from ``build_optimizers(..., offloaded=True)``.
-        config: how much, and where to.
+        model: parallelized and materialized model.
+        optimizers: optimizers built by ``build_optimizers(..., offloaded=True)``.
+        config: offload settings.
 
     Raises:
-        ConfigError: an optimizer cannot be offloaded, or host or disk have no room; the same on
-            every process.
+        ConfigError: an optimizer cannot be offloaded, or host or disk space is too small; the same
+            on every process.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StateOffload:
         reshard_(model)
         self._parameters = [p for p in model.parameters() if id(p) in self._homes]
         _refuse_narrow(model, self._parameters)
-        # A stage of a pipeline may have nothing that is trained.
+        # A pipeline stage may have no trained parameters.
         self._device = local_tensor(next(iter(self._parameters or model.parameters()))).device
         self._away: dict[int, Away] = {}
         self._leaves = config.leaves(self._device) or bool(_streamers_of(model))
@@ -86,9 +86,9 @@ class StateOffload:
                 self._homes[id(parameter)] = (optimizer, _STATES[type(optimizer)])
 
     def settle(self) -> None:
-        """With fraction "auto", send away what does not fit; call it before the first step.
+        """With fraction "auto", offload the states that do not fit; call it before the first step.
 
-        A forward and a backward have been run then, so what is left of the device is known.
+        A forward and a backward have run by then, so the free device memory is known.
         """
         if self.is_settled:
             return
@@ -107,7 +107,7 @@ class StateOffload:
         self._send(fraction.item())
 
     def wait(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Return when the last step is in these parameters, or in all of them."""
+        """Wait until these parameters, or all of them, contain the last update."""
         if parameters is None:
             for one in self._away.values():
                 one.wait()
@@ -119,9 +119,9 @@ class StateOffload:
 
     @torch.no_grad()
     def restore_(self) -> None:
-        """Finish the last step and give all parameters their full width, as the run's end wants.
+        """Finish the last update and restore the full dtype of all parameters at the end of a run.
 
-        The optimizers cannot be used any more.
+        The optimizers cannot be used afterwards.
         """
         self.wait()
         reshard_(self._model)
@@ -143,7 +143,7 @@ class StateOffload:
             self._hooks.pop().remove()
 
     def close(self) -> None:
-        """Give disk and thread back; parameters that stream cannot be read any more."""
+        """Release the disk space and the thread; streamed parameters cannot be read afterwards."""
         self.restore_()
         self.engine.close()
         if self._disk is not None:
@@ -161,7 +161,7 @@ class StateOffload:
             if id(parameter) in chosen:
                 self._away[id(parameter)] = self._send_one(order, parameter)
         for key in self._narrow:
-            gradient = self._away[key].parameter.grad  # another dtype would drop it
+            gradient = self._away[key].parameter.grad  # changing the dtype would drop the gradient
             self._away[key].early = None if gradient is None else local_tensor(gradient).detach()
         change_dtype_(self._model, self._narrow, torch.bfloat16)
         if self._leaves and self._away:
@@ -188,7 +188,7 @@ class StateOffload:
             self._disk = SpillFile(self.config.directory, needed)
             needed = 0
         if self._leaves:
-            # Where gradients come to, and where micro-batches are added up.
+            # Receive buffer of gradients, and accumulation buffer of micro-batches.
             needed += sum(8 * local_tensor(p).numel() for p in moved if not is_streamed(p))
         check_room(needed)
 
@@ -204,12 +204,12 @@ class StateOffload:
         return one
 
     def _has_master(self, parameter: Tensor) -> bool:
-        """Whether weights are stepped in a copy: where the kernel cannot reach, or wider ones."""
+        """Return True if a master copy is updated: of device, streamed or narrow parameters."""
         elsewhere = id(parameter) in self._narrow or is_streamed(parameter)
         return elsewhere or not is_host(local_tensor(parameter).device)
 
     def _take_over_streaming(self) -> None:
-        """From now on blocks stream from where their weights are stepped."""
+        """Make streamed blocks read their weights from the master copies."""
         named = {name: self._away.get(id(p)) for name, p in self._model.named_parameters()}
         for streamer in _streamers_of(self._model):
             streamer.forget()
@@ -219,10 +219,10 @@ class StateOffload:
                     one.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
-        """Return the parameters of which the device keeps bfloat16 only.
+        """Return the parameters of which the device keeps bfloat16 copies only.
 
-        Of units that compute in it and go away whole. Not where gradients stay: they would be added
-        up in bfloat16 as well.
+        These are whole offloaded units that compute in bfloat16, if gradients are offloaded too:
+        otherwise gradients would also be accumulated in bfloat16.
         """
         if not self._leaves:
             return set()
@@ -247,7 +247,7 @@ class StateOffload:
         )
 
     def _state_bytes(self, parameter: Tensor, everywhere: bool) -> int:
-        """Return bytes of a parameter's states: on the device, or `everywhere` they may go."""
+        """Return the bytes of a parameter's states on the device, or if `everywhere` offloaded."""
         local = local_tensor(parameter)
         count, width = len(self._homes[id(parameter)][1]), wide_dtype(local.dtype)
         if not everywhere:
@@ -260,14 +260,14 @@ class StateOffload:
         return sum(SpillFile.rounded(size) for size in sizes)
 
     def _summed_late(self) -> set[int]:
-        """Return the ids of parameters whose gradients are summed over a pipeline at the end."""
+        """Return the ids of parameters whose gradients are summed over pipeline stages."""
         pipeline = pipeline_of(self._model)
         named = dict(self._model.named_parameters())
         return set() if pipeline is None else {id(named[n]) for n in pipeline.shared_names}
 
 
 def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Raise for parameters that are kept in half precision: states are of fp32 weights."""
+    """Raise for parameters in half precision: optimizer states need fp32 weights."""
     held = {id(p) for p in parameters}
     narrow = [
         n for n, p in model.named_parameters() if id(p) in held and p.dtype != wide_dtype(p.dtype)
@@ -281,7 +281,7 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
 
 
 def _streamers_of(model: nn.Module) -> tuple[Any, ...]:
-    """Return what brings the weights of blocks, where they live elsewhere."""
+    """Return the streamers of a model's blocks, if its weights are streamed."""
     record = laid_out(model)
     return () if record is None else record.streamers
 
@@ -289,7 +289,7 @@ def _streamers_of(model: nn.Module) -> tuple[Any, ...]:
 def _read_stepped(
     named: Mapping[str, Any], before: Callable[[str, Tensor], None], name: str, target: Tensor
 ) -> None:
-    """Fill a tensor with what was stepped, or where it is not trained with what was read before."""
+    """Fill a tensor with the updated value if the parameter is trained, else the original value."""
     one = named.get(name)
     if one is None or one.master is None:
         before(name, target)

@@ -1,1 +1,1 @@
-"""Optimizers and which parameter goes to which; start reading at `build.py`."""
+"""Optimizers and parameter groups; start reading at `build.py`."""

@@ -1,9 +1,9 @@
-"""AdamW in one pass over memory, compiled where there is a compiler; the bits of torch's kernel.
+"""CPU kernel of AdamW in one pass over memory, bitwise equal to torch's fused kernel.
 
-A step on the host is bound by its memory. torch's kernel wants an fp32 gradient and leaves fp32
-weights, so bf16 ones cost two more passes; here they are read and written in the same one.
-It is compiled on first use (`native.py`). A kernel that does not give torch's own bits, on this
-processor and with this torch, is not used.
+A step on the host is bound by memory bandwidth. torch's kernel needs an fp32 gradient and writes
+fp32 weights, so bf16 ones cost two more passes; this kernel reads and writes them in the same pass.
+It is compiled on first use (`native.py`). A kernel that is not bitwise equal to torch's, on this
+CPU and with this torch version, is not used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bmforge.native import load_native
 
 __all__ = ["AdamKernel", "load_adam_kernel", "step_plain"]
 
-# The operations and their order are torch's (FusedAdamKernel.cpp, 2.13), so are the two fused ones.
+# Same operations in the same order as torch (FusedAdamKernel.cpp, 2.13), including the two FMAs.
 _SOURCE = r"""
 #include <cmath>
 #include <cstdint>
@@ -87,13 +87,15 @@ _VECTOR_ELEMENTS = 64
 def step_plain(
     weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, group: Any, step: float
 ) -> None:
-    """One step of torch's fused AdamW; all flat, of one dtype, on the host.
+    """Run one step of torch's fused AdamW on flat host tensors of one dtype.
 
     Args:
-        weights, mean, square: changed in place.
-        gradient: of the loss.
-        group: lr, betas, eps, weight_decay.
-        step: its number, from 1.
+        weights: parameters, updated in place.
+        gradient: gradient of the loss.
+        mean: first moment, updated in place.
+        square: second moment, updated in place.
+        group: parameter group with lr, betas, eps, weight_decay.
+        step: number of the step, starting at 1.
     """
     adamw(
         [weights],
@@ -101,7 +103,7 @@ def step_plain(
         [mean],
         [square],
         [],
-        [torch.tensor(step - 1)],  # the kernel counts one on
+        [torch.tensor(step - 1)],  # the kernel increments it
         fused=True,
         amsgrad=False,
         maximize=False,
@@ -114,10 +116,10 @@ def step_plain(
 
 
 class AdamKernel:
-    """The compiled step.
+    """Compiled AdamW step.
 
     Args:
-        library: what `load_adam_kernel` compiled.
+        library: library compiled by `load_adam_kernel`.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -136,18 +138,20 @@ class AdamKernel:
         scale: float = 1.0,
         narrow: Tensor | None = None,
     ) -> None:
-        """One step of AdamW; all flat and contiguous on the host.
+        """Run one step of AdamW on flat, contiguous host tensors.
 
         Args:
-            weights, mean, square: fp32, changed in place.
-            gradient: fp32 or bf16.
-            group: lr, betas, eps, weight_decay.
-            step: its number, from 1.
-            scale: the gradient is multiplied with it first.
-            narrow: bf16, gets the stepped weights.
+            weights: fp32 parameters, updated in place.
+            gradient: fp32 or bf16 gradient.
+            mean: fp32 first moment, updated in place.
+            square: fp32 second moment, updated in place.
+            group: parameter group with lr, betas, eps, weight_decay.
+            step: number of the step, starting at 1.
+            scale: factor applied to the gradient first.
+            narrow: bf16 output for the updated weights.
         """
         whole = weights.numel() // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS
-        if whole < weights.numel():  # torch steps what fills no vector by other operations
+        if whole < weights.numel():  # torch uses other operations for an incomplete vector
             scaled = gradient[whole:].float() * scale
             step_plain(weights[whole:], scaled, mean[whole:], square[whole:], group, step)
             if narrow is not None:
@@ -179,7 +183,7 @@ class AdamKernel:
 
 @cache
 def load_adam_kernel() -> AdamKernel | None:
-    """Compile the kernel, or take the one that was compiled before; None where that fails."""
+    """Compile the kernel or load the cached one; None if that fails."""
     library = load_native("adamw", _SOURCE)
     if library is None:
         return None
@@ -191,9 +195,9 @@ def load_adam_kernel() -> AdamKernel | None:
 
 
 def _gives_torchs_bits(kernel: AdamKernel) -> bool:
-    """Compare with torch's kernel on numbers of all sizes, some steps long."""
+    """Return True if the kernel equals torch's bit for bit over several steps and magnitudes."""
     generator = torch.Generator().manual_seed(0)
-    count = 4099  # no multiple of any vector
+    count = 4099  # not a multiple of any vector length
     group = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     start, sizes = torch.randn(count, generator=generator), torch.logspace(-9, 3, count)
     draws = torch.randn(5, count, generator=generator) * sizes

@@ -1,7 +1,7 @@
 """Optimizers: AdamW, SGD and Muon, and gradient clipping.
 
-Start at `build_optimizers`. Everything works on plain parameters and on sharded ones (DTensor) and
-gives the same numbers on both.
+Start at `build_optimizers`. All functions work on plain and on sharded parameters (DTensor) and
+give the same results for both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "param_groups",
 ]
 
-# The optimizers, and the settings that have no effect on each.
+# Optimizer name -> settings without effect on it.
 _UNUSED = {
     "adamw": ("momentum", "muon_lr", "ns_steps"),
     "muon": (),
@@ -52,18 +52,20 @@ _NOT_HIDDEN = ("embed*", "*_head", "classifier*", "rel_bias")
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Which optimizer, and its numbers.
+    """Optimizer and its hyper-parameters.
 
     Args:
         name: adamw, muon (hidden matrices by Muon, the rest by AdamW) or sgd.
         lr: peak learning rate; the schedule multiplies it.
-        weight_decay: decoupled for adamw and muon; norms, biases and other vectors get none.
-        betas, eps: AdamW's (for muon those of its AdamW remainder).
-        momentum: Muon's (None takes 0.95) or SGD's (None takes 0.9).
-        muon_lr: muon only: another peak rate for the hidden matrices; None takes `lr`. The update
+        weight_decay: weight decay, decoupled for adamw and muon; norms, biases and other vectors
+            have none.
+        betas: decay rates of AdamW's moments (for muon those of its AdamW part).
+        eps: epsilon of AdamW (for muon that of its AdamW part).
+        momentum: momentum of Muon (None takes 0.95) or SGD (None takes 0.9).
+        muon_lr: muon only: peak learning rate of the hidden matrices; None takes `lr`. The update
             is scaled to the size of an AdamW update, so that AdamW's rate fits.
         ns_steps: muon only: Newton-Schulz iterations (None takes 5).
-        groups: parameters, by name, with a rate or a decay of their own.
+        groups: parameter groups, by name glob, with their own learning rate or weight decay.
     """
 
     name: str = "adamw"
@@ -77,7 +79,7 @@ class OptimConfig:
     groups: tuple[OptimGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range or one that has no effect."""
+        """Raise ConfigError for a number out of range or without effect."""
         if self.name not in _UNUSED:
             raise ConfigError(
                 f"optim.name={self.name!r} is unknown; the optimizers are {', '.join(_UNUSED)}."
@@ -101,19 +103,19 @@ class OptimConfig:
                 )
 
     def to_record(self) -> dict[str, Any]:
-        """Return the settings as JSON has them."""
+        """Return the settings as JSON data."""
         groups = [asdict(group) for group in self.groups]
         return {**asdict(self), "betas": list(self.betas), "groups": groups}
 
     def check_same(self, before: Mapping[str, Any], overridden: Collection[str] = ()) -> None:
-        """Compare with the record of a run that resumes; a setting that it lacks is not compared.
+        """Compare with the recorded settings of a resumed run; missing ones are not compared.
 
         Args:
-            before: record of the run's checkpoint.
+            before: record in the run's checkpoint.
             overridden: settings that may differ, as ``train.optim.lr``, or all: ``train.optim``.
 
         Raises:
-            ConfigError: it has other settings, which its optimizers would go on with.
+            ConfigError: the settings differ, and the resumed optimizers would keep the old ones.
         """
         changed = [
             f"optim.{name}={value!r}, but {before[name]!r} there"
@@ -135,7 +137,7 @@ def restore_settings_(
     """Set the hyper-parameters of every parameter group back to an earlier copy.
 
     Args:
-        optimizers: whose groups a checkpoint has changed.
+        optimizers: optimizers whose groups were changed by loading a checkpoint.
         settings: copies of their parameter groups.
     """
     for optimizer, groups in zip(optimizers, settings, strict=True):
@@ -148,14 +150,14 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a run; call it after `parallelize`, and step all of them.
 
-    Each parameter group carries its peak rate in ``base_lr`` and its parameters' names in
-    ``param_names``. In a pipeline a process has those of its own stages' parameters: fewer than
-    others, or none, where nothing of them is trained.
+    Each parameter group has its peak learning rate in ``base_lr`` and its parameter names in
+    ``param_names``. In a pipeline a process has optimizers for its own stages only, possibly fewer
+    than other processes, or none if nothing there is trained.
 
     Args:
-        model: laid out.
-        config: which optimizer.
-        offloaded: of the kind whose state may leave the device, see `StateOffload`.
+        model: parallelized model.
+        config: optimizer settings.
+        offloaded: build optimizers whose state can be offloaded, see `StateOffload`.
 
     Raises:
         ConfigError: nothing is trainable, name="muon" and there is no hidden matrix, or the
@@ -192,7 +194,7 @@ def _check_trainable(
     named: Named,
     hidden: Named,
 ) -> None:
-    """Raise where nothing is to be trained, here and on all other stages of a pipeline."""
+    """Raise if there are no trainable parameters on any stage of the pipeline."""
     found, pipeline = [len(named), len(hidden)], pipeline_of(model)
     if pipeline is not None:
         counts = torch.tensor(found, device=pipeline.mesh.device_type)
@@ -221,7 +223,7 @@ def _trainable(model: nn.Module) -> Named:
 
 
 def _adamw(named: Named, config: OptimConfig, offloaded: bool) -> torch.optim.Optimizer:
-    """Build AdamW: fused, or torch's default form where the device or dtype has no fused one."""
+    """Build AdamW: fused, or torch's default if the device or dtype has no fused kernel."""
     groups = by_mesh(make_groups(named, config.lr, config.weight_decay, config.groups))
     settings = {"betas": config.betas, "eps": config.eps}
     kind = OffloadedAdamW if offloaded else torch.optim.AdamW
@@ -232,7 +234,7 @@ def _adamw(named: Named, config: OptimConfig, offloaded: bool) -> torch.optim.Op
 
 
 def _hidden_matrices(model: nn.Module, named: Named) -> Named:
-    """Return what Muon takes: matrices that are no embedding, no head and no bias."""
+    """Return the parameters for Muon: matrices except embeddings, head and biases."""
     embeddings = {
         id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)
     }
@@ -248,22 +250,22 @@ def _hidden_matrices(model: nn.Module, named: Named) -> Named:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | None) -> Tensor:
-    """Scale all gradients down to a global norm of at most `max_norm`; return the norm before.
+    """Scale all gradients to a global norm of at most `max_norm`; return the norm before clipping.
 
     Plain and sharded parameters and several meshes may be mixed. A plain gradient counts once: it
     must already be the same on every process.
 
     Args:
-        parameters: the same parameters in the same order on every process; of a pipelined model
-            the model itself, as processes have different ones.
-        max_norm: largest norm, above 0; None only measures.
+        parameters: parameters, in the same order on every process; for a pipelined model the model
+            itself, as processes have different parameters.
+        max_norm: maximum norm, above 0; None only measures.
 
     Returns:
         The 2-norm over all gradients, a plain 0-dim tensor, the same on every process: float64
-        where a gradient is float64, else float32.
+        if a gradient is float64, else float32.
 
-    Comm: one all-reduce of one number per mesh axis on which something is sharded, and one of two
-        numbers over a pipeline.
+    Comm: one all-reduce of one number per mesh axis with sharded gradients, and one of two numbers
+        over a pipeline.
     """
     if max_norm is not None and not max_norm > 0.0:
         raise ConfigError(f"max_norm={max_norm} must be above 0, or None for no clipping.")
@@ -278,12 +280,12 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
     if parameters:
         device = local_tensor(parameters[0]).device
     elif pipeline is not None:
-        device = torch.device(pipeline.mesh.device_type)  # others of it may train something
+        device = torch.device(pipeline.mesh.device_type)  # other stages may have trained parameters
     else:
         return torch.zeros(())
-    # Norms of what is here and counts here: what pipeline stages share counts once.
+    # Norms of local gradients; parameters shared by pipeline stages count once.
     buckets: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:  # by parameter, so that all processes make the same buckets
+    for parameter in parameters:  # by parameter, so that buckets are the same on all processes
         bucket = buckets.setdefault(_sharded_over(parameter), [])
         norm = _gradient_norm(parameter)
         if norm is not None and id(parameter) not in elsewhere:
@@ -302,7 +304,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
 
 
 def _sum_squares(buckets: Mapping[Any, Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Return the sum of the squares of norms, each over the axes on which its gradients are cut."""
+    """Return the sum of the squared norms, each summed over the axes that shard its gradients."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, bucket in buckets.items():
         square = torch.zeros_like(total)
@@ -318,13 +320,13 @@ def _sum_squares(buckets: Mapping[Any, Sequence[Tensor]], device: torch.device) 
 
 
 def _gradient_norm(parameter: Tensor) -> Tensor | None:
-    """Return the 2-norm of this process's part of a gradient, in float32 at least."""
+    """Return the 2-norm of this process's shard of a gradient, in float32 or wider."""
     left = left_gradient(parameter)
     if left is not None:
         return left.norm()
     if parameter.grad is None:
         return None
-    _sharded_over(parameter.grad)  # raises for one that is not summed up yet
+    _sharded_over(parameter.grad)  # raises for a gradient that is not reduced yet
     grad = local_tensor(parameter.grad)
     dtype = wide_dtype(grad.dtype)
     return torch.linalg.vector_norm(grad, dtype=dtype)
@@ -343,7 +345,7 @@ def _scale_gradients_(parameters: Iterable[Tensor], coefficient: float) -> None:
 
 
 def _sharded_over(tensor: Tensor) -> Any:
-    """Return (mesh, axes on which it is sharded), or None for a tensor that is whole everywhere."""
+    """Return (mesh, axes on which the tensor is sharded), or None for a replicated tensor."""
     if not isinstance(tensor, DTensor):
         return None
     if any(placement.is_partial() for placement in tensor.placements):
@@ -356,7 +358,7 @@ def _sharded_over(tensor: Tensor) -> Any:
 
 
 def _by_kind(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors by device and dtype, as the foreach operations want them."""
+    """Group tensors by device and dtype, as the foreach operations require."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)

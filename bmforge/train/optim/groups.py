@@ -1,4 +1,4 @@
-"""Which parameter goes into which group: by decay, by name, by mesh."""
+"""Parameter groups: by weight decay, by name, by mesh."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class OptimGroup:
-    """Parameters that are stepped otherwise than the rest; what is None is as for these.
+    """Parameters with their own optimizer settings; None takes the general setting.
 
     Args:
-        glob: of their names, see `surgery`; of several groups the first whose glob fits holds.
-        lr: their peak learning rate.
-        weight_decay: of those among them that decay.
+        glob: name glob of the parameters, see `surgery`; the first matching group applies.
+        lr: peak learning rate of the group.
+        weight_decay: weight decay of the group's parameters other than vectors and biases.
     """
 
     glob: str
@@ -34,7 +34,7 @@ class OptimGroup:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range, or a group that changes nothing."""
+        """Raise ConfigError for a number out of range, or a group without settings."""
         for field in ("lr", "weight_decay"):
             value = getattr(self, field)
             if value is not None and not (value >= 0.0 and math.isfinite(value)):
@@ -50,9 +50,9 @@ class OptimGroup:
 def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     """Return the trainable parameters in one group with weight decay and one without.
 
-    Vectors, scalars and everything called a bias get none. A tied parameter is there once, under
-    its first name. ``params`` holds (name, parameter) pairs, of which torch's optimizers make
-    ``params`` and ``param_names``. A group that would be empty is left out.
+    Vectors, scalars and biases have no weight decay. A tied parameter is listed once, under its
+    first name. ``params`` contains (name, parameter) pairs, from which torch's optimizers make
+    ``params`` and ``param_names``. Empty groups are left out.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return _decay_groups(named, weight_decay)
@@ -61,13 +61,13 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
 def make_groups(
     named: Named, lr: float, weight_decay: float, own: Sequence[OptimGroup]
 ) -> list[Group]:
-    """Return (name, parameter) pairs as groups with their peak rates, in ``base_lr`` as well.
+    """Return (name, parameter) pairs as groups with their peak learning rates, also in ``base_lr``.
 
     Args:
-        named: what is trained.
-        lr: peak rate of what no group of its own names.
-        weight_decay: likewise.
-        own: groups by name.
+        named: trained parameters by name.
+        lr: peak learning rate of parameters without a group of their own.
+        weight_decay: weight decay of parameters without a group of their own.
+        own: groups with their own settings.
     """
     parts: dict[OptimGroup | None, Named] = {None: []} | {group: [] for group in own}
     for name, parameter in named:
@@ -84,7 +84,7 @@ def make_groups(
 
 
 def check_globs(model: nn.Module, own: Sequence[OptimGroup]) -> None:
-    """Raise `ConfigError` for a group whose glob names no parameter, on any stage of a pipeline."""
+    """Raise `ConfigError` for a group whose glob matches no parameter, on any pipeline stage."""
     whole = getattr(model, "whole", None)
     known = whole() if callable(whole) else model
     names = [name for name, _ in known.named_parameters()]
@@ -92,7 +92,7 @@ def check_globs(model: nn.Module, own: Sequence[OptimGroup]) -> None:
 
 
 def _decay_groups(named: Named, weight_decay: float) -> list[Group]:
-    """Split (name, parameter) pairs into those that decay and those that do not."""
+    """Split (name, parameter) pairs into those with and without weight decay."""
     plain = {name for name, p in named if p.dim() <= 1 or name.endswith(("_bias", ".bias"))}
     groups: list[Group] = [
         {"params": [(n, p) for n, p in named if n not in plain], "weight_decay": weight_decay},

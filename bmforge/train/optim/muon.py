@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is orthogonalised, on plain and on sharded matrices."""
+"""Muon: momentum with orthogonalized updates, on plain and on sharded matrices."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ Group = dict[str, Any]
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised; for hidden matrices, plain or sharded.
+    """Momentum with orthogonalized updates; for hidden matrices, plain or sharded.
 
     With ``ns_dtype="bf16"`` equal to `torch.optim.Muon` bit for bit on plain float32 and bfloat16
-    parameters. On a sharded matrix torch's iterates on DTensors and gives other numbers (2.13: 1e-2
-    apart after 3 steps); this one gathers the momentum, orthogonalises the whole matrix on every
-    process and keeps the local part. Float64 parameters are orthogonalised in float64, so that
-    layouts can be compared closely. Older versions of torch need no `torch.optim.Muon`.
+    parameters. On a sharded matrix torch's iterates on DTensors and gives different results (2.13:
+    1e-2 apart after 3 steps); this one gathers the momentum, orthogonalizes the whole matrix on
+    every process and keeps the local shard. Float64 parameters are orthogonalized in float64, so
+    that layouts can be compared closely. Older versions of torch work without `torch.optim.Muon`.
 
     Args:
         params: 2-dim parameters, or groups of them.
         lr: learning rate.
-        weight_decay: decoupled.
-        momentum: of the moving average of gradients, with Nesterov's look-ahead.
+        weight_decay: decoupled weight decay.
+        momentum: decay of the moving average of gradients, with Nesterov's look-ahead.
         ns_steps: Newton-Schulz iterations.
         adjust_lr: "match_rms_adamw": 0.2 sqrt(max(rows, columns)), so that AdamW's rate fits;
             "original": sqrt(max(1, rows / columns)).
-        ns_dtype: bf16 or fp32, in which a matrix is gathered and iterated; None takes bf16 on an
-            accelerator and fp32 on the CPU, where bf16 products may be many times slower.
+        ns_dtype: dtype of the gathered matrix and the iterations, bf16 or fp32; None takes bf16 on
+            an accelerator and fp32 on the CPU, where bf16 products may be many times slower.
 
     Memory/Comm: one whole matrix at a time, all-gathered in `ns_dtype`; momentum stays sharded.
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the rate by Liu et al.
@@ -101,17 +101,18 @@ class Muon(torch.optim.Optimizer):
 
 
 def update_(target: Tensor, grad: Tensor, buffer: Tensor, parameter: Tensor, group: Group) -> None:
-    """Move this process's part of a matrix, and its momentum, by one step.
+    """Update this process's shard of a matrix and its momentum by one step.
 
     Args:
-        target: the part that is here, of the parameter itself or of a wider copy of it.
-        grad: its gradient.
-        buffer: its momentum.
-        parameter: how the whole is laid out; all processes of its mesh call this together.
-        group: the numbers.
+        target: local shard, of the parameter itself or of its master copy.
+        grad: gradient of the shard.
+        buffer: momentum of the shard.
+        parameter: parameter with the layout of the whole; all processes of its mesh call this
+            together.
+        group: parameter group with the hyper-parameters.
 
-    A weight that is 0 stays 0 while its gradient and momentum are 0: orthogonalising mixes rows,
-    and would move pruned weights (`compress.prune`), of which nothing else is to be known here.
+    A weight that is 0 stays 0 while its gradient and momentum are 0: orthogonalization mixes rows
+    and would change pruned weights (`compress.prune`), whose masks are not known here.
     """
     still = (target == 0).logical_and_(grad == 0).logical_and_(buffer == 0)
     buffer.lerp_(grad, 1 - group["momentum"])
@@ -135,7 +136,7 @@ def _iteration_dtype(update: Tensor, asked: str | None) -> torch.dtype:
 
 
 def _whole(part: Tensor, like: Tensor) -> Tensor:
-    """Return the whole matrix of which `part` is this process's share."""
+    """Return the whole matrix of which `part` is this process's shard."""
     found = laid_out_like(part, like)
     return found.full_tensor() if isinstance(found, DTensor) else found
 

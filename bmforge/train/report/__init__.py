@@ -1,1 +1,1 @@
-"""What a run writes down and what is drawn of it; `inspect.py` looks into a model."""
+"""Metrics and HTML report of a run; `inspect.py` computes statistics of a model."""

@@ -1,10 +1,10 @@
-"""Statistics of parameters, gradients and activations: what one process would see, on any layout.
+"""Statistics of parameters, gradients and activations, independent of the layout.
 
-Every process measures what is here in float64, five numbers per tensor; two all-reduces put all of
-them together, of which the first gives the extremes and the second the sums about their middle, so
-that a large mean costs no digits of a small deviation. `format_table` prints the rows.
+Every process measures its shards in float64, five numbers per tensor; two all-reduces combine them:
+the first gives the extremes and the second the sums about their middle, so that a large mean does
+not reduce the accuracy of a small deviation. `format_table` prints the rows.
 
-Source: BMTrain's `inspect`, which gathers whole tensors; here no process holds more than its part.
+Source: BMTrain's `inspect`, which gathers whole tensors; here no process needs more than its shard.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ __all__ = ["ActivationRecorder", "format_table", "inspect_activations", "inspect
 
 Row: TypeAlias = dict[str, Any]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
-_CHUNK = 1 << 22  # elements that are float64 at a time
+_CHUNK = 1 << 22  # elements converted to float64 at a time
 _COLUMNS = ("max", "min", "std", "mean", "grad_std", "grad_mean")
 
 
 def inspect_parameters(model: nn.Module, globs: Iterable[str] | str = ("**",)) -> list[Row]:
-    """Return statistics of parameters and of the gradients they have now.
+    """Return statistics of parameters and of their current gradients.
 
     Call it on every process, between backward and `zero_grad` if gradients are wanted.
 
     Args:
-        model: plain, or laid out in any way.
-        globs: names of parameters; see `surgery`.
+        model: plain or parallelized model.
+        globs: name globs of parameters; see `surgery`.
 
     Returns:
-        in the order of names, the same on every process, one row per parameter of the whole model:
+        one row per parameter of the whole model, in the order of names, the same on every process:
         ``name shape mean std max min grad_mean grad_std``. The deviation is torch's `std` (NaN for
-        one element); None where there is no gradient.
+        one element); None without a gradient.
 
     Raises:
         ConfigError: a glob matches no parameter of any process.
@@ -85,15 +85,15 @@ def inspect_parameters(model: nn.Module, globs: Iterable[str] | str = ("**",)) -
 
 
 def inspect_activations(model: nn.Module, globs: Iterable[str] | str) -> ActivationRecorder:
-    """Record what modules return, and its gradients, inside a ``with``.
+    """Record the outputs of modules and their gradients, inside a ``with``.
 
         with inspect_activations(model, ("layers.*",)) as seen:
             run_step(model, run, batches)
         print(format_table(seen.rows()))
 
     Args:
-        model: plain, or laid out in any way.
-        globs: names of modules below the model; see `surgery`.
+        model: plain or parallelized model.
+        globs: name globs of modules inside the model; see `surgery`.
 
     Raises:
         ConfigError: a glob matches no module of any process.
@@ -102,10 +102,10 @@ def inspect_activations(model: nn.Module, globs: Iterable[str] | str) -> Activat
 
 
 class ActivationRecorder:
-    """Sums up the floating-point tensors that modules return; see `inspect_activations`.
+    """Accumulates statistics of the floating-point outputs of modules; see `inspect_activations`.
 
-    Every call counts, so the micro-batches of a step add up; what is computed again in backward
-    does not. Modules inside a block that was compiled before are not seen.
+    Every call counts, so the micro-batches of a step are combined; recomputation in backward does
+    not count. Modules inside a compiled block are not recorded.
     """
 
     def __init__(self, model: nn.Module, globs: Iterable[str] | str) -> None:
@@ -132,7 +132,7 @@ class ActivationRecorder:
             self._handles.pop().remove()
 
     def _note(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
-        if self._tracker.is_bw:  # a block is recomputed: its outputs were counted
+        if self._tracker.is_bw:  # recomputation: the outputs were already counted
             return
         for key, tensor in _find_tensors(name, out):
             self._shapes[key] = tuple(tensor.shape)
@@ -142,7 +142,7 @@ class ActivationRecorder:
 
     def _note_gradient(self, key: str, tensor: Tensor) -> None:
         def note(gradient: Tensor) -> None:
-            handle.remove()  # a backward in halves, as pipelines have them, comes by twice
+            handle.remove()  # the split backward of a pipeline calls the hook twice
             _add(self._gradients, key, gradient)
 
         handle = tensor.register_hook(note)
@@ -150,11 +150,12 @@ class ActivationRecorder:
     def rows(self) -> list[Row]:
         """Return one row per tensor that a module returned, of all processes together.
 
-        The columns are those of `inspect_parameters`; `shape` is that of the last one on the first
-        process that has it. A gradient is that of the mean over processes with different tokens,
-        like a parameter's. What tensor- or context-parallel processes have alike counts once;
-        with context parallelism it has no gradient here, of which each has a part. An output that
-        is a tuple or dict gives a row per tensor in it, ``layers.0[1]``.
+        The columns are those of `inspect_parameters`; `shape` is that of the last call on the first
+        process that has the tensor. A gradient is that of the mean over processes with different
+        tokens, like a parameter's. Values replicated over tensor- or context-parallel processes
+        count once; with context parallelism a replicated value has no gradient here, as each
+        process has a part of it. An output that is a tuple or dict gives a row per tensor in it,
+        ``layers.0[1]``.
 
         Comm: call it on every process; names are gathered, then two all-reduces, and an all-gather
             over `tp` and over `cp`.
@@ -171,7 +172,7 @@ class ActivationRecorder:
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as aligned text, one line each below a line of titles."""
+    """Return rows as aligned text with a header line."""
     head = ["name", "shape", *_COLUMNS]
     cells = [head]
     for row in rows:
@@ -187,12 +188,12 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _name_order(name: str) -> list[str]:
-    """Sort layers.9 before layers.10."""
+    """Return a sort key that orders layers.9 before layers.10."""
     return [part.zfill(9) if part.isdigit() else part for part in name.split(".")]
 
 
 def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list[str]:
-    """Return the names that fit, in order; raise for a glob that fits none."""
+    """Return the matching names in order; raise for a glob without match."""
     names, globs = list(names), (globs,) if isinstance(globs, str) else tuple(globs)
     for glob in globs:
         if not any(match_glob(name, glob) for name in names):
@@ -201,14 +202,14 @@ def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list
 
 
 def _join(own: Shapes, group: Any) -> Shapes:
-    """Return what any process of the group has; of several shapes the first process's."""
+    """Return the union of the shapes of all processes; for duplicates the first process's."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return {name: shape for part in reversed(everyone) for name, shape in part.items()}
 
 
 def _find_tensors(name: str, out: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors of a module's output with a name each."""
+    """Yield the floating-point tensors of a module's output, each with a name."""
     if isinstance(out, Tensor):
         if out.is_floating_point():
             yield name, out
@@ -221,7 +222,7 @@ def _find_tensors(name: str, out: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _measure_once(tensor: Tensor | None, leads: bool) -> Tensor | None:
-    """Measure the part here of a tensor if it counts here; None where it does not."""
+    """Measure the local shard of a tensor if it counts on this process; else return None."""
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise DistributedError(
             f"A gradient has placements={tensor.placements}: it is not summed up yet. Finish the "
@@ -233,7 +234,7 @@ def _measure_once(tensor: Tensor | None, leads: bool) -> Tensor | None:
 
 
 def _measure(tensor: Tensor) -> Tensor:
-    """Return count, mean, sum of squared deviations, max and min of what is here.
+    """Return count, mean, sum of squared deviations, max and min of the local elements.
 
     Shape:
         tensor: any -> (5,) of float64
@@ -251,13 +252,13 @@ def _measure(tensor: Tensor) -> Tensor:
 
 
 def _nothing(device: torch.device | str) -> Tensor:
-    """Return the measure of no elements."""
+    """Return the statistics of an empty tensor."""
     ends = (-float("inf"), float("inf"))
     return torch.tensor((0.0, 0.0, 0.0, *ends), dtype=torch.float64, device=device)
 
 
 def _merge(a: Tensor, b: Tensor) -> Tensor:
-    """Return the measure of two parts together (Chan, Golub and LeVeque, 1979)."""
+    """Return the combined statistics of two parts (Chan, Golub and LeVeque, 1979)."""
     count = a[0] + b[0]
     share, off = b[0] / count.clamp(min=1.0), b[1] - a[1]
     squares = a[2] + b[2] + off.square() * a[0] * share
@@ -272,17 +273,17 @@ def _add(measures: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 
 
 def _stack(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> Tensor:
-    """Return the measures as one (N, 5) tensor where collectives can take it."""
+    """Return the statistics as one (N, 5) tensor on the device of the collectives."""
     device = torch.device("cpu" if mesh is None else mesh.device_type)
     nothing = _nothing(device)
     return torch.stack([nothing if part is None else part.to(device) for part in parts])
 
 
 def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> list[Tensor | None]:
-    """Leave what processes have alike to the first of them; `parts` are values and gradients.
+    """Keep replicated tensors on the first process only; `parts` are values and gradients.
 
-    An output does not say whether it is whole or a part. Copies come from the same sums in the
-    same order, so that they are equal in every bit; parts of a tensor are not.
+    An output has no placement information. Replicas come from the same sums in the same order, so
+    they are bitwise equal; shards are not.
     """
     parts = list(parts)
     for axis in (*CONTEXT_AXES, *TENSOR_AXES):
@@ -293,7 +294,7 @@ def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> lis
         dist.all_gather(everyone, own, group=axis_group(mesh, axis))
         equal = torch.stack([other == own for other in everyone]).all(dim=0).all(dim=1).tolist()
         if axis in CONTEXT_AXES:
-            # Each copy has the gradient of its process's tokens, and says nothing of the sum.
+            # Each replica has a partial gradient of its process's tokens only.
             for index, is_copy in enumerate(equal[::2]):
                 parts[2 * index + 1] = None if is_copy else parts[2 * index + 1]
         if axis_rank(mesh, axis) > 0:
@@ -302,7 +303,7 @@ def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> lis
 
 
 def _combine(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> list[list[float] | None]:
-    """Return mean, std, max and min over all processes; None where nobody has an element."""
+    """Return mean, std, max and min over all processes; None if no process has an element."""
     if not parts:
         return []
     count, mean, squares, high, low = _stack(parts, mesh).unbind(1)
@@ -315,7 +316,7 @@ def _combine(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> list[li
     _all_reduce_(sums, dist.ReduceOp.SUM, mesh)
     total, shifted, square, nans = sums
     variance = (square - shifted.square() / total) / (total - 1.0)
-    # Whether a reduced maximum of NaN is NaN differs between backends; in torch it is.
+    # Backends differ in the maximum of NaN; in torch it is NaN.
     ends = ends.where(nans == 0.0, float("nan"))
     columns = (middle + shifted / total, variance.clamp(min=0.0).sqrt(), ends[0], -ends[1])
     table = torch.stack(columns, dim=1).tolist()
@@ -333,7 +334,7 @@ def _make_rows(
     columns: Sequence[list[float] | None],
     gradient_scale: float = 1.0,
 ) -> list[Row]:
-    """Put every name's statistics, and then its gradient's, into a row."""
+    """Return one row per name with the statistics of its value and its gradient."""
     rows = []
     for name, value, gradient in zip(names, columns[::2], columns[1::2], strict=True):
         missing: list[Any] = [None] * 4

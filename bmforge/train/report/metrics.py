@@ -1,8 +1,8 @@
-"""What a run writes down while it trains: metrics.jsonl, TensorBoard, the progress line.
+"""Metrics of a run during training: metrics.jsonl, TensorBoard, progress line.
 
-A row of ``metrics.jsonl`` is one JSON object with ``step`` (optimizer steps done) and any of
+A row of ``metrics.jsonl`` is one JSON object with ``step`` (completed optimizer steps) and any of
 ``loss lr grad_norm tokens_per_s mfu tokens memory_bytes`` (training), ``val_loss`` (validation) and
-``skipped`` (why the step was not applied). A number that is not finite is written as null.
+``skipped`` (reason why the step was not applied). A number that is not finite is written as null.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def read_metrics(path: str | Path) -> list[Row]:
 
 
 class MetricsWriter:
-    """Append rows to ``run_dir/metrics.jsonl`` and hand them on; one per run, on rank 0.
+    """Appends rows to ``run_dir/metrics.jsonl`` and passes them to sinks; one per run, on rank 0.
 
     Args:
-        run_dir: the run's directory; it is made.
-        resume_step: the step the run goes on from: rows after it are dropped, so that curves do not
-            fold back. None starts the file over.
-        tensorboard: also write ``run_dir/tensorboard`` where that package is installed.
+        run_dir: directory of the run, created if missing.
+        resume_step: step of a resumed run: rows after it are dropped, so that curves have no
+            duplicate steps. None starts a new file.
+        tensorboard: also write ``run_dir/tensorboard`` if that package is installed.
         sinks: functions called with (step, values) for every row, for example a `WandbSink`.
     """
 
@@ -86,13 +86,13 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
         _truncate(self.path, resume_step)
-        # Unbuffered: a row is in the file when `write` returns, and nothing is left to write later.
+        # Unbuffered: a row is in the file when `write` returns.
         self._file = self.path.open("ab", buffering=0)
         self._sinks = tuple(sinks)
         self._board = _open_board(run_dir, resume_step) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row at once; where the disk is full the row is lost, with a warning."""
+        """Write one row without buffering; if the disk is full the row is lost, with a warning."""
         row = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
         try:
             self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
@@ -103,7 +103,7 @@ class MetricsWriter:
             sink(step, row)
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line, or nothing: a torn one in the middle would spoil the file."""
+        """Write a whole line, or nothing: a partial line in the middle would corrupt the file."""
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
@@ -113,7 +113,7 @@ class MetricsWriter:
             raise
 
     def _show(self, row: Row) -> None:
-        """Add the row's numbers to TensorBoard; once that has failed it is left off."""
+        """Add the row's numbers to TensorBoard; disable it after the first failure."""
         board, self._board = self._board, None
         if board is not None:
             for name, value in row.items():
@@ -138,7 +138,7 @@ class MetricsWriter:
 
 
 def _truncate(path: Path, resume_step: int | None) -> None:
-    """Drop the rows after `resume_step`: the kept ones are written beside and renamed."""
+    """Drop the rows after `resume_step` by writing a temporary file and renaming it."""
     if not path.exists():
         return
     kept = [] if resume_step is None else read_metrics(path)
@@ -153,7 +153,7 @@ def _truncate(path: Path, resume_step: int | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number JSON can hold (null for NaN and infinity), or a text as it is."""
+    """Return a JSON number (None for NaN and infinity), or text unchanged."""
     if isinstance(value, str | bool | int) or value is None:
         return value
     number = float(value)
@@ -161,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 
 def _open_board(run_dir: Path, resume_step: int | None) -> Any:
-    """Return a TensorBoard writer, or None (and one log line) where the package is missing."""
+    """Return a TensorBoard writer, or None (and one log line) if the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -172,13 +172,13 @@ def _open_board(run_dir: Path, resume_step: int | None) -> Any:
 
 
 class WandbSink:
-    """Send every row to Weights & Biases; pass it to `MetricsWriter` in ``sinks``.
+    """Sends every row to Weights & Biases; pass it to `MetricsWriter` in ``sinks``.
 
     Args:
-        project: the project's name there.
-        run_dir: the run's directory; its name is the run's name, and an id drawn once is kept in
-            ``run_dir/wandb_id``, so that a resumed run goes on in the same place.
-        config: the settings to show there.
+        project: name of the Weights & Biases project.
+        run_dir: directory of the run; its name is the run's name, and a random id is stored in
+            ``run_dir/wandb_id``, so that a resumed run continues the same W&B run.
+        config: settings to show in W&B.
 
     Raises:
         MissingDependencyError: wandb is not installed.
@@ -208,21 +208,21 @@ class WandbSink:
         self._run.log({k: v for k, v in values.items() if k != "step"}, step=step)
 
     def close(self) -> None:
-        """End the run there."""
+        """Finish the W&B run."""
         self._run.finish()
 
 
 class Throughput:
-    """Tokens per second over the last steps, and MFU where the machine's peak is known.
+    """Tokens per second over the last steps, and MFU if the machine's peak is known.
 
     Call `start` before a step and `stop` after it; time in between (evaluation, saving) is not
     counted.
 
     Args:
-        flops_per_token: forward and backward, of the whole model; None when unknown.
-        peak_flops: of all devices together, per second; None when unknown.
-        window_steps: steps to average over.
-        clock: seconds, monotonic.
+        flops_per_token: FLOPs of forward and backward of the whole model; None if unknown.
+        peak_flops: peak FLOPs per second of all devices together; None if unknown.
+        window_steps: number of steps to average over.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -261,18 +261,19 @@ class Throughput:
 
     @property
     def mfu(self) -> float | None:
-        """Part of the peak in use, 0 to 1; None where FLOPs or peak are unknown."""
+        """Model FLOPs utilization, 0 to 1; None if FLOPs or peak are unknown."""
         if not self._flops_per_token or not self._peak_flops:
             return None
         return self.tokens_per_s * self._flops_per_token / self._peak_flops
 
 
 def measure_memory(device_memory: Callable[[], int | None] | None = None) -> dict[str, int]:
-    """Return this process's resident set now and at its peak, in bytes.
+    """Return this process's current and peak resident set in bytes.
 
     Args:
-        device_memory: gives the accelerator's bytes, or None without one (for example a closure
-            over `bmforge.device.device_memory_bytes`); added as ``device_memory_bytes``.
+        device_memory: function that returns the accelerator memory in use in bytes, or None without
+            one (for example a closure over `bmforge.device.device_memory_bytes`); added as
+            ``device_memory_bytes``.
     """
     peak = peak_resident_bytes()
     now = resident_bytes() or peak
@@ -302,7 +303,7 @@ def format_progress(
 
 
 def _duration(seconds: float) -> str:
-    """Return h:mm:ss, with days in front where there are any."""
+    """Return h:mm:ss, preceded by days if there are any."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     minutes, second = divmod(round(seconds), 60)

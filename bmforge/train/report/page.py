@@ -1,6 +1,6 @@
-"""The report of a run: one self-contained HTML page, made from what the run directory holds.
+"""HTML report of a run: one self-contained page generated from the run directory.
 
-Reads ``metrics.jsonl`` (needed) and, where they are, ``run.toml``, ``results.json``,
+Reads ``metrics.jsonl`` (required) and, if present, ``run.toml``, ``results.json``,
 ``samples.jsonl`` and ``checkpoints/``. The curves are inline SVG, so the page needs no network, no
 script and no other package, and follows the reader's light or dark setting.
 """
@@ -31,7 +31,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class _Curve:
-    """One line of a chart: its name, (step, value) points and colour class c1 .. c4."""
+    """One line of a chart: its name, (step, value) points and color class c1 .. c4."""
 
     name: str
     points: list[Point]
@@ -41,9 +41,9 @@ class _Curve:
 def write_report(run_dir: str | Path) -> Path:
     """Write ``run_dir/report.html`` and return its path.
 
-    ``results.json`` is an object of numbers, or of objects of numbers such as
-    ``{"bits per byte": {"model": 1.9, "unigram": 4.5}}``; ``samples.jsonl`` has
-    ``{"step": 100, "prompt": "...", "text": "..."}`` on each line.
+    ``results.json`` is an object of numbers, or of objects of numbers such as ``{"bits per byte":
+    {"model": 1.9, "unigram": 4.5}}``; ``samples.jsonl`` has ``{"step": 100, "prompt": "...",
+    "text": "..."}`` on each line.
 
     Raises:
         DataError: the run has no metrics yet, or a file of it is damaged.
@@ -69,11 +69,11 @@ def write_report(run_dir: str | Path) -> Path:
     return write_page(run_dir / "report.html", run_dir.resolve().name, "training report", sections)
 
 
-# What is on the page
+# Sections of the page
 
 
 def _points(rows: Sequence[Row], key: str) -> list[Point]:
-    """Return (step, value) of every row that has a number under `key`."""
+    """Return (step, value) of every row that has a finite number under `key`."""
     found = []
     for row in rows:
         value = row.get(key)
@@ -83,7 +83,7 @@ def _points(rows: Sequence[Row], key: str) -> list[Point]:
 
 
 def _charts(rows: Sequence[Row]) -> list[str]:
-    """Return the four charts; one without data says so."""
+    """Return the four charts; a chart without data contains a note."""
     skips = [float(row["step"]) for row in rows if row.get("skipped")]
     loss = [_Curve("training", _points(rows, "loss"), "c1")]
     validation = _points(rows, "val_loss")
@@ -118,7 +118,7 @@ def _tiles(rows: Sequence[Row], results: dict[str, Any]) -> str:
 
 
 def _results_section(results: dict[str, Any]) -> str:
-    """Return the evaluation as tables; numbers that belong together get bars."""
+    """Return the evaluation results as tables; comparable numbers get bars."""
     flat = {k: v for k, v in results.items() if not isinstance(v, dict)}
     tables = [(k, v) for k, v in results.items() if isinstance(v, dict) and v]
     if flat:
@@ -135,7 +135,7 @@ def _results_section(results: dict[str, Any]) -> str:
 
 
 def _result_row(name: str, value: Any, largest: float) -> str:
-    """Return one table row, with a bar where there is something to compare with."""
+    """Return one table row, with a bar if there are values to compare with."""
     text = _number(float(value)) if _is_number(value) else str(value)
     bar = ""
     if largest > 0 and _is_number(value):
@@ -172,7 +172,7 @@ def _skips_section(rows: Sequence[Row]) -> str:
 
 
 def _checkpoints_section(directory: Path) -> str:
-    """Return the checkpoints that are there, with their size."""
+    """Return the existing checkpoints with their sizes."""
     if not directory.is_dir():
         return ""
     lines = []
@@ -198,7 +198,7 @@ def _config_section(path: Path) -> str:
 
 
 def _read_results(path: Path) -> dict[str, Any]:
-    """Return results.json, or nothing where there is none."""
+    """Return the content of results.json; empty if it does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -210,7 +210,7 @@ def _read_results(path: Path) -> dict[str, Any]:
     return found
 
 
-# How a chart is drawn
+# SVG of a chart
 
 
 def _chart(title: str, curves: list[_Curve], skips: Sequence[float] = ()) -> str:
@@ -243,7 +243,7 @@ def _chart(title: str, curves: list[_Curve], skips: Sequence[float] = ()) -> str
 
 @dataclass(frozen=True)
 class _Scale:
-    """Maps (step, value) to the coordinates of the drawing."""
+    """Maps (step, value) to the coordinates of the chart."""
 
     x_range: Point
     y_range: Point
@@ -279,7 +279,7 @@ def _axes(place: _Scale, x_ticks: list[float], y_ticks: list[float]) -> str:
 
 
 def _line(curve: _Curve, place: _Scale) -> str:
-    """Return one curve and its dots, each with its numbers as a tooltip."""
+    """Return one curve and its points, each with its values as a tooltip."""
     points = _thin(curve.points, _MAX_POINTS)
     path = " ".join(f"{place.x(x):.1f},{place.y(y):.1f}" for x, y in points)
     radius = 3 if len(points) <= 60 else 2
@@ -294,7 +294,7 @@ def _line(curve: _Curve, place: _Scale) -> str:
 
 
 def _thin(points: list[Point], most: int) -> list[Point]:
-    """Return at most about `most` points, evenly taken, the last one always among them."""
+    """Return at most about `most` evenly spaced points, always including the last one."""
     every = max(1, math.ceil(len(points) / most))
     kept = points[::every]
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
