@@ -90,7 +90,7 @@ def find_cluster_here(world_size: int) -> Cluster:
 
 
 def _measure_host(processes: int) -> Device:
-    """Benchmark the CPU, whose throughput in torch no data sheet gives."""
+    """Benchmark the CPU: data sheets do not give its throughput in torch."""
     side = 1024
     one, other = torch.randn(side, side), torch.randn(side, side)
     torch.mm(one, other)

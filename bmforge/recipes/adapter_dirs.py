@@ -1,6 +1,6 @@
 """Resolution of model arguments: model directories, run directories and adapter directories.
 
-`find_source` says which base model and which adapters a name stands for; `merge_adapter` and
+`find_source` resolves a name to a base model and an adapter; `merge_adapter` and
 `merged_model` make a plain model of them.
 """
 

@@ -113,7 +113,7 @@ def _load_and_change_(model: Model, start: Any, config: Any) -> None:
 
 
 def _stream_(model: Model, config: Any, world: World, start: Path | None) -> None:
-    """Stream the weights of blocks from where the optimizer state is offloaded to."""
+    """Stream the weights of blocks from host memory or disk, like the optimizer state."""
     if world.size > 1 or config.train.precision != "fp32":
         raise ConfigError(
             f"offload.weights=True is for one process and precision=fp32, not {world.size} "

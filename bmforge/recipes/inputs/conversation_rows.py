@@ -1,7 +1,7 @@
 """Training rows of conversations: token ids with labels on answers, packed for decoders.
 
 `encode_turns` gives the rows of one conversation; `pack_rows` puts several into one row;
-`PackedConversations` and `open_answers` are what the `conversations` task reads.
+`PackedConversations` and `open_answers` are the data of the `conversations` task.
 """
 
 from __future__ import annotations
