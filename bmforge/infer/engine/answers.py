@@ -22,7 +22,7 @@ from bmforge.infer.sampling import (
 
 __all__ = ["Answer", "Vocabulary"]
 
-# Options that look at what is there already.
+# Options that depend on the tokens so far.
 _OF_ROWS = (
     "repetition_penalty",
     "presence_penalty",
@@ -103,7 +103,7 @@ class Answer:
         self._stream = vocabulary.stream(config.stop_strings, ends, before)
         self._looks_back = bool(config.given(*_OF_ROWS))
         self._logprobs: list[TokenLogprob] = []
-        self._told = 0  # ids that pieces have told
+        self._told = 0  # number of ids in delivered pieces
         self._fresh = ""
         self._allowed = None if matcher is None else matcher.allowed()
 

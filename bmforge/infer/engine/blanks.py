@@ -109,5 +109,5 @@ def _write(
         out = run_decoder(decoder, begin, nothing, config)[0, 1:].tolist()
         has_ended = out[-1] in config.eos_tokens
         texts.append(tokenizer.decode_written(out[:-1] if has_ended else out))
-        unfed = [] if has_ended else out[-1:]  # the next sentinel says that it has ended
+        unfed = [] if has_ended else out[-1:]  # the next sentinel implies the end
     return texts

@@ -30,7 +30,7 @@ __all__ = [
     "plan_weights",
 ]
 
-# The allocator keeps some of what is freed.
+# The allocator does not return all freed memory.
 _SLACK = 1.15
 _LONGEST = 1024
 

@@ -49,7 +49,7 @@ class Changes:
 
     def _remember(self, facts: list[Any]) -> None:
         self._facts = facts
-        # While all of them live no other object has the identity of one. They may go meanwhile.
+        # An id is unique only while its object lives, so weak references detect freed objects.
         self._objects = [weakref.ref(one) for one in _find_objects(self._model)]
 
     def _is_whole(self) -> bool:
@@ -72,8 +72,8 @@ def _find_facts(model: nn.Module, is_shared: bool) -> list[Any]:
         for name, one in vars(module).items():
             if name[0] != "_":
                 facts += (name, one if type(one) in _PLAIN else id(one))
-        if module is not model:  # the model itself is not called by shared steps, rows watch it so
-            facts += module._forward_hooks  # by numbers that are given out once
+        if module is not model:  # batched steps do not call the model itself
+            facts += module._forward_hooks  # keys are unique numbers
             facts += module._forward_pre_hooks
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
@@ -100,7 +100,7 @@ def _checksum(tensor: Tensor, is_sampled: bool) -> int:
     """
     data = tensor.reshape(-1)
     if is_sampled:
-        # An odd stride, so that not the same column of every row is read.
+        # An odd stride, so that samples are not all from the same column.
         data = data[:: max(1, data.numel() // _SAMPLES) | 1]
     data = data.contiguous().view(torch.uint8)
     if data.data_ptr() % 8:

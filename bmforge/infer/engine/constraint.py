@@ -1,7 +1,8 @@
-"""What an answer must be a case of: a JSON schema, a regular expression, choices, or a grammar.
+"""Constrained decoding: answers that follow a JSON schema, a regular expression, choices or a
+grammar.
 
-llguidance (extra ``constrain``) finds which tokens may come next. What it cannot keep to is refused
-before an answer begins, never dropped.
+llguidance (extra ``constrain``) computes the allowed next tokens. Constraints that it does not
+support are refused before generation, never ignored.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ __all__ = ["Constraint", "Matcher", "Rules"]
 
 @dataclass(frozen=True)
 class Constraint:
-    """A rule for a whole answer; make one by `json_schema`, `regex`, `choices` or `lark`.
+    """A constraint on a whole answer; created by `json_schema`, `regex`, `choices` or `lark`.
 
     Args:
-        kind: which of them.
-        source: the rule as text.
+        kind: kind of the constraint.
+        source: the schema, pattern or grammar as text.
     """
 
     kind: Literal["json", "regex", "lark"]
     source: str
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` where there is no rule."""
+        """Raise `ConfigError` if the source is empty."""
         if not self.source:
             raise ConfigError(f"Constraint: the {self.kind} rule is empty; give one.")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
-        """Return the rule that an answer is JSON which a schema allows; ``{}`` allows all JSON."""
+        """Return the constraint that an answer is JSON valid under a schema; ``{}`` allows all
+        JSON.
+        """
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
             found = json.loads(text)
@@ -54,39 +57,41 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Return the rule that the whole answer matches a pattern (of Rust's regex crate)."""
+        """Return the constraint that the whole answer matches a pattern (syntax of Rust's regex
+        crate).
+        """
         return cls("regex", pattern)
 
     @classmethod
     def choices(cls, texts: Sequence[str]) -> Self:
-        """Return the rule that the answer is one of some texts."""
+        """Return the constraint that the answer is one of these texts."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise ConfigError(f"choices={texts!r} must be at least one text, and no empty ones.")
         return cls("lark", "start: " + " | ".join(map(json.dumps, texts)))
 
     @classmethod
     def lark(cls, grammar: str) -> Self:
-        """Return the rule of a grammar in Lark's form, which begins at ``start``."""
+        """Return the constraint of a grammar in Lark's format, whose start rule is ``start``."""
         return cls("lark", grammar)
 
 
 class Rules:
-    """Opens constraints for one tokenizer.
+    """Compiles constraints for one tokenizer.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: scores that the model gives.
-        ends: the end tokens, any of which may end an answer.
+        tokenizer: the model's tokenizer.
+        vocab_size: number of the model's logits.
+        ends: end tokens, any of which may end an answer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, tuple(ends)
 
     def open(self, constraint: Constraint) -> Matcher:
-        """Return what follows an answer.
+        """Compile a constraint and return the matcher of an answer.
 
         Raises:
-            ConfigError: the rule is wrong, or says what cannot be kept to.
+            ConfigError: the constraint is invalid or not supported.
             MissingDependencyError: llguidance is not installed.
         """
         guide = _import()
@@ -99,9 +104,9 @@ class Rules:
 
     @cached_property
     def _guided(self) -> Any:
-        """The tokenizer as llguidance reads it."""
+        """The tokenizer in llguidance's format."""
         guide, tokenizer = _import(), self._tokenizer
-        # Where nothing ends a text, a token that no model writes stands for it.
+        # Without end tokens, an id outside of the vocabulary serves as one.
         ends = list(self._ends) or [self._vocab_size]
         size = max(self._vocab_size, len(tokenizer), max(ends) + 1)
         if isinstance(tokenizer, FastTokenizer) and max(ends) < len(tokenizer):
@@ -116,25 +121,25 @@ class Rules:
 
 
 class Matcher:
-    """Follows one answer.
+    """Constraint state of one answer.
 
     Args:
-        matcher: llguidance's.
-        vocab_size: scores that the model gives.
+        matcher: llguidance's matcher.
+        vocab_size: number of the model's logits.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def copy(self) -> Matcher:
-        """Return what follows another answer, which begins as this one did."""
+        """Return an independent matcher in the same state."""
         return Matcher(self._matcher.deep_copy(), self._vocab_size)
 
     def allowed(self) -> Tensor | None:
-        """Return which tokens may come next, (V,); None where the answer is whole.
+        """Return the mask of allowed next tokens, (V,); None if the answer is complete.
 
         Raises:
-            ConfigError: the rule turned out to be too much for its limits.
+            ConfigError: the constraint exceeds llguidance's limits.
         """
         if self._matcher.is_stopped():
             self._check()
@@ -145,7 +150,7 @@ class Matcher:
         return mask.bool() if bool(mask.any()) else None
 
     def take(self, token: int) -> None:
-        """Go on behind a token that was allowed."""
+        """Advance by a token that was allowed."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -155,7 +160,7 @@ class Matcher:
 
 
 class _Spelled:
-    """A tokenizer that is not the ``tokenizers`` library's, as llguidance asks for one."""
+    """Adapter of a tokenizer outside the ``tokenizers`` library to llguidance's interface."""
 
     def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -191,13 +196,13 @@ def _import() -> Any:
 
 
 def _write_grammar(guide: Any, constraint: Constraint) -> str:
-    """Return a rule as llguidance reads it."""
+    """Return a constraint as an llguidance grammar."""
     matcher = guide.LLMatcher
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(constraint.source))
     if constraint.kind == "lark":
         return str(matcher.grammar_from_lark(constraint.source))
-    # Blanks as most models write them, and no others: some would never stop writing them.
+    # Only the whitespace that most models write: with free whitespace some never stop.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     try:
         return str(matcher.grammar_from_json_schema(constraint.source, overrides=form))

@@ -120,9 +120,9 @@ def divide_blocks(
         tight = [number for number, (plan, _) in found.items() if plan is None and free[number] > 0]
         if len(rooms) == 1 or not tight:
             break
-        free[min(tight, key=free.__getitem__)] = 0  # the others have its share
+        free[min(tight, key=free.__getitem__)] = 0  # the other devices take its blocks
     smallest = found[0][1]
-    if len(rooms) > 1:  # a larger budget divides blocks otherwise: so much is enough for any
+    if len(rooms) > 1:  # other budgets divide differently; this suffices for any
         sizes = [[block.moving for block in stack] for stack in stacks]
         smallest = max(needs) + staying + work.cache_bytes + smallest_room(sizes)
     if len(plans) < len(found):

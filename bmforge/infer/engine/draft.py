@@ -129,7 +129,7 @@ class Draft:
             end = part.end - len(part.guessed)
             if not later and part.is_last:
                 self._known[sequence] = start
-                continue  # it is caught up with when it guesses again
+                continue  # its keys are computed when it is drafted for again
             rows.append(StepRow(sequence.pages, start, end))
             tokens.append(sequence.tokens[start:end])
             wanted.append(int(later))

@@ -1,4 +1,4 @@
-"""What encoders are asked: embeddings, masked tokens, classes."""
+"""Requests to encoders: embeddings, masked tokens and classification."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ __all__ = [
 
 Pooling: TypeAlias = Literal["mean", "first"]
 
-# A text as it is, with its tokenizer; or what the model reads: ids of a row, (B, T) ids or
-# (B, C, H, W) pixels.
+# Texts with their tokenizer, token ids of rows, or a tensor of (B, T) ids or (B, C, H, W) pixels.
 Inputs: TypeAlias = Sequence[tuple[str, Any] | list[int]] | Tensor
 
 
 class Filled(NamedTuple):
-    """A token that may stand at a mask.
+    """A candidate token for a mask.
 
     Attributes:
-        token: its text.
-        probability: of it.
+        token: text of the token.
+        probability: probability of the token.
     """
 
     token: str
@@ -56,22 +55,23 @@ def embed(
     normalize: bool = True,
     max_rows: int = 1,
 ) -> Tensor:
-    """Return one embedding per row: of the last hidden states, of an encoder-decoder the encoder's.
+    """Return one embedding per row from the last hidden states (the encoder's of an
+    encoder-decoder).
 
-    Rows of the same length are read together, so that none needs padding.
+    Rows of the same length are batched, so that no padding is needed.
 
     Args:
-        model: any.
+        model: any model.
         inputs: texts, token ids or pixels.
-        max_rows: at most so many are read at once.
-        pooling: the mean over tokens, or the first token's state.
-        normalize: scale embeddings to length 1.
+        max_rows: maximum batch size.
+        pooling: mean over the tokens, or the first token's state.
+        normalize: whether embeddings are scaled to length 1.
 
     Shape:
         returns (B, D) in fp32
 
     Raises:
-        ConfigError: no such pooling.
+        ConfigError: the pooling is unknown.
     """
     check_pooling(pooling)
 
@@ -83,19 +83,19 @@ def embed(
 
 
 def check_pooling(pooling: str) -> None:
-    """Raise `ConfigError` where there is no such pooling."""
+    """Raise `ConfigError` if the pooling is unknown."""
     if pooling not in ("mean", "first"):
         raise ConfigError(f"pooling={pooling!r} is unknown. Known: mean, first.")
 
 
 def pool(states: Tensor, pooling: Pooling) -> Tensor:
-    """Return what stands for each row of states, in fp32: (B, T, D) -> (B, D)."""
+    """Pool the hidden states of each row, in fp32: (B, T, D) -> (B, D)."""
     states = states.float()
     return states.mean(1) if pooling == "mean" else states[:, 0]
 
 
 def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
-    """Return the last hidden states of rows, (B, T, D); a soft prompt has none."""
+    """Return the last hidden states of rows, (B, T, D), without those of a soft prompt."""
     rows, added = _behind_prompt(model, rows)
     if model.traits.reads == "apart":
         return model.encode(**rows).last_hidden_state[:, added:]
@@ -104,7 +104,7 @@ def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
 
 
 def _behind_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """Return rows with a model's soft prompt in front, and how many tokens that is."""
+    """Return the rows with the model's soft prompt in front, and the length of the prompt."""
     if "input_ids" not in rows:
         return rows, 0
     ids, _, added = with_prompt(model.whole().embed, rows["input_ids"])
@@ -114,7 +114,7 @@ def _behind_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tenso
 def _read_together(
     model: Any, inputs: Inputs, max_rows: int, read: Callable[[dict[str, Tensor]], Tensor]
 ) -> Tensor:
-    """Return what `read` makes of every row, in their order; rows of one shape go together."""
+    """Apply `read` to batches of rows of the same shape and return the results in row order."""
     rows = read_rows(model, inputs)
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
@@ -131,21 +131,20 @@ def _read_together(
 
 @torch.no_grad()
 def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
-    """Return the probability of every class: of rows, or of every token of rows of one length.
+    """Return the probability of every class, per row or per token of rows of one length.
 
-    Of labels that exclude each other they sum to 1; where several may hold at once, each stands
-    alone.
+    Probabilities of exclusive classes sum to 1; those of multi-label classes are independent.
 
     Args:
-        model: with a classifier.
+        model: model with a classification head.
         inputs: texts, token ids or pixels.
-        max_rows: at most so many are read at once.
+        max_rows: maximum batch size.
 
     Shape:
         returns (B, L) or (B, T, L) in fp32
 
     Raises:
-        ConfigError: the model has no classifier.
+        ConfigError: the model has no classification head.
     """
     if "classif" not in model.config.head:
         raise ConfigError(
@@ -167,16 +166,16 @@ def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
 def fill_mask(
     model: Any, tokenizer: Any, texts: str | Sequence[str], *, top: int = 5
 ) -> list[list[list[Filled]]] | list[list[Filled]]:
-    """Return the likeliest tokens at every mask token of every text, the likeliest first.
+    """Return the most likely tokens at every mask token of every text, best first.
 
     Args:
-        model: with a head for masked tokens.
-        tokenizer: its own, which has a mask token.
+        model: model with a masked-LM head.
+        tokenizer: the model's tokenizer, which has a mask token.
         texts: one text, or several.
-        top: how many tokens.
+        top: number of tokens per mask.
 
     Raises:
-        ConfigError: another head, or a text without a mask token.
+        ConfigError: the model has another head, or a text has no mask token.
     """
     if model.config.head != "masked_lm" or tokenizer.mask_id is None:
         raise ConfigError(
@@ -203,11 +202,11 @@ def fill_mask(
 
 
 def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
-    """Return the model's arguments for every row.
+    """Return the model's keyword arguments for every row.
 
     Raises:
-        ConfigError: a row is longer than the model reads, or has no token.
-        ShapeError: ids outside of the vocabulary.
+        ConfigError: a row is longer than the model's maximum, or has no token.
+        ShapeError: ids are outside of the vocabulary.
     """
     if isinstance(inputs, Tensor):
         name = "pixel_values" if model.traits.has_images else "input_ids"
@@ -223,7 +222,7 @@ def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
 
 
 def _check_ids(model: Any, ids: Tensor) -> None:
-    """Raise for ids that the model cannot read."""
+    """Raise an error for ids outside of the vocabulary, or too many of them."""
     limit, size = model.position_limit, count_ids(model.whole().embed)
     if not ids.numel() or (limit is not None and ids.shape[-1] > limit):
         raise ConfigError(
@@ -238,7 +237,7 @@ def _check_ids(model: Any, ids: Tensor) -> None:
 
 
 def encode_text(model: Any, text: str, tokenizer: Any) -> list[int]:
-    """Return a text's ids with the marks around it that the family reads."""
+    """Return a text's ids with the special tokens that the model family expects."""
     if model.traits.reads == "both":
         longest = len(text) + 8
         return encode_segments([text], tokenizer, longest, model.traits.marks_between)[0]
@@ -247,15 +246,15 @@ def encode_text(model: Any, text: str, tokenizer: Any) -> list[int]:
 
 
 def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.device) -> Inputs:
-    """Return what is asked about in the form that is read.
+    """Return the inputs as a tensor, or as texts with their tokenizer or rows of ids.
 
     Args:
         inputs: a text, texts, lists of ids, or a tensor.
-        open_tokenizer: returns the model's; called where there is a text.
-        device: where it is computed.
+        open_tokenizer: returns the model's tokenizer; called only for texts.
+        device: compute device.
 
     Raises:
-        ConfigError: there is nothing, or something is empty.
+        ConfigError: there are no inputs, or one is empty.
     """
     if isinstance(inputs, Tensor):
         return inputs.to(device)

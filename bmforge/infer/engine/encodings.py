@@ -1,9 +1,8 @@
-"""Embeddings that several callers wait for, a pass of the model at a time.
+"""Batched embedding requests, one forward pass at a time.
 
-Rows of one length share a pass, whoever asked, where weights come from elsewhere for every pass or
-an accelerator wants many rows. Of a model in a host's memory each row has a pass of its own, as its
-products have other bits for other numbers of rows and gain little by them: no answer depends on
-what else is asked.
+Rows of one length from all callers share a pass if weights are streamed or the device is an
+accelerator. For a model in host memory each row has its own pass: matrix products of other batch
+sizes differ in the last bits and gain little speed, so that no answer depends on other requests.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ __all__ = ["Encoding", "Encodings"]
 
 
 class Encoding(Task):
-    """Rows of one caller.
+    """Embedding request of one caller.
 
     Args:
-        rows: the model's arguments for each.
-        pooling: as `encode.embed` has it.
-        normalize: scale embeddings to length 1.
-        deadline_s: of a `Task`.
-        deltas: that work on them, as in `Request`.
+        rows: keyword arguments of the model for each row.
+        pooling: pooling as in `encode.embed`.
+        normalize: whether embeddings are scaled to length 1.
+        deadline_s: deadline in seconds, as in `Task`.
+        deltas: adapter names, as in `Request`.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Encoding(Task):
         self._found: dict[int, Tensor] = {}
 
     def put(self, number: int, embedding: Tensor) -> None:
-        """Take the embedding of a row; the last one ends it."""
+        """Store the embedding of a row; the last one completes the request."""
         self._found[number] = embedding
         if len(self._found) == len(self.rows):
             out = torch.stack([self._found[n] for n in range(len(self.rows))])
@@ -73,12 +72,12 @@ class _Row(NamedTuple):
 
 
 class Encodings:
-    """Runs rows of all who wait, the earliest first.
+    """Runs the rows of all waiting requests, first come first served.
 
     Args:
-        model: what reads them.
-        max_rows: of a pass, where rows share one.
-        max_tokens: of a pass, where several rows do.
+        model: the model.
+        max_rows: maximum number of rows in a shared pass.
+        max_tokens: maximum number of tokens in a shared pass.
     """
 
     def __init__(self, model: Any, max_rows: int, max_tokens: int) -> None:
@@ -87,20 +86,20 @@ class Encodings:
         self._rows: deque[_Row] = deque()
 
     def __bool__(self) -> bool:
-        """Whether somebody waits."""
+        """Whether requests are waiting."""
         return bool(self._came or self._rows)
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._came) + len({id(row.encoding) for row in list(self._rows)})
 
     def add(self, encoding: Encoding) -> None:
-        """Take what somebody waits for; any thread may call this."""
+        """Add a request; may be called from any thread."""
         self._came.append(encoding)
 
     def step(self) -> None:
-        """Run one pass, if there is anything to run."""
+        """Run one pass if rows are waiting."""
         while self._came:
             encoding = self._came.popleft()
             self._rows += [_Row(encoding, number) for number in range(len(encoding.rows))]
@@ -115,7 +114,7 @@ class Encodings:
         self._run(chosen)
 
     def fail_all(self, error: Exception) -> None:
-        """Let everybody who waits have an error."""
+        """Fail all waiting requests with an error."""
         waiting = {id(e): e for e in (*self._came, *(row.encoding for row in self._rows))}
         self._came.clear()
         self._rows.clear()
@@ -123,7 +122,7 @@ class Encodings:
             encoding.fail(error)
 
     def _count(self, kind: tuple[tuple[str, torch.Size], ...]) -> int:
-        """Return how many rows of a kind share a pass."""
+        """Return the batch size for rows of one kind and length."""
         if not shares_passes(self._model):
             return 1
         rows, tokens = self._most
@@ -140,7 +139,7 @@ class Encodings:
         except Exception as error:
             if len(rows) == 1:
                 rows[0].encoding.fail(error)
-            for row in rows if len(rows) > 1 else ():  # only whose row it is shall suffer
+            for row in rows if len(rows) > 1 else ():  # rerun alone: only the row at fault fails
                 self._run([row])
             return
         for row, one in zip(rows, states, strict=True):

@@ -134,7 +134,7 @@ class Engine:
             self._given.close()
             raise
         self._guard = None
-        # An accelerator that is full has room for what was planned, and no more.
+        # A full accelerator has memory for the planned tensors only.
         is_full = self.plan.moved_bytes and not is_host(self.device)
         if device_budget_bytes is not None or is_full or self.plan.others:
             limit = self.config.max_rows, self.config.tokens_of(self.model)
@@ -152,7 +152,9 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Return the model of a directory on meta, and what gives it its weights by a plan."""
+        """Return the model of a directory on the meta device, and a function that loads it by a
+        plan.
+        """
         self._directory = source = find_model(name)
         if quantize is not None:
             described = PackedReader(*AutoModel.describe_pretrained(source, **options), quantize)
@@ -175,7 +177,7 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Return a module that is in memory, made ready, and what places it by a plan."""
+        """Prepare a module in memory; return it with a function that places it by a plan."""
         check_module(model, self.config, options)
         model = model.eval() if dtype is None else model.eval().to(dtype)
         if quantize is not None:
@@ -187,7 +189,7 @@ class Engine:
         """The model's tokenizer.
 
         Raises:
-            ConfigError: there is none, or it is of another model.
+            ConfigError: there is no tokenizer, or it belongs to another model.
         """
         if self._tokenizer is None:
             if self._directory is None:
@@ -221,51 +223,54 @@ class Engine:
             return continue_prompts(model, lambda: self.tokenizer, prompts, **options)
 
     def stream(self, prompt: str, *, delta: DeltaChoice = None, **options: Any) -> Iterator[str]:
-        """Yield what is written after a prompt, piece by piece, as it is chosen.
+        """Yield the continuation of a prompt, piece by piece, as it is generated.
 
         Args:
-            prompt: the text.
+            prompt: prompt text.
             options: fields of `GenerationConfig`; no beams.
 
         Raises:
-            ConfigError: as `generate` does.
+            ConfigError: same as in `generate`.
         """
         with self.turn("stream", delta=delta) as model:
             yield from stream_text(model, self.tokenizer, prompt, **options)
 
     def submit(self, request: Request) -> Handle:
-        """Take a request and return at once; it is answered beside others, by a thread of its own.
+        """Queue a request and return a handle at once; requests are batched on a background thread.
 
-        Any thread may ask. What is asked of the engine otherwise waits for `call`, or is refused
-        while requests run.
+        May be called from any thread. While requests run, other methods wait inside `call`, or
+        raise an
+        error outside of it.
 
         Args:
-            request: what is asked.
+            request: prompt and generation options.
 
         Raises:
-            ConfigError: anything that does not fit the model, the engine or each other; too many
-                requests wait; the engine is closed, or has failed.
-            ShapeError: ids outside of the vocabulary.
+            ConfigError: the request does not fit the model or the engine, the queue is full, or
+                the engine
+                is closed or has failed.
+            ShapeError: ids are outside of the vocabulary.
         """
         self._check("submit", writes=True)
         return self._queue().submit(request)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function between two steps of requests, and return what it returns.
+        """Run a function between two steps of the batch loop and return its result.
 
-        In it, everything else can be asked of the engine: ``engine.call(lambda:
-        engine.embed(texts))``. Any thread may ask.
+        The function may use all other methods of the engine: ``engine.call(lambda:
+        engine.embed(texts))``.
+        May be called from any thread.
         """
         self._check("call", writes=False)
         return self._queue().call(function)
 
     def requests_status(self) -> RequestsStatus:
-        """Return how many submitted requests run and wait, and how many pages they have."""
+        """Return the number of running and waiting requests and of used pages."""
         self._check("requests_status", writes=False)
         return self._queue().status()
 
     def _queue(self) -> Requests:
-        """Return what runs submitted requests, made when the first one comes."""
+        """Return the batch loop, created at the first request."""
         with self._making:
             if self._requests is None:
                 has_texts = self._tokenizer is not None or self._directory is not None
@@ -283,11 +288,11 @@ class Engine:
     def submit_embed(
         self, inputs: Any, *, deadline_s: float | None = None, **options: Any
     ) -> Future[Tensor]:
-        """Embed as `embed` does, beside everything else; what is said of `submit` holds.
+        """Queue an `embed` request next to all others; threads and errors as in `submit`.
 
         Args:
             inputs: texts, lists of ids of any lengths, or a tensor.
-            deadline_s: seconds after which it ends with a `TimeoutError`.
+            deadline_s: deadline in seconds, after which the future raises `TimeoutError`.
             options: `pooling`, `normalize` and `delta` of `embed`.
         """
         self._check("submit_embed", writes=False)
@@ -298,7 +303,7 @@ class Engine:
     def submit_documents(
         self, documents: Any, *, deadline_s: float | None = None, **options: Any
     ) -> Future[Any]:
-        """Fill documents as `fill_documents` does, beside everything else, as `submit_embed`."""
+        """Queue a `fill_documents` request next to all others; see `submit_embed`."""
         self._check("submit_documents", writes=True)
         deltas = check_names(self.model, options.pop("delta", None))
         given = {"batch_size": min(8, self.config.max_rows), **options}
@@ -311,7 +316,7 @@ class Engine:
             return embed(model, self._ids(inputs), max_rows=self.config.max_rows, **options)
 
     def fill_mask(self, texts: Any, *, top: int = 5, delta: DeltaChoice = None) -> Any:
-        """Return the likeliest tokens at every mask token of texts; see `encode.fill_mask`."""
+        """Return the most likely tokens at every mask token of texts; see `encode.fill_mask`."""
         with self.turn("fill_mask", writes=False, delta=delta) as model:
             return fill_mask(model, self.tokenizer, texts, top=top)
 
@@ -338,12 +343,12 @@ class Engine:
             return fill_documents(model, self.tokenizer, documents, **given)
 
     def fill_blanks(self, text: str, *, delta: DeltaChoice = None, **options: Any) -> list[str]:
-        """Return what belongs in every ``<span>`` of a text; see `blanks.fill_blanks`."""
+        """Return the model's text for every ``<span>`` of a text; see `blanks.fill_blanks`."""
         with self.turn("fill_blanks", delta=delta) as model:
             return fill_blanks(model, self.tokenizer, text, **options)
 
     def chat(self, *, delta: DeltaChoice = None, **options: Any) -> Talk:
-        """Return a conversation with the model, in its own form: what has `reply` and `clear`.
+        """Open a conversation with the model, an object with `reply` and `clear`.
 
         Args:
             options: fields of `TalkConfig`.
@@ -356,14 +361,14 @@ class Engine:
         return TalkInTurns(talk, lambda: self.turn("reply", delta=delta))
 
     def close(self) -> None:
-        """Give back threads, files and slots; nothing can be asked any more.
+        """Release threads, files and streaming slots; the engine cannot be used afterwards.
 
-        Of a module that was given divided over devices, weights stay where they are.
+        The weights of a module that was divided over devices stay on their devices.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        with self._given:  # given back even if waiting for the thread is interrupted
+        with self._given:  # release even if the wait for the thread is interrupted
             if self._requests is not None:
                 self._requests.close()
 
@@ -372,7 +377,7 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the engine."""
         self.close()
 
     def _ids(self, inputs: Any) -> Any:
@@ -380,10 +385,10 @@ class Engine:
 
     @contextmanager
     def turn(self, what: str, writes: bool = True, delta: DeltaChoice = None) -> Iterator[Any]:
-        """Have the model for one request, with deltas as a `Request` names them.
+        """Hold the model for one call, with the adapters of `delta` active.
 
         Raises:
-            ConfigError: the engine is closed or busy, or the model cannot do it.
+            ConfigError: the engine is closed or busy, or the model does not support the call.
         """
         self._check(what, writes)
         with self._hold.alone(what, self._requests):
@@ -393,7 +398,7 @@ class Engine:
                 yield self.model
 
     def _check(self, what: str, writes: bool) -> None:
-        """Raise `ConfigError` where the engine is closed, or its model cannot do it."""
+        """Raise `ConfigError` if the engine is closed, or the model does not support the call."""
         if self._is_closed:
             raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
         check_asked(self.model, what, writes)

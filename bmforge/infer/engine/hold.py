@@ -43,7 +43,7 @@ class ModelLock:
         if requests is not None and requests.is_here:
             yield
             return
-        # The engine's thread lets go a moment after the last answer was handed over.
+        # The engine's thread releases the lock shortly after it delivered the last answer.
         ends = self._is_shared and requests is not None and not requests.is_busy
         if not self._lock.acquire(blocking=ends):
             raise ConfigError(

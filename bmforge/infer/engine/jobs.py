@@ -87,7 +87,7 @@ class Job:
             whole = answer.completion(len(self.ready.ids)) if answer.is_told else None
             try:
                 self.handle.put(piece, whole)
-            except Exception as error:  # what watches the handle is not ours
+            except Exception as error:  # the callback is user code
                 self.handle.fail(error)
 
     def end(self, reason: FinishReason) -> None:
@@ -153,7 +153,7 @@ class PackedJobs:
 
     def add(self, job: Job) -> None:
         """Add a job."""
-        if not self.jobs:  # while nobody waited the model may have been changed
+        if not self.jobs:  # the model may have changed while idle
             self.notice_changes()
         ready = job.ready
         told = repr(self._model.config) + tell_choice(self._model, ready.deltas)
@@ -188,7 +188,7 @@ class PackedJobs:
         if self._changes.since_last():
             self._scheduler.begin_anew()
             self.pages.forget()
-            self._step = None  # its kind, and where it is, may be others as well
+            self._step = None  # dtype and device may have changed too
         for step in (self._step, self._draft):
             if step is not None:
                 step.look_again()

@@ -1,4 +1,4 @@
-"""Keeping a model to what its memory was planned for, whoever calls it."""
+"""Checks of calls against the limits of the memory plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bmforge.records import laid_out
 
 __all__ = ["check_asked", "check_module", "check_size", "check_tokenizer", "total_tokens"]
 
-# Submitted requests have room for so many of the longest rows, where nothing was planned.
+# Default capacity of batched requests without a budget, in rows of maximum length.
 _ROWS = 16
 
 _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
@@ -23,17 +23,17 @@ _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_i
 def check_size(
     limit: tuple[int, int], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise for more rows or longer ones than were planned for; a hook before a model's forward.
+    """Forward pre-hook that refuses more rows or tokens than were planned for.
 
     Raises:
-        ConfigError: with what was planned and what was given.
+        ConfigError: the call exceeds the limits; the message names both.
     """
     given = {"input_ids": args[0]} if args and isinstance(args[0], Tensor) else {}
     given |= {name: kwargs[name] for name in _ROWS_OF_TOKENS if kwargs.get(name) is not None}
     for name, tensor in given.items():
         past = getattr(kwargs.get("cache"), "length", 0)
         if name.startswith("input") and "decoder_input_ids" in given:
-            past = 0  # the source, beside a target that goes on
+            past = 0  # the source is not in the target's cache
         rows, tokens = tensor.shape[0], past + (tensor.shape[1] if tensor.dim() > 1 else 1)
         if tensor.dim() == 4:  # images
             tokens = 0
@@ -46,7 +46,7 @@ def check_size(
 
 
 def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a module in memory that an engine cannot place, or could not open."""
+    """Raise `ConfigError` for a module in memory that an engine cannot place."""
     record = laid_out(model)
     if record is not None and (record.mesh is not None or record.streamers):
         raise ConfigError(
@@ -68,7 +68,7 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """Raise `ConfigError` for a tokenizer that has more tokens than a model."""
+    """Raise `ConfigError` if a tokenizer has more tokens than the model."""
     size, known = len(tokenizer), getattr(getattr(model, "config", None), "vocab_size", None)
     if known is not None and size > known:
         raise ConfigError(
@@ -78,10 +78,10 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
 
 
 def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] | None) -> int:
-    """Return for how many tokens of submitted requests there is room.
+    """Return the capacity of the batched requests' KV cache in tokens.
 
     Raises:
-        ConfigError: more was asked for than memory was planned for.
+        ConfigError: the configured capacity exceeds the planned memory.
     """
     asked = config.requests.total_tokens
     if limit is None:
@@ -96,7 +96,7 @@ def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] 
 
 
 def check_asked(model: nn.Module, what: str, writes: bool) -> None:
-    """Raise `ConfigError` where a model cannot do what is asked of its engine."""
+    """Raise `ConfigError` if a model does not support a method of the engine."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"{what} is for models of bmforge, and this is a {type(model).__name__}: call "

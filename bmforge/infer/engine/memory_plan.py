@@ -1,4 +1,4 @@
-"""Where everything of a model goes, as a line, a table and bars."""
+"""Placement of a model and its memory use, printable as a line or a table with bars."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ __all__ = ["MemoryPlan"]
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where everything goes. All figures in bytes.
+    """Placement of a model's blocks. All sizes are in bytes.
 
     Args:
-        device: of several the one where everything outside of blocks is.
-        budget_bytes: of the device.
-        smallest_bytes: the least budget that works; of several devices one that does.
-        weights_bytes: of what stays: all that is in no block, and resident blocks.
-        slots_bytes: through which the other blocks come and go.
-        cache_bytes: keys and values of the longest rows.
-        step_bytes: what the largest step needs besides.
-        runtime_bytes: what the process needs besides tensors.
-        resident: names of blocks that stay.
-        moving: names of blocks that come and go, in the order in which they run.
-        on_host: of these, the ones that wait in host memory.
-        moved_bytes: of all blocks that come and go.
-        experts_bytes: for experts that are here, where they are read when they are chosen.
-        beside_bytes: for what is put beside the model once it is open.
-        others: what further devices have: blocks, and what these need.
+        device: device of the plan; with several devices, the one with the tensors outside of
+            blocks.
+        budget_bytes: budget of the device.
+        smallest_bytes: smallest budget that works; with several devices, one that works.
+        weights_bytes: resident weights: tensors outside of blocks, and resident blocks.
+        slots_bytes: slots through which the other blocks are streamed.
+        cache_bytes: KV cache of the longest rows.
+        step_bytes: activations of the largest step.
+        runtime_bytes: memory of the process besides tensors.
+        resident: names of resident blocks.
+        moving: names of streamed blocks, in execution order.
+        on_host: names of streamed blocks that are cached in host memory.
+        moved_bytes: size of all streamed blocks.
+        experts_bytes: cache for experts that are read when they are chosen.
+        beside_bytes: reserve for modules that are attached later.
+        others: plans of further devices.
     """
 
     device: torch.device
@@ -58,23 +59,23 @@ class MemoryPlan:
 
     @property
     def on_disk(self) -> tuple[str, ...]:
-        """Blocks that are read from disk whenever they run."""
+        """Names of blocks that are read from disk whenever they run."""
         return tuple(name for name in self.moving if name not in self.on_host)
 
     @property
     def elsewhere(self) -> dict[str, torch.device]:
-        """Blocks that are on further devices, by name."""
+        """Devices of the blocks on further devices, by block name."""
         return {
             name: plan.device for plan in self.others for name in (*plan.resident, *plan.moving)
         }
 
     @property
     def used_bytes(self) -> int:
-        """What of the budget is taken."""
+        """Used part of the budget in bytes."""
         return sum(size for _, size in self.parts())
 
     def parts(self) -> list[tuple[str, int]]:
-        """Return what the budget goes to, with its bytes."""
+        """Return the parts of the budget with their sizes in bytes."""
         return [
             ("weights that stay", self.weights_bytes),
             ("slots for blocks that move", self.slots_bytes),

@@ -1,7 +1,7 @@
-"""What the native step is told of a block: pointers, sizes and kinds, read from its modules.
+"""Descriptions of blocks for the native step: pointers, sizes and kinds read from the modules.
 
-A block that has anything besides what is named here (a hook, a child or a class that is not known,
-a slot that a layout has filled) is not described, and runs through torch.
+A block with anything else than the supported modules (a hook, an unknown child or class, a slot
+filled by a parallel layout) is not described and runs through torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ACTIVATIONS: dict[Callable[[Tensor], Tensor], int] = {
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LINEARS = (nn.Linear, Linear, WideLinear, QuantizedLinear)
 _EXPERTS = (Experts, QuantizedExperts)
-# What these computed when they were imported: a class whose forward was replaced is not known.
+# Forward functions at import: a class whose forward was patched is not supported.
 _FORWARDS = {
     kind: kind.forward
     for kind in (Block, Attention, MLP, MoE, *_EXPERTS, RMSNorm, nn.LayerNorm, *_LINEARS)
@@ -52,7 +52,7 @@ _FORWARDS = {
 
 
 class _UnknownError(Exception):
-    """A module is not one of those that the native step knows."""
+    """The native step does not support a module."""
 
 
 def _structure(name: str, fields: dict[str, Any]) -> type[ctypes.Structure]:
@@ -118,10 +118,10 @@ Layer: Any = _structure(
 
 
 class Watch:
-    """Remembers what was described, and tells whether all of it is as it was.
+    """Snapshot of the described modules that detects changes.
 
-    The class and every attribute of every module count (hooks, children, parameters and slots are
-    attributes), and where each tensor's numbers lie, how many bytes of which dtype they are.
+    It records the class and all attributes of every module (hooks, children and parameters are
+    attributes), and the address, size and dtype of every tensor.
     """
 
     def __init__(self) -> None:
@@ -134,10 +134,10 @@ class Watch:
         self._inside: list[Any] = []
         self._tensors: list[Tensor] = []
         self._places: list[Any] = []
-        self.kept: list[Any] = []  # what pointers in descriptions point to
+        self.kept: list[Any] = []  # keeps the memory behind raw pointers alive
 
     def add(self, module: nn.Module) -> None:
-        """Remember a module, its own tensors and which children it has."""
+        """Record a module, its own tensors and its children."""
         attributes = vars(module)
         self._objects.append(module)
         self._kinds.append(type(module))
@@ -151,14 +151,14 @@ class Watch:
         self._places += _places(tensors)
 
     def sees_change(self) -> bool:
-        """Tell whether anything differs; takes some microseconds a block."""
+        """Return True if anything changed; takes some microseconds per block."""
         if any(self._empty) or _forwards_changed():
             return True
         if not all(map(is_, map(type, self._objects), self._kinds)):
             return True
         try:
             same = all(map(eq, self._modules, self._kept))
-        except (RuntimeError, ValueError):  # an attribute is a tensor, and another one than it was
+        except (RuntimeError, ValueError):  # a tensor attribute was replaced
             return True
         found = list(chain.from_iterable(map(dict.values, self._full)))
         same = same and len(found) == len(self._inside) and all(map(is_, found, self._inside))
@@ -184,11 +184,11 @@ def _forwards_changed() -> bool:
 
 
 def describe_block(block: nn.Module, watch: Watch) -> Any:
-    """Return a block's `Layer`; None where it has what the native step does not know.
+    """Return a block's `Layer`; None if the native step does not support the block.
 
     Args:
-        block: of any kind.
-        watch: is told of what was read.
+        block: block of any kind.
+        watch: snapshot to which the block's modules are added.
     """
     try:
         return _describe_block(block, watch)
@@ -197,11 +197,11 @@ def describe_block(block: nn.Module, watch: Watch) -> Any:
 
 
 def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[str] = ()) -> None:
-    """Go on only with a module of these classes that has these children and nothing beside."""
+    """Raise `_UnknownError` unless a module has one of these classes and exactly these children."""
     attributes = vars(module)
     kind: Any = type(module)
     known = kind in kinds and not _forwards_changed()
-    # Nothing stands before what the class defines: no method that was replaced, nothing compiled.
+    # No instance attribute shadows the class: no patched method, no compiled forward.
     known = known and not module.training and not attributes.keys() & _defined_by(kind)
     known = known and not any(attributes.get(key) for key in _HOOKS)
     if not known or any(module._modules[name] for name in module._modules.keys() - {*children}):
@@ -220,7 +220,7 @@ def _require(*conditions: bool) -> None:
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Return where a plain tensor on the host lies."""
+    """Return the address of a plain tensor on the host."""
     if tensor is None:
         return None
     _require(type(tensor) in (Tensor, nn.Parameter), tensor.is_cpu, tensor.is_contiguous())
@@ -316,7 +316,7 @@ def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
 
 
 def _describe_experts(mlp: Any, watch: Watch) -> Any:
-    """Return the address of what a layer of experts is; None where it is no such layer."""
+    """Return the address of the description of an MoE layer; None for other modules."""
     if type(mlp) is not MoE:
         return None
     _know(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))
@@ -341,7 +341,7 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
 
 
 def _describe_stack(experts: Any, key: str) -> Any:
-    """Return the matrices of all experts; None where there is no such projection."""
+    """Return the matrices of all experts; None if they have no such projection."""
     sizes = experts.stack_sizes().get(key)
     if sizes is None:
         return None
@@ -376,7 +376,7 @@ def _describe_stack(experts: Any, key: str) -> Any:
 
 
 def expert_sizes(layer: Any) -> dict[str, int] | None:
-    """Return what a described layer's experts need room for; None where it has none."""
+    """Return the buffer sizes of a described layer's experts; None without experts."""
     if not layer.experts:
         return None
     experts = _Experts.from_address(layer.experts)

@@ -1,7 +1,7 @@
-"""What the native step is told of one call of a model: tokens, masks, positions, keys and values.
+"""Arguments of one call of the native step: tokens, masks, positions, keys and values.
 
-`Call` is of rows that are as long as each other, in a `KVCache`; `PackedCall` of tokens of several
-sequences in one row, each with its pages in a `PagedCache`.
+`Call` is for rows of equal length in a `KVCache`; `PackedCall` for tokens of several sequences in
+one row, each with its pages in a `PagedCache`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Call", "PackedCall", "Pasts", "Segment"]
 
 # Keys and values may be bytes too, `BYTES` of step_parts.cpp.
 _KINDS = {**PLAIN_KINDS, torch.int8: 4}
-# A row of a batch is one page.
+# A batch row of a `KVCache` counts as one page.
 _WHOLE_ROW = 1 << 40
 
 
@@ -76,14 +76,14 @@ class _Run(ctypes.Structure):
 
 
 class Pasts(NamedTuple):
-    """Where a `KVCache` keeps what blocks have stored, and which mask and bias each of them has.
+    """Addresses of the keys and values in a `KVCache`, and the mask and bias of each block.
 
     Args:
-        key: what this was read from; see `Call._key`.
-        own: keys and values of tokens, of each block, and
-        memory: of what an encoder made, (`_Past` * blocks) each.
-        memory_length: how many of these.
-        room: of how many tokens there is room for.
+        key: state that these addresses depend on; see `Call._key`.
+        own: self-attention keys and values of each block, and
+        memory: cross-attention keys and values, (`_Past` * blocks) each.
+        memory_length: number of encoder tokens.
+        room: capacity in tokens.
     """
 
     key: tuple[Any, ...]
@@ -94,9 +94,9 @@ class Pasts(NamedTuple):
 
 
 class Segment(Protocol):
-    """Blocks that are described, as `native_step` has them.
+    """Interface of a described run of blocks, as `native_step` has them.
 
-    `pasts` are those of the last call that blocks took.
+    `pasts` are those of the last call.
     """
 
     blocks: list[Any]
@@ -108,15 +108,15 @@ class Segment(Protocol):
 
 
 class _AnyCall:
-    """What calls of both kinds have in common."""
+    """Base class of both kinds of calls."""
 
     def __init__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
         self._rows, self._tokens, self._hidden = x.shape
-        self._kept: list[Any] = []  # what the pointers point to
+        self._kept: list[Any] = []  # keeps the memory behind raw pointers alive
         self._rope = self._positions(rope)
 
     def fits(self, segment: Segment) -> bool:
-        """Tell whether blocks have the width of what goes in, and heads are wide enough to turn."""
+        """Return True if the hidden sizes match and heads are wide enough for rotary embedding."""
         wide = self._rope.width <= (segment.narrowest or 1 << 30)
         return wide and not segment.hidden - {self._hidden}
 
@@ -141,7 +141,7 @@ class _AnyCall:
         return _Rope(cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1])
 
     def _place(self, pages: Iterable[tuple[Tensor, int]]) -> Any:
-        """Keep a place for every token: the pages of its sequence, int32, and its number."""
+        """Store every token's place: the page table of its sequence, int32, and its position."""
         found = list(pages)
         self._kept += [tensor for tensor, _ in found]
         places = (_Place * len(found))(
@@ -153,7 +153,7 @@ class _AnyCall:
     def _make(
         self, segment: Segment, x: Tensor, parts: Sequence[Any], masks: Sequence[Any], **more: Any
     ) -> _Run:
-        """Return the description of a run; parts are own and remembered keys, places, windows."""
+        """Return the `_Run` structure; parts: self- and cross-attention keys, places, windows."""
         own, memory, places, windows = parts
         masks_and_biases = (ctypes.addressof(part) for part in masks)
         self._kept += [own, memory, places, windows]
@@ -183,10 +183,10 @@ class Call(_AnyCall):
     """One call with a `KVCache`.
 
     Args:
-        x: what goes into the first block, (B, T, D).
-        masks: window -> mask.
-        biases: number of heads -> bias.
-        inputs: further arguments of the blocks; the cache among them.
+        x: input of the first block, (B, T, D).
+        masks: attention masks by window.
+        biases: attention biases by number of heads.
+        inputs: further arguments of the blocks, the cache included.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Call(_AnyCall):
         self._places = self._place((rows[row:], n) for row in range(self._rows) for n in new)
 
     def takes(self, segment: Segment) -> bool:
-        """Tell whether the cache holds what blocks need, and there is room for the new tokens."""
+        """Return True if the cache has the blocks' buffers and room for the new tokens."""
         if not self.fits(segment):
             return False
         if segment.pasts is None or segment.pasts.key != self._key():
@@ -219,13 +219,13 @@ class Call(_AnyCall):
         return segment.pasts is not None and self._stored + self._tokens <= segment.pasts.room
 
     def _key(self) -> tuple[Any, ...]:
-        """Return all that `_find_pasts` depends on besides the blocks."""
+        """Return the state that `_find_pasts` depends on besides the blocks."""
         cache = self._cache
         known = weakref.ref(cache), cache.moves
         return *known, self._rows, tuple(self._windows), tuple(self._heads)
 
     def _find_pasts(self, segment: Segment) -> Pasts | None:
-        """Find what blocks have stored, and tell them their masks; None where something lacks."""
+        """Collect the blocks' keys, values and masks; None if any is missing."""
         count = len(segment.blocks)
         own, memory = (_Past * count)(), (_Past * count)()
         memory_length, room = 0, _WHOLE_ROW
@@ -250,7 +250,7 @@ class Call(_AnyCall):
         return pair is not None and _fits(pair, (self._rows, part.shared_heads, part.width), 1)
 
     def describe(self, segment: Segment, x: Tensor) -> _Run:
-        """Return the description of a segment's run; x is changed in place."""
+        """Return the structure of a segment's run; x is changed in place."""
         assert segment.pasts is not None
         _, own, memory, memory_length, _ = segment.pasts
         return self._make(
@@ -275,10 +275,10 @@ class PackedCall(_AnyCall):
     """One call with a `PagedCache`.
 
     Args:
-        x: what goes into the first block, (1, T, D): the tokens of all rows, one after the other.
-        cache: which has pages for them.
-        rows: where they belong.
-        rope: cos and sin of each.
+        x: input of the first block, (1, T, D): the tokens of all rows, concatenated.
+        cache: KV cache with pages for the tokens.
+        rows: sequence and positions of the tokens.
+        rope: cos and sin of each token.
     """
 
     def __init__(
@@ -300,9 +300,8 @@ class PackedCall(_AnyCall):
         self._masks, self._biases = (_Mask * 1)(), (_Bias * 1)()
 
     def takes(self, segment: Segment) -> bool:
-        """Tell whether blocks look at nothing but their own tokens, and there is memory for them.
-
-        It is taken where there is none.
+        """Return True if the blocks have self-attention only and the cache fits; allocate its
+        pages.
         """
         if not self.fits(segment):
             return False
@@ -319,7 +318,7 @@ class PackedCall(_AnyCall):
         return True
 
     def describe(self, segment: Segment, x: Tensor) -> _Run:
-        """Return the description of a segment's run; x is changed in place."""
+        """Return the structure of a segment's run; x is changed in place."""
         count = len(segment.blocks)
         own, memory = (_Past * count)(), (_Past * count)()
         numbers: dict[int | None, int] = {}
@@ -348,7 +347,7 @@ def _stride(tensor: Tensor, dim: int) -> int:
 
 
 def _fits(pair: tuple[Tensor, Tensor], shape: tuple[int, int, int], tokens: int) -> bool:
-    """Tell whether keys and values are of these rows, heads and width, and have so many places."""
+    """Return True if keys and values have this batch, head and width size and enough capacity."""
     return all(
         (part.shape[0], part.shape[1], part.shape[3]) == shape
         and part.shape[2] >= tokens

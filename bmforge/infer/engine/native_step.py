@@ -1,9 +1,8 @@
-"""Blocks run for one to a few tokens by one call: what `Decoder` gives a cache to run blocks with.
+"""Native execution of all blocks for one to a few tokens, used by `Decoder` through `cache.step`.
 
-Torch spends more time on calling small operations than the processor on their numbers. Here one
-call goes through all blocks, with its threads inside, over the weights as the modules hold them
-(fp32, bf16, fp16, packed int8 and int4) and the cache's own memory; sums are fp32. Blocks that it
-does not know run through torch, one by one, between the others.
+For few tokens torch spends more time on dispatching operations than on computing. Here one native
+call runs all blocks, multithreaded, on the modules' own weights (fp32, bf16, fp16, packed int8 and
+int4) and the cache's own buffers; sums are in fp32. Unsupported blocks run through torch, in order.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from bmforge.nn.products import is_watched, load_kernels
 
 __all__ = ["NativeStep", "load_step"]
 
-# More tokens than this go through torch, whose products are made for them.
+# More tokens run through torch, whose matrix products are faster for large batches.
 _MOST_TOKENS = 16
 _INPUTS = frozenset({"rope", "cache", "memory", "memory_mask"})
 
 
 @cache
 def load_step(variant: str | None = None) -> ctypes.CDLL | None:
-    """Return the compiled step of a variant, or of the fastest; None without a compiler."""
+    """Return the compiled step of a variant (default: the fastest); None without a compiler."""
     if variant is None:
         kernels = load_kernels()
         return None if kernels is None else load_step(kernels.name)
@@ -45,7 +44,7 @@ def load_step(variant: str | None = None) -> ctypes.CDLL | None:
 
 
 class _Segment:
-    """Blocks one after the other that are described, or one that is not."""
+    """Consecutive blocks that are described, or one block that is not."""
 
     def __init__(self, first: int, blocks: list[Any], layers: list[Any]) -> None:
         self.first, self.blocks = first, blocks
@@ -71,14 +70,14 @@ class _Segment:
 class NativeStep:
     """Runs blocks for a cache; `cache.step` of a decoder.
 
-    It is described anew whenever a block is no longer what it was.
+    The description is rebuilt whenever a block has changed.
 
     Args:
-        rests: nobody changes blocks between calls without telling `look_again`; see `undisturbed`.
+        rests: whether blocks change only before a call of `look_again`; see `undisturbed`.
 
     Attributes:
-        native_blocks: how many blocks the last call ran natively, and
-        torch_blocks: through torch; both 0 where all went the usual way.
+        native_blocks: number of blocks that the last call ran natively, and
+        torch_blocks: number that it ran through torch; both 0 if it ran none.
     """
 
     def __init__(self, rests: bool = False) -> None:
@@ -90,15 +89,16 @@ class NativeStep:
         self._rests, self._has_looked = rests, False
 
     def look_again(self) -> None:
-        """Look in the next call whether blocks are what they were."""
+        """Check in the next call whether blocks have changed."""
         self._has_looked = False
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Inside, nobody changes blocks between calls: only the first one looks whether any did.
+        """Context manager in which blocks do not change: only the first call checks them.
 
-        Looking touches a megabyte of Python's objects, which the weights have driven out of the
-        cache since the token before.
+        The check reads about a megabyte of Python objects, which the weights have evicted from the
+        CPU
+        cache since the last token.
         """
         before = self._rests
         self._rests, self._has_looked = True, False
@@ -115,14 +115,14 @@ class NativeStep:
         biases: Mapping[int, Tensor],
         inputs: dict[str, Any],
     ) -> Tensor | None:
-        """Run all blocks; return None where that must go the usual way, with nothing changed.
+        """Run all blocks; return None, with nothing changed, if torch must run them.
 
         Args:
             layers: the blocks.
-            x: what goes into the first, (B, T, D).
-            masks: window -> mask, as `run_layers` has them.
-            biases: number of heads -> bias.
-            inputs: further arguments of the blocks; the cache among them.
+            x: input of the first block, (B, T, D).
+            masks: attention masks by window, as in `run_layers`.
+            biases: attention biases by number of heads.
+            inputs: further arguments of the blocks, the cache included.
         """
         self.native_blocks = self.torch_blocks = 0
         if not _is_usual(x, inputs) or (library := load_step()) is None:
@@ -155,15 +155,15 @@ class NativeStep:
         rows: Sequence[StepRow],
         rope: tuple[Tensor, Tensor] | None,
     ) -> Tensor | None:
-        """Run all blocks for tokens of several sequences; None where not all can run natively.
+        """Run all blocks for tokens of several sequences; None if a block is not supported.
 
-        Each token gets the same bits, whatever stands beside it and however many come at once.
+        The result of each token is bitwise independent of the other tokens in the step.
 
         Args:
             layers: the blocks.
-            x: what goes into the first, (1, T, D): the tokens of all rows, one after the other.
-            cache: has their keys and values.
-            rows: where the tokens belong.
+            x: input of the first block, (1, T, D): the tokens of all rows, concatenated.
+            cache: KV cache of the sequences.
+            rows: sequence and positions of the tokens.
             rope: cos and sin of each token.
         """
         self.native_blocks = self.torch_blocks = 0
@@ -178,14 +178,14 @@ class NativeStep:
         return wide.to(x.dtype)
 
     def knows(self, layers: nn.ModuleDict) -> bool:
-        """Tell whether all blocks can run natively, as they are now."""
+        """Return True if all blocks, as they are now, can run natively."""
         if load_step() is None:
             return False
         self._read(layers)
         return all(segment.layers for segment in self._segments)
 
     def _read(self, layers: nn.ModuleDict) -> None:
-        """Describe the blocks, unless they are as they were."""
+        """Describe the blocks if they have changed."""
         is_known = layers is self._layers
         if is_known and self._rests and self._has_looked:
             return
@@ -223,14 +223,14 @@ class NativeStep:
 
 
 def _is_usual(x: Tensor, inputs: Mapping[str, Any]) -> bool:
-    """Tell whether a call brings a few tokens and what is known, and no more."""
+    """Return True for at most `_MOST_TOKENS` tokens and only supported arguments."""
     few = 0 < x.shape[0] * x.shape[1] <= _MOST_TOKENS
     usual = inputs.keys() <= _INPUTS and isinstance(inputs["cache"], KVCache)
     return few and usual and _may_run(x)
 
 
 def _may_run(x: Tensor) -> bool:
-    """Tell whether a call is one for plain numbers on the host."""
+    """Return True for plain host tensors without gradients, tracing, hooks or autocast."""
     if torch.is_grad_enabled() or is_watched():
         return False
     plain = type(x) is Tensor and x.is_cpu and x.dtype in PLAIN_KINDS
@@ -238,7 +238,7 @@ def _may_run(x: Tensor) -> bool:
     return plain and not hooked and not torch.is_autocast_enabled("cpu")
 
 
-# Hooks of every module there is.
+# Global module hooks of torch.
 _GLOBAL_HOOKS: tuple[Mapping[Any, Any], ...] = tuple(
     getattr(torch.nn.modules.module, name)
     for name in (

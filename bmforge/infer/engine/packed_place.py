@@ -1,7 +1,7 @@
-"""A directory for weights that were packed to be opened, which goes with the process that made it.
+"""Temporary directories for quantized weights, removed when their process ends.
 
-A process that is killed cannot tidy up. So it holds a lock on its directory for as long as it
-lives, and whoever makes the next directory in the same place removes those that nobody holds.
+A killed process cannot clean up. Each process therefore locks its directory while it runs, and the
+creation of a new directory removes those without a lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bmforge.memory.spill import format_bytes
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # no such locks here: what is left behind stays
+except ImportError:  # Windows: abandoned directories are not removed
     fcntl = None
 
 __all__ = ["make_packed_place", "reporting_full_disk"]
@@ -33,10 +33,10 @@ _PREFIX = "bmforge-packed-"
 
 
 def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
-    """Return a new directory, and what removes it again.
+    """Create a temporary directory; return its path and a function that removes it.
 
     Args:
-        folder: where it lies; None is the system's temporary directory.
+        folder: parent directory; None uses the system's temporary directory.
     """
     parent = Path(tempfile.gettempdir() if folder is None else folder)
     _remove_abandoned(parent)
@@ -63,11 +63,11 @@ def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
 
 @contextmanager
 def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[None]:
-    """Raise `ConfigError` if a disk has less room than packed weights need, or becomes full.
+    """Raise `ConfigError` if the disk is too small for the quantized weights, or becomes full.
 
     Args:
-        folder: directory that they are written to.
-        weights: the packed weights, which may be on meta.
+        folder: directory of the quantized weights.
+        weights: the quantized weights, possibly on the meta device.
     """
     needed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     try:
@@ -86,27 +86,27 @@ def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[Non
 
 
 def _hold(place: Path, descriptor: int) -> bool:
-    """Lock a new directory; tell whether it is still there, as somebody may have removed it."""
+    """Lock a new directory; return False if another process has removed it meanwhile."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks, where nobody else gets one either
+    except OSError:  # no locks on this file system, for other processes neither
         return True
     return place.exists()
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove directories whose processes are gone."""
+    """Remove the directories of processes that have ended."""
     for place in parent.glob(f"{_PREFIX}*") if fcntl is not None else ():
         try:
             descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # another person's, or gone meanwhile
+        except OSError:  # another user's, or already removed
             continue
         try:
             if os.fstat(descriptor).st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(place, ignore_errors=True)
                 get_logger().info("removed %s, which a process that ended has left", place)
-        except OSError:  # its process lives
+        except OSError:  # its process is alive
             continue
         finally:
             os.close(descriptor)

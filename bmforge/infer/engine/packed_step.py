@@ -1,9 +1,9 @@
-"""One step of a model for tokens of many sequences, all in one row.
+"""One model step for tokens of many sequences, concatenated in one row.
 
-Which numbers come out must not depend on what else is in the step. The native step sees to that
-for every token; so does what stands around the blocks, as it runs in one order (products of our
-own) or one token at a time (norms). Where blocks run through torch, whose products have other bits
-for other numbers of rows, each sequence is computed alone, in stretches that never change.
+Results must not depend on the other sequences in the step. The native step guarantees that for
+every token; operations outside of the blocks use matrix products with a fixed summation order, or
+process one token at a time (norms). If blocks run through torch, whose products change in the last
+bits with the batch size, each sequence is computed alone, in chunks of fixed size.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
 __all__ = ["PackedStep", "can_pack", "shares_passes"]
 
-# What torch computes for one sequence at once, where the native step cannot.
+# Chunk size in tokens of one sequence that runs through torch.
 _STRETCH = 4 * PAGE_TOKENS
 _WHOLE = 1 << 40
-# Kinds of rotary positions that turn all tokens by the longest position among them.
+# Rotary variants whose frequencies depend on the longest position in the call.
 _BY_LONGEST = ("dynamic", "longrope")
-# Products with activations as they are have the same bits for up to so many tokens.
+# Up to this many tokens, products with unquantized activations give the same bits.
 _FEW_TOKENS = 16
 
 
 def can_pack(model: Any) -> bool:
-    """Tell whether a model's sequences can stand in one row: they are told apart by attention."""
+    """Return True if sequences of a model can be concatenated in one row: causal, one position
+    each.
+    """
     traits = model.traits
     reads = traits.writes and (traits.reads, traits.objective) == ("left", "next token")
     is_native = not model.keeps_foreign_cache
@@ -47,9 +49,9 @@ def can_pack(model: Any) -> bool:
 
 
 def shares_passes(model: Any) -> bool:
-    """Tell whether rows of all who ask share torch's passes, with numbers that are to rounding.
+    """Return True if all callers share torch's forward passes, with results equal up to rounding.
 
-    So it is where weights come from elsewhere for every pass, or an accelerator wants many rows.
+    True if weights are streamed in every pass, or on an accelerator, which needs large batches.
     """
     streamers = getattr(laid_out(model), "streamers", ())
     return bool(streamers) or not next(model.parameters()).is_cpu
@@ -58,13 +60,14 @@ def shares_passes(model: Any) -> bool:
 class PackedStep:
     """Runs a model for the rows of a step.
 
-    Where weights come from elsewhere for every pass, or an accelerator wants many rows, sequences
-    share torch's passes too: there numbers are the same to rounding.
+    If weights are streamed, or on an accelerator, sequences also share torch's forward passes;
+    results
+    are then equal up to rounding.
 
     Args:
-        model: which `can_pack` takes; whoever changes it tells `look_again`.
-        total_pages: of keys and values.
-        dtype: of these; None takes the model's.
+        model: model supported by `can_pack`; call `look_again` after changing it.
+        total_pages: number of pages of the KV cache.
+        dtype: dtype of the KV cache; None uses the model's.
     """
 
     def __init__(self, model: Any, total_pages: int, dtype: torch.dtype | None = None) -> None:
@@ -78,11 +81,11 @@ class PackedStep:
         self._is_together = False
 
     def look_again(self) -> None:
-        """Look at the blocks in the next step: they may have been changed."""
+        """Check in the next step whether blocks have changed."""
         self._native.look_again()
 
     def cut(self) -> Cut:
-        """Return how sequences may be divided, as the model is now; `run` keeps to it."""
+        """Return how sequences may be divided into steps for the current model; used by `run`."""
         rope = self.model.spec.rope
         by_longest = rope is not None and rope.kind in _BY_LONGEST
         can_share = self._native.knows(self.model.layers) or self._shares_passes
@@ -99,13 +102,13 @@ class PackedStep:
         wanted: Sequence[int],
         deltas: Sequence[DeltaNames] | None = None,
     ) -> list[Tensor]:
-        """Compute tokens of sequences; return the scores of what comes behind some of them.
+        """Compute tokens of sequences; return the logits of the last tokens of each row.
 
         Args:
-            rows: where the tokens belong.
-            tokens: of each row.
-            wanted: of how many tokens of each row, the last ones, scores are returned.
-            deltas: of each row, those that work for it; None is as the model is.
+            rows: sequence and positions of the tokens.
+            tokens: token ids of each row.
+            wanted: number of last tokens of each row whose logits are returned.
+            deltas: adapter names of each row; None uses the model's active adapters.
 
         Shape:
             returns (wanted, V) of each row, in fp32
@@ -120,7 +123,7 @@ class PackedStep:
         return [found[number] for number in range(len(given))]
 
     def _divide(self, names: Sequence[DeltaNames]) -> list[list[int]]:
-        """Return which rows go through the model at once: those of the same deltas, or one each."""
+        """Group rows into forward passes: rows with the same adapters, or single rows."""
         if not self._is_together:
             return [[number] for number in range(len(names))]
         groups: dict[DeltaNames, list[int]] = {}
@@ -156,14 +159,14 @@ class PackedStep:
         return {attn.window for attn in found if attn is not None}
 
     def _enter(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Return what goes into the first block; a projection there sees one token at a time."""
+        """Return the input of the first block; an embedding projection runs token by token."""
         if not self.model.spec.embed_size:
             return self.model.enter(ids, positions)
         pairs = zip(ids.split(1, 1), positions.split(1, 1), strict=True)
         return torch.cat([self.model.enter(*pair) for pair in pairs], 1)
 
     def _score(self, x: Tensor) -> Tensor:
-        """Return scores of states behind the last block: (M, D) -> (M, V) in fp32."""
+        """Return the logits of hidden states after the last block: (M, D) -> (M, V) in fp32."""
         if not len(x):
             return x.new_empty(0, self.model.lm_head.out_features, dtype=torch.float32)
         left = torch.cat([self.model.leave(one[None, None]) for one in x], 1)[0]
@@ -171,7 +174,7 @@ class PackedStep:
 
 
 def _score_rows(head: LMHead, x: Tensor) -> Tensor:
-    """Return what a head makes of states, each with the bits it has alone.
+    """Apply the head to hidden states, with the same bits as for each state alone.
 
     Shape:
         x: (M, D) -> (M, V)

@@ -1,4 +1,4 @@
-"""Keys and values of many sequences, in pages of one pool."""
+"""Paged KV cache of many sequences."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StepRow:
     """Tokens of one sequence in a step.
 
     Args:
-        pages: of the sequence, with room for them.
-        start: the number of the first in its sequence; keys of all before are in the pages.
-        end: the number behind the last.
+        pages: page table of the sequence.
+        start: position of the first token; the keys of all earlier ones are in the pages.
+        end: position after the last token.
     """
 
     pages: Sequence[int]
@@ -32,23 +32,24 @@ class StepRow:
 
     @property
     def length(self) -> int:
-        """How many tokens."""
+        """Number of tokens."""
         return self.end - self.start
 
 
 class PagedCache:
-    """Keys and values in pages: attention writes and reads those of the rows of the step.
+    """Paged KV cache: attention writes and reads the pages of the step's rows.
 
-    A layer's memory is made when its first keys come. On a host that gives memory when it is
-    written, pages that were never used cost nothing.
+    A layer's buffers are allocated at its first keys. On hosts that commit memory at the first
+    write,
+    pages that were never used cost nothing.
 
     Args:
-        count: pages.
-        dtype: of keys and values; int8 keeps a scale for every token and head.
-        device: where they are, but for layers whose keys come on another.
+        count: number of pages.
+        dtype: dtype of keys and values; int8 stores a scale per token and head.
+        device: default device; layers may be on others.
 
     Attributes:
-        rows: of the step that runs, in the order of its tokens.
+        rows: rows of the current step, in token order.
 
     Memory: 2 x layers x count x K x 16 x H elements.
     """
@@ -66,13 +67,13 @@ class PagedCache:
     def hold(
         self, layer: int, heads: int, width: int, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values, (pages, K, 16, H) each, made if they are not there.
+        """Return a layer's keys and values, (pages, K, 16, H) each, allocated if needed.
 
         Args:
-            layer: of which layer.
-            heads: K.
-            width: H.
-            device: of this layer; None takes the cache's.
+            layer: layer index.
+            heads: number of KV heads K.
+            width: head size H.
+            device: device of the layer; None uses the cache's.
         """
         if layer not in self._pairs:
             shape, at = (self.count, heads, PAGE_TOKENS, width), device or self.device
@@ -92,11 +93,11 @@ class PagedCache:
         return self._pairs.get(layer)
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return the scales of a layer's bytes, (pages, K, 16) each; None where they are floats."""
+        """Return a layer's int8 scales, (pages, K, 16) each; None for floating point."""
         return self._scales.get(layer)
 
     def _store(self, layer: int, part: int, new: Tensor) -> None:
-        """Write keys (part 0) or values (1) of the step's tokens, (K, T, H), where they belong."""
+        """Write keys (part 0) or values (1) of the step's tokens, (K, T, H), to their pages."""
         pages, offsets = self._places(new.device)
         new = new.transpose(0, 1)
         if layer in self._scales:
@@ -121,15 +122,15 @@ class PagedCache:
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Store the keys and values of a step's tokens; let each see those of its own sequence.
+        """Store the keys and values of the step's tokens and compute attention per sequence.
 
         Args:
-            layer: of which layer.
-            window: a token sees only so many, itself included; None sees all.
-            mix: weighs values, as `Attention` does: (query, key, value, mask, bias).
-            query: of the step's tokens, the rows one after the other.
-            key: likewise.
-            value: likewise.
+            layer: layer index.
+            window: sliding window in tokens, the token itself included; None for full attention.
+            mix: attention function as in `Attention`: (query, key, value, mask, bias).
+            query: queries of the step's tokens, rows concatenated.
+            key: keys of the step's tokens.
+            value: values of the step's tokens.
 
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)
@@ -163,13 +164,13 @@ class PagedCache:
         return pages, offsets
 
     def copy_page(self, source: int, target: int) -> None:
-        """Write what one page holds into another, in every layer."""
+        """Copy a page to another one, in every layer."""
         for pair in (*self._pairs.values(), *self._scales.values()):
             for part in pair:
                 part[target] = part[source]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Refuse: attention that does not ask `attend` would mix sequences.
+        """Refuse: attention that does not call `attend` would mix sequences.
 
         Raises:
             ShapeError: always.
@@ -181,14 +182,14 @@ class PagedCache:
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return what `make` makes: a memory is nobody's here."""
+        """Return the result of `make`; cross-attention is not cached here."""
         return make()
 
     def skip(self, tokens: int) -> None:
-        """Do nothing: how many tokens a sequence has is counted where its pages are."""
+        """Do nothing: the scheduler counts the tokens of each sequence."""
 
     @property
     def size_bytes(self) -> int:
-        """What its pages would take if all were written."""
+        """Size in bytes if all pages were written."""
         pairs = *self._pairs.values(), *self._scales.values()
         return sum(part.numel() * part.element_size() for pair in pairs for part in pair)

@@ -1,8 +1,9 @@
-"""Which pages of keys and values are taken, by how many sequences, and which keep a prefix.
+"""Page allocator of the KV cache with reference counts and a prefix cache.
 
-A page has room for `PAGE_TOKENS` tokens of every layer. Sequences that begin alike share pages; one
-that is full may be registered under a key that tells all tokens up to its end, and is found again
-by it after nobody needs it, until its room is wanted.
+A page holds `PAGE_TOKENS` tokens of every layer. Sequences with equal beginnings share pages. A
+full
+page may be registered under a hash of all tokens up to its end; it can be found by that hash after
+its last sequence ended, until it is evicted.
 
 Source: Kwon et al., "Efficient memory management for large language model serving with
 PagedAttention" (2023).
@@ -19,40 +20,40 @@ PAGE_TOKENS = 16
 
 
 def pages_of(tokens: int) -> int:
-    """Return how many pages hold so many tokens."""
+    """Return the number of pages for this many tokens."""
     return -(-tokens // PAGE_TOKENS)
 
 
 class Pages:
-    """The pages of a pool, by number.
+    """Page allocator.
 
     Args:
-        count: how many there are.
+        count: number of pages.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        # The lowest numbers first: memory that was never written is not there yet.
+        # Lowest numbers first: pages never written occupy no memory.
         self._free = list(range(count))
         self._references = [0] * count
         self._by_key: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # registered, the oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached prefixes, oldest first
 
     @property
     def available(self) -> int:
-        """Pages that can be taken."""
+        """Number of free and evictable pages."""
         return len(self._free) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Pages that some sequence needs."""
+        """Number of pages in use by sequences."""
         return self.count - self.available
 
     def take(self) -> int | None:
-        """Return a page for new tokens, if need be one that keeps a prefix; None when all are used.
+        """Allocate a page, evicting the oldest cached prefix if needed; None if all are in use.
 
-        It has one reference and no key.
+        The page has one reference and no key.
         """
         if self._free:
             page = heapq.heappop(self._free)
@@ -65,12 +66,12 @@ class Pages:
         return page
 
     def share(self, page: int) -> None:
-        """Count one more sequence that needs a page."""
+        """Add a reference to a page."""
         self._idle.pop(page, None)
         self._references[page] += 1
 
     def give_back(self, page: int) -> None:
-        """Count one less; a page that nobody needs stays for its prefix, or is free."""
+        """Drop a reference; an unused page stays cached if it has a key, else it is free."""
         assert self._references[page] > 0, f"page {page} is given back and nobody has it"
         self._references[page] -= 1
         if self._references[page]:
@@ -81,17 +82,17 @@ class Pages:
             heapq.heappush(self._free, page)
 
     def is_shared(self, page: int) -> bool:
-        """Tell whether writing into a page would change what another sequence reads."""
+        """Return True if several sequences use a page, so that writing needs a copy."""
         return self._references[page] > 1
 
     def register(self, page: int, key: bytes) -> None:
-        """Let a full page be found by its key, unless another one is found by it already."""
+        """Register a full page under its key, unless either is registered already."""
         if key not in self._by_key and page not in self._keys:
             self._by_key[key] = page
             self._keys[page] = key
 
     def find(self, key: bytes) -> int | None:
-        """Return the page of a key; who uses it must `share` it."""
+        """Return the page of a key, or None; the caller must `share` it."""
         return self._by_key.get(key)
 
     def forget(self) -> None:

@@ -1,7 +1,7 @@
-"""Prefixes that were computed before: found by a hash over all tokens up to a page's end.
+"""Prefix caching: pages are found by a hash over all tokens up to their end.
 
-The hash begins with the model and a salt, so that prompts of different salts never meet: who does
-not know a salt learns nothing from how soon an answer begins.
+The hash starts with the model and a salt, so that prompts with different salts never share pages:
+without the salt, response times reveal nothing about other prompts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["PrefixKeys", "find_prefix", "register_prefix"]
 
 
 class PrefixKeys:
-    """The keys of a sequence's pages, made as they are asked for.
+    """Hashes of a sequence's full pages, computed on demand.
 
     Args:
-        model: what tells the model that computes.
-        salt: as in `Request`.
+        model: text that identifies the model and its adapters.
+        salt: salt as in `Request`.
     """
 
     def __init__(self, model: str, salt: str) -> None:
@@ -28,13 +28,13 @@ class PrefixKeys:
         self._keys = [hashlib.blake2b(begin, digest_size=24).digest()]
 
     def copy(self) -> PrefixKeys:
-        """Return the same keys, for a sequence that goes on in another way."""
+        """Return a copy for a forked sequence."""
         twin = PrefixKeys("", "")
         twin._keys = list(self._keys)
         return twin
 
     def of(self, tokens: Sequence[int], page: int) -> bytes:
-        """Return the key of a page of these tokens, which is full."""
+        """Return the key of a full page of these tokens."""
         while len(self._keys) < page + 2:
             first = (len(self._keys) - 1) * PAGE_TOKENS
             numbers = array("q", tokens[first : first + PAGE_TOKENS])
@@ -45,15 +45,15 @@ class PrefixKeys:
 
 
 def find_prefix(pages: Pages, keys: PrefixKeys, tokens: Sequence[int], unit: int) -> list[int]:
-    """Return pages that hold the beginning of a sequence, each shared once more.
+    """Return the cached pages of a sequence's beginning, with one more reference each.
 
-    At least the last token is left to be computed, as its scores are wanted.
+    At least the last token is left to compute, because its logits are needed.
 
     Args:
-        pages: where they are looked for.
-        keys: of the sequence.
-        tokens: of the sequence.
-        unit: only whole stretches of so many tokens count, a multiple of a page's.
+        pages: page allocator.
+        keys: page keys of the sequence.
+        tokens: token ids of the sequence.
+        unit: granularity in tokens, a multiple of the page size.
     """
     found: list[int] = []
     for number in range((len(tokens) - 1) // PAGE_TOKENS):
@@ -70,14 +70,14 @@ def find_prefix(pages: Pages, keys: PrefixKeys, tokens: Sequence[int], unit: int
 def register_prefix(
     pages: Pages, keys: PrefixKeys, tokens: Sequence[int], held: Sequence[int], known: range
 ) -> None:
-    """Let pages of a sequence be found by others.
+    """Register pages of a sequence in the prefix cache.
 
     Args:
-        pages: all of them.
-        keys: of the sequence.
-        tokens: of the sequence.
-        held: its pages.
-        known: numbers of those of its pages that became full.
+        pages: page allocator.
+        keys: page keys of the sequence.
+        tokens: token ids of the sequence.
+        held: page table of the sequence.
+        known: indices of the pages that became full.
     """
     for number in known:
         pages.register(held[number], keys.of(tokens, number))

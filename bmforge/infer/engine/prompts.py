@@ -1,4 +1,4 @@
-"""A request made ready: ids as its family reads them, options filled in, all that is wrong said."""
+"""Preparation and validation of requests: token ids, complete options and answers."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = ["Reader", "Ready", "is_document"]
 
 
 def is_document(model: Any, request: Request) -> bool:
-    """Tell whether a request is a text that CPM-Bee reads as a document, with an answer to fill."""
+    """Return True if CPM-Bee reads the request's text as a document with an answer to fill."""
     return model.traits.objective == "documents" and isinstance(request.prompt, str)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A request as it runs.
+    """A prepared request.
 
     Args:
-        request: as it came.
-        ids: of the prompt, or of what an encoder reads; none of a document.
-        config: with end tokens and seed.
-        answers: fresh ones.
-        is_packed: it runs in one row with others.
-        deltas: that answer, as in `Request`.
+        request: original request.
+        ids: token ids of the prompt or of the encoder's input; empty for a document.
+        config: generation options with end tokens and seed.
+        answers: new answers.
+        is_packed: whether the request is batched with others.
+        deltas: adapter names, as in `Request`.
     """
 
     request: Request
@@ -51,12 +51,12 @@ class Ready:
 
 
 class Reader:
-    """Makes requests ready for one model.
+    """Prepares requests for one model.
 
     Args:
-        model: what answers.
-        tokenizer: its own; None where there is none.
-        limit: rows and tokens that memory was planned for; None where it was not.
+        model: the model.
+        tokenizer: the model's tokenizer; None without one.
+        limit: planned rows and tokens; None without a budget.
     """
 
     def __init__(self, model: Any, tokenizer: Any, limit: tuple[int, int] | None) -> None:
@@ -67,15 +67,15 @@ class Reader:
 
     @property
     def is_limited(self) -> bool:
-        """Whether memory was planned for."""
+        """Whether the engine has a memory budget."""
         return self._limit is not None
 
     def read(self, request: Request) -> Ready:
-        """Return a request made ready.
+        """Prepare a request.
 
         Raises:
-            ConfigError: anything that does not fit the model, the engine or each other.
-            ShapeError: ids outside of the vocabulary.
+            ConfigError: the options contradict each other, the model or the engine's limits.
+            ShapeError: ids are outside of the vocabulary.
         """
         model, options = self._model, request.options
         config = complete_config(model, options, tokenizer=self._tokenizer, returns_text=True)
@@ -89,7 +89,7 @@ class Reader:
         if not is_document(model, request):
             ids, config, hidden = self._read_prompt(request.prompt, config)
             told = ids
-            if model.traits.objective != "hidden tokens":  # which say more of every token
+            if model.traits.objective != "hidden tokens":  # which need further inputs per token
                 ids = put_rows_before(model, ids, deltas)
             row = torch.tensor([ids])
             check_prompt(model, row, torch.ones_like(row), config)
@@ -101,7 +101,7 @@ class Reader:
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
-        """Return ids, the config with further end tokens, and ids that stand for no text."""
+        """Return the token ids, the config with further end tokens, and the ids without text."""
         model, tokenizer = self._model, self._tokenizer
         if not isinstance(prompt, str):
             ids = tuple(prompt)
@@ -133,7 +133,7 @@ class Reader:
         return ids, config, hidden
 
     def _check(self, request: Request, config: GenerationConfig) -> None:
-        """Raise `ConfigError` for what contradicts each other."""
+        """Raise `ConfigError` for options that contradict each other."""
         fills = is_document(self._model, request)
         has_beams = config.num_beams > 1
         told = request.constraint is not None or config.logprobs is not None
@@ -158,7 +158,7 @@ class Reader:
             raise ConfigError("stop_strings need a tokenizer: Engine(model, tokenizer=...).")
 
     def _check_size(self, tokens: int, config: GenerationConfig, is_packed: bool) -> None:
-        """Raise `ConfigError` for more than memory was planned for."""
+        """Raise `ConfigError` if a request exceeds the planned memory."""
         if self._limit is None:
             return
         if not is_packed and self._can_pack:
@@ -178,7 +178,7 @@ class Reader:
     def _answers(
         self, request: Request, config: GenerationConfig, ids: Sequence[int], hidden: Sequence[int]
     ) -> tuple[Answer, ...]:
-        """Return what is to be written; what a penalty counts begins as in `generate`."""
+        """Create the answers of a request; repetition penalties count ids as in `generate`."""
         matcher = None
         if request.constraint is not None:
             if self._tokenizer is None:

@@ -1,4 +1,4 @@
-"""What is asked of an engine that serves many, and what it hands back while it answers.
+"""Public types of batched requests: `Request`, `Handle`, `Piece`, `Completion` and their limits.
 
 `Engine.submit` takes a `Request` and returns a `Handle`, which any thread may read.
 """
@@ -33,18 +33,18 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how to go on with it.
+    """One prompt with its generation options.
 
     Args:
-        prompt: a text, or ids of the model's tokenizer.
-        options: how to continue; `num_return_sequences` answers are written side by side. An end
-            token that is not named is the tokenizer's.
-        constraint: what every answer must be a case of; see `Constraint`.
-        salt: prompts that begin alike share what was computed for them under one salt only, so that
-            nobody learns from the time of an answer what others have asked.
-        deadline_s: seconds from now on after which what is there must do.
-        delta: name of a delta of the model, or several, that answer; () is the model without any,
-            None as the model is.
+        prompt: text, or token ids.
+        options: generation options; `num_return_sequences` answers are generated in parallel. The
+            default end token is the tokenizer's.
+        constraint: constraint on every answer; see `Constraint`.
+        salt: salt of the prefix cache; only prompts with the same salt share cached prefixes,
+            so that
+            response times do not reveal other prompts.
+        deadline_s: deadline in seconds from now, after which answers end as they are.
+        delta: adapter name or names; () is the base model, None the model's active adapters.
     """
 
     prompt: str | Sequence[int]
@@ -55,7 +55,7 @@ class Request:
     delta: DeltaChoice = None
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a deadline that has passed."""
+        """Raise `ConfigError` for a deadline that is not positive."""
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise ConfigError(
                 f"deadline_s={self.deadline_s} must be above 0, or None for as long as it takes."
@@ -64,13 +64,13 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token that was written and how likely it was.
+    """A token and its log-probability.
 
     Args:
-        id: of the token.
-        logprob: logarithm of its probability by the model's own scores, before any option.
-        data: what it stands for, in UTF-8; part of a character may be alone in a token.
-        top: the likeliest tokens in its place, the likeliest first.
+        id: token id.
+        logprob: log-probability under the model's unmodified logits.
+        data: bytes of the token in UTF-8, possibly part of a character.
+        top: most likely tokens at the same position, best first.
     """
 
     id: int
@@ -81,14 +81,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """What was written since the piece before.
+    """Output of one answer since its last piece.
 
     Args:
-        index: of which answer.
-        text: whole characters that no stop string can take back any more.
-        ids: the tokens that were chosen; their text may come with a later piece.
-        logprobs: of these tokens, where they were asked for.
-        finish_reason: why the answer ended, in its last piece.
+        index: index of the answer.
+        text: whole characters that no later stop string can remove.
+        ids: generated tokens; their text may follow in a later piece.
+        logprobs: log-probabilities of the tokens if requested.
+        finish_reason: reason why the answer ended, in its last piece.
     """
 
     index: int
@@ -103,13 +103,13 @@ class Completion:
     """A whole answer.
 
     Args:
-        index: of which one.
-        text: of it, without what stopped it.
-        ids: all tokens that were chosen, an end token included.
-        logprobs: of each, where they were asked for.
-        finish_reason: why it ended.
-        prompt_tokens: tokens of the prompt.
-        cached_tokens: those of them that were not computed, as an earlier prompt began alike.
+        index: index of the answer.
+        text: text without the stop string.
+        ids: generated tokens, an end token included.
+        logprobs: log-probabilities of the tokens if requested.
+        finish_reason: reason why the answer ended.
+        prompt_tokens: number of prompt tokens.
+        cached_tokens: number of prompt tokens found in the prefix cache.
     """
 
     index: int
@@ -171,13 +171,13 @@ class RequestsConfig:
 
 @dataclass(frozen=True)
 class RequestsStatus:
-    """How busy an engine is.
+    """Load of an engine.
 
     Args:
-        running: answers that are written now.
-        waiting: those that wait for room.
-        pages_used: pages of keys and values that answers need.
-        pages_free: all others, those that keep prefixes among them.
+        running: number of running answers.
+        waiting: number of waiting answers.
+        pages_used: number of KV cache pages in use.
+        pages_free: number of other pages, cached prefixes included.
     """
 
     running: int
@@ -187,12 +187,12 @@ class RequestsStatus:
 
 
 class Handle:
-    """A request that was taken: iterate it for its pieces, or wait for the whole answers.
+    """A queued request: iterate it for its pieces, or wait for the whole answers.
 
-    Any thread may read it; the engine writes into it.
+    Any thread may read it; the engine writes to it.
 
     Args:
-        answers: how many there will be.
+        answers: number of answers.
     """
 
     def __init__(self, answers: int = 1) -> None:
@@ -211,22 +211,22 @@ class Handle:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether somebody has cancelled it."""
+        """Whether the request was cancelled."""
         return self._is_cancelled
 
     @property
     def unread(self) -> int:
-        """Pieces that nobody has taken yet."""
+        """Number of pieces that were not read yet."""
         return len(self._pieces)
 
     def cancel(self) -> None:
-        """End it before the next step; its answers are what is there, with reason "cancelled"."""
+        """Cancel the request; unfinished answers end as "cancelled" before the next step."""
         self._is_cancelled = True
 
     def watch(self, call: Callable[[], object]) -> None:
-        """Have `call` called, by the engine's thread, whenever there is something to `take`.
+        """Register a callback; the engine's thread calls it whenever `take` has new output.
 
-        It must return at once; what it raises ends the request.
+        The callback must return at once; its exceptions end the request.
         """
         with self._changed:
             self._watch = call
@@ -235,10 +235,10 @@ class Handle:
             call()
 
     def take(self) -> list[Piece]:
-        """Return what is there without waiting.
+        """Return the unread pieces without waiting.
 
         Raises:
-            Exception: what the engine failed with, once all pieces before were taken.
+            Exception: the request failed, and all earlier pieces were read.
         """
         with self._changed:
             found = list(self._pieces)
@@ -258,11 +258,11 @@ class Handle:
             yield from found
 
     def wait(self, timeout_s: float | None = None) -> list[Completion]:
-        """Return all answers, when they have ended.
+        """Wait for the end of all answers and return them.
 
         Raises:
-            TimeoutError: they have not after `timeout_s`; the request goes on.
-            Exception: what the engine failed with.
+            TimeoutError: an answer has not ended after `timeout_s`; the request continues.
+            Exception: the request failed.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout_s):
@@ -272,7 +272,7 @@ class Handle:
             return [self._whole[index] for index in range(self._answers)]
 
     def put(self, piece: Piece, whole: Completion | None = None) -> None:
-        """Add a piece, and with an answer's last one all of it; the engine calls this."""
+        """Add a piece, with an answer's last piece its completion; called by the engine."""
         with self._changed:
             self._pieces.append(piece)
             if whole is not None:
@@ -281,10 +281,10 @@ class Handle:
         self._tell()
 
     def fail(self, error: Exception) -> None:
-        """End it with an error; the engine calls this.
+        """Fail the request with an error; called by the engine.
 
-        Who watches is told once more and then left: what that raises is logged, as nobody else's
-        request may end by it.
+        The callback is called a last time. Its exceptions are logged, so that they do not end other
+        requests.
         """
         with self._changed:
             if not self.done:

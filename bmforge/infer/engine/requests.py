@@ -1,7 +1,8 @@
-"""Many requests at once: one thread that divides the model's steps among them.
+"""Batch loop of the engine: one background thread runs the model for all requests.
 
-Any thread hands requests in; the engine's thread alone runs the model, and looks between two steps
-who has gone, whose time is over, and what else is to be done.
+Any thread may submit requests. Only the engine's thread runs the model; between two steps it
+handles
+cancellations, deadlines and other calls.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ def open_requests(
     draft: Any = None,
     is_shared: bool = True,
 ) -> Requests:
-    """Return what runs requests for a model.
+    """Create the batch loop of a model.
 
     Args:
-        model: what answers.
-        open_tokenizer: returns its tokenizer; None where there can be none.
-        config: what the engine is planned for.
-        is_limited: it has a budget.
-        turn: has the model for itself.
-        draft: a small model that guesses; None has none.
-        is_shared: the caller holds the model and may write any of its weights.
+        model: the model.
+        open_tokenizer: returns the model's tokenizer; None without one.
+        config: limits of the engine.
+        is_limited: whether the engine has a memory budget.
+        turn: returns a context manager that locks the model.
+        draft: draft model; None without one.
+        is_shared: whether the caller holds the model and may write any of its weights.
     """
     try:
         tokenizer = None if open_tokenizer is None else open_tokenizer()
-    except DataError:  # ids are answered without one
+    except DataError:  # requests with token ids need no tokenizer
         tokenizer = None
     limit = (config.max_rows, config.tokens_of(model)) if is_limited else None
     total = total_tokens(model, config, limit)
@@ -67,16 +68,16 @@ def open_requests(
 
 
 class Requests:
-    """Takes requests for a model and runs them.
+    """Batch loop of a model.
 
     Args:
-        model: what answers.
-        reader: makes requests ready.
-        tokenizer: the model's; None where there is none.
-        config: how many at once.
-        packed: runs those that share steps.
-        turn: has the model for itself; entered while there is work.
-        encodings: runs what is embedded.
+        model: the model.
+        reader: prepares requests.
+        tokenizer: the model's tokenizer; None without one.
+        config: limits of batched requests.
+        packed: runs requests that share steps.
+        turn: returns a context manager that locks the model; entered while there is work.
+        encodings: runs embedding requests.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Requests:
         self._packed = packed
         self._rows: list[Job] = []
         self._encodings, self._works = encodings, deque[Work]()
-        self._releases = reader.is_limited  # what is embedded has the room of keys and values
+        self._releases = reader.is_limited  # embeddings use the memory of the KV cache
         self._count = 0
         self._was_called = False
         self._is_closed = False
@@ -105,7 +106,7 @@ class Requests:
         self._thread: threading.Thread | None = None
 
     def submit(self, request: Request) -> Handle:
-        """Take a request; see `Engine.submit`."""
+        """Queue a request; see `Engine.submit`."""
         ready = self._reader.read(request)
         if len(ready.answers) > self._config.max_num_seqs:
             raise ConfigError(
@@ -126,10 +127,10 @@ class Requests:
         return job.handle
 
     def add(self, task: Encoding | Work) -> Future[Any]:
-        """Take what is done a pass at a time; return what it comes to.
+        """Queue an embedding request or other task; return its future.
 
         Raises:
-            ConfigError: too many wait, or the engine takes nothing any more.
+            ConfigError: the queue is full, or the engine is closed.
         """
         with self._changed:
             self._check_room("submit")
@@ -141,7 +142,7 @@ class Requests:
         return task.future
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function between two steps, on the engine's thread; return what it returns."""
+        """Run a function between two steps on the engine's thread; return its result."""
         if self.is_here:
             self._was_called = True
             return function()
@@ -159,23 +160,23 @@ class Requests:
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether requests are unfinished."""
         jobs = [*self._inbox, *self._packed.jobs, *self._rows]
         tasks = self._calls or self._encodings or self._works
         return bool(tasks) or any(not job.is_done for job in jobs)
 
     def status(self) -> RequestsStatus:
-        """Return how many run and wait, and how many pages they have."""
+        """Return the number of running and waiting requests and of used pages."""
         pages = self._packed.pages
         running = self._packed.running + sum(job.is_running for job in list(self._rows))
         return RequestsStatus(running, self._waiting(), pages.used, pages.available)
 
     def release(self) -> None:
-        """Give back the memory that no request needs."""
+        """Free memory that no request needs."""
         self._packed.release()
 
     def close(self) -> None:
-        """End the thread; whoever waits gets an error."""
+        """End the thread; unfinished requests fail."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -223,14 +224,14 @@ class Requests:
                 with self._turn():
                     while self._has_work() and not self._is_closed:
                         self._step()
-        except BaseException as error:  # whatever it is, nobody may wait for ever
+        except BaseException as error:  # any error must end all waiting requests
             self._failure = error
             get_logger().error("engine: requests ended with %r", error)
         finally:
             self._end_all()
 
     def _step(self) -> None:
-        """Take what is new, leave out what is over, and run one step of everything else."""
+        """Accept new requests, end those that are over, and run one step of all others."""
         if self._calls or self._was_called:
             self._was_called = False
             self._answer_calls()
@@ -250,7 +251,7 @@ class Requests:
         self._step_tasks()
 
     def _step_tasks(self) -> None:
-        """Run a pass of what is embedded, and of the first that is done whole."""
+        """Run one embedding pass, and one pass of the first other task."""
         if not (self._encodings or self._works):
             return
         if self._releases:
@@ -264,7 +265,7 @@ class Requests:
             self._works.remove(work)
 
     def _step_rows(self) -> None:
-        """Run a step of those rows that have room, the earliest first."""
+        """Run one step of the unbatched requests that fit, first come first served."""
         used = 0
         for job in self._rows:
             assert job.rows is not None
@@ -290,7 +291,7 @@ class Requests:
                 future.set_exception(error)
 
     def _end_all(self) -> None:
-        """Give everybody who waits an error."""
+        """Fail all unfinished requests."""
         with self._changed:
             self._is_closed = True
             jobs = [*self._inbox, *self._packed.jobs, *self._rows]
@@ -307,4 +308,4 @@ class Requests:
 
 
 class _EndedError(BmforgeError, RuntimeError):
-    """The engine ended under a request."""
+    """The engine was closed or failed while a request was unfinished."""

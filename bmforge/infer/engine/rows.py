@@ -1,7 +1,7 @@
-"""Requests that run as rows of their own through `Decoder`, in turns with all others.
+"""Requests that are not batched: each runs alone through `Decoder`, interleaved with the others.
 
-So do encoder-decoders, models whose texts have a form of their own (GLM, CPM-Ant, CPM-Bee, EVA),
-and searches with beams: each has its numbers alone, whatever takes the turns between.
+These are requests to encoder-decoders, to models with a text form of their own (GLM, CPM-Ant,
+CPM-Bee, EVA), and beam searches. Their results do not depend on other requests.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """The rows of one request.
+    """Runner of one unbatched request.
 
     Args:
-        model: what answers.
-        tokenizer: its own.
-        ready: the request.
+        model: the model.
+        tokenizer: the model's tokenizer.
+        ready: prepared request.
     """
 
     def __init__(self, model: Any, tokenizer: Any, ready: Ready) -> None:
@@ -39,11 +39,11 @@ class Rows:
         self.count = max(config.num_beams, config.num_return_sequences)
 
     def step(self) -> bool:
-        """Run until the model is to be called again; tell whether there is more to do."""
+        """Run up to the next model call; return True if there is more to do."""
         return self._turns.step()
 
     def stop(self) -> None:
-        """End it; what is written stays."""
+        """Stop the request; its output so far is kept."""
         self._turns.stop()
 
     def _work(self) -> None:
@@ -63,7 +63,7 @@ class Rows:
             handle.remove()
 
     def _start(self) -> tuple[Decoder, Tensor]:
-        """Return a fresh decoder and the tokens to begin with."""
+        """Return a new decoder and its first input tokens."""
         model, ready = self._model, self._ready
         if model.traits.objective == "hidden tokens" and self._tokenizer is not None:
             return start_hidden(model, self._tokenizer, ready.ids, ready.config)
@@ -72,7 +72,7 @@ class Rows:
         return start_decoder(model, ids, None, ready.config.max_new_tokens)
 
     def _write(self, decoder: Decoder, start: Tensor) -> None:
-        """Write all answers, a token of each at a time."""
+        """Generate all answers, one token of each per step."""
         answers = self._ready.answers
         scores = decoder.repeat(len(answers), decoder.run(start))
         filling = self._ready.config.pad_token_id or 0
@@ -86,7 +86,7 @@ class Rows:
             scores = decoder.run(torch.tensor(tokens, device=start.device)[:, None])
 
     def _search(self, decoder: Decoder, start: Tensor) -> None:
-        """Search with beams; the answers are there at the end."""
+        """Run a beam search; the answers are complete at its end."""
         ready = self._ready
         if self._model.traits.objective == "hidden tokens" and self._tokenizer is not None:
             found = [search_hypotheses(decoder, start, ready.config)]

@@ -1,8 +1,8 @@
-"""What a process takes besides tensors once a model runs, which a budget has to hold as well.
+"""Estimate of the process memory besides tensors, which is part of the budget.
 
-Figures were measured with `benchmarks/engine_memory.py` (docs/results/2026-11-23-runtime.md). Pages
-of library files that are run for the first time are not counted: the system takes them back
-whenever memory is short.
+The constants were measured with `benchmarks/engine_memory.py`
+(docs/results/2026-11-23-runtime.md). Pages of library files are not counted: the system reclaims
+them whenever memory is short.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from bmforge.nn.quantized import PackedStore
 __all__ = ["runtime_bytes"]
 
 MIB = 1 << 20
-# The description of a small model, threads, what Python keeps.
+# A small model's modules, threads, Python's own memory.
 _LEAST_BYTES = 7 * MIB // 2
-# Descriptions grow with models, and the allocator's holes with what is allocated.
+# Modules grow with the model, allocator fragmentation with the allocations.
 _SHARE, _MOST_BYTES = 0.1, 36 * MIB
-# Buffers of the libraries that multiply matrices of floats.
+# Buffers of the BLAS libraries.
 _PRODUCTS_BYTES = 8 * MIB
-# They also keep code for every shape of half precision that they have seen.
+# They also cache generated code for every half-precision shape.
 _HALF_BYTES = 96 * MIB
 _ACCELERATOR_BYTES = 52 * MIB
 
 
 def runtime_bytes(model: nn.Module, work_bytes: int, device: torch.device) -> int:
-    """Return what a process needs besides a model's tensors.
+    """Return the bytes that a process needs besides a model's tensors.
 
     Args:
-        model: on meta, or as it is.
-        work_bytes: of keys and values and the largest step.
-        device: where it computes.
+        model: model, possibly on the meta device.
+        work_bytes: bytes of the KV cache and the largest step.
+        device: compute device.
     """
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     if not is_host(device):

@@ -1,8 +1,9 @@
-"""Which tokens of which sequences a step computes. It knows pages and numbers, no model, no clock.
+"""Scheduler of continuous batching: selects the tokens of each step. It knows only pages and
+counts.
 
-First come, first served: whoever came first gets tokens and pages first. Where pages run out, the
-last to come gives its own back and waits at the front; what it had is computed again. So the first
-is never held up by others, and every sequence becomes the first.
+First come, first served: earlier requests get tokens and pages first. If pages run out, the newest
+sequence is preempted, waits at the front of the queue and is recomputed later. The oldest sequence
+is thus never delayed by others, so that every sequence completes.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ __all__ = ["Cut", "Part", "Scheduler", "Sequence"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sequence may be divided into steps, so that its numbers stay the same bits.
+    """Rules for dividing a sequence into steps so that its results stay bitwise equal.
 
     Args:
-        unit: tokens of a prompt go in stretches of so many, each begun at a multiple; what was
-            written goes one by one. None divides anywhere.
-        shares: prefixes are shared, in whole units.
+        unit: chunk size of prompts in tokens, chunks starting at its multiples; generated
+            tokens are
+            then computed one by one. None allows any division.
+        shares: whether prefixes are shared, in whole units.
     """
 
     unit: int | None = None
     shares: bool = True
 
     def most(self, sequence: Sequence) -> int:
-        """Return how many tokens of a sequence may come next, at most."""
+        """Return the maximum number of a sequence's tokens in the next step."""
         left = len(sequence.tokens) - sequence.stored
         if self.unit is None:
             return left
@@ -42,7 +44,7 @@ class Cut:
         return min(in_prompt, self.unit - sequence.stored % self.unit)
 
     def keeps(self, sequence: Sequence) -> int:
-        """Return how many of a sequence's tokens others may share, at most."""
+        """Return the maximum number of a sequence's tokens that others may share."""
         if not self.shares:
             return 0
         if self.unit is None:
@@ -53,19 +55,19 @@ class Cut:
 
 @dataclass(eq=False)
 class Sequence:
-    """A row of tokens that is written.
+    """A sequence of prompt and generated tokens.
 
     Args:
-        order: when it came; lower is earlier.
-        tokens: all so far, the prompt first.
-        keys: of its pages.
-        longest: tokens it will have at the end, at most.
-        lookup: guesses what comes next; None guesses nothing.
+        order: arrival order; lower is earlier.
+        tokens: all tokens so far, the prompt first.
+        keys: prefix cache keys of the pages.
+        longest: maximum final length in tokens.
+        lookup: speculator; None without speculative decoding.
 
     Attributes:
-        prompt_length: how many of the tokens are the prompt's.
-        stored: how many have keys and values in `pages`.
-        cached: how many of the prompt were found instead of computed, when it first began.
+        prompt_length: number of prompt tokens.
+        stored: number of tokens with keys and values in `pages`.
+        cached: number of prompt tokens found in the prefix cache at the first start.
     """
 
     order: tuple[int, int]
@@ -80,11 +82,11 @@ class Sequence:
     registered: int = 0
 
     def __post_init__(self) -> None:
-        """Note where the prompt ends."""
+        """Record the prompt length."""
         self.prompt_length = len(self.tokens)
 
     def __lt__(self, other: Sequence) -> bool:
-        """Who came first is less."""
+        """Order by arrival."""
         return self.order < other.order
 
 
@@ -93,10 +95,10 @@ class Part:
     """Tokens of a sequence that a step computes.
 
     Args:
-        sequence: whose.
-        start: number of the first, and
-        end: the number behind the last.
-        guessed: how many of them, at the end, are guesses that are not among its tokens.
+        sequence: the sequence.
+        start: position of the first token, and
+        end: position after the last one.
+        guessed: draft tokens at the end, which are not yet in the sequence.
     """
 
     sequence: Sequence
@@ -106,29 +108,30 @@ class Part:
 
     @property
     def is_last(self) -> bool:
-        """Whether the token behind it is to be chosen."""
+        """Whether the next token is chosen after this part."""
         return self.end - len(self.guessed) == len(self.sequence.tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens, guesses included."""
+        """Token ids, draft tokens included."""
         known = self.sequence.tokens[self.start : self.end - len(self.guessed)]
         return [*known, *self.guessed]
 
 
 class Scheduler:
-    """Divides steps and pages.
+    """Assigns tokens of a step and pages to sequences.
 
     Args:
-        pages: all there are.
-        max_num_seqs: sequences that have pages at once.
+        pages: page allocator.
+        max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens in a step; a single part may be larger
-            where `cut` says so.
-        cut: how sequences are divided.
+            if `cut`
+            requires it.
+        cut: rules for dividing sequences.
 
     Attributes:
-        running: those that have pages, the earliest first.
-        waiting: the others, likewise.
+        running: sequences with pages, oldest first.
+        waiting: other sequences, oldest first.
     """
 
     def __init__(
@@ -145,16 +148,16 @@ class Scheduler:
         self._copies: dict[Sequence, tuple[int, int]] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """Take a new sequence.
+        """Queue a new sequence.
 
         Raises:
-            ConfigError: all pages together are too few for it.
+            ConfigError: the sequence does not fit into the KV cache.
         """
         self.check(sequence.longest)
         insort(self.waiting, sequence)
 
     def check(self, tokens: int) -> None:
-        """Raise `ConfigError` where a sequence of so many tokens could never run."""
+        """Raise `ConfigError` if a sequence of this length does not fit into the KV cache."""
         if pages_of(tokens) > self.pages.count:
             raise ConfigError(
                 f"{tokens} tokens, prompt and new ones, are more than the "
@@ -163,7 +166,7 @@ class Scheduler:
             )
 
     def fork(self, sequence: Sequence, order: tuple[int, int]) -> Sequence:
-        """Return a sequence that goes on as another does, sharing its pages while it can run."""
+        """Return a copy of a sequence that shares its pages while it can run."""
         twin = Sequence(order, list(sequence.tokens), sequence.keys.copy(), sequence.longest)
         twin.lookup = None if sequence.lookup is None else sequence.lookup.fresh()
         twin.prompt_length, twin.cached = sequence.prompt_length, sequence.cached
@@ -178,7 +181,7 @@ class Scheduler:
         return twin
 
     def remove(self, sequence: Sequence) -> None:
-        """End a sequence, wherever it is; its pages are free, or keep its prefix."""
+        """Remove a sequence; its pages become free or stay in the prefix cache."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -186,19 +189,19 @@ class Scheduler:
         self._release(sequence)
 
     def begin_anew(self) -> None:
-        """Take all pages away: what they hold is computed again when it is needed."""
+        """Preempt all sequences, so that their keys and values are recomputed."""
         for sequence in list(self.running):
             self._preempt(sequence)
 
     @property
     def copies(self) -> list[tuple[int, int]]:
-        """Pages to be copied, in this order, before the step that was planned last: (from, to)."""
+        """Page copies (from, to), in this order, before the last planned step."""
         return list(self._copies.values())
 
     def plan(self) -> list[Part]:
-        """Return what the next step computes, the earliest first; nothing where nothing is left.
+        """Return the parts of the next step, oldest first; empty if there is no work.
 
-        Tokens behind what was written come before prompts, so that a long prompt holds nobody up.
+        Generated tokens come before prompts, so that a long prompt does not delay other answers.
         """
         self._copies = {}
         parts: list[Part] = []
@@ -216,7 +219,7 @@ class Scheduler:
         return parts
 
     def finish(self, part: Part) -> None:
-        """Note that a part was computed, and what was chosen behind it added to the tokens."""
+        """Record that a part was computed and its next token appended."""
         sequence = part.sequence
         sequence.stored = min(part.end, len(sequence.tokens) - 1)
         full = self.cut.keeps(sequence) // PAGE_TOKENS
@@ -225,7 +228,7 @@ class Scheduler:
         sequence.registered = max(sequence.registered, full)
 
     def _plan_one(self, sequence: Sequence, room: int, parts: list[Part]) -> int:
-        """Add a part of a sequence, if it gets pages; return how many tokens it has."""
+        """Add a part of a sequence if it gets pages; return its number of tokens."""
         most = self.cut.most(sequence)
         if self.cut.unit is None:
             most = min(most, room)
@@ -237,7 +240,7 @@ class Scheduler:
         return most + len(guessed)
 
     def _guess(self, sequence: Sequence, end: int, room: int) -> tuple[int, ...]:
-        """Return guesses of what comes behind token `end`, as far as there is room for them."""
+        """Return draft tokens after position `end`, as far as there is room."""
         is_written = sequence.stored >= sequence.prompt_length and end == len(sequence.tokens)
         if sequence.lookup is None or self.cut.unit is not None or not is_written:
             return ()
@@ -252,7 +255,7 @@ class Scheduler:
         return tuple(guessed)
 
     def _begin(self, sequence: Sequence) -> bool:
-        """Let a sequence that waits have pages, if there are enough for all it has now."""
+        """Start a waiting sequence if there are enough pages for all its tokens."""
         unit = self.cut.unit or PAGE_TOKENS
         found = []
         if self.cut.shares:
@@ -273,7 +276,7 @@ class Scheduler:
         return True
 
     def _give_pages(self, sequence: Sequence, end: int, parts: list[Part]) -> bool:
-        """Let a sequence have room up to token `end`, and its last page for itself."""
+        """Allocate pages of a sequence up to token `end`; copy its last page if it is shared."""
         number = sequence.stored // PAGE_TOKENS
         if number < len(sequence.pages) and self.pages.is_shared(sequence.pages[number]):
             page = self._take(sequence, parts)
@@ -290,9 +293,10 @@ class Scheduler:
         return True
 
     def _take(self, sequence: Sequence, parts: list[Part]) -> int | None:
-        """Return a page; who came last gives up, which may be the sequence itself: then None.
+        """Allocate a page, preempting the newest sequences; None if the sequence itself is
+        preempted.
 
-        A part of it that was planned already is taken back.
+        Planned parts of a preempted sequence are removed.
         """
         while (page := self.pages.take()) is None:
             last = self.running[-1]
@@ -309,7 +313,7 @@ class Scheduler:
         insort(self.waiting, sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        for page in reversed(sequence.pages):  # the first ones of a prefix go last
+        for page in reversed(sequence.pages):  # evict the first pages of a prefix last
             self.pages.give_back(page)
         sequence.pages = []
         sequence.stored = sequence.registered = 0

@@ -1,4 +1,4 @@
-"""How likely texts are, without ever holding the scores of all their tokens."""
+"""Likelihoods of texts without storing the logits of all their tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ __all__ = ["score_pairs"]
 def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[float]:
     """Return the mean loss of each text after its prompt, in nats per token.
 
-    It is the loss that the model's head makes piece by piece; `infer.score.score_texts` makes it of
-    all scores at once.
+    The head computes the loss in chunks; `infer.score.score_texts` computes all logits at once.
 
     Args:
-        model: a decoder that reads from left to right, or an encoder-decoder.
-        tokenizer: its own.
+        model: decoder with causal attention, or an encoder-decoder.
+        tokenizer: the model's tokenizer.
         pairs: (prompt, text that is scored after it).
 
     Raises:
-        ConfigError: no pair, or a model that cannot score a text.
-        DataError: a prompt or a text without tokens.
+        ConfigError: there are no pairs, or the model cannot score a text.
+        DataError: a prompt or a text has no tokens.
     """
     if model.traits.reads not in ("left", "apart"):
         raise ConfigError(

@@ -1,9 +1,11 @@
-"""Guessing tokens that come next, whoever guesses; the model checks several in one step.
+"""Speculators: draft tokens from n-gram lookup or a draft model; the model verifies them in one
+step.
 
-What a step chooses for a guess is what it would have chosen without one: draws depend on the seed
-and the position only, so that guesses change how soon tokens come and nothing else.
+A verified token equals the token without speculation: sampling depends on the seed and the position
+only, so that draft tokens change only the speed.
 
-Source: Saxena, "Prompt lookup decoding" (2023); checking: Leviathan et al., "Fast inference from
+Source: Saxena, "Prompt lookup decoding" (2023); verification: Leviathan et al., "Fast inference
+from
 transformers via speculative decoding" (2023).
 """
 
@@ -14,22 +16,22 @@ from collections.abc import Sequence
 
 __all__ = ["GUESSED_LATER", "DraftSpeculator", "NgramSpeculator"]
 
-# Stands for a guess of a small model, which guesses for all sequences together.
+# Placeholder for a token of the draft model, which drafts for all sequences together.
 GUESSED_LATER = -1
 
-# Tokens that must have been there before, and how many of those that followed are guessed.
+# N-gram length to match, and number of following tokens to propose.
 _NGRAM, _MOST = 3, 6
-# Tokens that a small model writes ahead.
+# Number of draft model tokens per step.
 _AHEAD = 4
-# After so many guesses of which fewer than this share was right, none are made for a while.
+# After this many proposals with a lower acceptance rate, speculation pauses.
 _TRIED, _SHARE, _PAUSE = 16, 0.4, 64
 
 
 class _Guesses(ABC):
-    """Guesses for one sequence, and whether they pay.
+    """Speculator of one sequence, which pauses when too few draft tokens are accepted.
 
     Args:
-        share: of the guesses that must be right.
+        share: minimum acceptance rate.
     """
 
     def __init__(self, share: float) -> None:
@@ -39,14 +41,14 @@ class _Guesses(ABC):
 
     @abstractmethod
     def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Return what may come next, `GUESSED_LATER` where that is still to be found out."""
+        """Return draft tokens, or `GUESSED_LATER` placeholders for the draft model's."""
 
     @abstractmethod
     def fresh(self) -> _Guesses:
-        """Return the same for a sequence that goes on otherwise."""
+        """Return a new speculator of the same kind for a forked sequence."""
 
     def learn(self, length: int, guessed: int, right: int) -> None:
-        """Be told how many guesses were right, when a sequence has become so long."""
+        """Record the number of proposed and accepted draft tokens at a sequence length."""
         self._guessed += guessed
         self._right += right
         if self._guessed >= _TRIED:
@@ -56,11 +58,11 @@ class _Guesses(ABC):
 
 
 class DraftSpeculator(_Guesses):
-    """Guesses that a small model makes; those of tokens that were there before come first.
+    """Draft tokens of a draft model; n-gram matches are preferred.
 
     Args:
-        cost: of a step of the small model, where one of the large is 1.
-        lookup: what guesses by what was there before; None looks nothing up.
+        cost: cost of a draft step relative to a step of the target model.
+        lookup: n-gram speculator; None without one.
     """
 
     def __init__(self, cost: float, lookup: NgramSpeculator | None = None) -> None:
@@ -69,7 +71,7 @@ class DraftSpeculator(_Guesses):
         self._looked_up = False
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Return what was there before, or places for the small model's guesses."""
+        """Return tokens of an n-gram match, or placeholders for the draft model's tokens."""
         found = [] if self._lookup is None else self._lookup.guess(tokens)
         self._looked_up = bool(found)
         if found or len(tokens) < self._pause_until:
@@ -77,11 +79,11 @@ class DraftSpeculator(_Guesses):
         return [GUESSED_LATER] * _AHEAD
 
     def fresh(self) -> DraftSpeculator:
-        """Return the same for a sequence that goes on otherwise."""
+        """Return a new speculator of the same kind for a forked sequence."""
         return DraftSpeculator(self._cost, None if self._lookup is None else NgramSpeculator())
 
     def learn(self, length: int, guessed: int, right: int) -> None:
-        """Tell whoever guessed."""
+        """Record the result with the speculator that proposed the tokens."""
         if self._looked_up and self._lookup is not None:
             self._lookup.learn(length, guessed, right)
         else:
@@ -89,7 +91,7 @@ class DraftSpeculator(_Guesses):
 
 
 class NgramSpeculator(_Guesses):
-    """Guesses that repeat what was there before."""
+    """Draft tokens from an earlier occurrence of the last n-gram."""
 
     def __init__(self) -> None:
         super().__init__(_SHARE)
@@ -97,7 +99,7 @@ class NgramSpeculator(_Guesses):
         self._known = 0
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Return what followed the last tokens when they were there before; often nothing."""
+        """Return the tokens that followed the last n-gram at its previous occurrence, if any."""
         self._read(tokens)
         if len(tokens) < max(_NGRAM, self._pause_until):
             return []
@@ -105,11 +107,11 @@ class NgramSpeculator(_Guesses):
         return [] if place is None else list(tokens[place : place + _MOST])
 
     def fresh(self) -> NgramSpeculator:
-        """Return the same for a sequence that goes on otherwise."""
+        """Return a new speculator of the same kind for a forked sequence."""
         return NgramSpeculator()
 
     def _read(self, tokens: Sequence[int]) -> None:
-        """Note where every stretch of `_NGRAM` tokens ends, but the last: nothing follows it."""
+        """Index the end of every n-gram except the last one, which has no successor yet."""
         for end in range(max(_NGRAM, self._known), len(tokens)):
             self._places[tuple(tokens[end - _NGRAM : end])] = end
         self._known = max(self._known, len(tokens))

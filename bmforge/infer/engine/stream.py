@@ -1,4 +1,4 @@
-"""Continues prompts for an engine that runs nothing else meanwhile: whole, or piece by piece."""
+"""Generation for the engine's synchronous calls: whole, or streamed in pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def continue_prompts(
     """Continue a text, a list of token ids, or a list of either; see `Engine.generate`.
 
     Raises:
-        ConfigError: no prompt, an empty one, or an option that does not fit.
+        ConfigError: there is no prompt, one is empty, or an option does not apply.
     """
     if isinstance(prompts, str):
         texts = write_texts(model, open_tokenizer(), prompts, **options)
@@ -44,10 +44,10 @@ def continue_prompts(
 
 
 def stream_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[str]:
-    """Yield pieces of text as they are chosen; see `Engine.stream`.
+    """Yield pieces of text as they are generated; see `Engine.stream`.
 
     Raises:
-        ConfigError: the prompt is empty, or an option does not fit.
+        ConfigError: the prompt is empty, or an option does not apply.
     """
     ids = tokenizer.encode_prompt(prompt)
     if not ids or not prompt:

@@ -1,4 +1,4 @@
-"""What is asked of an engine whole, and done a pass of the model at a time beside the rest."""
+"""Tasks of the batch loop that run one forward pass at a time, next to batched requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ __all__ = ["Task", "Work"]
 
 
 class Task:
-    """Something that somebody waits for; cancelling the future ends it before the next pass.
+    """A task with a future; cancelling the future ends the task before its next pass.
 
     Args:
-        deadline_s: seconds from now on after which it ends with a `TimeoutError`; None never ends.
+        deadline_s: deadline in seconds from now, after which the task fails with
+            `TimeoutError`; None
+            for no deadline.
 
     Attributes:
-        future: what it comes to.
+        future: future of the result.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -31,7 +33,7 @@ class Task:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended; a late one ends now."""
+        """Whether the task has ended; a task past its deadline fails now."""
         if self.future.cancelled() and not self._is_answered:
             self.stop()
         elif self._deadline_s is not None and time.monotonic() >= self._deadline_s:
@@ -39,21 +41,21 @@ class Task:
         return self._is_answered or self.future.cancelled()
 
     def finish(self, result: Any) -> None:
-        """End it with what it comes to."""
+        """Set the result."""
         if self._begin_answer():
             self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error."""
+        """Fail the task with an error."""
         if self._begin_answer():
             self.stop()
             self.future.set_exception(error)
 
     def stop(self) -> None:
-        """Give up what is being done."""
+        """Stop the work in progress."""
 
     def _begin_answer(self) -> bool:
-        """Tell whether somebody still waits, who then no longer can cancel it."""
+        """Return True if the result may be set; the future can no longer be cancelled then."""
         if self._is_answered or not self.future.set_running_or_notify_cancel():
             return False
         self._is_answered = True
@@ -61,13 +63,13 @@ class Task:
 
 
 class Work(Task):
-    """A function that calls a model, which waits for its turn before every pass.
+    """A blocking function that waits for its turn before every forward pass.
 
     Args:
-        model: that it calls.
-        function: what is done.
-        deadline_s: of a `Task`.
-        deltas: of the model, that work meanwhile, as in `Request`.
+        model: model that the function calls.
+        function: the function.
+        deadline_s: deadline in seconds, as in `Task`.
+        deltas: adapter names during the function, as in `Request`.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Work(Task):
         self._result: Any = None
 
     def step(self) -> None:
-        """Go on up to the next pass, or to the end."""
+        """Run up to the next forward pass, or to the end."""
         try:
             if not self._turns.step():
                 self.finish(self._result)
@@ -91,7 +93,7 @@ class Work(Task):
             self.fail(error)
 
     def stop(self) -> None:
-        """Give up what is being done."""
+        """Stop the function."""
         self._turns.stop()
 
     def _work(self) -> None:

@@ -1,7 +1,7 @@
-"""Tokens to text while they are written: nothing is shown that a later token could change.
+"""Incremental detokenization: emits only text that later tokens cannot change.
 
-Held back are characters whose last bytes are still to come, and what may be the beginning of a stop
-string; so the pieces joined are the whole text.
+Incomplete characters and a possible beginning of a stop string are held back; the concatenated
+pieces are the whole text.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 
 __all__ = ["TextStream", "token_data"]
 
-# So many tokens in front of new ones are decoded with them: what a token looks like may depend on
-# what is before it (a blank, the other bytes of its character).
+# Number of context tokens decoded with new ones: a token's text may depend on the tokens before it
+# (a space, the other bytes of its character).
 _BEFORE = 6
 _BROKEN = "\ufffd"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream:
-    """The text of one answer.
+    """Incremental detokenizer of one answer.
 
     Args:
-        tokenizer: the model's.
-        stops: the text ends in front of the first of them that comes.
-        hidden: ids that stand for no text.
-        before: ids of the prompt. The text is what the new ids add to the text of all of them: a
-            SentencePiece decoder drops the space in front of the first token alone.
+        tokenizer: the model's tokenizer.
+        stops: stop strings; the text ends in front of the first one.
+        hidden: ids without text.
+        before: prompt ids. The text is the difference that the new ids make to the text of all ids,
+            because a SentencePiece decoder drops the space in front of the first token.
 
     Attributes:
-        text: all that was shown.
-        is_stopped: a stop string came; nothing is shown any more.
+        text: text emitted so far.
+        is_stopped: whether a stop string was met; no more text is emitted then.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class TextStream:
     ) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._hidden = frozenset(id for id in hidden if id is not None)
-        self._ids, self._known = self._context(before)  # `_known` of the ids have their text
+        self._ids, self._known = self._context(before)  # the first `_known` ids are decoded
         # Where characters ended: what `_known` was. Decoding begins at the first of them, as some
         # decoders take all bytes in a row for broken where those of one character are not whole.
         self._ends = [0, self._known] if self._known else [0]
         self._before = self._tokenizer.decode_written(self._ids[: self._known])
-        self._written = ""  # behind what was shown
+        self._written = ""  # decoded but not emitted
         self.text, self.is_stopped = "", False
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], int]:
-        """Return the last ids of a prompt, and how many of them end with a whole character.
+        """Return the last prompt ids and how many of them form whole characters.
 
-        The ids begin where a character begins, if one of the last tokens does.
+        The ids start at a character boundary if one of the last tokens does.
         """
         ids = [id for id in prompt if id not in self._hidden]
         known = len(ids)
@@ -73,7 +73,7 @@ class TextStream:
         return bool(text) and text[place] == _BROKEN
 
     def add(self, ids: Sequence[int]) -> str:
-        """Take tokens; return what can be shown now."""
+        """Add tokens; return the text that can be emitted now."""
         if self.is_stopped:
             return ""
         self._ids += [id for id in ids if id not in self._hidden]
@@ -84,18 +84,18 @@ class TextStream:
         return self._show(is_last=False)
 
     def finish(self) -> str:
-        """Return what is left: no token comes any more."""
+        """Return the remaining text after the last token."""
         if self.is_stopped:
             return ""
         self._take(self._decode())
         return self._show(is_last=True)
 
     def _decode(self) -> str:
-        """Return the text of ids whose text is not known yet."""
+        """Return the text of the ids that were not decoded yet."""
         if self._known == len(self._ids):
             return ""
         both: str = self._tokenizer.decode_written(self._ids[self._ends[0] :])
-        # Where a decoder changes what was before, as it takes a blank away, that stays as it was.
+        # If a decoder changes earlier text (drops a space), emitted text is kept.
         return both[len(self._before) :]
 
     def _take(self, new: str) -> None:
@@ -107,7 +107,7 @@ class TextStream:
         self._before = self._tokenizer.decode_written(self._ids[self._ends[0] :])
 
     def _show(self, is_last: bool) -> str:
-        """Return what may be shown of what is written: up to a stop, or what may begin one."""
+        """Return the text up to a stop string or its possible beginning."""
         found = [place for stop in self._stops if (place := self._written.find(stop)) >= 0]
         held = 0
         if found:
@@ -121,18 +121,18 @@ class TextStream:
         return shown
 
     def _overlap(self, stop: str) -> int:
-        """Return how many characters at the end may be the beginning of a stop string."""
+        """Return the number of last characters that may begin a stop string."""
         most = min(len(stop) - 1, len(self._written))
         return next((n for n in range(most, 0, -1) if self._written.endswith(stop[:n])), 0)
 
 
 def token_data(tokenizer: Any, token: str, id: int) -> bytes:
-    """Return the bytes that a token adds to a text, as far as it decides that alone.
+    """Return the bytes that a token adds to a text, as far as the token alone determines them.
 
     Args:
-        tokenizer: whose.
-        token: how the vocabulary has it.
-        id: its number.
+        tokenizer: the tokenizer.
+        token: token text in the vocabulary.
+        id: token id.
     """
     byte = _BYTE.fullmatch(token)
     if byte:
@@ -141,17 +141,18 @@ def token_data(tokenizer: Any, token: str, id: int) -> bytes:
     table = _byte_characters()
     if _BROKEN in text and all(character in table for character in token):
         return bytes(table[character] for character in token)
-    if token.startswith("\u2581") and token[1:] == text:  # a blank that is left out at the front
+    if token.startswith("\u2581") and token[1:] == text:  # a leading space that the decoder drops
         return f" {text}".encode("utf-8", "surrogatepass")
     return text.encode("utf-8", "surrogatepass")
 
 
 @cache
 def _byte_characters() -> dict[str, int]:
-    """Return the characters by which byte-level vocabularies write bytes.
+    """Return the mapping of byte-level vocabularies from characters to bytes.
 
-    Source: Radford et al., "Language models are unsupervised multitask learners" (2019): a byte
-    that shows is itself, the others are those from 256 on.
+    Source: Radford et al., "Language models are unsupervised multitask learners" (2019): a
+    printable
+    byte is itself, the others are the characters from 256 on.
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]

@@ -1,4 +1,4 @@
-"""A function that runs in steps, whatever is inside it: on a thread that waits for its turns."""
+"""Coroutine on a thread: runs a blocking function up to its next `pause`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["Turns"]
 
 
 class _Stopped(BaseException):
-    """The function is to end; not an `Exception`, so that nothing inside takes it for an error."""
+    """Ends the function; a BaseException, so that the function does not handle it as an error."""
 
 
 class Turns:
-    """Runs a function from one `pause` to the next.
+    """Runs a blocking function from one `pause` to the next.
 
-    Only one of the two threads ever runs: the other waits.
+    Only one of the two threads runs at a time.
 
     Args:
-        work: the function; it must call `pause`.
+        work: function that calls `pause`.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -29,10 +29,10 @@ class Turns:
         self._thread = threading.Thread(target=self._run, name="bmforge-turns", daemon=True)
 
     def step(self) -> bool:
-        """Run up to the next `pause`; tell whether there is more to do.
+        """Run up to the next `pause`; return True if there is more to do.
 
         Raises:
-            Exception: what the function raised.
+            Exception: the function raised it.
         """
         if self._is_over:
             return False
@@ -47,7 +47,7 @@ class Turns:
         return not self._is_over
 
     def stop(self) -> None:
-        """End the function where it waits; what it holds is given up as on an error."""
+        """End the function at its `pause`; its context managers and finally blocks run."""
         self._is_stopped = True
         if self._thread.ident is None:
             self._is_over = True
@@ -58,7 +58,7 @@ class Turns:
             self._thread.join()
 
     def pause(self) -> None:
-        """Wait for the next turn; on another thread than the function's, do nothing."""
+        """Wait for the next step; does nothing on other threads."""
         if threading.current_thread() is not self._thread:
             return
         self._back.release()

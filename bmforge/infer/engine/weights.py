@@ -1,4 +1,4 @@
-"""How an engine's model comes to have its weights: read, streamed, or sent to disk."""
+"""Loading and placement of an engine's weights: read, streamed, or spilled to disk."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["place_", "read_weights_"]
 def read_weights_(
     model: Any, files: WeightFiles, plan: MemoryPlan
 ) -> tuple[Sequence[Streamer | ExpertStreamer], Callable[[], None]]:
-    """Give a model on meta its weights as planned.
+    """Load the weights of a meta model according to a plan.
 
     Returns:
-        what streams; and what ends it, and leaves blocks where they are.
+        the streamers, and a function that ends streaming and leaves blocks where they are.
 
     Raises:
         CheckpointError: the files do not fit the model.
@@ -61,20 +61,22 @@ def place_(
     plan: MemoryPlan,
     directory: Path | None,
 ) -> tuple[Sequence[Streamer], Callable[[], None]]:
-    """Move a model that is in memory to where the plan has its parts.
+    """Place a model that is in memory according to a plan.
 
-    Blocks that come and go wait on the host, or where that is the device in a file without a name.
+    Streamed blocks are moved to the host, or to an unnamed file if the device is the host.
 
     Args:
-        model: as it is.
-        plan: where everything goes.
-        directory: for the file; None takes the system's temporary directory.
+        model: the model.
+        plan: placement.
+        directory: directory of the file; None uses the system's temporary directory.
 
     Returns:
-        what streams; and what ends it, gives the file back, and leaves blocks where they are.
+        the streamers, and a function that ends streaming, deletes the file and leaves blocks where
+        they
+        are.
 
     Raises:
-        ConfigError: the directory cannot be used, or its disk has less room than is needed.
+        ConfigError: the directory cannot be used, or its disk is too small.
     """
     with ExitStack() as given:
         reads = [_keep(model, one, directory, given) for one in plan.each()]
@@ -90,13 +92,13 @@ def place_(
 def _keep(
     model: nn.Module, plan: MemoryPlan, directory: Path | None, given: ExitStack
 ) -> ReadWeights:
-    """Put one device's blocks that come and go where they wait; return what reads them.
+    """Move one device's streamed blocks to the host or the file; return their reader.
 
     Args:
-        model: whose blocks they are.
-        plan: of the device.
-        directory: for the file.
-        given: is told how the file is given back.
+        model: the model.
+        plan: plan of the device.
+        directory: directory of the file.
+        given: exit stack that receives the deletion of the file.
     """
     stays = find_staying(model)
     kept = {
@@ -116,7 +118,7 @@ def _keep(
 def _stream_(
     model: nn.Module, reads: Sequence[ReadWeights], plan: MemoryPlan, given: ExitStack
 ) -> list[Streamer]:
-    """Have blocks come to each device that has some that move."""
+    """Start a streamer on each device with streamed blocks."""
     streamers = []
     for one, read in zip(plan.each(), reads, strict=True):
         if one.moving:
@@ -134,7 +136,7 @@ def _stream_(
 
 
 def _spread_(model: nn.Module, plan: MemoryPlan, given: ExitStack) -> None:
-    """Have what blocks on several devices are given come to them."""
+    """Make blocks on several devices move their inputs to their own device."""
     if elsewhere := plan.elsewhere:
         blocks = (unit.name for unit in units_of(model) if unit.is_block)
         places = {name: elsewhere.get(name, plan.device) for name in blocks}
@@ -146,14 +148,14 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _move_(module: nn.Module, device: torch.device, but: Collection[int] = ()) -> None:
-    """Move what does not come and go, in place, but for tensors of these ids."""
+    """Move resident tensors in place, except those with these ids."""
     for tensor in _tensors_of(module):
         if id(tensor) not in but and not is_streamed(tensor):
             tensor.data = tensor.data.to(device)
 
 
 class _Kept:
-    """Tensors in host memory, by name."""
+    """Reader of tensors in host memory, by name."""
 
     def __init__(self, kept: dict[str, Tensor]) -> None:
         self._kept = kept
@@ -163,7 +165,7 @@ class _Kept:
 
 
 class _Spilled:
-    """Tensors in a file without a name, by name."""
+    """Reader of tensors in an unnamed file, by name."""
 
     def __init__(self, file: SpillFile, kept: dict[str, Tensor]) -> None:
         self._reads = DirectReads()

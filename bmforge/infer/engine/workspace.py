@@ -1,7 +1,7 @@
-"""How much memory the largest step of a model needs besides its weights, before there is any.
+"""Estimate of a model's KV cache and largest step before any memory is allocated.
 
-The model's description runs on the meta device, which computes nothing; every storage is followed
-from its making to its end. Attention stands for the fused kernel, which holds no scores.
+The model runs on the meta device, which computes nothing, while the lifetime of every storage is
+tracked. Attention is replaced by the fused kernel's allocations, without score matrices.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from bmforge.surgery import copy_to_meta, evaluating
 
 __all__ = ["Workspace", "find_workspace", "largest_runs"]
 
-# Drawing a token sorts the scores of a row: numbers, places and masks of each, in fp32 and int64.
+# Sampling sorts the logits of a row: values (fp32), indices (int64) and masks of each.
 _BYTES_PER_SCORE = 40
-# What a module's own memory is taken for, where it does not run on meta: see `_guess`.
+# Factor for activations of a module that does not run on the meta device: see `_guess`.
 _COPIES = 2
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What a model needs besides its weights.
+    """Memory of a model besides its weights.
 
     Args:
-        cache_bytes: keys and values of the longest rows.
-        step_bytes: everything else that is alive at once in the largest step.
+        cache_bytes: KV cache of the longest rows.
+        step_bytes: peak of all other tensors in the largest step.
     """
 
     cache_bytes: int
@@ -45,12 +45,12 @@ class Workspace:
 
 
 def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Return what a model needs for rows of tokens.
+    """Return the memory that a model needs for rows of tokens.
 
     Args:
-        model: in any form, on any device; it is not run itself.
-        rows: at most so many at once.
-        tokens: of the longest row, new ones included.
+        model: model on any device; a meta copy runs instead.
+        rows: maximum number of rows at once.
+        tokens: maximum row length, new tokens included.
     """
     described = copy_to_meta(model)
     if not isinstance(described, Model) or not described.traces_memory:
@@ -67,10 +67,10 @@ _Run = Callable[[Any, Tensor], int]
 
 
 def largest_runs(model: Model) -> list[_Run]:
-    """Return what is done with a model that has such a head: each returns the cache's bytes.
+    """Return the largest calls of a model with this head; each returns the KV cache's bytes.
 
     Args:
-        model: on meta, or of tensors without values.
+        model: model on the meta device, or of tensors without values.
 
     Returns:
         functions of the model and token ids (B, T), of which only the shape counts.
@@ -82,7 +82,7 @@ def largest_runs(model: Model) -> list[_Run]:
 
 
 def _generate(model: Any, ids: Tensor) -> int:
-    """A whole prompt, then one token of full rows; or a source, then a target as long."""
+    """Run a prompt and then one token, or a source and a target of the same length."""
     new_tokens = ids.shape[1] - 1 if model.traits.reads == "apart" else 1
     decoder, start = start_decoder(model, ids[:, :-1], None, new_tokens)
     decoder.run(start)
@@ -97,7 +97,7 @@ def _score(model: Any, ids: Tensor) -> int:
 
 
 def _read(model: Any, ids: Tensor) -> int:
-    """What reads as an encoder does, with a mask of padding."""
+    """Run an encoder with a padding mask."""
     mask = torch.ones_like(ids)
     if hasattr(model, "encode"):
         model.encode(ids, mask)
@@ -126,13 +126,13 @@ def _follow(model: Model, run: _Run, rows: int, tokens: int) -> Workspace:
 
 
 class _Follower(TorchDispatchMode):
-    """Adds up the storages that are alive.
+    """Tracks the total size of live storages.
 
     Args:
-        known: tensors whose storages do not count.
+        known: tensors whose storages are not counted.
 
     Attributes:
-        peak_bytes: most that were alive at once.
+        peak_bytes: peak size of live storages.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -144,7 +144,7 @@ class _Follower(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator and note the storages of what it returns."""
+        """Run an operator and record the storages of its outputs."""
         out = func(*args, **(kwargs or {}))
         self._note(out)
         return out
@@ -168,12 +168,12 @@ class _Follower(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Puts what the fused kernel allocates in attention's place, which holds scores on meta."""
+    """Replaces attention by the fused kernel's allocations (meta allocates scores)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function, or stand for attention."""
+        """Run a function, or allocate like fused attention."""
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
@@ -181,18 +181,17 @@ class _FusedAttention(TorchFunctionMode):
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         mask = kwargs.get("attn_mask")
         widened = [] if mask is None else [torch.empty_like(mask, dtype=query.dtype)]
-        if key.shape[1] != query.shape[1]:  # heads that share keys and values get copies
+        if key.shape[1] != query.shape[1]:  # grouped-query attention expands keys and values
             shape = (*query.shape[:2], key.shape[2])
             widened += [key.new_empty(*shape, t.shape[-1]) for t in (key, value)]
         return out
 
 
 def _guess(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Say it of any module, which may not run on meta: more rather than less.
+    """Return an upper estimate for a module that may not run on the meta device.
 
-    Of every matrix of the block with the most of them, the product with all tokens, `_COPIES`
-    times; behind the blocks the product with the largest matrix that is in none; and for the cache
-    two tensors as wide as the model in every block.
+    It counts the outputs of all matrices of the largest block for all tokens, `_COPIES` times, the
+    output of the largest matrix outside of blocks, and two cache tensors of hidden size per block.
     """
     blocks = [unit.module for unit in units_of(model) if unit.is_block]
     inside = {id(p) for block in blocks for p in block.parameters()}
