@@ -1,6 +1,7 @@
-"""What lives where: on the device, on the host, on disk; and how it gets there in time.
+"""Offloading of weights, activations, gradients and optimizer states to host memory and disk.
 
-Knows nothing of processes. Start reading at `copies.py` (moving tensors beside the work), then
-`streaming.py` (weights), `activations.py` (what backward needs), `offload.py`, `gradients.py` and
-`homes.py` (what an optimizer needs).
+This package is independent of distributed processes. Start reading at `copies.py` (asynchronous
+copies), then `streaming.py` (weights), `activations.py`, `offload.py`, `gradients.py` and
+`homes.py`
+(optimizer states).
 """

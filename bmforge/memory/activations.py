@@ -1,7 +1,7 @@
-"""Activation offload: what a block keeps for backward goes to the host and comes back in time.
+"""Activation offload: tensors saved for backward are copied to the host and prefetched in backward.
 
-A block's tensors leave while the next block computes, and come back while the block behind it goes
-backward. So the device holds the activations of about two blocks, whatever the depth.
+A block's tensors are copied out while the next block computes, and copied back while backward runs
+the following block. The device thus holds the activations of about two blocks at any depth.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bmforge.surgery import wrap_forward_
 
 __all__ = ["apply_activation_offload_"]
 
-# Smaller tensors stay: a copy has a price of its own.
+# Smaller tensors stay: each copy has a fixed cost.
 _SMALLEST_ELEMENTS = 1 << 12
 
 
 class _Pool:
-    """Host buffers that are used again: locking pages is dear, and steps are alike."""
+    """Pool of reusable host buffers: page-locking is slow, and steps need the same sizes."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class _Pool:
 
 
 class _Slot:
-    """One tensor that is on the host, and on the way."""
+    """One offloaded tensor and its pending copies."""
 
     def __init__(self, tensor: Tensor, engine: CopyEngine, pool: _Pool, label: str) -> None:
         self._engine, self._pool, self._label = engine, pool, label
@@ -53,11 +53,11 @@ class _Slot:
         self._version = tensor._version
 
     def _shaped(self, flat: Tensor) -> Tensor:
-        # The same strides, so that backward takes the same kernels.
+        # Same strides, so that backward selects the same kernels.
         return flat.as_strided(self._size, self._stride)
 
     def let_go(self) -> None:
-        """Give up the tensor on the device: it has been copied."""
+        """Release the device tensor after its copy to the host."""
         if self._source is None:
             return
         self._left.wait()
@@ -67,13 +67,13 @@ class _Slot:
         self._source = None
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
+        """Start the copy back to the device."""
         if self._back is None and self._source is None:
             here = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
             self._back = here, self._engine.copy_(here, self._host, f"in {self._label}")
 
     def get(self) -> Tensor:
-        """Return it, on the device."""
+        """Return the tensor on the device."""
         if self._source is not None:
             return self._source
         self.fetch()
@@ -83,15 +83,15 @@ class _Slot:
         return self._shaped(here)
 
     def __del__(self) -> None:
-        # Copies that are still under way come before those of whoever takes the buffer next.
+        # Pending copies of a buffer precede those of its next user, as copies run in order.
         self._pool.give(self._host)
 
 
 class _Call:
-    """What one call of a block keeps.
+    """Tensors saved by one call of a block.
 
     Args:
-        before: the call before it, which goes backward after it.
+        before: previous call, whose backward runs next.
     """
 
     def __init__(self, number: int, before: _Call | None) -> None:
@@ -105,7 +105,7 @@ class _Call:
             slot.let_go()
 
     def turn(self) -> None:
-        """Backward has come here: bring back this block's tensors, and those it comes to next."""
+        """Start of this call's backward: prefetch its tensors and those of the previous call."""
         if self._is_turned:
             return
         self._is_turned = True
@@ -118,7 +118,7 @@ class _Call:
 
 
 class _Offload:
-    """Stands around the forward of blocks; knows which call came before which."""
+    """Wraps the forward of blocks and records the order of calls."""
 
     def __init__(self, engine: CopyEngine, smallest: int) -> None:
         self.engine, self._smallest = engine, smallest
@@ -134,7 +134,7 @@ class _Offload:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a block; what it keeps goes to the host."""
+        """Run a block and offload its saved tensors to the host."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         record = _Call(number, self._last)
@@ -146,7 +146,7 @@ class _Offload:
             return inner(*args, **kwargs)
 
     def stay(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a block whose activations stay."""
+        """Run a block whose saved tensors stay on the device."""
         if self._last is not None and torch.is_grad_enabled():
             self._last.let_go()
         return inner(*args, **kwargs)
@@ -157,10 +157,10 @@ class _Offload:
         is_small = tensor.numel() < self._smallest
         if is_small or not _is_dense(tensor):
             return tensor
-        # Asked now: what is gathered inside the block has its memory only meanwhile.
+        # Computed now: parameters gathered inside the block lose their memory afterwards.
         if any(_memory(local_tensor(p)) == _memory(tensor) for p in block.parameters()):
             return tensor
-        # Several operations keep the same tensor; it is alive until the next block begins.
+        # Several operations may save the same tensor, which lives until the next block begins.
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in seen:
             label = f"block {record.number}, tensor {len(seen)}"
@@ -178,12 +178,12 @@ def _unpack(kept: Any) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what tells one piece of memory from another; parameters stay where they are."""
+    """Return the address of a tensor's storage, which identifies the memory of parameters."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a plain tensor fills its memory, in whatever order of dims."""
+    """Return True if a plain tensor fills its memory without gaps, in any dimension order."""
     if type(tensor) is not Tensor or not tensor.is_floating_point():
         return False
     pairs = sorted(zip(tensor.stride(), tensor.shape, strict=True))
@@ -203,18 +203,20 @@ def apply_activation_offload_(
     keep_last: int = 1,
     smallest_elements: int = _SMALLEST_ELEMENTS,
 ) -> None:
-    """Send what blocks keep for backward to the host; parameter names do not change.
+    """Offload the blocks' saved tensors to the host; parameter names do not change.
 
-    After `apply_recompute_` a block keeps its input only, and that is what goes.
+    After `apply_recompute_` a block saves only its input, which is then offloaded.
 
     Args:
-        blocks: in the order in which they run.
-        engine: copies.
-        keep_last: so many last blocks keep theirs: backward needs them at once.
-        smallest_elements: smaller tensors stay.
+        blocks: blocks in execution order.
+        engine: copy engine.
+        keep_last: number of last blocks that are not offloaded, because backward needs them at
+            once.
+        smallest_elements: minimum size of offloaded tensors in elements.
 
-    Memory: activations of about two blocks, and of the last ones, on the device; all others' on the
-        host, in buffers that are used again.
+    Memory: activations of about two blocks and of the last ones on the device; all others on the
+    host,
+        in reused buffers.
     """
     offload = _Offload(engine, smallest_elements)
     sent = len(blocks) - keep_last

@@ -1,8 +1,7 @@
-"""The copy engine: moves tensors between device, host and disk beside the computing.
+"""Copy engine: asynchronous copies between device, host and disk.
 
-One interface, two implementations: a stream of the accelerator, and a thread where the device is
-the host. Order, reuse of buffers and overlap are therefore the same program on both, and a test
-reads them from recorded events, never from a clock.
+One interface has two implementations: a stream on an accelerator, and a thread on the host. Order,
+buffer reuse and overlap are the same program on both; tests check recorded events, not times.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ __all__ = ["CopyEngine", "CopyEvent", "Ticket", "Worker", "make_copy_engine"]
 
 @dataclass(frozen=True)
 class CopyEvent:
-    """Something that happened: `kind` is asked, begun, done, awaited or a user's own word."""
+    """A recorded event; `kind` is asked, begun, done, awaited or a user-defined word."""
 
     kind: str
     label: str
 
 
 class Ticket:
-    """Stands for work that was asked for.
+    """Handle of a submitted task.
 
     Args:
-        label: what it is, for events.
-        note: is told (kind, label).
+        label: name of the task in events.
+        note: callback for events (kind, label).
     """
 
     def __init__(self, label: str, note: Callable[[str, str], None]) -> None:
@@ -47,12 +46,12 @@ class Ticket:
         self._device_event: torch.Event | None = None
 
     def finish(self, error: BaseException | None = None, event: torch.Event | None = None) -> None:
-        """Say that it is done, failed, or done once the device has passed `event`."""
+        """Mark the task as done, failed, or done once the device has passed `event`."""
         self._error, self._device_event = error, event
         self._finished.set()
 
     def wait(self) -> None:
-        """Make what this thread computes next see the result; raise what went wrong.
+        """Wait for the result before later work of this thread; raise the task's error.
 
         On an accelerator the current stream waits, not this thread.
         """
@@ -62,13 +61,13 @@ class Ticket:
             torch.accelerator.current_stream(device).wait_event(self._device_event)
 
     def wait_on_host(self) -> None:
-        """Return when the result is there for the host to read; raise what went wrong."""
+        """Block until the result is readable on the host; raise the task's error."""
         self._join()
         if self._device_event is not None:
             self._device_event.synchronize()
 
     def settle(self) -> None:
-        """Return when it is over, well or not: for whoever does not want the result any more."""
+        """Block until the task has ended, ignoring its error."""
         self._finished.wait()
 
     def _join(self) -> None:
@@ -82,12 +81,12 @@ _Tasks = queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]
 
 
 class Worker:
-    """One thread that does what it is asked, in the order in which it was asked.
+    """One thread that runs tasks in order of submission.
 
     Args:
-        name: of the thread.
-        note: is told (kind, label).
-        device: the accelerator that is the thread's current one, where there is one.
+        name: thread name.
+        note: callback for events (kind, label).
+        device: current accelerator of the thread; None without one.
     """
 
     def __init__(
@@ -95,17 +94,17 @@ class Worker:
     ) -> None:
         self._note, self._is_closed = note, False
         self._tasks: _Tasks = queue.SimpleQueue()
-        # A run that ends waits for the task at hand alone. Nor does an idle thread keep its owner
-        # alive (models, states, groups); it ends when the owner goes.
+        # Interpreter exit waits only for the current task. An idle thread holds no reference to
+        # its owner (models, states, groups) and ends when the owner is freed.
         ends = threading.Event()
         self._thread = start_thread(
             name, _serve, self._tasks, device, ends, end=partial(_drop_tasks, self._tasks, ends)
         )
-        # At exit `start_thread` ends it, behind those who may still ask it.
+        # At exit `start_thread` ends this thread after all threads that may still submit tasks.
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
-        """Have `work` done after all that was asked before; its error is raised by who waits."""
+        """Submit a task; its error is raised when the ticket is waited for."""
         if self._is_closed:
             raise RuntimeError(f"{label or 'work'} was asked of a copy engine that is closed.")
         ticket = Ticket(label, self._note)
@@ -114,7 +113,7 @@ class Worker:
         return ticket
 
     def close(self) -> None:
-        """Finish what was asked and end the thread."""
+        """Finish all submitted tasks and end the thread."""
         self._is_closed = True
         self._tasks.put(None)
         self._thread.join()
@@ -126,9 +125,9 @@ def _drop_tasks(tasks: _Tasks, ends: threading.Event) -> None:
 
 
 def _serve(tasks: _Tasks, device: torch.device | None, ends: threading.Event) -> None:
-    """Do tasks until there is None; once the program ends they fail instead."""
+    """Run tasks until None; at interpreter exit, remaining tasks fail."""
     if device is not None and not is_host(device):
-        torch.accelerator.set_device_index(device)  # a new thread begins with the first
+        torch.accelerator.set_device_index(device)  # a new thread's current device is 0
     while (task := tasks.get()) is not None:
         work, ticket = task
         if ends.is_set():
@@ -139,7 +138,7 @@ def _serve(tasks: _Tasks, device: torch.device | None, ends: threading.Event) ->
         try:
             with torch.no_grad():
                 work()
-        except BaseException as caught:  # given to whoever waits
+        except BaseException as caught:  # re-raised by the ticket's waiter
             error = caught
         ticket.note("done", ticket.label)
         ticket.finish(error)
@@ -156,58 +155,58 @@ def _forget(kind: str, label: str) -> None:
 
 
 class CopyEngine(ABC):
-    """Copies tensors and does host work, each in the order asked, beside the computing.
+    """Copies tensors and runs host tasks asynchronously, each in order of submission.
 
     Args:
-        name: of its thread.
-        records: keep every event in `events`.
-        device: the thread's current accelerator.
+        name: thread name.
+        records: whether every event is recorded in `events`.
+        device: current accelerator of the thread.
 
     Attributes:
-        events: what happened, where that is recorded.
-        note: records an event (kind, label).
+        events: recorded events.
+        note: callback that records an event (kind, label).
     """
 
     def __init__(
         self, name: str, records: bool = False, device: torch.device | None = None
     ) -> None:
         self.events: list[CopyEvent] = []
-        # Not of the engine itself: whoever holds a ticket must not keep a thread alive.
+        # No reference to the engine: a ticket must not keep its thread alive.
         self.note = partial(_record, self.events) if records else _forget
         self._worker = Worker(name, self.note, device)
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
-        """Have host work (reading a file, an optimizer's step) done on the engine's thread."""
+        """Run a host task (reading a file, an optimizer step) on the engine's thread."""
         return self._worker.run(work, label)
 
     @abstractmethod
     def mark(self) -> torch.Event | None:
-        """Return a mark behind all computing asked for so far; None where that is done already."""
+        """Return a device event after all work queued so far; None if that work is done."""
 
     @abstractmethod
     def copy_(
         self, target: Tensor, source: Tensor, label: str = "", *, after: torch.Event | None = None
     ) -> Ticket:
-        """Copy `source` into `target`; both stay untouched until the ticket is due.
+        """Copy `source` into `target`; neither may change until the ticket is done.
 
         Args:
-            target: where to.
-            source: where from.
-            label: for events.
-            after: the copy begins behind this mark; None: behind all computing asked for so far.
+            target: destination tensor.
+            source: source tensor.
+            label: name of the copy in events.
+            after: device event to wait for; None waits for all work queued so far.
         """
 
     @abstractmethod
     def new_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return host memory that copies from and to the device are quick with."""
+        """Allocate host memory for fast copies from and to the device."""
 
     def close(self) -> None:
-        """Finish what was asked."""
+        """Finish all submitted tasks and end the thread."""
         self._worker.close()
 
 
 class _ThreadCopies(CopyEngine):
-    """The device is the host: a thread copies."""
+    """Copy engine for the host: a thread copies."""
 
     def mark(self) -> torch.Event | None:
         return None
@@ -222,7 +221,7 @@ class _ThreadCopies(CopyEngine):
 
 
 class _StreamCopies(CopyEngine):
-    """An accelerator: a stream of its own copies, beside the one that computes."""
+    """Copy engine for an accelerator: a separate stream copies."""
 
     def __init__(self, name: str, device: torch.device, records: bool = False) -> None:
         super().__init__(name, records, device)
@@ -241,7 +240,9 @@ class _StreamCopies(CopyEngine):
             target.copy_(source, non_blocking=True)
             event = self._stream.record_event()
         for tensor in (target, source):
-            if not is_host(tensor.device):  # not to be given to others before the copy is done
+            if not is_host(
+                tensor.device
+            ):  # the allocator must not reuse it before the copy is done
                 tensor.record_stream(self._stream)
         ticket.finish(event=event)
         return ticket
@@ -257,12 +258,12 @@ def _copy(target: Tensor, source: Tensor) -> None:
 def make_copy_engine(
     device: torch.device, name: str = "bmforge-copies", records: bool = False
 ) -> CopyEngine:
-    """Return the copy engine that suits `device`.
+    """Create the copy engine for a device.
 
     Args:
-        device: where computing happens.
-        name: of its thread.
-        records: keep every event in `events`.
+        device: compute device.
+        name: thread name.
+        records: whether every event is recorded in `events`.
     """
     if is_host(device):
         return _ThreadCopies(name, records)

@@ -1,8 +1,8 @@
-"""Reading files past the page cache, into memory of our own.
+"""Direct I/O: reads files past the page cache.
 
-What is read once a pass would push everything else out of the page cache, and where a limit counts
-the cache as the process's memory, reading through it works against the limit. Where a file system
-refuses direct reads, files are read as usual and the cache is told to forget what was read.
+Weights that are read in every pass would evict everything else from the page cache, and under
+memory limits that count the cache, buffered reads work against the limit. If a file system refuses
+direct reads, files are read with buffering and then dropped from the cache.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Any
 
 __all__ = ["BUFFER_BYTES", "READ_THREADS", "DirectReads"]
 
-# A disk with a queue is at its best with several requests at a time.
+# Disks with command queues are fastest with several concurrent requests.
 READ_THREADS = 4
-# Of a disk's sectors and of memory's pages; direct reads begin and end at multiples of it.
+# Alignment of direct reads in bytes, a multiple of the sector and the page size.
 _ALIGN_BYTES = 4096
-# Of each thread that reads.
+# Buffer size per reading thread.
 BUFFER_BYTES = 1 << 20
 
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # Windows has none
+except ImportError:  # not available on Windows
     fcntl = None
 
 
 class DirectReads:
-    """Opens files and reads parts of them, from any number of threads at a time.
+    """Opens files and reads ranges of them; thread-safe.
 
-    Memory: `BUFFER_BYTES` for each thread that reads at the same time, kept for the next.
+    Memory: `BUFFER_BYTES` per concurrent reader, reused.
     """
 
     def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []  # taken and given back by one operation each
+        self._free: list[mmap.mmap] = []  # pop and append are atomic
 
     def open(self, path: Path) -> int:
-        """Return a descriptor of a file.
+        """Open a file and return its descriptor.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
         direct = getattr(os, "O_DIRECT", 0)
@@ -54,10 +54,10 @@ class DirectReads:
         return os.open(path, flags)
 
     def read_into(self, descriptor: int, target: memoryview, offset: int) -> None:
-        """Fill `target` with a file's bytes from `offset` on.
+        """Fill `target` with the bytes of a file from `offset`.
 
         Raises:
-            OSError: the file ends before that, or cannot be read.
+            OSError: the file is too short, or cannot be read.
         """
         buffer = self._free.pop() if self._free else mmap.mmap(-1, BUFFER_BYTES)
         try:
@@ -84,13 +84,13 @@ def _round_up(size: int) -> int:
 
 
 def _read_once(descriptor: int, buffer: memoryview, start: int) -> int:
-    """Read into an aligned buffer from an aligned place; return how many bytes came."""
+    """Read into an aligned buffer from an aligned offset; return the number of bytes read."""
     try:
         got = os.preadv(descriptor, [buffer], start)
     except OSError as error:
         if error.errno != errno.EINVAL or not _is_direct(descriptor):
             raise
-        # The file system takes the flag and refuses the read.
+        # Some file systems accept O_DIRECT in open and refuse the read.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
         got = os.preadv(descriptor, [buffer], start)
     if hasattr(os, "posix_fadvise") and not _is_direct(descriptor):

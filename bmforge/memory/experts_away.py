@@ -1,8 +1,7 @@
-"""Experts that live elsewhere: what the router chose is read, and what was used last stays.
+"""Expert streaming: experts are read when the router chooses them, with an LRU cache on the device.
 
-A layer of experts uses few of them for a token. All layers share some slots, each with room for
-one expert; the one that was not used for longest gives way. Of what a layer needs, experts that are
-here work first, while the others are read.
+An MoE layer uses few experts per token. All layers share slots for one expert each, and the least
+recently used expert is evicted. Cached experts compute first, while the others are read.
 """
 
 from __future__ import annotations
@@ -35,31 +34,31 @@ __all__ = [
 ReadExpert = Callable[[str, int, Tensor], None]
 """Fills a contiguous host tensor with one expert's part of the stacked parameter of that name."""
 
-# One expert works while another is on its way.
+# Double buffering: one expert computes while the next is copied.
 LEAST_EXPERTS = 2
 
 
 class _Key(NamedTuple):
-    """An expert: its layer's number among the layers with experts, and its own."""
+    """An expert: index of its MoE layer and its index in the layer."""
 
     layer: int
     expert: int
 
 
 class _Layer(NamedTuple):
-    """A layer of experts: its name, and the same with one expert, whose memory is set."""
+    """An MoE layer: its name, and a copy with one expert whose memory is set per call."""
 
     name: str
     one: PackedBlock
 
 
 def expert_bytes(experts: nn.Module) -> int:
-    """Return what one expert of a layer takes of a slot."""
+    """Return the slot bytes of one expert of a layer."""
     return sum(packed_bytes(parameter[0]) for parameter in experts.parameters())
 
 
 def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return name and module of a model's layers of experts, which are called `experts`."""
+    """Return name and module of a model's MoE layers, which are called `experts`."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -68,21 +67,22 @@ def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class ExpertStreamer:
-    """Brings experts to the device when they are chosen.
+    """Copies experts to the device when they are chosen.
 
     Args:
-        layers: name and module of every layer of experts; each parameter is stacked by expert, and
-            `module(rows sorted by expert, where each one's end)` returns as many rows.
-        read: where they come from.
-        device: where they are used.
-        budget_bytes: of all slots.
-        engine: copies; None makes one.
+        layers: name and module of every MoE layer; each parameter is stacked by expert, and the
+            module
+            maps (rows sorted by expert, end index of each expert's rows) to as many rows.
+        read: reader of the weights.
+        device: compute device.
+        budget_bytes: size of all slots.
+        engine: copy engine; None creates one.
 
     Attributes:
-        read_bytes: read so far.
+        read_bytes: number of bytes read so far.
 
     Raises:
-        ConfigError: the budget has no room for two experts.
+        ConfigError: the budget is too small for two experts.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ExpertStreamer:
             )
         self.engine = engine or make_copy_engine(device, "bmforge-experts")
         self._free = [Slot(largest, device, self.engine) for _ in range(count)]
-        self._here: OrderedDict[_Key, Slot] = OrderedDict()  # the longest unused first
+        self._here: OrderedDict[_Key, Slot] = OrderedDict()  # least recently used first
         self._layers: list[_Layer] = []
         for number, (name, module) in enumerate(layers):
             for key, parameter in dict(module.named_parameters()).items():
@@ -119,18 +119,18 @@ class ExpertStreamer:
 
     @property
     def num_slots(self) -> int:
-        """How many experts have room."""
+        """Number of slots."""
         return len(self._free) + len(self._here)
 
     def close(self) -> None:
-        """End the copying; the model cannot run any more."""
+        """End copying; the model cannot run any more."""
         for slot in self._here.values():
             if slot.ticket is not None:
                 slot.ticket.settle()
         self.engine.close()
 
     def _run(self, layer: int, inner: Any, /, x: Tensor, ends: Tensor) -> Tensor:
-        """Let experts work on their rows, those that are here first."""
+        """Apply the experts to their rows, cached experts first."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise ConfigError(
                 "experts that are read when they are chosen have no backward. Stream whole blocks "
@@ -148,7 +148,7 @@ class ExpertStreamer:
         return torch.cat([parts[expert] for expert in found]) if found else x[:0]
 
     def _work(self, key: _Key, x: Tensor) -> Tensor:
-        """Run one expert, which has been asked for."""
+        """Run one expert that was requested."""
         slot = self._here[key]
         self._here.move_to_end(key)
         if slot.ticket is not None:
@@ -170,7 +170,7 @@ class ExpertStreamer:
             one.hide()
 
     def _drop_pending(self) -> None:
-        """Let go of what was asked for with the one that failed; who needs it asks anew."""
+        """Drop all pending experts after an error; they are requested again when needed."""
         for key in [key for key, slot in self._here.items() if slot.ticket is not None]:
             slot = self._here.pop(key)
             assert slot.ticket is not None
@@ -179,7 +179,7 @@ class ExpertStreamer:
             self._free.append(slot)
 
     def _ask_for(self, wanted: Sequence[_Key]) -> None:
-        """Begin to bring experts that are not here, in place of those that are not wanted."""
+        """Start copying missing experts into slots of experts that are not needed."""
         for key in wanted:
             if key not in self._here:
                 if not self._free:
@@ -194,7 +194,7 @@ class ExpertStreamer:
 
         def work() -> None:
             if before is not None:
-                before.wait_on_host()  # the bytes before have left the host's part of the slot
+                before.wait_on_host()  # the previous copy out of the slot's host buffer is done
             for name, view in layer.one.views(slot.host):
                 self.read(f"{layer.name}.{name}", key.expert, view[0])
                 self.read_bytes += view.numel() * view.element_size()
@@ -211,7 +211,7 @@ def _count(experts: nn.Module) -> int:
 
 
 def _rows_of(ends: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield where each expert's rows begin and end."""
+    """Yield the start and end of each expert's rows."""
     start = 0
     for stop in ends.tolist():
         yield start, stop
@@ -219,7 +219,7 @@ def _rows_of(ends: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
-    """Return the same layer with one expert and almost no memory."""
+    """Return a copy of the layer with one expert and almost no memory."""
     memo: dict[int, Any] = {}
     for tensor in experts.parameters():
         one = torch.empty((), dtype=tensor.dtype, device=device).expand(1, *tensor.shape[1:])
@@ -228,7 +228,7 @@ def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _Away:
-    """Keeps a stacked parameter's values as far as others see: reads them expert by expert."""
+    """Access to the values of a streamed stacked parameter: reads them expert by expert."""
 
     is_on_disk = True
 
@@ -253,19 +253,19 @@ def stream_experts_(
     budget_bytes: int,
     engine: CopyEngine | None = None,
 ) -> ExpertStreamer:
-    """Have a model's experts read when they are chosen; the rest stays where it is.
+    """Stream a model's experts when they are chosen; all other weights are unchanged.
 
-    Call it before weights are given memory: on a model on meta, loading then leaves experts out.
+    Call this before weights are allocated: loading a model on meta then skips the experts.
 
     Args:
-        model: on meta, or plain; its layers of experts are called `experts`.
-        read: where experts come from, such as `models.weight_reader(...).read_expert`.
-        device: where they work.
-        budget_bytes: of the experts that are on the device at once.
-        engine: copies; None makes one.
+        model: model, possibly on the meta device, whose MoE layers are called `experts`.
+        read: reader of experts, such as `models.weight_reader(...).read_expert`.
+        device: compute device.
+        budget_bytes: size of the expert cache on the device.
+        engine: copy engine; None creates one.
 
     Raises:
-        ConfigError: the model has no experts, or the budget no room for two.
+        ConfigError: the model has no experts, or the budget is too small for two.
     """
     found = find_experts(model)
     if not found:

@@ -1,6 +1,6 @@
-"""How gradients leave the device as they are produced, and who waits for stepped weights.
+"""Gradient offload: gradients are copied to the host as soon as backward produces them.
 
-What leaves is chosen in `offload.py`; the optimizers that use it are in `train/offload`.
+The parameters are chosen in `offload.py`; the optimizers are in `train/offload`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 
 class Backlog:
-    """Keeps what is on its way small: who sends more than a slow disk takes has to wait.
+    """Back-pressure: limits the bytes in flight, so that a slow disk delays the producer.
 
     Args:
-        limit_bytes: may be on the way at a time, beside the newest.
+        limit_bytes: maximum bytes in flight besides the newest copy.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -42,7 +42,7 @@ class Backlog:
         self._sent: deque[tuple[Ticket, int]] = deque()
 
     def admit(self, ticket: Ticket, size_bytes: int) -> None:
-        """Count what was just sent; return when enough of the rest has arrived."""
+        """Add a copy; block until the bytes in flight are below the limit."""
         while self._sent and self._total_bytes > self._limit_bytes:
             oldest, size = self._sent.popleft()
             oldest.wait_on_host()
@@ -53,12 +53,12 @@ class Backlog:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A flat gradient on the host, to be read in parts.
+    """A flat gradient on the host, read in parts.
 
     Args:
-        part: (start, stop) -> elements as they are kept.
-        dtype: in which they are used.
-        factors: to multiply with, in order.
+        part: function from (start, stop) to stored elements.
+        dtype: dtype of the returned elements.
+        factors: scale factors, applied in order.
     """
 
     part: Callable[[int, int], Tensor]
@@ -66,7 +66,7 @@ class Gradient:
     factors: tuple[float, ...] = ()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return elements as they are used; each once, for they may be scaled where they lie."""
+        """Return scaled elements; read each once, because scaling may be in place."""
         values = self.part(start, stop).to(self.dtype)
         for factor in self.factors:
             values.mul_(factor)
@@ -74,16 +74,16 @@ class Gradient:
 
 
 class LeftGradient:
-    """The gradient of one parameter, which goes to the host as soon as it is produced.
+    """Gradient of one parameter that is copied to the host as soon as it is produced.
 
-    Micro-batches are added up there, in fp32. The parameter's side has this object.
+    Micro-batches are accumulated on the host in fp32. The object is attached to the parameter.
 
     Args:
-        parameter: loses its `.grad` after every backward.
-        engine: copies, and adds up on its thread.
-        backlog: how much may be on its way, shared by all.
-        disk: where to keep it; None keeps it in host memory.
-        label: for events.
+        parameter: parameter whose `.grad` is freed after every backward.
+        engine: copy engine, whose thread accumulates.
+        backlog: shared limit on the bytes in flight.
+        disk: file for the gradient; None uses host memory.
+        label: name in events.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class LeftGradient:
         local = local_tensor(parameter.detach())
         self.dtype = wide_dtype(local.dtype)
         self._home = Home(local.numel(), dtype=self.dtype, disk=disk)
-        # What came first, as it came: a bf16 gradient is half as much to read.
+        # A first gradient keeps its dtype: bf16 halves the bytes to read.
         self._first: Tensor | None = None
         self._norm: Tensor | None = None
         self._factors: list[float] = []
         self._count = 0
         self._ticket: Ticket | None = None
         note_(parameter, left_gradient=self)
-        # Weakly: autograd keeps hooks where the garbage collector does not look.
+        # A weak reference: autograd's hooks are invisible to the garbage collector.
         leave = weakref.WeakMethod(self._leave)
 
         def call(produced: Tensor) -> None:
@@ -117,11 +117,11 @@ class LeftGradient:
 
     @property
     def is_here(self) -> bool:
-        """Whether a backward has produced something since `clear`."""
+        """Whether backward has produced a gradient since `clear`."""
         return self._count > 0
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of what has come so far, scaled, on the parameter's device."""
+        """Return the scaled 2-norm of the accumulated gradient, on the parameter's device."""
         assert self._ticket is not None
         self._ticket.wait_on_host()
         assert self._norm is not None
@@ -131,11 +131,11 @@ class LeftGradient:
         return norm
 
     def scale_(self, factor: float) -> None:
-        """Multiply by `factor` when it is used."""
+        """Multiply the gradient by `factor` when it is read."""
         self._factors.append(factor)
 
     def take(self) -> Gradient:
-        """Return the sum, to be read after what was asked for so far."""
+        """Return the accumulated gradient; read it on the engine's thread, after earlier tasks."""
         if self._count == 1 and not self._home.is_on_disk:
             assert self._first is not None
             flat = self._first
@@ -143,11 +143,11 @@ class LeftGradient:
         return Gradient(self._home.fetch, self.dtype, tuple(self._factors))
 
     def clear(self) -> None:
-        """Begin a new sum; what was asked for before still sees the old one."""
+        """Start a new accumulation; earlier tasks still read the old gradient."""
         self._count, self._factors, self._norm, self._first = 0, [], None, None
 
     def close(self) -> None:
-        """Let gradients stay at the parameter again."""
+        """Stop offloading: later gradients stay in `.grad`."""
         self._handle.remove()
         if (parameter := self._parameter()) is not None:
             note_(parameter, left_gradient=None)
@@ -158,7 +158,7 @@ class LeftGradient:
         gradient = local_tensor(parameter.grad).detach()
         is_first = self._count == 0
         self._count += 1
-        if is_first:  # more micro-batches make the norm of the sum, on the host
+        if is_first:  # with more micro-batches the host computes the norm of the sum
             self._norm = torch.linalg.vector_norm(gradient, dtype=self.dtype)
         staging = self._engine.new_host(tuple(gradient.shape), gradient.dtype)
         copied = self._engine.copy_(staging, gradient, f"gradient of {self._label}")
@@ -186,7 +186,7 @@ class LeftGradient:
 
 
 def left_gradient(parameter: Tensor) -> LeftGradient | None:
-    """Return the gradient of `parameter` that has left, if one has."""
+    """Return the offloaded gradient of a parameter, or None."""
     left: LeftGradient | None = side_of(parameter).left_gradient
     return left if left is not None and left.is_here else None
 
@@ -194,13 +194,14 @@ def left_gradient(parameter: Tensor) -> LeftGradient | None:
 def wait_before_use(
     model: nn.Module, wait: Callable[[Iterable[nn.Parameter]], None]
 ) -> list[RemovableHandle]:
-    """Have `wait` called with the parameters that a module is about to use, before it does.
+    """Call `wait` with the parameters that a module is about to use.
 
-    Units wait for their own and for those of the next ones, which they gather ahead; the model
-    waits for what is in no unit.
+    Gathered units wait for their own parameters and those of the units they prefetch; the model
+    waits
+    for the parameters outside of units.
 
     Returns:
-        handles that end it.
+        handles that remove the hooks.
     """
     units = _outermost(unit.module for unit in units_of(model) if unit.is_gathered)
     record = laid_out(model)
@@ -225,7 +226,7 @@ def _hook(
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are in no other of them."""
+    """Return the modules that are not inside another one of them."""
     found = list(modules)
     inner = {id(m) for outer in found for m in outer.modules() if m is not outer}
     return [module for module in found if id(module) not in inner]

@@ -1,7 +1,7 @@
-"""Where an optimizer's state lives between steps: in which memory, and in how many bits.
+"""Storage of optimizer states between steps: host memory or disk; fp32, bf16 or 8 bits.
 
-A `Home` keeps one flat tensor as fp32, bf16 or 8-bit, in host memory or on disk, and hands parts of
-it out as fp32. In host memory and fp32 a part is the memory itself, so nothing is copied.
+A `Home` stores one flat tensor and returns parts of it as fp32. In host memory and fp32 a part is a
+view, so that no data is copied.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from bmforge.memory.spill import Bytes, HostBytes, SpillFile
 __all__ = ["BLOCK_ELEMENTS", "Home", "StateDtype", "home_bytes"]
 
 StateDtype = Literal["fp32", "bf16", "8bit"]
-# Parts begin at multiples of this: 8-bit values share a scale by so many, and a kernel that works
-# on whole vectors of any width sees the same vectors as in one piece.
+# Parts begin at multiples of this number of elements: it is the block size of 8-bit scales, and
+# vectorized kernels then divide parts into the same vectors as the whole tensor.
 BLOCK_ELEMENTS = 256
 
 
 def home_bytes(numel: int, kind: StateDtype, dtype: torch.dtype = torch.float32) -> int:
-    """Return how many bytes a home of `numel` elements takes."""
+    """Return the storage size in bytes of `numel` elements."""
     if kind == "8bit":
         return (BLOCK_ELEMENTS + 4) * -(-numel // BLOCK_ELEMENTS)
     return numel * (2 if kind == "bf16" else dtype.itemsize)
 
 
 class Home:
-    """One flat tensor outside the device; it begins as zeros.
+    """One flat tensor outside the device, initially zero.
 
     Args:
-        numel: its length.
-        kind: how it is kept.
-        dtype: of the values handed out; kept as is by "fp32".
-        disk: the file to keep it in; None keeps it in host memory.
-        signed: 8-bit only: values may be negative.
-        new_host: makes host memory, for which pages may be locked.
+        numel: number of elements.
+        kind: storage format.
+        dtype: dtype of returned values; also the storage dtype of "fp32".
+        disk: file for the tensor; None uses host memory.
+        signed: whether 8-bit values may be negative.
+        new_host: allocator of host memory, possibly page-locked.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Home:
         self.clear()
 
     def clear(self) -> None:
-        """Make it zeros."""
+        """Set all elements to zero."""
         part = 1 << 20
         for start in range(0, self.numel, part):
             self.put(start, torch.zeros(min(part, self.numel - start), dtype=self.dtype))
@@ -80,14 +80,14 @@ class Home:
         return kept.view(torch.bfloat16).to(self.dtype) if width == 2 else kept.view(self.dtype)
 
     def fill(self, target: Tensor) -> None:
-        """Copy all of it into a contiguous host tensor, part by part."""
+        """Copy all elements into a contiguous host tensor, part by part."""
         flat, part = target.view(-1), 1 << 20
         for start in range(0, self.numel, part):
             stop = min(start + part, self.numel)
             flat[start:stop].copy_(self.fetch(start, stop))
 
     def put(self, start: int, values: Tensor) -> None:
-        """Keep `values` from element `start`, a multiple of `BLOCK_ELEMENTS`, on."""
+        """Store `values` from element `start`, a multiple of `BLOCK_ELEMENTS`."""
         values = values.detach().reshape(-1)
         if self._kind == "8bit":
             codes, scales = _quantize(values.float(), self._signed)
@@ -99,17 +99,18 @@ class Home:
         self._bytes.write(start * kept.element_size(), kept.contiguous().view(torch.uint8))
 
     def _scale_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return where the scales of elements begin and end; they lie behind the codes."""
+        """Return the byte range of the scales of some elements; scales follow the codes."""
         codes = -(-self.numel // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
         return codes + 4 * (start // BLOCK_ELEMENTS), codes + 4 * -(-stop // BLOCK_ELEMENTS)
 
 
 @cache
 def _levels(signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the 256 values of a code, ascending in [-1, 1] or [0, 1], and the bounds between them.
+    """Return the 256 code values, ascending in [-1, 1] or [0, 1], and the bounds between them.
 
-    Seven decades, each divided as finely as bits are left: small values keep their order of
-    magnitude, large ones two digits.
+    Seven decades with increasing resolution: small values keep their order of magnitude, large ones
+    two
+    digits.
 
     Source: dynamic tree quantization, Dettmers et al. 2022, "8-bit Optimizers via Block-wise
         Quantization".
@@ -119,14 +120,14 @@ def _levels(signed: bool) -> tuple[Tensor, Tensor]:
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if signed else 1)) + 1).double()
         magnitudes += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
     values = [0.0, *magnitudes, 1.0]
-    if signed:  # both ends are there, so that quantizing twice changes nothing; one level gives way
+    if signed:  # keep -1 and 1, so that quantization is idempotent; drop one level
         values += [-1.0, *(-m for m in magnitudes[1:])]
     levels = torch.tensor(sorted(values), dtype=torch.float64).float()
     return levels, (levels[1:] + levels[:-1]) / 2
 
 
 def _quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return a code for every value and the largest magnitude of every block."""
+    """Return the code of every value and the largest magnitude of every block."""
     blocks = -(-values.numel() // BLOCK_ELEMENTS)
     padded = values.new_zeros(blocks * BLOCK_ELEMENTS)
     padded[: values.numel()] = values
@@ -136,7 +137,7 @@ def _quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     _, bounds = _levels(signed)
     codes = torch.bucketize(unit, bounds)
     if not signed:
-        # A second moment that is not zero must not become it: steps are divided by its root.
+        # A nonzero second moment must not round to 0, because updates are divided by its root.
         codes = torch.where(rows > 0, codes.clamp(min=1), codes)
     return codes.to(torch.uint8).view(-1)[: values.numel()], scales
 

@@ -1,8 +1,7 @@
-"""What of an optimizer's state leaves the device: settings, the choice, whether there is room.
+"""Optimizer state offload: options, selection of parameters, and memory checks.
 
-What is chosen leaves from the end of the model: its gradients come first in backward and its
-weights are needed last in the next forward, so their way to the host and back has the most to hide
-behind.
+Parameters are selected from the end of the model: backward produces their gradients first and the
+next forward needs their weights last, which leaves the most time to hide the copies.
 """
 
 from __future__ import annotations
@@ -27,19 +26,22 @@ __all__ = ["OffloadConfig", "check_room", "choose_parameters"]
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What of the optimizer lives outside the device.
+    """Offload of optimizer states, weights, activations and gradients.
 
     Args:
-        fraction: of the parameters, counted from the model's end, whose optimizer state (and fp32
-            master weights, where the device computes with bf16 ones) leaves; whole parameters, at
-            least so many. "auto": as many as the device has no room for, found at the first step.
+        fraction: minimum share of the parameters, from the model's end, whose optimizer state
+            (and fp32
+            master weights if the model is bf16) is offloaded; "auto" offloads what does not fit on
+            the
+            device, determined at the first step.
         target: host memory, or a file on disk.
-        states: how moments are kept there; they compute in fp32.
-        directory: of the file; None takes the system's temporary directory.
-        weights: blocks' weights live there as well and stream in; for one process, with fraction 1.
-        activations: what blocks keep for backward goes to the host, but for the last block's.
-        gradients: "leave": they go to the host as they are produced; "stay": they wait for the step
-            where they are; "auto": leave, unless the device is the host.
+        states: storage format of the moments; updates are computed in fp32.
+        directory: directory of the file; None uses the system's temporary directory.
+        weights: offload and stream the blocks' weights too; for one process, with fraction 1.
+        activations: offload tensors saved for backward, except the last block's.
+        gradients: "leave" copies gradients to the host as they are produced; "stay" keeps them
+            on the
+            device until the step; "auto" is "leave", except on a CPU.
     """
 
     fraction: float | Literal["auto"] = 0.0
@@ -77,7 +79,7 @@ class OffloadConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything may leave."""
+        """Whether any offload is enabled."""
         return self.fraction != 0.0
 
     def leaves(self, device: torch.device) -> bool:
@@ -101,13 +103,13 @@ def choose_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> se
 
 
 def check_room(needed_bytes: int) -> None:
-    """Raise unless the host has memory for what all processes on it will keep there.
+    """Check that the host has enough memory for the offloaded states of all its processes.
 
     Args:
-        needed_bytes: by this process.
+        needed_bytes: bytes of this process.
 
     Raises:
-        ConfigError: it has less.
+        ConfigError: the host has less free memory.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = available_host_bytes()

@@ -1,4 +1,4 @@
-"""What runs next: learned from what came after what the last time."""
+"""Prediction of the next blocks from the execution order of the last pass."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["RunOrder", "Step"]
 
 
 class Step(NamedTuple):
-    """A block that runs.
+    """Execution of a block.
 
     Attributes:
         phase: "plain" without gradients, "forward" or "backward" with them.
-        block: its number.
+        block: block index.
     """
 
     phase: str
@@ -20,15 +20,16 @@ class Step(NamedTuple):
 
 
 class RunOrder:
-    """Foresees which blocks run, in the order of the last pass.
+    """Predicts the execution order of blocks.
 
-    As long as nothing is known, blocks run from the first to the last, with gradients then back,
-    and then again. What came after a step the last time is what is foreseen the next time;
-    something else is believed when it came twice. So while an encoder-decoder writes token by
-    token only the decoder's blocks are foreseen, also of the next text.
+    The initial prediction is first to last, with gradients then backward, repeated. A step's
+    predicted
+    successor is its last observed one; a change is accepted after two observations. While an
+    encoder-decoder generates tokens, only decoder blocks are thus predicted, also for the next
+    text.
 
     Args:
-        num_blocks: how many there are.
+        num_blocks: number of blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -38,7 +39,7 @@ class RunOrder:
         self._now: Step | None = None
 
     def enter(self, step: Step) -> None:
-        """Note that a block begins."""
+        """Record that a block begins."""
         before, self._now = self._now, step
         if before is None:
             return
@@ -49,11 +50,11 @@ class RunOrder:
             self._doubted.add(before)
 
     def coming(self, count: int, *, with_this: bool) -> list[int]:
-        """Return the next `count` different blocks, the nearest first.
+        """Return the next `count` different blocks, nearest first.
 
         Args:
-            count: how many at most.
-            with_this: the one that runs now is the first of them.
+            count: maximum number of blocks.
+            with_this: whether the current block is the first of them.
         """
         if self._now is None:
             return list(range(min(count, self._last_block + 1)))
@@ -61,7 +62,7 @@ class RunOrder:
         step, seen = self._now, {self._now}
         while len(found) < count:
             step = self._after(step)
-            if step in seen:  # once around
+            if step in seen:  # the predicted cycle is complete
                 break
             seen.add(step)
             if step.block not in found:

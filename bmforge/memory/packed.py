@@ -1,4 +1,4 @@
-"""One block's tensors as one run of bytes, and the slots in which such runs arrive."""
+"""Contiguous byte layout of a block's tensors, and the device slots for streamed blocks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _ALIGN_BYTES = 64
 
 
 def packed_bytes(tensor: Tensor) -> int:
-    """Return what a tensor takes of a slot."""
+    """Return the aligned size of a tensor in a slot, in bytes."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class PackedBlock:
-    """One block's tensors that come and go, and where each lies in a slot.
+    """Streamed tensors of one block and their offsets in a slot.
 
     Args:
-        prefix: the block's name.
-        module: it.
-        parameters: by their whole names.
-        device: where they are used.
-        is_on_host: their bytes wait in host memory once they have been read.
+        prefix: name of the block.
+        module: the block.
+        parameters: streamed tensors by full name.
+        device: compute device.
+        is_on_host: whether the bytes are cached in host memory after the first read.
 
     Attributes:
-        kept: these bytes, where they are.
+        kept: cached bytes in host memory, or None.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class PackedBlock:
             yield name, memory[start:stop].view(parameter.dtype).view(parameter.shape)
 
     def show(self, memory: Tensor) -> None:
-        """Let the block compute with what is in a slot's memory."""
+        """Point the block's parameters to a slot's memory."""
         for name, view in self.views(memory):
             self.parameters[name].data = view
 
     def hide(self) -> None:
-        """Leave the block without values: whoever computes with them gets NaN."""
+        """Point the block's parameters to NaN stubs, so that use without weights is detected."""
         for name, parameter in self.parameters.items():
             parameter.data = self._stubs[name]
 
 
 def _make_stub(parameter: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same shape and almost no memory; whoever computes with it gets NaN.
+    """Return a NaN tensor of the same shape and almost no memory.
 
-    Integers have none; they are what rows are packed in, whose scales are NaN then.
+    Integer tensors become 0; they are packed weights, whose scales are NaN.
     """
     value = float("nan") if parameter.is_floating_point() else 0
     stub = torch.full((), value, dtype=parameter.dtype, device=device)
@@ -81,12 +81,12 @@ def _make_stub(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 class Slot:
-    """Room for one block on the device, and where its bytes arrive on the host.
+    """Device buffer for one block, with a host staging buffer.
 
     Args:
-        size_bytes: of the largest block.
-        device: where it computes.
-        engine: copies.
+        size_bytes: size of the largest block.
+        device: compute device.
+        engine: copy engine.
     """
 
     def __init__(self, size_bytes: int, device: torch.device, engine: CopyEngine) -> None:
@@ -101,7 +101,7 @@ class Slot:
 
 
 def give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:
-    """Replace a tensor on meta by one that says it is on `device`, without memory."""
+    """Replace a meta tensor by a stub without memory on `device`."""
     if not parameter.is_meta:
         return
     owner, _, leaf = name.rpartition(".")

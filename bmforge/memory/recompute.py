@@ -1,4 +1,4 @@
-"""Recompute: drop a block's activations in forward and make them again in backward."""
+"""Activation checkpointing: blocks drop their activations and recompute them in backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["apply_recompute_"]
 
 
 def apply_recompute_(blocks: Iterable[nn.Module]) -> None:
-    """Make every block recompute its inside in backward, once; parameter names do not change.
+    """Recompute every block's activations in backward; parameter names do not change.
 
-    Where no gradients are asked for, nothing is done.
+    Without gradients, blocks run unchanged.
 
-    Memory: a block keeps its input only. Compute: one more forward of each block.
+    Memory: a block saves only its input. Compute: one more forward of each block.
     """
     for block in blocks:
         if "recompute" not in dict(wrappers_of(block)):

@@ -1,4 +1,4 @@
-"""Which blocks stay on the device where there is no room for all of them."""
+"""Selection of the blocks that stay on the device if not all fit."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from bmforge.errors import ConfigError
 
 __all__ = ["NUM_SLOTS", "choose_resident", "smallest_room", "spread_resident"]
 
-# Of the blocks that come and go one computes while the other is on its way.
+# Double buffering: one streamed block computes while the next is copied.
 NUM_SLOTS = 2
 
 
 def spread_resident(num_blocks: int, num_resident: int) -> list[int]:
-    """Return which of some blocks stay, evenly spread, so that copies hide behind computing.
+    """Return the indices of resident blocks, evenly spread so that copies overlap with compute.
 
     Args:
-        num_blocks: blocks that run one after the other.
-        num_resident: how many of them stay.
+        num_blocks: number of consecutive blocks.
+        num_resident: number of resident blocks.
 
     Raises:
-        ConfigError: fewer than none or more than all.
+        ConfigError: `num_resident` is negative or more than `num_blocks`.
 
-    Source: ``calc_fixed_layers`` of BMInf's scheduler: of L blocks of which S do not stay, block i
-        stays where ``(i + 1) * S // L`` is what it was for the block before.
+    Source: ``calc_fixed_layers`` of BMInf's scheduler: with S of L blocks streamed, block i is
+    resident
+        if ``(i + 1) * S // L`` is the same as for the block before.
     """
     if not 0 <= num_resident <= num_blocks:
         raise ConfigError(f"num_resident={num_resident} must be from 0 to num_blocks={num_blocks}.")
@@ -36,18 +37,18 @@ def spread_resident(num_blocks: int, num_resident: int) -> list[int]:
 
 
 def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[list[int]] | None:
-    """Return the blocks of every stack that stay such that the fewest bytes come and go.
+    """Choose the resident blocks of every stack so that the fewest bytes are streamed.
 
-    Blocks that come and go share `NUM_SLOTS` slots as large as the largest of them, so one that is
-    much larger than the others may better stay: every size is tried as the largest to move.
+    Streamed blocks share `NUM_SLOTS` slots of the largest one's size, so that a much larger block
+    is
+    better resident: every size is tried as the largest streamed one.
 
     Args:
-        stacks: bytes of each block; of several stacks the one whose blocks are the last to leave
-            comes first.
-        room_bytes: for blocks that stay and for slots.
+        stacks: block sizes in bytes; the stack to keep resident first comes first.
+        room_bytes: budget for resident blocks and slots.
 
     Returns:
-        block numbers by stack; None where the room is too small for any choice.
+        block indices by stack; None if the budget is too small.
     """
     sizes = [size for stack in stacks for size in stack]
     if sum(sizes) <= room_bytes:
@@ -70,7 +71,7 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
 
 
 def _fill(stack: Sequence[int], largest: int, room_bytes: int) -> list[int]:
-    """Return the blocks of one stack that stay: all above `largest`, of the others what fits."""
+    """Return the resident blocks of one stack: all above `largest`, and as many others as fit."""
     movable = [i for i, size in enumerate(stack) if size <= largest]
     for count in range(len(movable), -1, -1):
         chosen = [movable[place] for place in spread_resident(len(movable), count)]
@@ -80,7 +81,7 @@ def _fill(stack: Sequence[int], largest: int, room_bytes: int) -> list[int]:
 
 
 def smallest_room(stacks: Sequence[Sequence[int]]) -> int:
-    """Return the least room with which `choose_resident` finds a choice; 0 for no blocks."""
+    """Return the smallest budget for which `choose_resident` succeeds; 0 without blocks."""
     sizes = [size for stack in stacks for size in stack]
     slots = [NUM_SLOTS * size + sum(s for s in sizes if s > size) for size in set(sizes)]
     return min([sum(sizes), *slots])

@@ -1,8 +1,8 @@
-"""Bytes outside the device: in host memory, or in a file on disk that has no name.
+"""Byte storage outside the device: host memory or an unnamed file on disk.
 
-A spill file is unlinked as soon as it is open, so a killed run leaves nothing behind and no run can
-take another's for its own. Its whole size is allocated at once: a full disk is told before
-training starts, not in the middle of it. It is read into memory of our own, never mapped.
+A spill file is unlinked at creation, so that a killed run leaves no file behind. Its whole size is
+allocated at once: a full disk is an error before training starts. Data is read into process memory,
+never mapped.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ ReadInto = Callable[[int, memoryview, int], None]
 
 
 class Bytes(Protocol):
-    """A run of bytes somewhere outside the device."""
+    """Interface of a byte range outside the device."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return bytes as a uint8 tensor: the memory itself where there is one, else a copy."""
+        """Return bytes as a uint8 tensor: a view if in host memory, else a copy."""
 
     def write(self, start: int, values: Tensor) -> None:
-        """Put a contiguous uint8 tensor there; nothing moves when it is that memory already."""
+        """Store a contiguous uint8 tensor; no copy if it is a view of this memory."""
 
 
 class HostBytes:
-    """Host memory.
+    """Byte range in host memory.
 
     Args:
-        memory: uint8, one dim.
+        memory: one-dimensional uint8 tensor.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -51,22 +51,22 @@ class HostBytes:
         return self._memory[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:
-        """Copy `values`, unless they are the view that `read` gave."""
+        """Copy `values`, unless they are the view returned by `read`."""
         target = self._memory[start : start + values.numel()]
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
 
 
 class SpillFile:
-    """A nameless file of a fixed size.
+    """An unnamed file of fixed size.
 
     Args:
-        directory: on the disk to use; None takes the system's temporary directory.
-        size_bytes: all that will be put into it.
-        option: what a person calls `directory`.
+        directory: directory on the disk to use; None uses the system's temporary directory.
+        size_bytes: file size.
+        option: name of `directory` in the caller's options.
 
     Raises:
-        ConfigError: the directory is missing or cannot be written, or the disk has less space.
+        ConfigError: the directory is missing or not writable, or the disk has too little space.
     """
 
     def __init__(
@@ -96,37 +96,37 @@ class SpillFile:
 
     @staticmethod
     def rounded(size_bytes: int) -> int:
-        """Return what a reservation takes of the file."""
+        """Return the aligned size of a reservation in bytes."""
         return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Close the file, which frees its disk space."""
         self._file.close()
 
 
 class DiskBytes:
-    """A part of a spill file, read and written at any place.
+    """A byte range of a spill file.
 
     Args:
-        file: open; kept open by this.
-        offset: where the part begins in it.
+        file: open file, kept open by this object.
+        offset: start of the range in the file.
     """
 
     def __init__(self, file: IO[bytes], offset: int) -> None:
         self._file, self._offset = file, offset
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Read into new memory."""
+        """Read bytes into new memory."""
         values = torch.empty(stop - start, dtype=torch.uint8)
         read_into(self._file.fileno(), values, self._offset + start)
         return values
 
     def fill(self, target: Tensor, read: ReadInto | None = None) -> None:
-        """Fill a contiguous host tensor from the part's beginning.
+        """Fill a contiguous host tensor from the start of the range.
 
         Args:
-            target: of any dtype.
-            read: takes descriptor, memory and offset; None reads in the usual way.
+            target: tensor of any dtype.
+            read: function of descriptor, memory and offset; None uses buffered reads.
         """
         if read is None:
             read_into(self._file.fileno(), target, self._offset)
@@ -170,10 +170,10 @@ def format_bytes(count: float) -> str:
 
 
 def _open_nameless(folder: Path, option: str) -> IO[bytes]:
-    """Open a new file for reading and writing that no directory lists.
+    """Open a new unlinked file for reading and writing.
 
     Raises:
-        ConfigError: `folder` is no directory that may be written to.
+        ConfigError: `folder` is not a writable directory.
     """
     try:
         return tempfile.TemporaryFile(dir=folder, buffering=0)

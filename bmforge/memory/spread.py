@@ -1,4 +1,4 @@
-"""Blocks on several devices, one after the other: what goes in comes to a block's own device."""
+"""Naive model parallelism: blocks on several devices, with inputs moved to each block's device."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ __all__ = ["spread_blocks_"]
 def spread_blocks_(
     model: nn.Module, places: Mapping[str, torch.device], home: torch.device | None = None
 ) -> Callable[[], None]:
-    """Have blocks compute where their weights are, in place; nothing else of the model knows.
+    """Make blocks compute on their own devices by moving their inputs.
 
-    What a block is given comes to its device, masks and positions once for all blocks there. The
-    states that it returns stay for the next; anything else that it returns goes home.
+    Masks and positions are moved once per device. Hidden states stay on the device for the next
+    block;
+    other outputs are moved to the home device.
 
     Args:
-        model: whose blocks they are; weights are not moved.
-        places: name of a block -> its device, in the order in which they run.
-        home: where the rest of the model is, to which the last block of every stack returns; None
-            leaves everything where it came out.
+        model: model whose blocks are placed already; weights are not moved.
+        places: device of each block by name, in execution order.
+        home: device of the rest of the model, to which the last block of every stack returns its
+            output; None moves no outputs.
 
     Returns:
-        what takes this off again; weights stay where they are.
+        a function that removes the hooks; weights stay where they are.
 
     Raises:
-        ConfigError: a block is on devices already.
+        ConfigError: a block has such a hook already.
     """
     arrivals = {device: _Arrivals(device) for device in places.values()}
     last = {name.rpartition(".")[0]: name for name in places}
@@ -46,7 +47,7 @@ def spread_blocks_(
     blocks = [model.get_submodule(name) for name in places]
 
     def take_off() -> None:
-        with ExitStack() as each:  # the others too, where one refuses
+        with ExitStack() as each:  # undo all, even if one undo fails
             for block in blocks:
                 each.callback(unwrap_forward_, block, "device")
 
@@ -54,12 +55,12 @@ def spread_blocks_(
 
 
 class _Arrivals:
-    """Brings tensors to a device, each once while it is alive and unchanged.
+    """Moves tensors to a device, each once while it is alive and unchanged.
 
-    What gradients flow through, and what was made in inference mode, is brought every time.
+    Tensors with gradients and inference tensors are moved every time.
 
     Args:
-        device: where to.
+        device: target device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,14 +68,16 @@ class _Arrivals:
         self._known = WeakIdKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Arrivals:
-        """Return one that has brought nothing: a copied model sees other tensors."""
+        """Return an empty copy: a copied model has other tensors."""
         return _Arrivals(self.device)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device."""
         if tensor.device == self.device:
             return tensor
-        if tensor.requires_grad or tensor.is_inference():  # of a graph, or without a version
+        if (
+            tensor.requires_grad or tensor.is_inference()
+        ):  # autograd needs a new copy; no version counter
             return tensor.to(self.device)
         version, moved = self._known.get(tensor, (None, None))
         if version != tensor._version or moved is None:

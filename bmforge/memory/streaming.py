@@ -1,9 +1,8 @@
-"""Layer streaming: blocks whose weights do not fit live elsewhere and come ahead of their use.
+"""Layer streaming: weights of blocks that do not fit on the device are prefetched before use.
 
-Some blocks may stay on the device; the others share a few slots. Which come next is what came next
-in the last pass, so a slot is filled again as soon as its block has run. In backward blocks are
-recomputed, so everything a backward reads was made from weights that are there; without gradients
-nothing is. The same streamer serves training and inference.
+Some blocks may be resident; the others share a few slots. The next blocks are predicted from the
+last pass, so that a slot is refilled as soon as its block has run. Backward recomputes blocks, so
+that it reads only weights that are present. Training and inference use the same streamer.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ Stays = Callable[[str, Tensor], bool]
 
 @runtime_checkable
 class ReadsMany(Protocol):
-    """A `ReadWeights` that is quicker with several tensors at once."""
+    """A `ReadWeights` with a faster batched read."""
 
     def read_all(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name."""
 
 
 class Streamer:
-    """Brings blocks to the device, each while blocks before it compute.
+    """Prefetches blocks to the device while earlier blocks compute.
 
     Args:
-        blocks: name and module of those that come and go, in the order in which they run.
-        read: where weights come from.
-        device: where they are used.
-        engine: copies; None makes one.
-        on_host: names of blocks whose bytes wait in host memory once they have been read.
-        stays: tensors of these blocks that stay; None lets all go.
+        blocks: name and module of the streamed blocks, in execution order.
+        read: reader of the weights.
+        device: compute device.
+        engine: copy engine; None creates one.
+        on_host: names of blocks whose bytes are cached in host memory after the first read.
+        stays: predicate for tensors of these blocks that stay resident; None streams all.
     """
 
     def __init__(
@@ -85,14 +84,14 @@ class Streamer:
         return [name for block in self.blocks for name in block.parameters]
 
     def forget(self) -> None:
-        """Drop what is on the device and the host: the weights have changed where they live."""
+        """Drop cached weights on device and host, because the source has changed."""
         for slot in self._slots:
             self._clear(slot)
         for block in self.blocks:
             block.kept = None
 
     def close(self) -> None:
-        """End the copying; the model cannot run any more."""
+        """End copying; the model cannot run any more."""
         self.forget()
         self.engine.close()
 
@@ -100,12 +99,12 @@ class Streamer:
         is_backward = torch._C._current_graph_task_id() != -1
         self._enter(number, is_backward)
         out = inner(*args, **kwargs)
-        if not is_backward:  # there its gradients are still to be computed
+        if not is_backward:  # backward still computes gradients with the weights
             self._ask_for(self._order.coming(len(self._slots), with_this=False))
         return out
 
     def _enter(self, number: int, is_backward: bool) -> None:
-        """Have block `number` here, and those that are needed next on their way."""
+        """Wait for block `number` and start the prefetch of the next ones."""
         phase = "forward" if torch.is_grad_enabled() else "plain"
         self._order.enter(Step("backward" if is_backward else phase, number))
         self._ask_for(self._order.coming(len(self._slots), with_this=True))
@@ -118,7 +117,7 @@ class Streamer:
         self.engine.note("computes", f"block {number}")
 
     def _ask_for(self, wanted: Sequence[int]) -> None:
-        """Begin to bring blocks that are not here, in place of those that are not wanted."""
+        """Start copying missing blocks into slots of blocks that are not needed."""
         free = [slot for slot in self._slots if slot.block not in wanted]
         missing = [number for number in wanted if self._slot_of(number) is None]
         for number, slot in zip(missing, free, strict=False):
@@ -128,11 +127,11 @@ class Streamer:
         return next((slot for slot in self._slots if slot.block == number), None)
 
     def _fetch(self, number: int, slot: Slot) -> None:
-        """Begin to bring a block into a slot."""
+        """Start copying a block into a slot."""
         self._clear(slot)
         slot.block = number
         block, before = self.blocks[number], slot.copied
-        # What the slot held may still be computed with; what is asked for from now on may not.
+        # Work queued before this mark may still read the slot's previous block.
         mark = self.engine.mark()
 
         def work() -> None:
@@ -141,7 +140,7 @@ class Streamer:
                 source = self._keep(block)
             else:
                 if before is not None:
-                    before.wait_on_host()  # the bytes before have left the host's part of the slot
+                    before.wait_on_host()  # the previous copy out of the slot's host buffer is done
                 self._read(block, slot.host)
             if slot.memory is not source:
                 size, label = block.size_bytes, f"copy block {number}"
@@ -152,7 +151,7 @@ class Streamer:
         slot.ticket = self.engine.run(work, f"read block {number}")
 
     def _keep(self, block: PackedBlock) -> Tensor:
-        """Return a block's bytes in host memory; they are read once."""
+        """Return a block's bytes in host memory, read at the first call."""
         if block.kept is None:
             memory = self.engine.new_host((block.size_bytes,), torch.uint8)
             self._read(block, memory)
@@ -168,14 +167,14 @@ class Streamer:
             self.read(name, view)
 
     def _arrive(self, slot: Slot) -> None:
-        """Wait for a block that was asked for."""
+        """Wait for a block that was requested."""
         ticket, slot.ticket = slot.ticket, None
         assert ticket is not None
         try:
             ticket.wait()
         except BaseException:
-            slot.block = None  # the next who needs it asks again
-            for other in self._slots:  # asked for at the same time, for the same reason in vain
+            slot.block = None  # the next use requests it again
+            for other in self._slots:  # prefetches that failed for the same reason
                 if other.ticket is not None:
                     self._clear(other)
             raise
@@ -184,7 +183,7 @@ class Streamer:
 
     def _clear(self, slot: Slot) -> None:
         if slot.ticket is not None:
-            slot.ticket.settle()  # an error is of nobody's: the block is not wanted
+            slot.ticket.settle()  # ignores errors: the block is no longer needed
             slot.ticket = None
         if slot.block is not None and slot.is_shown:
             self.blocks[slot.block].hide()
@@ -192,7 +191,7 @@ class Streamer:
 
 
 def _stays_here(shared: set[int], stays: Stays | None, name: str, tensor: Tensor) -> bool:
-    """Tell whether a tensor stays: as asked, or because something else has it as well."""
+    """Return True if a tensor stays resident, by predicate or because it is shared."""
     return id(tensor) in shared or _keeps(stays, name, tensor)
 
 
@@ -211,28 +210,29 @@ def stream_blocks_(
     on_host: Collection[str] = (),
     stays: Stays | None = None,
 ) -> Streamer:
-    """Have the weights of a model's blocks stream from elsewhere; the rest stays where it is.
+    """Stream the weights of a model's blocks; all other weights are unchanged.
 
-    Call it before weights are given memory: on a model on meta, loading and drawing then leave the
-    streamed ones out.
+    Call this before weights are allocated: loading or initializing a model on meta then skips the
+    streamed weights.
 
     Args:
-        model: on meta, or plain.
-        read: where weights come from, such as `models.weight_reader`.
-        device: where blocks compute.
-        blocks: names of the modules to stream, in the order in which they run; None takes all
-            blocks that the model has. They may differ in what they hold.
-        engine: copies; None makes one.
-        resident: names of blocks among them that stay; see `spread_resident`.
-        on_host: names of blocks among the others whose bytes wait in host memory once read.
-        stays: tensors of blocks that come and go, by name, that stay all the same, as do those that
-            the model has in several places.
+        model: model, possibly on the meta device.
+        read: reader of the weights, such as `models.weight_reader`.
+        device: compute device.
+        blocks: names of the modules to stream, in execution order; None streams all blocks. Their
+            contents may differ.
+        engine: copy engine; None creates one.
+        resident: names of blocks that stay on the device; see `spread_resident`.
+        on_host: names of streamed blocks whose bytes are cached in host memory.
+        stays: predicate for tensors of streamed blocks, by name, that stay resident; shared tensors
+            always do.
 
     Raises:
-        ConfigError: nothing to stream, no such block, or a parameter is sharded.
+        ConfigError: there are no blocks to stream, a block does not exist, or a parameter is
+            sharded.
 
-    Memory: `NUM_SLOTS` times the weights of the largest block that comes and goes on the device,
-        and on an accelerator as much of locked host memory.
+    Memory: `NUM_SLOTS` times the weights of the largest streamed block on the device, and on an
+        accelerator as much page-locked host memory.
     """
     found = _find_blocks(model, blocks, resident, on_host)
     stays = partial(_stays_here, shared_tensors(model), stays)
@@ -261,7 +261,7 @@ def _find_blocks(
     resident: Collection[str],
     on_host: Collection[str],
 ) -> list[tuple[str, nn.Module]]:
-    """Return name and module of the blocks that come and go."""
+    """Return name and module of the streamed blocks."""
     if blocks is None:
         found = [(unit.name, unit.module) for unit in units_of(model) if unit.is_block]
     else:
@@ -276,7 +276,7 @@ def _find_blocks(
 
 
 class _Streamed:
-    """Keeps a parameter's values as far as others see: reads them where the streamer does."""
+    """Access to the values of a streamed parameter: reads them from the streamer's source."""
 
     is_on_disk = True
 
