@@ -56,8 +56,8 @@ class CorpusConfig:
         seq_len: tokens per row.
         global_batch_size: rows per optimizer step over all processes.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to
-            micro_batch_size x this x processes / tp / pp / cp. None takes what global_batch_size
-            needs.
+            micro_batch_size x this x processes / tp / pp / cp. None derives it
+            from global_batch_size.
         micro_batch_size: rows per forward pass on one process.
         reset_at_documents: restart positions and attention at every document.
         tokenizer: directory of the tokenizer of bare stores, which is exported with the model;

@@ -47,8 +47,8 @@ class ExampleConfig:
         global_batch_size: rows per optimizer step over all processes.
         micro_batch_size: rows per forward pass on one process.
         grad_accum_steps: gradient accumulation steps; sets global_batch_size to
-            micro_batch_size x this x processes / tp / pp / cp. None takes what global_batch_size
-            needs.
+            micro_batch_size x this x processes / tp / pp / cp. None derives it
+            from global_batch_size.
         split: shares of a bare token store's documents for training, validation and neither, such
             as 949 50 1; empty trains on all.
         validation_batches: maximum number of micro-batches of an evaluation; None reads all.
