@@ -1,8 +1,8 @@
-"""Steps over single documents: normalize, tidy, detect the language, filter, mask, score.
+"""Single-document steps: normalize, tidy, detect the language, filter, mask, score.
 
-Start reading at `judge.py`; `rule.py` says what a rule is, `rules/` has the published ones,
-`statistics.py` what they read. `tidy.py`, `languages.py`, `private.py`, `lists.py` and `scores.py`
-are steps of their own.
+Start reading at `judge.py`. `rule.py` defines filter rules, `rules/` has the published ones, and
+`statistics.py` computes the text statistics that they use. `tidy.py`, `languages.py`, `private.py`,
+`lists.py` and `scores.py` contain the other steps.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ SENTENCE_ENDS = tuple(
         "11ef7-11ef8 11f43-11f44 16a6e-16a6f 16af5 16b37-16b38 16b44 16e98 1bc9f 1da88"
     )
 )
-# What makes no word by itself, as datatrove's rules have it: controls, ASCII and CJK punctuation.
+# Characters that do not form a word, as in datatrove: controls, ASCII and CJK punctuation.
 SYMBOL_CHARACTERS = "".join(SENTENCE_ENDS) + expand_ranges(
     "0-8 b-1f 21-2f 3a-40 5b-60 7b-9f ab b4 bb 2013-2014 2019 201c-201e 2026 2236 2501 25ba "
     "3001-3002 3008-300d 3010-3011 ff01 ff05 ff08-ff09 ff0c ff0e ff11 ff1a-ff1b ff1f ff5e"
@@ -48,5 +48,5 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def replace_surrogates(text: str) -> str:
-    """Return a text with U+FFFD for lone surrogates, which other programs' strings cannot hold."""
+    """Replace lone surrogates by U+FFFD, since native libraries reject them."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""Why a document was dropped: the rule, the value that broke it, the bound, and where it begins."""
+"""Record of a dropped document: the rule, the measured value, the bound, and an excerpt."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ EXCERPT_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Drop:
-    """A document that is left out, and why.
+    """Reason why a document is dropped.
 
     Attributes:
-        rule: the rule's name, such as ``gopher_quality.too_short``.
-        value: what was measured, or found; None where there is nothing to measure.
-        bound: what would have been allowed; None where a rule has no bound.
-        excerpt: the beginning of the text, or the place that broke the rule.
+        rule: name of the rule, such as ``gopher_quality.too_short``.
+        value: measured or detected value; None if the rule measures nothing.
+        bound: allowed value; None if the rule has no bound.
+        excerpt: the beginning of the text, or the place that violates the rule.
     """
 
     rule: str

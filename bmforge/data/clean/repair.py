@@ -1,8 +1,8 @@
-"""Repairs text that was decoded in a wrong encoding, where this can be undone without guessing.
+"""Repairs mojibake: text that was decoded with a wrong encoding, if this can be undone reliably.
 
-A table says which encodings are taken for which others; UTF-8 is sure when it fits, the Chinese
-ones must read as Chinese. What the table does not explain goes line by line to ftfy. What lost
-characters on the way stays as it is, and so does a sound text.
+A table lists which encodings are mistaken for which others. A valid UTF-8 result is accepted; a
+result in a Chinese encoding must have frequent Chinese characters. Other lines go to ftfy one by
+one. Text that lost characters in the wrong decoding is left as it is, and so is intact text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bmforge.errors import MissingDependencyError
 
 __all__ = ["READINGS", "repair_text"]
 
-# How a text was read, and what it is. The sloppy pages, which ftfy registers, read every byte.
+# (wrong, true) encodings. The sloppy code pages, registered by ftfy, decode every byte.
 READINGS = (
     ("latin-1", "utf-8"),
     ("sloppy-windows-1252", "utf-8"),
@@ -25,7 +25,7 @@ READINGS = (
     ("latin-1", "big5"),
     ("sloppy-windows-1252", "big5"),
 )
-# Among the most frequent characters of modern and old Chinese, in both forms.
+# Frequent characters of modern and classical Chinese, simplified and traditional.
 _FREQUENT = frozenset(
     "的一是不了人我在有他这這中大来來上个個国國到说說们們为為子和你地出道也时時年得就那要下以生会會自着著去之过過家学學"
     "对對可她里裡后後小么麼心多天而能好都然没沒日于於起还還发發成事只作当當想看文无無开開手十用主行方又如前所本见見经經"
@@ -37,7 +37,7 @@ _FEWEST = 3  # characters that are not ASCII, from which on UTF-8 that fits is n
 
 
 def repair_text(text: str) -> str:
-    """Return a text read in the encoding that it was written in.
+    """Return a text decoded with its true encoding.
 
     Raises:
         MissingDependencyError: ``ftfy`` is not installed and the text is not ASCII.
@@ -60,7 +60,7 @@ def repair_text(text: str) -> str:
 
 
 def _read_again(text: str) -> str:
-    """Return the text in the first reading that explains it better; nothing if there is none."""
+    """Return the first redecoding with clearly more frequent characters; "" if there is none."""
     best, best_share = "", max(_SHARE, 1.5 * _share(text))
     for wrong, right in READINGS:
         try:
@@ -79,22 +79,22 @@ def _read_again(text: str) -> str:
 
 
 def _is_sure(text: str, found: str, wrong: str) -> bool:
-    """Tell UTF-8 from bytes that happen to be some."""
+    """Return True if the redecoded text is not UTF-8 by chance."""
     high = sum(character > "\x7f" for character in found)
     if wrong != "gb18030":
         return high >= _FEWEST
-    # Two Chinese characters have four bytes, which can be UTF-8 by chance; many cannot.
+    # The four bytes of two Chinese characters can be valid UTF-8 by chance; longer runs cannot.
     chinese = sum(map(len, HAN_RUN.findall(found)))
     return chinese >= 4 and 2 * chinese >= high and len(found) < len(text)
 
 
 def _stands_together(text: str) -> bool:
-    """Return True for runs of Chinese characters, which accents among plain letters do not give."""
+    """Return True if most Chinese characters are in runs, unlike accents among plain letters."""
     runs = [len(run) for run in HAN_RUN.findall(text)]
     return 2 * sum(length for length in runs if length > 1) > sum(runs)
 
 
 def _share(text: str) -> float:
-    """Return the share of frequent Chinese characters among those that are not ASCII."""
+    """Return the share of frequent Chinese characters among the non-ASCII characters."""
     high = [character for character in text if character > "\x7f"]
     return sum(map(_FREQUENT.__contains__, high)) / len(high) if high else 0.0

@@ -1,4 +1,4 @@
-"""Rules are table entries: what is measured, within which bounds, and who says so."""
+"""Filter rules as table entries: measured value, bounds, and source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Measure = Callable[[TextStatistics], float]
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a value may be: from `low` to `high`, both included; None is no bound."""
+    """Allowed range of a value: from `low` to `high`, both included; None is no bound."""
 
     low: float | None = None
     high: float | None = None
 
     def broken_by(self, value: float) -> float | None:
-        """Return the bound that `value` breaks, or None; what is no number breaks every bound."""
+        """Return the bound that `value` violates, or None; NaN violates every bound."""
         if self.low is not None and not value >= self.low:
             return self.low
         if self.high is not None and not value <= self.high:
@@ -34,13 +34,13 @@ class Rule:
     """One rule: a text whose value is out of bounds is dropped.
 
     Attributes:
-        name: within its set.
-        measure: finds the value; any function of a text's statistics.
-        bounds: of the value.
-        meaning: what the value is, in words.
-        source: who gives the bounds.
-        example: a text that breaks the rule, or how one looks.
-        forms: other bounds for texts of another form, such as ``"poem"``.
+        name: name within the rule set.
+        measure: function from text statistics to the value.
+        bounds: allowed range of the value.
+        meaning: description of the value.
+        source: publication or code with the bounds.
+        example: a text that violates the rule, or a description of one.
+        forms: bounds for texts of other forms, such as ``"poem"``.
     """
 
     name: str
@@ -57,9 +57,10 @@ class RuleSet:
     """A named, versioned list of rules, in the order of evaluation.
 
     Attributes:
-        version: goes up whenever a text may be judged or changed differently.
-        form: tells the form of a text, for rules with bounds by form.
-        rewrite: what is left of a text that passes; None leaves it as it is.
+        version: number that increases whenever a text may be judged or changed differently.
+        form: function that classifies the form of a text, for rules with bounds by form.
+        rewrite: function that returns the remaining text of a text that passes; None keeps the
+            text.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Explained:
 
 
 def check_text(statistics: TextStatistics, rules: RuleSet) -> Drop | None:
-    """Return why the first rule that is broken drops the text, or None."""
+    """Return the `Drop` of the first violated rule, or None."""
     for rule in rules.rules:
         value = rule.measure(statistics)
         bound = rules.bounds_of(rule, statistics).broken_by(value)

@@ -1,4 +1,4 @@
-"""Scores by files of `data quality`: ``quality.npz>=0.5``, ``perplexity.npz=head``."""
+"""Scoring with model files of `data quality`: ``quality.npz>=0.5``, ``perplexity.npz=head``."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def save_perplexity(path: Path, model: Perplexity, bounds: tuple[float, float]) 
 
 
 def load_scorer(path: Path) -> tuple[Scorer, tuple[float, float] | None]:
-    """Return what a file holds, and of a perplexity model the bounds of its buckets.
+    """Load a classifier, or a perplexity model with the bounds of its buckets.
 
     Raises:
-        DataError: it is missing, or neither a classifier nor a perplexity model.
+        DataError: the file is missing, or neither a classifier nor a perplexity model.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -63,9 +63,9 @@ class ScoreByFile:
     A worker opens the file itself.
 
     Attributes:
-        path: of the file.
-        digest: of its bytes, as they were when the work began.
-        low, high: what is kept; None is no bound.
+        path: path of the model file.
+        digest: hash of the file at the start of the work.
+        low, high: bounds of the scores to keep; None is no bound.
     """
 
     path: str
@@ -75,11 +75,11 @@ class ScoreByFile:
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be judged differently."""
+        """Version string that changes whenever a document may be judged differently."""
         return f"score=1 {Path(self.path).stem} {self.low} {self.high} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with its score, or why it is dropped."""
+        """Return the document with its score, or a `Drop`."""
         scorer = _open(self.path, self.digest)
         return ScoreText(Path(self.path).stem, scorer, self.low, self.high)(document)
 
@@ -99,11 +99,11 @@ def _digest(path: str) -> str:
 
 
 def read_score(given: str) -> ScoreByFile:
-    """Return the step of ``FILE``, ``FILE>=NUMBER``, ``FILE<=NUMBER`` or ``FILE=BUCKETS``.
+    """Parse ``FILE``, ``FILE>=NUMBER``, ``FILE<=NUMBER`` or ``FILE=BUCKETS`` into a step.
 
     Raises:
-        ConfigError: it is of another form, or the file cannot be read.
-        DataError: the file holds no scores.
+        ConfigError: the string has another form, or the file cannot be read.
+        DataError: the file is not a scoring model.
     """
     found = _FORM.fullmatch(given)
     assert found is not None or not given

@@ -1,7 +1,7 @@
-"""Scores of texts: a linear classifier on hashed n-grams, the perplexity of a hashed trigram model.
+"""Text scores: a linear classifier on hashed n-grams, and the perplexity of a hashed trigram model.
 
-Both are trained here, from texts alone, in seconds; any other model's score comes in as a function
-from texts to numbers. Buckets are CCNet's: thirds of the perplexities of a sample.
+Both are trained from texts in seconds; the score of any other model can be added as a function
+from texts to numbers. Buckets follow CCNet: thirds of the perplexities of a sample.
 
 Source: Wenzek et al. 2020, arXiv:1911.00359 (perplexity, thirds); Jelinek and Mercer 1980.
 """
@@ -40,7 +40,7 @@ _RATE = 0.5
 
 
 def _features(text: str, size: int) -> NDArray[np.int64]:
-    """Return the different hashed words and pairs of words of a text."""
+    """Return the distinct hashed unigrams and bigrams of a text."""
     tokens = hash_tokens(split_tokens(text))
     both = np.concatenate((hash_runs(tokens, 1), hash_runs(tokens, 2)))
     return np.unique(both % np.uint64(size)).astype(np.int64)
@@ -70,10 +70,10 @@ class LinearScorer:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> LinearScorer:
-        """Read what `save` wrote.
+        """Load a classifier that `save` wrote.
 
         Raises:
-            DataError: the file is missing or no classifier.
+            DataError: the file is missing or not a classifier.
         """
         try:
             with np.load(Path(path), allow_pickle=False) as file:
@@ -90,10 +90,14 @@ def train_linear(
     epochs: int = 5,
     seed: int = 0,
 ) -> LinearScorer:
-    """Train a classifier by stochastic gradient descent, both sides weighing the same.
+    """Train a classifier by stochastic gradient descent, with both classes weighted equally.
 
     Args:
-        size: weights; words that fall on one share it.
+        good: positive examples.
+        bad: negative examples.
+        size: number of weights; features with the same hash share a weight.
+        epochs: passes over the texts.
+        seed: random seed of the order.
 
     Raises:
         ConfigError: there is no good or no bad text.
@@ -118,10 +122,9 @@ def train_linear(
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A trigram model: counts of hashed runs of one to three words, or Chinese characters.
+    """A trigram model: counts of hashed n-grams (n = 1 to 3) of words, or Chinese characters.
 
-    Shape: counts (3, size). What falls on one count is counted together, so probabilities are a
-    little too large.
+    Shape: counts (3, size). Hash collisions add up, so probabilities are slightly too large.
     """
 
     counts: NDArray[np.float32]
@@ -149,7 +152,11 @@ def _hashed_runs(text: str, size: int) -> list[NDArray[np.int64]]:
 
 
 def train_perplexity(texts: Iterable[str], *, size: int = 1 << 20) -> Perplexity:
-    """Count the words of good texts.
+    """Train a trigram model on good texts.
+
+    Args:
+        texts: training texts.
+        size: number of hash buckets per n.
 
     Memory: 12 bytes for each of `size`.
 
@@ -189,9 +196,9 @@ class ScoreText:
     """A step that stores a score in the document and drops documents outside its bounds.
 
     Attributes:
-        name: under which the score stands in `Document.scores`.
-        scorer: any function from texts to numbers.
-        low, high: what is kept; None is no bound.
+        name: key of the score in `Document.scores`.
+        scorer: function from texts to numbers.
+        low, high: bounds of the scores to keep; None is no bound.
     """
 
     name: str
@@ -200,7 +207,7 @@ class ScoreText:
     high: float | None = None
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with its score, or why it is dropped."""
+        """Return the document with its score, or a `Drop`."""
         [value] = self.scorer([document.text])
         for bound, broken in (
             (self.low, self.low is not None and not value >= self.low),

@@ -1,4 +1,4 @@
-"""Scripts: which one a text is in, traditional or simplified characters, full and half width."""
+"""Scripts: detection, conversion between traditional and simplified Chinese, character width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bmforge.errors import ConfigError, MissingDependencyError
 
 __all__ = ["convert_chinese", "detect_script", "fold_width", "strip_invisible"]
 
-# ISO 15924 codes and the characters that tell them.
+# ISO 15924 codes and patterns of their characters.
 _SCRIPTS = {
     "Latn": "A-Za-z\u00aa\u00ba\u00c0-\u024f\u1e00-\u1eff",
     "Hani": HAN,
@@ -39,7 +39,7 @@ _CONVERSIONS = {"Hans": "t2s", "Hant": "s2t"}
 _WIDE = {code: code - 0xFEE0 for code in (*range(0xFF10, 0xFF1A), *range(0xFF21, 0xFF3B))}
 _WIDE |= {code: code - 0xFEE0 for code in range(0xFF41, 0xFF5B)}
 _HALF_KANA = re.compile("[\uff66-\uff9f]+")
-# Marks without width; joiners stay where scripts and emoji need them.
+# Zero-width characters; joiners are kept where scripts and emoji need them.
 _INVISIBLE = re.compile(
     "[\u00ad\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\ufff9-\ufffb]"
     f"|(?<=[ -~{HAN}])[\u200c\u200d]+|[\u200c\u200d]+(?=[ -~{HAN}])"
@@ -49,9 +49,9 @@ _INVISIBLE = re.compile(
 def detect_script(text: str) -> str:
     """Return the ISO 15924 code of most letters: ``"Latn"``, ``"Hans"``, ``"Jpan"``, ...
 
-    Chinese characters are ``"Hans"`` or ``"Hant"`` by those that only one of the two has, and
-    ``"Hani"`` where these are as many; with a tenth of kana they are ``"Jpan"``, with Hangul
-    ``"Kore"``. Without letters it is ``""``.
+    Chinese text is ``"Hans"`` or ``"Hant"`` by the characters that only one of the two has, and
+    ``"Hani"`` if these are equally many; with a tenth of kana it is ``"Jpan"``, with Hangul
+    ``"Kore"``. The result is ``""`` if the text has no letters.
 
     Raises:
         MissingDependencyError: the text is Chinese and ``opencc`` is not installed.
@@ -85,7 +85,7 @@ def _tell_chinese(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _only_in() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the characters that only traditional and only simplified Chinese have."""
+    """Return the characters that occur only in traditional and only in simplified Chinese."""
     known = [chr(code) for code in range(0x4E00, 0xA000)]
     lines = "\n".join(known)
     to_simplified = _converter("t2s").convert(lines).split("\n")
@@ -107,10 +107,10 @@ def _converter(name: str) -> Any:
 
 
 def convert_chinese(text: str, script: str) -> str:
-    """Return a text in simplified (``"Hans"``) or traditional (``"Hant"``) characters.
+    """Convert a text to simplified (``"Hans"``) or traditional (``"Hant"``) characters.
 
     Raises:
-        ConfigError: another script is asked for.
+        ConfigError: `script` is neither.
     """
     if script not in _CONVERSIONS:
         raise ConfigError(f"script={script!r}: needed is one of {', '.join(_CONVERSIONS)}")
@@ -118,9 +118,9 @@ def convert_chinese(text: str, script: str) -> str:
 
 
 def fold_width(text: str) -> str:
-    """Return a text with letters and digits of half width, and kana of full width.
+    """Convert letters and digits to half width, and kana to full width.
 
-    Punctuation stays: that of full width belongs to Chinese.
+    Punctuation is kept, as full-width marks are correct in Chinese.
     """
     if text.isascii():
         return text
@@ -129,5 +129,5 @@ def fold_width(text: str) -> str:
 
 
 def strip_invisible(text: str) -> str:
-    """Return a text without characters that have no width, except joiners that a script needs."""
+    """Remove zero-width characters, except joiners that a script needs."""
     return text if text.isascii() else _INVISIBLE.sub("", text)

@@ -1,4 +1,4 @@
-"""Computes the statistics of a text that filter rules use, each once and on demand."""
+"""Statistics of a text that filter rules use, computed on demand and cached."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _LINE_BREAK = re.compile("\n+")
 
 
 def find_repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """Return how many parts occurred before, and their characters."""
+    """Return the number of parts that repeat earlier ones, and their total characters."""
     if len(distinct := set(parts)) == len(parts):
         return 0, 0
     return len(parts) - len(distinct), sum(map(len, parts)) - sum(map(len, distinct))
 
 
 class TextStatistics:
-    """Figures of one text.
+    """Statistics of one text.
 
     Args:
-        split: makes words of the text, and of a line for sentences; by default the splitter that
-            fits the text.
-        count: counts the sentences of a line.
+        text: the text.
+        split: function that splits the text, or a line, into words (default: the splitter that fits
+            the text's script).
+        count: function that counts the sentences of a line.
     """
 
     def __init__(
@@ -48,57 +49,57 @@ class TextStatistics:
         self._found: dict[object, object] = {}
 
     def once(self, find: Callable[[TextStatistics], Value]) -> Value:
-        """Return ``find(self)``, worked out the first time only; for what several rules share."""
+        """Return ``find(self)``, cached after the first call; for values that rules share."""
         if find not in self._found:
             self._found[find] = find(self)
         return self._found[find]  # type: ignore[return-value]
 
     @cached_property
     def words(self) -> list[str]:
-        """Words and marks."""
+        """Words and punctuation marks."""
         return self.split(self.text)
 
     @cached_property
     def real_words(self) -> list[str]:
-        """Words that are more than marks."""
+        """Words that are not only punctuation."""
         return [word for word in self.words if word.strip(SYMBOL_CHARACTERS)]
 
     @cached_property
     def lines(self) -> list[str]:
-        """Lines at any line end."""
+        """Lines, divided at any Unicode line end."""
         return self.text.splitlines()
 
     @cached_property
     def filled_lines(self) -> list[str]:
-        """Lines that hold more than spaces, divided at newlines only."""
+        """Lines that are not blank, divided at newlines only."""
         return [line for line in self.text.split("\n") if line.strip()]
 
     @cached_property
     def characters(self) -> int:
-        """Characters that are no space."""
+        """Number of characters that are not whitespace."""
         return sum(map(len, self.text.split()))
 
     @cached_property
     def han(self) -> int:
-        """Chinese characters."""
+        """Number of Chinese characters."""
         return sum(map(len, HAN_RUN.findall(self.text)))
 
     @cached_property
     def repeated_paragraphs(self) -> tuple[float, float]:
-        """Share of paragraphs that occurred before: of their number, of the text's characters."""
+        """Share of repeated paragraphs, by number and by characters."""
         parts = _PARAGRAPH_BREAK.split(self.text.strip())
         number, characters = find_repeated(parts)
         return number / len(parts), characters / max(len(self.text), 1)
 
     @cached_property
     def repeated_lines(self) -> tuple[float, float]:
-        """Share of lines that occurred before: of their number, of the text's characters."""
+        """Share of repeated lines, by number and by characters."""
         parts = _LINE_BREAK.split(self.text)
         number, characters = find_repeated(parts)
         return number / len(parts), characters / max(len(self.text), 1)
 
     def top_ngram_share(self, n: int) -> float:
-        """Share of the text's characters in its most frequent run of `n` words (spaces between)."""
+        """Share of the text's characters in its most frequent word n-gram (including spaces)."""
         words = self.words
         if len(words) < n:
             return 0.0
@@ -107,13 +108,13 @@ class TextStatistics:
 
     @cached_property
     def _joined(self) -> tuple[str, list[int]]:
-        """All words without spaces, and where each begins there."""
+        """All words joined without spaces, and the offset of each."""
         return "".join(self.words), list(accumulate(map(len, self.words), initial=0))
 
     def repeated_ngram_share(self, n: int) -> float:
-        """Share of the text's characters in runs of `n` words that occurred before.
+        """Share of the text's characters in word n-grams that occurred before.
 
-        Behind a repeated run the search goes on after its end, so that runs do not overlap.
+        After a repeated n-gram the search continues behind its end, so that n-grams do not overlap.
         """
         joined, starts = self._joined
         runs = list(map(joined.__getitem__, map(slice, starts, starts[n:])))
@@ -131,6 +132,6 @@ class TextStatistics:
         return repeated / len(self.text)
 
     def ends_sentence_share(self) -> float:
-        """Share of filled lines that end as a sentence does."""
+        """Share of nonblank lines that end with a sentence end."""
         lines = self.filled_lines
         return sum(line.endswith(SENTENCE_ENDS) for line in lines) / max(len(lines), 1)

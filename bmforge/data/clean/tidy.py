@@ -1,4 +1,4 @@
-"""A step that changes texts by switches: repair, width, script, invisible marks, lines."""
+"""A step with switches for text repairs: encoding, width, script, invisible characters, lines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["TidyText"]
 
 @dataclass(frozen=True)
 class TidyText:
-    """Change texts; all switches are off but `repair`, which leaves sound texts alone.
+    """Tidy texts; all switches are off except `repair`, which does not change intact texts.
 
     Attributes:
-        repair: read again what was read in a wrong encoding.
-        invisible: drop characters without width.
-        width: letters and digits of half width, kana of full width.
-        chinese: ``"Hans"`` or ``"Hant"``: write Chinese in these characters.
-        boilerplate: drop lines of menus, cookie notices, copyrights, ICP numbers.
-        wrapped: make one line of each paragraph that was wrapped at a width.
+        repair: undo decoding with a wrong encoding.
+        invisible: remove zero-width characters.
+        width: convert letters and digits to half width, kana to full width.
+        chinese: script to convert Chinese to: ``"Hans"`` or ``"Hant"``.
+        boilerplate: remove lines of menus, cookie notices, copyrights, ICP numbers.
+        wrapped: join the lines of hard-wrapped paragraphs.
 
     Raises:
         ConfigError: `chinese` is neither.
@@ -38,17 +38,17 @@ class TidyText:
     wrapped: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a script that Chinese is not written in."""
+        """Raise `ConfigError` for an unknown script."""
         if self.chinese not in ("", "Hans", "Hant"):
             raise ConfigError(f"chinese={self.chinese!r}: needed is 'Hans', 'Hant' or ''")
 
     @property
     def version(self) -> str:
-        """What changes whenever a text may come out differently."""
+        """Version string that changes whenever a text may be changed differently."""
         return f"tidy=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with its text changed, or a `Drop` where nothing is left."""
+        """Return the document with its text tidied, or a `Drop` if no text is left."""
         text = document.text
         if self.repair:
             text = repair_text(text)
@@ -68,7 +68,7 @@ class TidyText:
 
 
 def _may_be_chinese(document: Document) -> bool:
-    """Tell a text whose characters are converted: Japanese and Korean ones are not."""
+    """Return True if the text may be Chinese, and not Japanese or Korean."""
     if document.language:
         return primary_subtag(document.language) == "zh"
     return detect_script(document.text) not in ("Jpan", "Kore")

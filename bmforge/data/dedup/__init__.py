@@ -1,6 +1,6 @@
 """Duplicates across documents: exact copies, near duplicates, repeated spans, test examples.
 
-Start reading at `near.py`; `tokens.py` says what texts are compared by.
+Start reading at `near.py`; `tokens.py` defines the tokens by which texts are compared.
 """
 
 from __future__ import annotations

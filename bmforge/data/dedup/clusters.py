@@ -1,4 +1,4 @@
-"""Sets of texts that belong together: union-find whose root is the text that survives."""
+"""Clusters of duplicates: union-find whose root is the surviving text."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Clusters:
         return number
 
     def join(self, first: int, second: int) -> bool:
-        """Make one set of two; return whether they were two."""
+        """Merge two sets; return True if they were different."""
         one, other = self.find(first), self.find(second)
         self._parent[max(one, other)] = min(one, other)
         return one != other
 
     def members(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the numbers that are no roots, in order, and their roots: (M,) each."""
+        """Return the numbers that are not roots, in order, and their roots: (M,) each."""
         numbers = np.flatnonzero(self._parent != np.arange(len(self._parent)))
         roots = np.fromiter((self.find(int(n)) for n in numbers), np.int64, len(numbers))
         return numbers, roots
 
 
 def place_source(source: str, preferred: Sequence[str]) -> int:
-    """Return the place of a source among the preferred ones, of which it begins with one."""
+    """Return the index of the first preferred name that is a prefix of the source."""
     places = (place for place, name in enumerate(preferred) if source.startswith(name))
     return next(places, len(preferred))
 
@@ -53,13 +53,13 @@ def rank_documents(
     texts: NDArray[np.uint64],
     ids: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
-    """Return the place of each document in the order in which they survive.
+    """Return the survival rank of each document: the lowest rank of a cluster survives.
 
     Args:
-        sources: what `place_source` returned; the first is kept.
-        sizes: lengths; the longest is kept.
-        texts: hashes of the texts; what decides between equals, wherever they lie.
-        ids: hashes of the ids; what decides between copies.
+        sources: indexes from `place_source`; the lowest survives.
+        sizes: lengths; among equal sources the longest text survives.
+        texts: hashes of the texts; tie-breaker that does not depend on positions.
+        ids: hashes of the ids; tie-breaker between exact copies.
 
     Shape: each (N,), ids (N, 2); returned (N,), a permutation.
     """
@@ -72,14 +72,14 @@ def rank_documents(
 def equal_groups(
     keys: Hashes, numbers: NDArray[np.int64], least: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of every two or more entries with equal keys, one group after the other.
+    """Return the numbers of all groups of two or more entries with equal keys, concatenated.
 
     Args:
-        keys, numbers: of the entries.
+        keys, numbers: key and number of each entry.
         least: groups whose numbers are all smaller are left out.
 
-    Shape: keys, numbers (N,); returned the members (M,), sorted in each group, and how many each
-        group has (G,).
+    Shape: keys, numbers (N,); returned the members (M,), sorted in each group, and the group sizes
+        (G,).
     """
     if not len(keys):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -94,10 +94,10 @@ def equal_groups(
 def join_group(
     clusters: Clusters, group: Iterable[int], similar: Callable[[int, int], bool] | None
 ) -> None:
-    """Join what is similar in a group of candidates; all of it where `similar` is None.
+    """Join the similar texts of a group of candidates; all of them if `similar` is None.
 
     A text is compared with at most 128 earlier ones of other clusters, the first of each cluster
-    before the rest, so that a group of many thousands that differ takes linear time.
+    before the rest, so that a group of many thousands of different texts takes linear time.
     """
     first: list[int] = []  # of each cluster
     rest: list[int] = []

@@ -1,4 +1,4 @@
-"""Exact copies of documents and of paragraphs; which copy stays does not depend on the order."""
+"""Exact copies of documents and paragraphs; the surviving copy does not depend on the order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BREAK = re.compile("(\n{2,})")
 
 
 def find_copies(documents: Iterable[Document], config: DedupConfig | None = None) -> dict[str, str]:
-    """Return the id of each document whose text another one has, and the id of the one that stays.
+    """Return the id of each document that is an exact copy, and the id of its survivor.
 
     Memory: about 250 bytes a document.
     """
@@ -45,15 +45,18 @@ def find_repeated_paragraphs(
     min_characters: int = 50,
     config: DedupConfig | None = None,
 ) -> dict[str, list[int]]:
-    """Return the numbers of each document's paragraphs that another one has, or that it has twice.
+    """Return the numbers of each document's paragraphs that repeat another occurrence.
 
-    The first occurrence stays: in the document that survives by `DedupConfig.source_order`, length
-    and hashes of text and id. Paragraphs are divided by blank lines; short ones repeat without
-    being copies.
+    The kept occurrence is the first one in the document that survives by
+    `DedupConfig.source_order`,
+    length, and hashes of text and id. Paragraphs are divided by blank lines; short ones are
+    ignored, as
+    they repeat by chance.
 
     Args:
-        documents: called for each of two readings.
-        min_characters: of a paragraph that counts.
+        documents: function called for each of two passes over the documents.
+        min_characters: shortest paragraph that is compared, in characters.
+        config: settings; only `source_order` is used.
     """
     order = (config or DedupConfig()).source_order
     hashes, owners, numbers = [], [], []
@@ -88,7 +91,7 @@ def find_repeated_paragraphs(
 
 
 def locate_paragraphs(text: str, numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the begin and end of some paragraphs, as `find_repeated_paragraphs` numbers them."""
+    """Return the start and end offsets of paragraphs numbered by `find_repeated_paragraphs`."""
     places, at = [], 0
     for part in _BREAK.split(text):
         places.append((at, at + len(part)))
@@ -97,7 +100,7 @@ def locate_paragraphs(text: str, numbers: Iterable[int]) -> list[tuple[int, int]
 
 
 def cut_paragraphs(text: str, numbers: Iterable[int]) -> str:
-    """Return a text without some of its paragraphs, as `find_repeated_paragraphs` numbers them."""
+    """Return a text without the paragraphs numbered by `find_repeated_paragraphs`."""
     parts = _BREAK.split(text)
     gone = set(numbers)
     kept = [part for number, part in enumerate(parts[::2]) if number not in gone]

@@ -16,11 +16,11 @@ __all__ = ["Groups", "Shingles"]
 
 
 class Shingles:
-    """N-gram hashes of candidates, in a file without a name.
+    """N-gram hashes of candidates, in an anonymous temporary file.
 
     Args:
-        count: of the candidates, whose numbers are those from 0 on.
-        folder: where the file lies.
+        count: number of candidates, which are numbered from 0.
+        folder: folder of the file.
     """
 
     def __init__(self, count: int, folder: str | os.PathLike[str] | None) -> None:
@@ -29,7 +29,7 @@ class Shingles:
         self._end = 0
 
     def add(self, number: int, shingles: Hashes) -> None:
-        """Keep the hashes of one document."""
+        """Append the hashes of one document."""
         self._file.seek(self._end)
         self._file.write(shingles.tobytes())
         self._starts[number], self._counts[number] = self._end, len(shingles)
@@ -41,33 +41,33 @@ class Shingles:
         return np.frombuffer(self._file.read(int(self._counts[number]) * 8), np.uint64)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close and delete the temporary file."""
         self._file.close()
 
 
 class Groups:
-    """Groups of documents with one key in a band, in two files for each band.
+    """Groups of documents with equal keys in a band, in two files per band.
 
     Args:
-        folder: where they lie.
-        bands: how many bands there are.
+        folder: folder of the files.
+        bands: number of bands.
     """
 
     def __init__(self, folder: Path, bands: int) -> None:
         self._folder, self._bands = folder, bands
 
     def add(self, band: int, members: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Keep more groups of a band, one after the other."""
+        """Append groups of a band."""
         for name, array in (("members", members), ("sizes", sizes)):
             with self._path(band, name).open("ab") as file:
                 file.write(array.tobytes())
 
     def members(self, band: int) -> NDArray[np.int64]:
-        """Return the places in all groups of a band."""
+        """Return the document positions in all groups of a band, concatenated."""
         return self._read(band, "members")
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the places in every group, band by band."""
+        """Yield the document positions of every group, band by band."""
         for band in range(self._bands):
             members, first = self.members(band), 0
             for size in self._read(band, "sizes").tolist():

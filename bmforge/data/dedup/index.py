@@ -1,4 +1,4 @@
-"""Sketches and n-grams of a finished corpus on disk, for later corpora to be compared with."""
+"""On-disk index of a finished corpus's sketches and n-grams, for comparison with later ones."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def write_index(
     documents: Iterable[Document],
     config: DedupConfig | None = None,
 ) -> int:
-    """Write the index of documents that survived; return how many there are.
+    """Write the index of surviving documents; return their number.
 
-    It takes about as many bytes as the text: 8 for each different n-gram.
+    The index is about as large as the text: 8 bytes for each distinct n-gram.
 
     Raises:
         ConfigError: the folder has an index already.
@@ -65,11 +65,11 @@ def _settings_of(config: DedupConfig) -> dict[str, float]:
 
 
 class SketchIndex:
-    """An index that `write_index` wrote.
+    """Reader of an index that `write_index` wrote.
 
     Raises:
-        DataError: there is no whole index, or a file of it is too short.
-        ConfigError: it was made with other settings.
+        DataError: the index is incomplete, or one of its files is too short.
+        ConfigError: the index was made with other settings.
     """
 
     def __init__(self, folder: Path, hasher: MinHasher) -> None:

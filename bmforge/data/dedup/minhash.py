@@ -1,7 +1,7 @@
-"""MinHash: sketches of texts in which similar texts are likely to share a band.
+"""MinHash with banding: similar texts probably have an equal key in at least one band.
 
 Source: Broder 1997 (MinHash); the permutations ``(a x + b) mod (2^61 - 1)`` on 64-bit words are
-datasketch's and datatrove's, so that equal n-gram hashes give equal clusters.
+those of datasketch and datatrove, so that equal n-gram hashes give equal clusters.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _RECALL = 0.985
 
 @dataclass(frozen=True)
 class DedupConfig:
-    """How near duplicates are found.
+    """Settings of near-duplicate detection.
 
     Attributes:
-        threshold: Jaccard similarity of the sets of n-grams from which on texts are duplicates.
+        threshold: smallest Jaccard similarity of the n-gram sets of duplicates.
         ngram: words, or Chinese characters, in an n-gram.
-        hashes: numbers in a sketch; divided into bands by `choose_bands`.
-        seed: of the permutations.
-        verify: compare candidates exactly; without it all that share a band are duplicates.
-        source_order: which source survives: one that begins with an earlier entry, before a longer
-            text, before the smaller hash of the text, and among copies of the id.
+        hashes: number of hashes in a sketch; divided into bands by `choose_bands`.
+        seed: random seed of the permutations.
+        verify: compare candidates exactly; otherwise all texts that share a band are duplicates.
+        source_order: source prefixes by priority of survival; ties are decided by the longer
+            text, then
+            the smaller hash of the text, then of the id.
 
     Raises:
         ConfigError: a value is out of range.
@@ -55,15 +56,16 @@ class DedupConfig:
 
     @property
     def version(self) -> str:
-        """What changes whenever other texts may be found."""
+        """Version string that changes whenever other duplicates may be found."""
         return f"near=2 {self!r}"
 
 
 def choose_bands(threshold: float, hashes: int) -> tuple[int, int]:
-    """Return how many bands of how many hashes each find pairs of a similarity.
+    """Return the number of bands and the hashes per band for a similarity threshold.
 
-    Taken are the longest bands that find 98.5 % of the pairs 0.05 above the threshold, or else
-    bands of one hash: longer bands have fewer candidates in vain.
+    The choice is the longest band that finds 98.5 % of the pairs 0.05 above the threshold, or else
+    one
+    hash per band: longer bands give fewer false candidates.
     """
     similar = min(threshold + _MARGIN, 1.0)
     for rows in range(hashes, 1, -1):
@@ -73,25 +75,26 @@ def choose_bands(threshold: float, hashes: int) -> tuple[int, int]:
 
 
 def hash_shingles(text: str, ngram: int) -> Hashes:
-    """Return the different hashes of a text's n-grams, sorted.
+    """Return the distinct hashes of a text's n-grams, sorted.
 
-    A text with fewer words is one n-gram by itself; one without words has none.
+    A text with fewer than `ngram` words gives one shorter n-gram; a text without words gives none.
     """
     tokens = hash_tokens(split_tokens(text))
     return np.unique(hash_runs(tokens, min(ngram, len(tokens)) or 1))
 
 
 def jaccard(first: Hashes, second: Hashes) -> float:
-    """Return the Jaccard similarity of two sorted sets of hashes; 0 of two empty ones."""
+    """Return the Jaccard similarity of two sorted sets of hashes; 0 if both are empty."""
     common = np.intersect1d(first, second, assume_unique=True).size
     return common / max(first.size + second.size - common, 1)
 
 
 class MinHasher:
-    """Makes sketches.
+    """Computes MinHash sketches.
 
     Args:
-        shingle: returns the n-gram hashes of a text; by default `hash_shingles`.
+        config: number of hashes, threshold and seed.
+        shingle: function that returns the n-gram hashes of a text (default: `hash_shingles`).
     """
 
     def __init__(self, config: DedupConfig, shingle: Callable[[str], Hashes] | None = None) -> None:
@@ -100,7 +103,7 @@ class MinHasher:
         self.bands, self.rows = choose_bands(config.threshold, config.hashes)
         draw = np.random.RandomState(config.seed)
         size = self.bands * self.rows
-        # As many numbers as asked for are drawn, so that the bands do not change the permutations.
+        # Always sample `hashes` permutations, so that the number of bands does not change them.
         self._a = draw.randint(1, _PRIME, dtype=np.uint64, size=config.hashes)[:size, None]
         self._b = draw.randint(0, _PRIME, dtype=np.uint64, size=config.hashes)[:size, None]
 
@@ -120,7 +123,7 @@ class MinHasher:
         return smallest
 
     def sketch(self, shingles: Hashes) -> Hashes:
-        """Return one key per band: texts that share one are candidates.
+        """Return one key per band; texts with an equal key are candidates.
 
         Shape: returned (bands,).
         """

@@ -1,10 +1,10 @@
 """Near duplicates across documents: sketches, candidates, exact comparison, clusters.
 
-Two readings of the documents: the first makes sketches (144 bytes a document at the usual
-threshold), which may lie in files; one band of them at a time is sorted, through files above a
-bound. The second keeps the n-grams of candidates, in a file, as their groups are. So memory grows
-with the candidates alone, by some hundred bytes each, and nothing depends on the order of the
-documents.
+Two passes over the documents. The first makes sketches (144 bytes per document at the default
+threshold), which may be stored in files; one band at a time is sorted, with an external sort above
+a memory bound. The second stores the n-grams of candidates, and their groups, in files. So memory
+grows with the candidates alone, by some hundred bytes each, and nothing depends on the order of
+the documents.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class NearDuplicates:
     """Documents to drop as near duplicates, by id.
 
     Attributes:
-        survivor: id of each dropped document, and the id of what survives in its cluster.
-        similarity: id of each dropped document, and its similarity to the member that drew it in.
-        place: id of each dropped document, and its place among the documents.
-        compared: pairs that were compared exactly.
+        survivor: survivor's id by the id of each dropped document.
+        similarity: similarity by the id of each dropped document, to the member that it matched.
+        place: position by the id of each dropped document.
+        compared: number of pairs that were compared exactly.
     """
 
     survivor: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class NearDuplicates:
     compared: int = 0
 
     def judge(self, document: Document, threshold: float) -> Document | Drop:
-        """Return the document, or why it is dropped: what it is a duplicate of is the excerpt's."""
+        """Return the document, or a `Drop` if it is a near duplicate."""
         if document.id not in self.survivor:
             return document
         value = self.similarity.get(document.id)
@@ -78,8 +78,9 @@ class NearDuplicates:
 class NearPlaces(NamedTuple):
     """Documents to drop as near duplicates, by position.
 
-    Shape: each (D,), in the order of the places; similarity is NaN where nothing was compared,
-        survivors are numbers that are equal in a cluster and nowhere else.
+    Shape: each (D,), sorted by position; the similarity is NaN if nothing was compared, and
+    survivors
+        are cluster numbers: equal within a cluster and different between clusters.
     """
 
     places: NDArray[np.int64]
@@ -90,10 +91,10 @@ class NearPlaces(NamedTuple):
 
 @dataclass
 class Sketches:
-    """What is kept of documents of a part of the corpus on the first reading.
+    """Sketches and ranking data of the documents of a part of the corpus, from the first pass.
 
-    Shape: keys (N, bands), in Fortran's order where they are mapped from a file; sources, sizes,
-    texts (N,); ids (N, 2). A document without words has keys that no other has.
+    Shape: keys (N, bands), in Fortran order if mapped from a file; sources, sizes, texts (N,);
+    ids (N, 2). A document without words has unique keys.
     """
 
     keys: Hashes
@@ -126,12 +127,14 @@ def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
 def find_near_duplicates(
     documents: Callable[[], Iterable[Document]], config: DedupConfig | None = None, **options: Any
 ) -> NearDuplicates:
-    """Find the documents that nearly repeat another one, and which of each cluster survives.
+    """Find the documents that nearly repeat another one, and the survivor of each cluster.
 
     Args:
-        documents: called for each of two readings; both must give the same documents in one order.
-        config: how.
-        options: those of `find_near_places`, but `names`.
+        documents: function called for each of two passes; both must give the same documents in
+            the same
+            order.
+        config: settings (default: `DedupConfig()`).
+        options: options of `find_near_places` except `names`.
     """
     names: dict[int, str] = {}
     found = find_near_places(documents, config, names=names, **options)
@@ -163,16 +166,22 @@ def find_near_places(
     """Find near duplicates like `find_near_duplicates`, but by position and in bounded memory.
 
     Args:
-        documents: called for each of two readings; both must give the same documents in one order.
-        config: how.
-        known: folders of `write_index`: what repeats a document there is dropped.
-        sketches: of the first reading, where workers have made them: called for each band, and
-            gives the parts of the corpus in order.
-        shingle: another way to n-gram hashes; it must return them sorted and without repeats.
-        work_dir: where files lie meanwhile: a band's keys, the candidates' n-grams.
-        bound_bytes: of a band's keys in memory, 32 a document; above it they are sorted in files.
-        names: filled with the id of each candidate, by its place, and by ``~number`` for what
-            may survive.
+        documents: function called for each of two passes; both must give the same documents in
+            the same
+            order.
+        config: settings (default: `DedupConfig()`).
+        known: folders of `write_index`; documents that repeat one of these corpora are dropped.
+        sketches: function that returns the precomputed sketches of the corpus's parts in order;
+            called
+            once per band.
+        shingle: function that returns sorted distinct n-gram hashes (default: `hash_shingles`).
+        work_dir: folder of temporary files: a band's keys, the candidates' n-grams.
+        bound_bytes: largest size of a band's keys in memory, at 32 bytes a document; above it
+            they are
+            sorted in files.
+        names: dict to fill with the id of each candidate by position, and with ``~number`` for
+            possible
+            survivors in `known` corpora.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)
@@ -200,7 +209,7 @@ def find_near_places(
 def _equal_groups(
     keys: Iterable[Hashes], band: int, folder: Path, bound_bytes: int, old: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield groups of documents with one key in a band, some at a time; each has one of ours."""
+    """Yield groups of documents with equal keys in a band; each has a document of this corpus."""
     rows, first = SortedRows(folder, bound_bytes), 0
     for part in keys:
         new = np.zeros(len(part), ROW)
@@ -214,16 +223,16 @@ def _equal_groups(
 
 @dataclass
 class _Candidates:
-    """Documents that share a band with another one; each has a number.
+    """Documents that share a band with another one, numbered by survival.
 
-    Those of earlier corpora come first, ours behind them in the order in which they survive.
+    Documents of earlier corpora come first, then those of this corpus in the order of survival.
 
     Attributes:
-        places: of all, sorted; ours lie behind the earlier corpora's.
-        numbers: of the same.
-        order: the places by number.
-        old: how many documents earlier corpora have.
-        known: how many candidates are theirs.
+        places: sorted positions of all candidates; this corpus's follow the earlier corpora's.
+        numbers: candidate number of each position.
+        order: positions sorted by candidate number.
+        old: number of documents in earlier corpora.
+        known: number of candidates from earlier corpora.
     """
 
     places: NDArray[np.int64]
@@ -234,7 +243,7 @@ class _Candidates:
 
     @classmethod
     def find(cls, groups: Groups, bands: int, parts: Iterable[Sketches], old: int) -> _Candidates:
-        """Return those of groups, ranked by what was sketched of them."""
+        """Return the candidates in all groups, ranked with the data of their sketches."""
         places = np.zeros(0, np.int64)
         for band in range(bands):
             places = np.union1d(places, groups.members(band))
@@ -246,12 +255,12 @@ class _Candidates:
         return cls(places, numbers, order, old, known)
 
     def number(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers of some, sorted."""
+        """Return the sorted candidate numbers of positions."""
         return np.sort(self.numbers[np.searchsorted(self.places, places)])
 
 
 def _rank(places: NDArray[np.int64], parts: Iterable[Sketches]) -> NDArray[np.int64]:
-    """Return the rank of documents at places, sorted, in the order of survival: (N,)."""
+    """Return the survival ranks of the documents at sorted positions: (N,)."""
     count, first = len(places), 0
     sources, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
     texts, ids = np.empty(count, np.uint64), np.empty((count, 2), np.uint64)
@@ -271,7 +280,7 @@ def _read_candidates(
     shingles: Shingles,
     names: dict[int, str] | None,
 ) -> None:
-    """Read the documents again, and keep the candidates' n-grams, and their names if asked to."""
+    """Read the documents again; store the candidates' n-grams, and fill `names` with their ids."""
     places = candidates.places[candidates.known :] - candidates.old
     at = 0
     for here, document in enumerate(documents() if len(places) else ()):
@@ -292,7 +301,7 @@ def _read_known(
     shingles: Shingles,
     names: dict[int, str] | None,
 ) -> None:
-    """Keep the n-grams of candidates of earlier corpora, and their names if asked to."""
+    """Store the n-grams of candidates of earlier corpora, and fill `names` with their ids."""
     first, number = 0, 0
     for index in indexes:
         for place in candidates.places[number : candidates.known].tolist():
@@ -311,7 +320,7 @@ def _cluster(
     shingles: Shingles,
     config: DedupConfig,
 ) -> NearPlaces:
-    """Compare the candidates of every group, and return what is found."""
+    """Compare the candidates of every group; return the near duplicates."""
     known, compared = candidates.known, 0
     clusters = Clusters(len(candidates.order))
     similarity = np.full(len(candidates.order), np.nan)

@@ -1,7 +1,7 @@
-"""Test examples in training text: found by runs of 13 words or 30 Chinese characters.
+"""Finds test examples in training text by shared runs of 13 words or 30 Chinese characters.
 
-Source: Brown et al. 2020, arXiv:2005.14165, appendix C (13 words). A shorter example counts where
-it stands as a whole, if it has 8 words or 15 characters at least.
+Source: Brown et al. 2020, arXiv:2005.14165, appendix C (13 words). A shorter example must occur as
+a whole, and have at least 8 words or 15 characters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RULE = "test_example"
 
 @dataclass(frozen=True)
 class Overlap:
-    """A place in a document that an example has too."""
+    """A span of a document that also occurs in a test example."""
 
     example: str
     start: int
@@ -47,7 +47,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapLengths:
-    """How long a run must be: in words, in Chinese characters, and for whole short examples."""
+    """Run lengths in words and Chinese characters, and minimum lengths of whole short examples."""
 
     words: int = 13
     characters: int = 30
@@ -56,10 +56,10 @@ class OverlapLengths:
 
 
 class OverlapIndex:
-    """The runs of examples.
+    """Index of the token runs of test examples.
 
     Args:
-        examples: names and texts.
+        examples: pairs of name and text.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class OverlapIndex:
         self._runs = {length: _sort_runs(found) for length, found in sorted(runs.items())}
 
     def _length_for(self, tokens: list[str]) -> int:
-        """Return how long this example's runs are; 0 where it is too short to tell."""
+        """Return the run length for this example; 0 if it is too short to be matched."""
         chinese = 2 * sum(HAN_RUN.fullmatch(token) is not None for token in tokens) > len(tokens)
         lengths = self.lengths
         long = lengths.characters if chinese else lengths.words
@@ -97,7 +97,7 @@ class OverlapIndex:
         return state.hexdigest()
 
     def find(self, tokens: Hashes) -> Iterator[tuple[int, int, int]]:
-        """Yield example, first token and length of every run of a text that an example has."""
+        """Yield example, first token and length of every token run that an example contains."""
         for length, (hashes, owners) in self._runs.items():
             runs = hash_runs(tokens, length)
             at = np.minimum(np.searchsorted(hashes, runs), len(hashes) - 1)
@@ -106,7 +106,7 @@ class OverlapIndex:
 
 
 def _sort_runs(found: list[tuple[Hashes, int]]) -> tuple[Hashes, NDArray[np.int64]]:
-    """Return all hashes sorted and without repeats, and the first example of each."""
+    """Return the distinct hashes, sorted, and the first example of each."""
     hashes = np.concatenate([one for one, _ in found])
     owners = np.concatenate([np.full(len(one), owner) for one, owner in found])
     hashes, first = np.unique(hashes, return_index=True)
@@ -129,10 +129,10 @@ def find_overlap(text: str, index: OverlapIndex) -> list[Overlap]:
 
 @dataclass(frozen=True)
 class Decontaminate:
-    """A step that drops documents with test examples in them, or cuts the examples out.
+    """A step that drops documents containing test examples, or cuts the examples out.
 
     Attributes:
-        cut: take out the place only; a document that is empty then is dropped.
+        cut: remove only the matching spans; a document that becomes empty is dropped.
     """
 
     index: OverlapIndex
@@ -140,11 +140,11 @@ class Decontaminate:
 
     @property
     def version(self) -> str:
-        """What changes whenever a document may be judged differently."""
+        """Version string that changes whenever a document may be judged differently."""
         return f"overlap=1 cut={self.cut} {self.index.digest()}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, or which example it holds; the excerpt is the place."""
+        """Return the document, or a `Drop` with the matching example and span."""
         hits = find_overlap(document.text, self.index)
         if not hits:
             return document
@@ -167,11 +167,11 @@ class Decontaminate:
 def examples_of(
     source: str | os.PathLike[str] | Iterable[Mapping[str, Any]], name: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield name and text of every string in the rows of a test set, nested ones too.
+    """Yield name and text of every string in the rows of a test set, including nested ones.
 
     Args:
-        source: path of a .jsonl file, or rows as `bmforge.data.tasks` gives them.
-        name: of the set; by default the file's.
+        source: path of a .jsonl file, or rows from `bmforge.data.tasks`.
+        name: name of the set (default: the file's).
 
     Raises:
         DataError: a line is not JSON.
@@ -197,7 +197,7 @@ def _read_rows(path: Path) -> Iterator[Any]:
 
 
 def _strings(value: Any, field: str) -> Iterator[tuple[str, str]]:
-    """Yield the strings in a value, each with the path to it."""
+    """Yield the key path and the text of each string in a nested value."""
     if isinstance(value, str):
         yield field, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Rows of (128-bit key, position, size) in the order of their keys, in memory or through files."""
+"""External sort of rows (128-bit key, position, size) by key, in memory or through files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _BUCKETS = 256  # by the first byte of the key; keys are hashes, so they fill ev
 def make_rows(
     keys: Sequence[bytes] | bytes, positions: NDArray[np.int64], sizes_bytes: NDArray[np.int64]
 ) -> NDArray[np.void]:
-    """Return the rows of documents.
+    """Build the sort rows of documents.
 
     Args:
-        keys: 16 bytes each, as a list or one after the other.
-        positions, sizes_bytes: one per key.
+        keys: 16-byte keys, as a list or concatenated.
+        positions, sizes_bytes: one value per key.
     """
     joined = keys if isinstance(keys, bytes) else b"".join(keys)
     halves = np.frombuffer(joined, dtype=">u8").reshape(-1, 2)
@@ -33,13 +33,16 @@ def make_rows(
 
 
 class SortedRows:
-    """Rows that were added in any order, yielded in the order of key, then position.
+    """Collection of rows that are added in any order and yielded in the order of key, then
+    position.
 
     Args:
-        folder: for the files that are written above `bound_bytes`; it is made and removed. None
-            where there is no bound.
-        bound_bytes: of rows held in memory. Above it, rows lie in 256 files by the first byte of
-            their keys, and one file is sorted at a time.
+        folder: folder of the files written above `bound_bytes`, created and removed here; None
+            if the
+            size is not bounded.
+        bound_bytes: largest size of rows in memory, in bytes. Above it, rows are written to 256
+            files
+            by the first byte of their keys, and one file is sorted at a time.
 
     Memory: twice the bound, or twice the largest file.
     """
@@ -52,14 +55,14 @@ class SortedRows:
         self.close()
 
     def add(self, rows: NDArray[np.void]) -> None:
-        """Take up more rows."""
+        """Add rows."""
         self._held.append(rows)
         self._held_bytes += rows.nbytes
         if self._held_bytes > self._bound_bytes:
             self._spill()
 
     def __iter__(self) -> Iterator[NDArray[np.void]]:
-        """Yield all rows, some at a time; this may be done again."""
+        """Yield all rows in chunks; repeatable."""
         if not self._is_spilled:
             self._held = [_sort(np.concatenate(self._held))] if self._held else []
             yield from self._held
@@ -70,7 +73,7 @@ class SortedRows:
                 yield _sort(np.fromfile(path, dtype=ROW))
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

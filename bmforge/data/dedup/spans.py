@@ -1,11 +1,10 @@
 """Finds long spans of text that occurred before, in another document or in the same one.
 
-A run of 50 tokens that occurred before begins a span; runs that overlap make one span. Equal runs
-are found by sorting their 64-bit hashes, which needs no suffix array and, in parts on disk, no
-memory that grows with the text. Among 200 million runs, the chance that any two different ones have
-one hash is 0.1 %.
+A repeated run of 50 tokens starts a span; overlapping runs are merged. Equal runs are found by
+sorting their 64-bit hashes, so no suffix array is needed, and with partitions on disk the memory
+does not grow with the text. Among 200 million runs, the probability of any hash collision is 0.1 %.
 
-Source: Lee et al. 2022, arXiv:2107.06499 (what is removed), found there by a suffix array.
+Source: Lee et al. 2022, arXiv:2107.06499 (definition of repeats; found there by a suffix array).
 """
 
 from __future__ import annotations
@@ -40,12 +39,14 @@ def find_repeated_spans(
 ) -> dict[str, Spans]:
     """Return the spans of each document that occurred before, as offsets in its text.
 
-    The first occurrence, in the order of reading, is not among them.
+    The first occurrence, in the order of reading, is kept.
 
     Args:
-        documents: called for each of two readings; both must give the same documents in one order.
-        min_tokens: words, or Chinese characters, in the shortest span.
-        work_dir: where 16 bytes for each token lie meanwhile.
+        documents: function called for each of two passes; both must give the same documents in
+            the same
+            order.
+        min_tokens: shortest span in words, or Chinese characters.
+        work_dir: folder of temporary files, 16 bytes per token.
 
     Raises:
         ConfigError: `min_tokens` is below 2.
@@ -68,7 +69,9 @@ def find_repeated_spans(
 
 
 def _write_runs(documents: Iterable[Document], length: int, folder: Path) -> list[int]:
-    """Write hash and place of every run to a file by its hash; return where documents end."""
+    """Write hash and position of every run to files partitioned by hash; return the documents'
+    ends.
+    """
     ends, end = [], 0
     with _open_parts(folder) as files:
         for document in documents:
@@ -94,7 +97,7 @@ def _open_parts(folder: Path) -> Iterator[list[BinaryIO]]:
 
 
 def _repeated_places(path: Path) -> NDArray[np.int64]:
-    """Return the places of all runs but the first with their hash."""
+    """Return the positions of all runs except the first with each hash."""
     entries = np.fromfile(path, _ENTRY)
     entries = entries[np.lexsort((entries["place"], entries["hash"]))]
     same = entries["hash"][1:] == entries["hash"][:-1]
@@ -104,11 +107,12 @@ def _repeated_places(path: Path) -> NDArray[np.int64]:
 def cover_runs(
     spots: Sequence[tuple[int, int]], starts: Iterable[int] | NDArray[np.int64], length: int
 ) -> Spans:
-    """Return the places in a text that runs of `length` tokens cover, those that touch as one.
+    """Return the text spans covered by runs of `length` tokens, adjacent ones merged.
 
     Args:
-        spots: where each token begins and ends.
+        spots: start and end offsets of each token.
         starts: first tokens of the runs, sorted.
+        length: tokens per run.
     """
     covered: list[list[int]] = []  # in tokens
     for first in map(int, starts):
@@ -120,7 +124,7 @@ def cover_runs(
 
 
 def cut_spans(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Return a text without some spans of it, which do not overlap."""
+    """Return a text without the given spans, which must not overlap."""
     kept, at = [], 0
     for start, end in sorted(spans):
         kept.append(text[at:start])

@@ -30,14 +30,14 @@ __all__ = [
 Hashes = NDArray[np.uint64]
 
 _EAST_ASIAN = r"[\p{Han}\p{Hiragana}\p{Katakana}\u30fc\uff70]"
-# LineBreak=SA is Unicode's class of scripts whose words only a dictionary divides.
+# LineBreak=SA is Unicode's class of scripts that need a dictionary to find word boundaries.
 _TOKEN = regex.compile(
     rf"(?V1)[[\p{{L}}\p{{N}}]--{_EAST_ASIAN}--\p{{LineBreak=SA}}]"
     rf"[[\p{{L}}\p{{N}}\p{{M}}]--{_EAST_ASIAN}--\p{{LineBreak=SA}}]*"
     rf"|[{_EAST_ASIAN}&&[\p{{L}}\p{{N}}]][\p{{M}}\uff9e\uff9f]*"
     r"|(?=[\p{LineBreak=SA}&&\p{L}])\X"
 )
-# Soft hyphens, zero-width spaces, direction marks, variation selectors: they show nothing, so a
+# Soft hyphens, zero-width spaces, direction marks, variation selectors: they are invisible, so a
 # copy that has them is still a copy.
 _INVISIBLE = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}]+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -76,7 +76,7 @@ def _strip_invisible(text: str) -> tuple[str, Sequence[int]]:
 
 
 def digest_string(text: str) -> bytes:
-    """Return 128 bits by which a text or an id is known."""
+    """Return a 128-bit digest that identifies a text or an id."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -92,9 +92,9 @@ def hash_tokens(tokens: list[str]) -> Hashes:
 
 
 def mix(values: Hashes) -> Hashes:
-    """Return other 64-bit numbers, one for each, in which every bit depends on every bit.
+    """Apply a 64-bit mixing bijection: every output bit depends on every input bit.
 
-    Source: the finisher of SplitMix64 (Steele et al. 2014).
+    Source: the finalizer of SplitMix64 (Steele et al. 2014).
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -102,7 +102,7 @@ def mix(values: Hashes) -> Hashes:
 
 
 def hash_runs(tokens: Hashes, length: int) -> Hashes:
-    """Return a hash of every run of `length` neighbours; none where there are fewer.
+    """Return a hash of every run of `length` consecutive tokens; empty if there are fewer.
 
     Shape: `tokens` (N,); returned (max(N - length + 1, 0),).
     """

@@ -7,10 +7,10 @@ from hashlib import blake2b
 
 __all__ = ["Example", "fingerprint_of"]
 
-# Name of a model's argument -> its tokens or numbers.
+# Maps the name of a model argument to its token ids or numbers.
 Example = Mapping[str, Sequence[int]]
 
 
 def fingerprint_of(*parts: object) -> str:
-    """Return hex digits that depend on every one of `parts`."""
+    """Return a hexadecimal hash of all `parts`."""
     return blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,8 +1,9 @@
 """Loads micro-batches of token rows; the order is a function of (seed, epoch, sample number).
 
-Optimizer step s trains on the global sample numbers s G .. s G + G - 1, G being the global batch
-size. They are laid into slots [micro-batch][rank][row]; slots beyond G hold padding rows whose
-labels are all -100. So all ranks see the same shapes, and together the same rows on any world size.
+Optimizer step s trains on the global sample numbers s G .. s G + G - 1, where G is the global batch
+size. They are assigned to slots [micro-batch][rank][row]; slots beyond G hold padding rows whose
+labels are all -100. So all ranks have the same shapes, and together the same rows for any world
+size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bmforge.errors import ConfigError, DataError
 __all__ = ["Batch", "DataLoader", "iter_once"]
 
 
-# Entries of a loader's state that must be as they were, and what changes them.
+# Entries of a loader's state that must match, and the settings that determine them.
 _ORDER = {
     "seed": "the seed",
     "dataset": "the size of the corpus, seq_len or the mixture",
@@ -37,14 +38,14 @@ _EARLIER = (
 
 
 class DataLoader:
-    """Yield, for one optimizer step after the other without end, this rank's micro-batches.
+    """Yield this rank's micro-batches of one optimizer step after another, endlessly.
 
     An item is a list of ceil(G / (micro_batch_size * world)) batches, each a dict of int64 tensors
     of shape (B, T): ``input_ids``; ``labels``, equal to them (the model shifts) but -100 in
-    padding; with `reset_at_documents` also ``position_ids``, which restart behind each eos, and
+    padding; with `reset_at_documents` also ``position_ids``, which restart after each eos, and
     ``document_ids``, 0, 1, ... within the row; labels at the first token of a document are then
-    -100, so that nothing is predicted across a boundary. Where G is no multiple of
-    micro_batch_size * world, also ``attention_mask``, which is 0 in the filler rows.
+    -100, so that nothing is predicted across a boundary. If G is not a multiple of
+    micro_batch_size * world, also ``attention_mask``, which is 0 in the padding rows.
 
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
@@ -52,8 +53,9 @@ class DataLoader:
         micro_batch_size: rows per forward pass on one rank.
         rank: this data-parallel rank.
         world: number of data-parallel ranks.
-        seed: decides the order, together with the sample number.
-        reset_at_documents: tell documents apart; the dataset needs its eos_id.
+        seed: random seed of the sample order.
+        reset_at_documents: add position and document ids per document; the dataset needs its
+            eos_id.
         prefetch_steps: steps prepared ahead in a thread; 0 prepares in the caller.
 
     Raises:
@@ -120,7 +122,7 @@ class DataLoader:
             raise
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last returned batch; prefetched ones do not count."""
+        """Return the position after the last returned batch, not counting prefetched batches."""
         return {
             "step": self._step,
             "samples": self._samples,
@@ -131,11 +133,12 @@ class DataLoader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on exactly where `state` was taken, on any world and batch size.
+        """Resume exactly at `state`, with any world size and batch size.
 
         Raises:
-            ConfigError: the state is of another seed or corpus, so the order would not go on, or it
-                lacks an entry; `content` is not in the states of earlier versions.
+            ConfigError: the state has another seed or corpus, so the order would differ, or it
+                lacks an
+                entry other than `content`, which states of earlier versions do not have.
         """
         ours = self.state_dict()
         missing = [key for key in ours if key not in state and key not in ("content", "rows")]
@@ -158,7 +161,7 @@ class DataLoader:
         self._step, self._samples = int(state["step"]), int(state["samples"])
 
     def close(self) -> None:
-        """Stop the thread and drop what it prepared; the next item starts a new one."""
+        """Stop the prefetch thread and discard its batches; the next item starts a new thread."""
         if self._stop_at_exit is not None:
             self._stop_at_exit()
         self._prefetcher = self._stop_at_exit = None
@@ -177,7 +180,9 @@ class DataLoader:
 
 @dataclass(frozen=True)
 class _StepMaker:
-    """Makes the micro-batches of a step, so that the thread keeps no loader alive."""
+    """Makes the micro-batches of a step; separate, so that the thread holds no reference to the
+    loader.
+    """
 
     dataset: Dataset
     global_batch_size: int
@@ -199,16 +204,16 @@ class _StepMaker:
         lengths = np.where(np.arange(len(slots)) < real, self.dataset.seq_len, 0)
         whole = dict(_batch(rows, lengths, self.eos_id))
         if len(slots) * self.world > self.global_batch_size:
-            # On all ranks and in all micro-batches alike: a pipeline wants equal inputs.
+            # Same on all ranks and micro-batches, as pipeline stages need equal inputs.
             whole["attention_mask"] = _mask_rows(lengths, self.dataset.seq_len)
         parts = {key: value.split(self.micro_batch_size) for key, value in whole.items()}
         return [{key: parts[key][m] for key in parts} for m in range(self.micro_batches)]
 
 
 def _mask_rows(lengths: NDArray[np.int64], seq_len: int) -> Any:
-    """Return the attention mask of rows of these lengths.
+    """Return the attention mask of rows with these lengths.
 
-    Filler rows are masked, so that the balance loss of a mixture of experts leaves them out.
+    Padding rows are masked, so that the load-balancing loss of a mixture of experts ignores them.
     """
     import torch
 
@@ -226,13 +231,18 @@ def iter_once(
 ) -> Iterator[Batch]:
     """Yield this rank's batches of one pass in stream order: every token is predicted once.
 
-    All ranks get equally many batches of equal shape; what is missing at the end is padding with
-    labels -100. Only the very first token of a stream, which nothing precedes, is not predicted.
+    All ranks get equally many batches of equal shape, filled up with padding whose labels are -100.
+    Only the very first token of a stream, which has no context, is not predicted.
 
     Args:
+        dataset: a `PackedDataset` or a `Mixture`.
         batch_size: rows per batch on one rank.
-        max_batches: stop after this many batches counted over all ranks, so that the rows do not
-            depend on the world size.
+        rank: this data-parallel rank.
+        world: number of data-parallel ranks.
+        max_batches: largest number of batches over all ranks, so that the rows do not depend on the
+            world size; None reads all.
+        reset_at_documents: add position and document ids per document; the dataset needs its
+            eos_id.
 
     Raises:
         ConfigError: a number is out of range.
@@ -256,7 +266,7 @@ def iter_once(
 def _held_out_batches(
     dataset: Dataset, batch_size: int, rank: int, world: int, total: int, eos_id: int | None
 ) -> Iterator[Batch]:
-    """Yield the batches of `iter_once` after its checks."""
+    """Yield the batches of `iter_once` without checking the arguments."""
     for first in range(rank * batch_size, total + rank * batch_size, batch_size * world):
         numbers = np.arange(first, max(first, min(first + batch_size, total)))
         rows = np.zeros((batch_size, dataset.seq_len), dtype=np.int64)
@@ -266,7 +276,7 @@ def _held_out_batches(
 
 
 def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
-    """Make the tensors of some rows; `eos_id` is given where documents are told apart."""
+    """Build the tensors of rows; `eos_id` is not None if documents are to be separated."""
     import torch  # here, as a preparation imports this room and needs no tensors
 
     labels = rows.copy()

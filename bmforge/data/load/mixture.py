@@ -1,8 +1,8 @@
-"""Mix weighted corpora so that every stretch of samples holds its share of each.
+"""Mixes weighted corpora so that every range of samples holds each corpus in proportion.
 
-Which corpus the global sample number n comes from is read from a periodic table, made once by
-Tijdeman's rule: among the corpora that are not ahead of their share, the one whose deadline comes
-first. After every n samples each corpus has had share * n of them, give or take less than one.
+The corpus of global sample number n is read from a periodic table, made once by Tijdeman's rule:
+among the corpora that are not ahead of their share, take the one with the earliest deadline. After
+every n samples, the number of samples from a corpus differs from share * n by less than one.
 
 Source: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
 """
@@ -35,7 +35,7 @@ class Mixture:
         shares: samples of each corpus per period, integers; the exact long-run proportions.
 
     Raises:
-        ConfigError: no part, a weight that is not above 0, or parts that do not fit each other.
+        ConfigError: no part, a weight that is not above 0, or parts with different settings.
     """
 
     def __init__(self, parts: Mapping[str, tuple[PackedDataset, float]]) -> None:
@@ -61,7 +61,7 @@ class Mixture:
             self._ranks[self._sources == i] = np.arange(count)
 
     def source_of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (index into `names`, the corpus's own sample number) of global sample numbers."""
+        """Return (index into `names`, sample number in that corpus) of global sample numbers."""
         periods, at = np.divmod(numbers, len(self._sources))
         sources = self._sources[at]
         return sources, periods * self._counts[sources] + self._ranks[at]
@@ -81,13 +81,13 @@ class Mixture:
         return rows
 
     def num_held_out_rows(self) -> int:
-        """Return the rows of one pass through every corpus, whatever its weight."""
+        """Return the number of rows of one pass through every corpus, regardless of weights."""
         return sum(dataset.num_held_out_rows() for dataset in self._datasets)
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the pass, corpora in the order of their names; (B, T) and (B,)."""
+        """Return rows of the pass, corpora ordered by name, and their lengths; (B, T) and (B,)."""
         rows = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
         lengths = np.zeros(len(numbers), dtype=np.int64)
         first = 0
@@ -99,21 +99,21 @@ class Mixture:
         return rows, lengths
 
     def fingerprint(self) -> int:
-        """Return 63 bits of the corpora and their shares."""
+        """Return a 63-bit hash of the corpora and their shares."""
         return _hash(([d.fingerprint() for d in self._datasets], self.shares))
 
     def content(self) -> int:
-        """Return 63 bits of what is in the corpora."""
+        """Return a 63-bit hash of the contents of the corpora."""
         return _hash([d.content() for d in self._datasets])
 
 
 def integer_shares(weights: Mapping[str, float]) -> list[int]:
     """Return the smallest integers in the proportion of `weights`.
 
-    Where their sum would pass 65536 (weights such as pi), they are rounded to 65536 parts.
+    If their sum would exceed 65536 (weights such as pi), they are rounded to 65536 parts.
 
     Raises:
-        ConfigError: a weight is not a finite number above 0, or rounds to no part at all.
+        ConfigError: a weight is not a finite number above 0, or is rounded to zero.
     """
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight > 0):

@@ -1,11 +1,11 @@
-"""Sample order without state: a keyed permutation of [0, n) computed point by point.
+"""Stateless sample order: a keyed permutation of [0, n), computed element by element.
 
-Source: the generalised Feistel network with cycle walking of Black and Rogaway, "Ciphers with
+Source: the generalized Feistel network with cycle walking of Black and Rogaway, "Ciphers with
 arbitrary finite domains" (2002). A number below n is written as (left, right) with left < a and
-right < b, a and b near sqrt(n); each round adds to one half a function of the other, which is a
-permutation whatever the function is (Luby and Rackoff, 1988). A result of n or more is sent through
-again until it is below n; as a b - n < a that is rare. The round function is the finaliser of
-splitmix64 (Steele, Lea and Flood, 2014). This is for shuffling, not for secrecy.
+right < b, a and b near sqrt(n); each round adds a function of one half to the other, which is a
+permutation for any function (Luby and Rackoff, 1988). A result of n or more is permuted again until
+it is below n; this is rare, as a b - n < a. The round function is the finalizer of splitmix64
+(Steele, Lea and Flood, 2014). The permutation is for shuffling, not for secrecy.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def derive_key(*parts: int | str) -> bytes:
-    """Return 64 bytes that depend on every one of `parts` and on their order and types."""
+    """Return a 64-byte key derived from `parts`, including their order and types."""
     return blake2b(repr(parts).encode(), digest_size=8 * _ROUNDS).digest()
 
 
 def draw_below(n: int, key: bytes) -> int:
-    """Return a number in [0, n) that depends on `key` alone."""
+    """Return a pseudorandom number in [0, n) that depends on `key` alone."""
     return int.from_bytes(blake2b(key, digest_size=16, person=b"draw").digest(), "little") % n
 
 
@@ -39,9 +39,9 @@ def permute(indices: NDArray[np.int64], n: int, key: bytes) -> NDArray[np.int64]
     Args:
         indices: numbers in [0, n), any shape.
         n: size of the permuted range, 1 <= n < 2**62.
-        key: 64 bytes of `derive_key`.
+        key: 64-byte key from `derive_key`.
 
-    Memory: O(len(indices)), whatever n is.
+    Memory: O(len(indices)), independent of n.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
@@ -58,7 +58,7 @@ def permute(indices: NDArray[np.int64], n: int, key: bytes) -> NDArray[np.int64]
 def _feistel(
     values: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Permute [0, a b) by one pass through the network."""
+    """Permute [0, a b) by one pass through the Feistel network."""
     size_left, size_right = np.uint64(a), np.uint64(b)
     left, right = np.divmod(values, size_right)
     for key_left, key_right in keys.reshape(-1, 2):
@@ -68,7 +68,7 @@ def _feistel(
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scatter 64-bit numbers (multiplication wraps around, as meant)."""
+    """Hash 64-bit numbers (multiplication wraps around intentionally)."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))

@@ -1,8 +1,8 @@
-"""Cut a token store into rows of `seq_len` tokens, and mark the documents inside a row.
+"""Packs a token store into rows of `seq_len` tokens, and marks the documents inside a row.
 
-All documents lie one after the other in the store; a row is a window on that stream and may span
-documents. Neighbouring windows share one token, so no prediction is lost: a row of T tokens makes
-T - 1 predictions, the model shifting the labels itself (Hugging Face's convention).
+All documents are concatenated in the store; a row is a window on that stream and may span
+documents. Adjacent windows share one token, so no prediction is lost: a row of T tokens makes
+T - 1 predictions, as the model shifts the labels itself (Hugging Face's convention).
 """
 
 from __future__ import annotations
@@ -21,44 +21,47 @@ __all__ = ["Dataset", "PackedDataset", "document_starts", "reset_positions"]
 
 
 class Dataset(Protocol):
-    """What the loader asks of a corpus: rows by global sample number, and a held-out pass."""
+    """Interface of a corpus for the loader: rows by global sample number, and a held-out pass."""
 
     seq_len: int
     eos_id: int | None
 
     def check_trainable(self) -> None:
-        """Raise DataError if there is not one whole row."""
+        """Raise DataError if the corpus is shorter than one row."""
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
         """Return the rows of these global sample numbers, shape (len(numbers), seq_len)."""
 
     def num_held_out_rows(self) -> int:
-        """Return how many rows one pass in stream order has, a short last one included."""
+        """Return the number of rows of one pass in stream order, including a short last one."""
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the pass in stream order and how many true tokens each has."""
+        """Return rows of the pass in stream order, and the number of true tokens of each."""
 
     def fingerprint(self) -> int:
-        """Return 63 bits that change when the order of samples would."""
+        """Return a 63-bit hash that changes whenever the order of samples would change."""
 
     def content(self) -> int:
-        """Return 63 bits that change with what is in the corpus, and not with where it lies."""
+        """Return a 63-bit hash of the content of the corpus, independent of its location."""
 
 
 class PackedDataset:
     """Fixed-length rows of one token store.
 
-    Training takes the stream as a ring, cut anew in every epoch: epoch e starts at a random offset
-    o(seed, e), its windows begin at (o + i (T - 1)) mod num_tokens for i in [0, samples_per_epoch),
-    in an order that is a keyed permutation of i. Nothing is stored, whatever the size.
+    Training reads the stream as a ring that is cut anew in every epoch: epoch e starts at a random
+    offset o(seed, e), its windows begin at (o + i (T - 1)) mod num_tokens for i in
+    [0, samples_per_epoch), in an order that is a keyed permutation of i. Nothing is stored,
+    whatever
+    the size.
 
     Args:
-        store: the tokens; each document ends with its end-of-document token already.
+        store: token store whose documents end with the end-of-document token.
         seq_len: tokens per row, at least 2.
-        eos_id: the end-of-document token, needed where documents are to be told apart.
-        name: enters the random order, so that corpora of a mixture do not walk in step.
+        eos_id: end-of-document token id, needed only to separate documents.
+        name: corpus name; part of the random key, so that the corpora of a mixture have independent
+            orders.
 
     Raises:
         ConfigError: `seq_len` is below 2.
@@ -101,7 +104,7 @@ class PackedDataset:
         return rows
 
     def training_starts(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the token at which each global sample number begins; shapes (B,) and (B,)."""
+        """Return the offset of each global sample number's first token; shapes (B,) and (B,)."""
         per_epoch, stride = self.samples_per_epoch, self.seq_len - 1
         epochs, indices = np.divmod(numbers, per_epoch)
         starts = np.empty(len(numbers), dtype=np.int64)
@@ -113,19 +116,19 @@ class PackedDataset:
         return starts % self.store.num_tokens
 
     def _copy_ring(self, start: int, row: NDArray[np.int64]) -> None:
-        """Fill `row` with the tokens from `start` on; behind the last comes the first."""
+        """Fill `row` with the tokens from `start` on, wrapping around at the end."""
         head = self._tokens[start : start + len(row)]
         row[: len(head)] = head
         row[len(head) :] = self._tokens[: len(row) - len(head)]
 
     def num_held_out_rows(self) -> int:
-        """Return how many rows one pass in stream order has, a short last one included."""
+        """Return the number of rows of one pass in stream order, including a short last one."""
         return -(-max(self.store.num_tokens - 1, 0) // (self.seq_len - 1))
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the pass in stream order, zeros behind the end of the stream.
+        """Return rows of the pass in stream order, zero-padded after the end of the stream.
 
         Shape: numbers (B,), rows (B, T), true tokens per row (B,).
         """
@@ -139,19 +142,19 @@ class PackedDataset:
         return rows, lengths
 
     def fingerprint(self) -> int:
-        """Return 63 bits of (tokens in the store, seq_len, name)."""
+        """Return a 63-bit hash of (tokens in the store, seq_len, name)."""
         text = repr((self.store.num_tokens, self.seq_len, self.name))
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def content(self) -> int:
-        """Return 63 bits of the store; see `TokenStore.digest`."""
+        """Return a 63-bit hash of the store; see `TokenStore.digest`."""
         return self.store.digest()
 
 
 def document_starts(
     rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int
 ) -> NDArray[np.bool_]:
-    """Return True where a document begins inside a row: behind each eos, padding excepted.
+    """Return a mask of the positions after each eos, where a document begins; padding is False.
 
     Shape: rows (B, T), lengths (B,), result (B, T); column 0 is False.
     """
@@ -165,7 +168,7 @@ def document_starts(
 def reset_positions(
     starts: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (position_ids, document_ids): positions restart and the number grows at each start.
+    """Return (position_ids, document_ids), which restart and increase at each document start.
 
     Shape: starts (B, T), both results (B, T) int64.
     """

@@ -1,4 +1,4 @@
-"""Make the next items in one background thread while the caller works on the present one."""
+"""Prepares the next items in one background thread while the caller works on the current one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Prefetcher(Generic[T]):
     """Call ``make(first)``, ``make(first + 1)``, ... ahead of ``take()``, at most `depth` ahead.
 
     Args:
-        make: a pure function of the number; it runs in the thread.
-        first: the first number.
-        depth: finished items that may wait, at least 1.
+        make: pure function of the item number; it runs in the thread.
+        first: first item number.
+        depth: largest number of finished items in the queue, at least 1.
     """
 
     def __init__(self, make: Callable[[int], T], first: int, depth: int) -> None:
@@ -34,7 +34,7 @@ class Prefetcher(Generic[T]):
         self._thread = start_thread("bmforge-prefetch", self._run, end=self.stop)
 
     def take(self) -> T:
-        """Return the next item; an exception of `make` is raised here, at its item's turn."""
+        """Return the next item; an exception of `make` is raised here when its item is taken."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._stopped)
             if self._ready:
@@ -46,7 +46,7 @@ class Prefetcher(Generic[T]):
         raise RuntimeError("take() on a prefetcher that was stopped")
 
     def stop(self) -> None:
-        """End the thread and drop what it made; may be called more than once."""
+        """Stop the thread and discard its items; may be called more than once."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Published rules with their bounds and sources, one family a file, and which of them go together.
+"""Published rules with their bounds and sources, one family per file, and their combinations.
 
 Start reading at `gopher.py`; `chinese.py` shows bounds by the form of a text.
 """
@@ -20,7 +20,7 @@ RULE_SETS: Mapping[str, RuleSet] = {
     for rules in (GOPHER_REPETITION, GOPHER_QUALITY, C4, C4_ANY_END, FINEWEB, CHINESE)
 }
 _ENGLISH = ("gopher_repetition", "gopher_quality", "c4_any_end", "fineweb")
-# What `rules` may be: for each language the sets in order; "*" is every other language.
+# Values of `rules`: per language the rule sets in order; "*" is any other language.
 RULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "none": {},
     "english": {"*": _ENGLISH},

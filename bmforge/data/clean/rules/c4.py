@@ -1,7 +1,7 @@
-"""C4's rules: which lines of a page are kept, and which pages.
+"""C4's rules: selection of the lines of a page, and of pages.
 
 Source: Raffel et al. 2020, arXiv:1910.10683, section 2.2; the code of tensorflow-datasets
-(c4_utils.py) adds the bound on long words and the phrases of policies.
+(c4_utils.py) adds the bound on long words and the policy phrases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["C4", "C4_ANY_END", "KeptLines", "select_lines"]
 
 _PAPER = "Raffel et al. 2020, arXiv:1910.10683"
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
-# The ends of the paper's English, and those of other scripts.
+# Sentence ends: the paper's for English, and those of other scripts.
 _ENDS = (".", "?", "!", '"', "'", *(end for end in SENTENCE_ENDS if not end.isascii()))
 _POLICIES = (
     "terms of use",
@@ -34,7 +34,7 @@ _FEWEST_WORDS = 3
 
 @dataclass(frozen=True)
 class KeptLines:
-    """The lines that are left, how many sentences they have, and what ended the search."""
+    """The kept lines, the number of their sentences, and the rule that dropped the page, if any."""
 
     lines: tuple[str, ...]
     sentences: int
@@ -42,9 +42,10 @@ class KeptLines:
 
 
 def select_lines(text: TextStatistics, any_end: bool = False) -> KeptLines:
-    """Return the lines that are sentences: with an end mark, three words, no policy, no script.
+    """Return the lines that look like sentences: an end mark, three words, no policy, no script.
 
     Args:
+        text: statistics of the text.
         any_end: keep lines without an end mark too, as FineWeb does.
     """
     kept: list[str] = []

@@ -1,7 +1,7 @@
 """Filter rules for Chinese: published bounds, and own rules for advertisements and contacts.
 
-Verse and lists are judged by bounds of their own: they are short, their lines are short, and in
-old verse there is no stop word.
+Verse and lists have separate bounds: they are short, their lines are short, and old verse has no
+stop words.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FINEWEB_2 = "FineWeb-2, configs/cmn_Hani.yml (Penedo et al. 2025, arXiv:2506.20
 _OWN = "own bound; docs/chinese_text.md says how it was found"
 _STOP_WORDS = frozenset("的年在月是和日了於·為有被人中为他與後也而由")
 _GRAM = 13
-# Half a phrase a line, as ChineseWebText bounds what stands on its word list.
+# At most half a phrase per line, ChineseWebText's bound for its word list.
 _ADS = re.compile(
     "加微信|加[Qq]{2}|点击(?:购买|领取|进入|下载)|立即(?:购买|下单|抢购|咨询)|限时(?:优惠|抢购|特价)"
     "|全国包邮|包邮|货到付款|免费(?:领取|试用|咨询|热线)|招商加盟|代理加盟|诚招代理|优惠券|秒杀价?"
@@ -42,10 +42,11 @@ _LIST_ITEM = re.compile(
 
 
 def tell_form(text: TextStatistics) -> str:
-    """Return ``"poem"``, ``"list"`` or ``"prose"``.
+    """Classify a text as ``"poem"``, ``"list"`` or ``"prose"``.
 
-    A poem has four clauses or more, four of five of which have one or two usual lengths (3 to 7
-    characters); lines need not be kept. A list has three items or more, most of its lines.
+    A poem has at least four clauses, and four fifths of them have one or two common lengths (3 to 7
+    characters), regardless of line breaks. A list has at least three items, which are most of its
+    lines.
     """
     runs = [len(run) for run in HAN_RUN.findall(text.text)]
     if len(runs) >= 4:
@@ -138,7 +139,7 @@ _OWN_RULES = (
         "微信号:abc12345 电话:13800138000",
     ),
 )
-# Which published rules do not fit which form. In a short text one run of words is a large share.
+# Published rules to skip per form: in a short text a single n-gram is a large share.
 _NOT_FOR = {
     "top_2_gram": _ANY,
     "top_3_gram": _ANY,

@@ -1,4 +1,4 @@
-"""FineWeb's rules on lines, which come after Gopher's and C4's."""
+"""FineWeb's line rules, which run after Gopher's and C4's."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def _newlines(text: TextStatistics) -> float:
 def line_rules(
     ends: float, short: float | None, repeated: float, newlines: float, source: str = _PAPER
 ) -> tuple[Rule, ...]:
-    """Return the rules on lines.
+    """Return the line rules.
 
     Args:
-        ends: the smallest share of lines that end as a sentence does.
-        short: the largest share of short lines; None for no such rule.
-        repeated: the largest share of characters in lines that came before.
-        newlines: the most newlines per word.
+        ends: smallest share of lines that end with a sentence end.
+        short: largest share of short lines; None omits the rule.
+        repeated: largest share of characters in repeated lines.
+        newlines: largest number of newlines per word.
+        source: source of the bounds.
     """
     menu = "Home\nShop\nContact us\nSign in"
     rules = [

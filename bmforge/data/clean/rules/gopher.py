@@ -1,4 +1,4 @@
-"""Gopher's rules: the quality of words and lines, and repetition."""
+"""Gopher's rules on word and line quality, and on repetition."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def _letters(text: TextStatistics) -> float:
 
 
 def count_stop_words(text: TextStatistics, stop_words: frozenset[str] = _STOP_WORDS) -> float:
-    """Return how many different stop words occur in a text."""
+    """Return the number of distinct stop words in a text."""
     return len(stop_words.intersection(text.words))
 
 
 _REAL_WORDS = "words that are more than marks"
 _WORD_LENGTH = "mean length of such a word, in characters"
-# Name, measure, what that is, and a text that breaks the rule; `quality_rules` has the bounds.
+# Name, measure, meaning, and a text that violates the rule; the bounds are in `quality_rules`.
 _QUALITY_RULES = (
     ("short_doc", _count_words, _REAL_WORDS, "Subscribe to our newsletter."),
     ("long_doc", _count_words, _REAL_WORDS, "a dump of a whole forum"),
@@ -102,11 +102,11 @@ def quality_rules(
     """Return the rules on words and lines.
 
     Args:
-        word_length: bounds of the mean length of a word.
-        letters: the smallest share of words with a letter.
-        stop_words: two different ones are needed.
+        word_length: bounds of the mean word length.
+        letters: smallest share of words with a letter.
+        stop_words: stop words, two of which must occur.
         words: bounds of the number of words.
-        source: who gives these bounds; those on marks and bullets are always the paper's.
+        source: source of these bounds; those on symbols and bullets are always the paper's.
     """
     few, many = words
     short, long = word_length
@@ -181,9 +181,10 @@ def repetition_rules(
     """Return the rules on repetition.
 
     Args:
-        lines: upper bounds of the rules on paragraphs and lines that are wanted.
-        top: runs of so many words, and the bound for the share of the most frequent one.
-        repeated: runs of so many words, and the bound for the share of those that came before.
+        lines: upper bounds of the rules on paragraphs and lines, by rule name.
+        top: pairs of an n-gram size and the largest share of the most frequent n-gram.
+        repeated: pairs of an n-gram size and the largest share of repeated n-grams.
+        source: source of the bounds.
     """
     rules = []
     for name, high in lines.items():
