@@ -168,9 +168,8 @@ class RunLock:
     def _look(self) -> tuple[str | None, int]:
         """Return the content of the file, None if it does not exist, and its modification time."""
         try:
-            with self._file.open(
-                encoding="utf-8", errors="replace"
-            ) as file:  # opening revalidates the cache of NFS
+            # Opening the file revalidates the cache of NFS.
+            with self._file.open(encoding="utf-8", errors="replace") as file:
                 return file.read(), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None, 0

@@ -146,9 +146,8 @@ def _interleaved(w: _Writer, split: bool = False) -> None:
     def stage(step: int) -> int:
         return step // per_round % w.per_rank * w.num_ranks + w.rank
 
-    last = (
-        w.per_rank - 1
-    ) * w.num_ranks + 2 * w.rank  # backward visits the stages in reverse order
+    # Backward visits the stages in reverse order.
+    last = (w.per_rank - 1) * w.num_ranks + 2 * w.rank
     for step in range(total + warm_up):
         if step < total:
             w.add(stage(step), F)

@@ -308,7 +308,7 @@ class _Marks:
         self._note("", 0, "start")
 
     def _watch(self, stack: str, number: int, block: nn.Module) -> None:
-        # Before FSDP's own hooks, when the prefetched parameters of the block are still pending.
+        # Before FSDP's own hooks, at which point every block has only its prefetched parameters.
         block.register_forward_pre_hook(
             lambda *_: self._note(stack, number, "forward"), prepend=True
         )

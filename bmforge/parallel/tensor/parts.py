@@ -158,7 +158,7 @@ def _draw_apart(
 
 
 def hide(parameter: Tensor) -> None:
-    """Return the bias that a module sees if the bias is added after the all-reduce."""
+    """Hide the bias from a module (returns None), as it is added after the all-reduce."""
 
 
 def _apply_row_(module: Any, tensor: TensorGroup) -> None:

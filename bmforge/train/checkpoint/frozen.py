@@ -152,9 +152,8 @@ def publish_frozen(temporary: Path, directory: Path, names: list[str]) -> None:
     folder = directory / FROZEN_NAME
     folder.mkdir(exist_ok=True)
     for name in names:
-        (temporary / name).replace(
-            folder / name
-        )  # an existing file of that name is equal or damaged
+        # An existing file of that name is equal or damaged.
+        (temporary / name).replace(folder / name)
     sync_directory(folder)
     sync_directory(directory)
 
