@@ -66,7 +66,7 @@ def batch_choices(
     """Return the choices of one layer's modules, batched if two or more plain LoRAs take part.
 
     Args:
-        choices: of every module that takes part, in the order in which they apply.
+        choices: choice of every module that takes part, in the order in which they apply.
         samples: indices of the samples of each.
         batch_size: number of samples.
     """

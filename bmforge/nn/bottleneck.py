@@ -1,8 +1,8 @@
-"""Bottlenecks beside modules: down to a few features, an activation, and up again.
+"""Bottleneck adapters: down-projection, activation, up-projection.
 
-What they add is ``scale * up(act(down(h)))``, h being what the module made (an adapter), what went
-into it (a parallel adapter), or what went into another one. Their two matrices have one of three
-forms: plain, a product of two thin ones, or a sum of Kronecker products.
+They add ``scale * up(act(down(h)))``, where h is the module's output (an adapter), its input (a
+parallel adapter), or the input of another module. The two matrices have one of three forms: plain,
+a product of two thin ones, or a sum of Kronecker products.
 
 Source: Houlsby et al., "Parameter-efficient transfer learning for NLP" (2019); He et al., "Towards
 a unified view of parameter-efficient transfer learning" (2022), for the parallel form; Karimi
@@ -35,17 +35,17 @@ class BottleneckOptions:
     """Options of "bottleneck".
 
     Args:
-        width: W, features of the bottleneck, or
-        reduction: how many times fewer it has than what it reads; 0 takes `width`.
-        form: of the two matrices: "plain", "low_rank" or "kronecker".
-        rank: of a low-rank matrix, or of the factors of a Kronecker product's right half; 0 leaves
-            that half whole.
-        division: n, how many Kronecker products are summed, with (n, n) left halves.
-        shared_rule: both matrices have the same left halves.
+        width: W, features of the bottleneck if `reduction` is 0.
+        reduction: ratio of input features to bottleneck features, instead of `width`.
+        form: form of the two matrices: "plain", "low_rank" or "kronecker".
+        rank: rank of a low-rank matrix, or of a Kronecker product's right factor; 0 keeps that
+            factor at full rank.
+        division: n, number of Kronecker products that are summed, with (n, n) left factors.
+        shared_rule: share the left factors between both matrices.
         activation: a name in `nn.mlp.ACTIVATIONS`.
-        reads: "out": what the module made; "in": what went into it.
-        scale: factor on what is added.
-        reads_at: name of a module -> another one, whose input its bottleneck reads.
+        reads: "out", the module's output, or "in", its input.
+        scale: factor on the added term.
+        reads_at: name of a module -> module whose input its bottleneck reads.
     """
 
     width: int = 24
@@ -63,7 +63,7 @@ class BottleneckOptions:
         """Return the options of one bottleneck, from `ins` to `outs` features.
 
         Raises:
-            ConfigError: numbers that it cannot have.
+            ConfigError: options that do not fit these sizes.
         """
         if self.reduction < 0:
             raise ConfigError(f"reduction={self.reduction} must be at least 0.")
@@ -107,7 +107,7 @@ Notes = dict[str, tuple[tuple[int, ...], float | str]]
 
 
 def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) -> Notes:
-    """Return what one matrix consists of: name -> shape and how it is drawn; `up` is zero."""
+    """Return the tensors of one matrix: name -> shape and initialization; `up` starts at zero."""
     last: float | str = 0.01 if stem == "down" else "zeros"
     bias: Notes = {f"{stem}_bias": ((outs,), "zeros")}
     if options.form == "plain":
@@ -137,10 +137,10 @@ class Bottleneck(BesidePart):
 
     Args:
         ins: features of h.
-        outs: features of the module's result.
-        options: the rest.
-        like: gives dtype and device.
-        reader: has h where another module than this part's gets it.
+        outs: features of the module's output.
+        options: see `BottleneckOptions`.
+        like: tensor with the dtype and device to use.
+        reader: reader that holds h if h is the input of another module.
 
     Shape:
         h: (..., ins) -> (..., outs)
@@ -158,7 +158,7 @@ class Bottleneck(BesidePart):
     ) -> None:
         super().__init__()
         self.options = options
-        # In a tuple: the reader is a child of the module that it stands beside, not of this one.
+        # In a tuple: the reader is a child of the module that it reads, not of this one.
         self.reader = (reader,)
         self.activation = get_activation(options.activation)
         self.shapes = {
@@ -170,11 +170,11 @@ class Bottleneck(BesidePart):
             self.register_parameter(key, nn.Parameter(made))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Every process has all of it."""
+        """Return the notes: all tensors are replicated."""
         return {key: TensorNote(draw) for key, (_, draw) in self.shapes.items()}
 
     def forward(self, h: Tensor) -> Tensor:
-        """Return what is added to the module's result."""
+        """Return the term that is added to the module's output."""
         inner = self.activation(self._times(h.to(self.up_bias.dtype), "down"))
         added = self._times(inner, "up")
         return added if self.options.scale == 1 else added * self.options.scale
@@ -199,7 +199,7 @@ class Bottleneck(BesidePart):
         return summed.flatten(2).flatten(0, 1)
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Add it."""
+        """Add the bottleneck's term to the output."""
         (reader,) = self.reader
         if reader is not None:
             samples = choice_of(self).samples
@@ -215,7 +215,7 @@ class Bottleneck(BesidePart):
 
 
 class Reader(BesidePart):
-    """Holds what goes into a module until the bottleneck behind another one takes it."""
+    """Holds the input of a module until the bottleneck of a later module takes it."""
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "part", "column", "key_value", "row"})
 
@@ -224,7 +224,7 @@ class Reader(BesidePart):
         self.held: list[Tensor] = []
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """It has none."""
+        """Return no notes: a reader has no tensors."""
         return {}
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -233,10 +233,10 @@ class Reader(BesidePart):
         return out
 
     def take(self) -> Tensor:
-        """Return it, once.
+        """Return the held input and release it.
 
         Raises:
-            ConfigError: the module beside which it stands has not run before.
+            ConfigError: the module that it is attached to has not run before.
         """
         if not self.held:
             raise ConfigError(
@@ -245,7 +245,7 @@ class Reader(BesidePart):
         return self.held.pop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
-        """A copy holds nothing."""
+        """Return a copy without a held input."""
         made = memo[id(self)] = Reader()
         made.is_delta, made.adapter_weight = self.is_delta, self.adapter_weight
         made.training = self.training
@@ -253,10 +253,10 @@ class Reader(BesidePart):
 
 
 def build_bottleneck(name: str, module: nn.Module, options: BottleneckOptions) -> Bottleneck:
-    """Return a part for a module of a known width; it is neither attached nor drawn.
+    """Return a part for a module of a known width; it is neither attached nor initialized.
 
     Raises:
-        ConfigError: another module, or numbers that it cannot have.
+        ConfigError: a module of unknown width, or options that do not fit.
     """
     outs = out_width(name, module)
     ins = outs if options.reads == "out" else in_width(name, module)
@@ -264,7 +264,7 @@ def build_bottleneck(name: str, module: nn.Module, options: BottleneckOptions) -
 
 
 def in_width(name: str, module: nn.Module) -> int:
-    """Return how many features go into a module: those of its first linear layer, or its own."""
+    """Return the input features of a module: its own, or those of its first linear layer."""
     sizes = linear_sizes(module)
     if sizes is not None:
         return sizes[0]

@@ -1,4 +1,4 @@
-"""Which modules of a model its forward calls.
+"""Finds the modules of a model that its forward pass never calls.
 
 Some layers read the weight of another module instead of calling it (Mamba's mixer multiplies by
 `dt_proj.weight`). An adapter attached to such a module never trains, and packed storage breaks it.
@@ -20,14 +20,15 @@ _TOKENS = 4
 
 
 def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> list[str]:
-    """Return those modules that are never called although the module around them is.
+    """Return the modules that are never called although their parent module is.
 
-    A `uncalled` method of the model answers; of a plain transformers model a short row of tokens is
-    run. Nothing is said about other models, or models on the meta device.
+    The model's `uncalled` method is used if it has one; a plain transformers model is run on a
+    short
+    row of tokens. The result is empty for other models, and for models on the meta device.
 
     Args:
         model: any module.
-        names: of some of its modules.
+        names: names of the modules to check.
         unused: include modules of parts that a row of tokens does not use at all, such as the
             cross-attention of a decoder without an encoder.
     """
@@ -51,12 +52,13 @@ def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> 
 
 
 def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[str]:
-    """Return modules without those that the model never calls, where an adapter would not train.
+    """Return the names without modules that the model never calls, where an adapter would not
+    train.
 
     Args:
         model: any module.
-        names: of some of its modules.
-        drops: leave them out without an error, as long as others remain.
+        names: names of the modules to check.
+        drops: drop them without an error, as long as others remain.
 
     Raises:
         ConfigError: there are such modules, and `drops` is off or no others remain.
@@ -85,7 +87,7 @@ def _run_and_note(model: nn.Module) -> set[int] | None:
         with torch.no_grad():
             model.eval()(input_ids=torch.ones(1, _TOKENS, dtype=torch.int64, device=device))
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):
-        return None  # it needs more than tokens
+        return None  # the model needs inputs other than tokens
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""Parts that change each channel by a number of its own: an added bias, a factor.
+"""Per-channel parts: an added bias (BitFit), and a factor (IA3).
 
 Source: Ben Zaken et al., "BitFit" (2021); Liu et al., "Few-shot parameter-efficient fine-tuning is
 better and cheaper than in-context learning" (2022), for the factors, (IA)^3.
@@ -23,11 +23,11 @@ _ENDS = {"column": 0, "key_value": 0, "head": 0}
 
 
 class Shift(BesidePart):
-    """A bias that is added to what a module makes; it starts at zero.
+    """A bias added to the output of a module; it starts at zero.
 
     Args:
-        width: C, how many channels.
-        like: gives dtype and device.
+        width: C, number of channels.
+        like: tensor with the dtype and device to use.
 
     Shape:
         returns (C,)
@@ -42,25 +42,25 @@ class Shift(BesidePart):
         self.bias = nn.Parameter(torch.empty(width, dtype=like.dtype, device=like.device))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Channels are cut as the module's."""
+        """Return the notes: channels are sharded as the module's."""
         return {"bias": TensorNote("zeros", _ENDS)}
 
     def forward(self) -> Tensor:
-        """Return the bias of the channels that are here."""
+        """Return the bias of the local channels."""
         return self.bias
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Add it."""
+        """Add the bias to the output."""
         return out + self().to(out.dtype)
 
 
 class Gain(BesidePart):
-    """A factor on every channel of what goes into a module or comes out of it; it starts at one.
+    """A factor on every channel of a module's input or output; it starts at one.
 
     Args:
         width: C.
-        into: of what goes in.
-        like: gives dtype and device.
+        into: True for the input, False for the output.
+        like: tensor with the dtype and device to use.
 
     Shape:
         returns (C,)
@@ -75,7 +75,7 @@ class Gain(BesidePart):
         self.weight = nn.Parameter(torch.empty(width, dtype=like.dtype, device=like.device))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Channels are cut as the module's own."""
+        """Return the notes: channels are sharded as the module's."""
         return {"weight": TensorNote("ones", {"row": 0} if self.enters else _ENDS)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,11 +83,11 @@ class Gain(BesidePart):
         return (x * self.weight.to(x.dtype)).to(x.dtype)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Multiply what goes in."""
+        """Scale the input."""
         return self(x)
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Multiply what comes out."""
+        """Scale the output."""
         return out if self.enters else self(out)
 
 
@@ -96,18 +96,17 @@ class GainOptions:
     """Options of "gain".
 
     Args:
-        into: endings of names of layers: the factors are on what goes into these, not on what
-            comes out.
+        into: endings of layer names whose input is scaled instead of the output.
     """
 
     into: tuple[str, ...] = ()
 
 
 def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
-    """Return a part for a linear layer; it is neither attached nor drawn.
+    """Return a part for a linear layer; it is neither attached nor initialized.
 
     Raises:
-        ConfigError: no linear layer.
+        ConfigError: not a linear layer.
     """
     sizes = linear_sizes(module)
     if sizes is None or getattr(module, "asks_parts", False):
@@ -119,21 +118,22 @@ def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
 
 
 def build_shift(name: str, module: nn.Module, options: Any) -> Shift:
-    """Return a bias for a module whose number of channels is known.
+    """Return a bias for a module of known output width.
 
     Raises:
-        ConfigError: a module that does not say how wide its output is.
+        ConfigError: a module of unknown output width.
     """
     return Shift(out_width(name, module), find_like(module))
 
 
 def out_width(name: str, module: Any) -> int:
-    """Return how many channels come out of a module.
+    """Return the number of output channels of a module.
 
-    Known are linear layers, norms, embeddings, and attentions and MLPs by their last projection.
+    Supported are linear layers, norms, embeddings, and attentions and MLPs by their last
+    projection.
 
     Raises:
-        ConfigError: any other.
+        ConfigError: any other module.
     """
     sizes = linear_sizes(module)
     if sizes is not None:

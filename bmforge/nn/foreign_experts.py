@@ -83,7 +83,7 @@ class PackedForeignExperts(PackedStore):
         return self._stacks
 
     def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantize a stack, laid out as the plain module has it."""
+        """Quantize a stack, in the dim order of the plain module."""
         for number, matrix in enumerate(stack):
             self._take(f"{key}_", matrix.t() if self.is_transposed else matrix, number)
 
@@ -126,7 +126,7 @@ class PackedForeignExperts(PackedStore):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return how the packed tensors follow from drawn stacks."""
+        """Return the notes: initialized as the plain stacks, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._stacks.items():
             notes |= self._notes(f"{key}_", key, shape)

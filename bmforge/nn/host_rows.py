@@ -1,8 +1,8 @@
-"""What a block does between its products on a CPU, by kernels of our own: one pass each way.
+"""CPU kernels of a block's elementwise operations (GELU, RMSNorm), with one memory pass each way.
 
-Torch's tanh form of GELU takes four times as long as reading and writing its numbers does, and a
-root-mean-square norm is several operations with a pass over memory each. Where `torch.compile` is
-at work, or there is no compiler, torch's operations do the same; see `kernels/host_rows.cpp`.
+Torch's tanh form of GELU takes four times as long as reading and writing its data, and an RMSNorm
+is several operations with a memory pass each. Under `torch.compile`, or without a compiler, torch's
+operations are used; see `kernels/host_rows.cpp`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ _SOURCES = ("floats.hpp", "host_rows.cpp")
 _FLAGS = "-march=native -ffp-contract=fast"
 _DTYPES = (torch.float32, torch.bfloat16)
 _VECTOR = 16
-# Fewer numbers lie in the nearest cache, where torch's passes over them cost next to nothing.
+# Fewer elements fit in the L1 cache, where torch's passes over them cost almost nothing.
 _FEWEST = 1 << 14
 
 
 def takes_host_gelu(x: Tensor) -> bool:
-    """Tell whether `host_gelu` can take this: of a kind it knows, and the kernel is here."""
+    """Return True if `host_gelu` supports the tensor and its kernel is available."""
     return _are_alike(x) and _kernel() is not None
 
 
 def takes_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether `host_rms_norm` can take these."""
+    """Return True if `host_rms_norm` supports the tensors and its kernel is available."""
     return x.shape[-1] % _VECTOR == 0 and _are_alike(x, weight) and _kernel() is not None
 
 
 def _are_alike(*tensors: Tensor) -> bool:
-    """Tell whether these are plain tensors of one dtype, known here, on the host."""
-    if torch.compiler.is_compiling():  # which makes one pass of them itself
+    """Return True if the tensors are plain CPU tensors of one supported dtype, large enough to pay
+    off.
+    """
+    if torch.compiler.is_compiling():  # it fuses the operations itself
         return False
     dtype = tensors[0].dtype
     worth = dtype in _DTYPES and tensors[0].numel() >= _FEWEST
@@ -75,7 +77,7 @@ def host_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _GELU(torch.autograd.Function):
-    """Keeps its input only."""
+    """GELU that saves only its input for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -90,14 +92,14 @@ class _GELU(torch.autograd.Function):
 
 
 def _bend(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return GELU's values, or with a gradient that of `x`."""
+    """Return GELU of `x`, or with a gradient of the output the gradient of `x`."""
     out = torch.empty_like(x)
     _load().gelu(*_settings(x), x.numel(), *_at(x, grad, out))
     return out
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and the weight; the statistics of a row are found again."""
+    """RMSNorm that saves its input and weight, and recomputes the row statistics in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -139,7 +141,7 @@ def _at(*tensors: Tensor | None) -> list[int | None]:
 
 def _load() -> ctypes.CDLL:
     library = _kernel()
-    assert library is not None  # whoever comes here has asked `takes_...`
+    assert library is not None  # callers have checked `takes_...`
     return library
 
 

@@ -1,9 +1,9 @@
-"""Linear layers, heads, embeddings and experts whose weights are kept as int8 rows.
+"""Linear layers, heads, embeddings and experts whose weights are stored as int8 rows.
 
-Every row of a matrix is kept as integers from -127 to 127 and one scale. Results are bit for bit
-those of the plain layer whose weight is ``rows * scale`` in the dtype that computes. The rows are
-plain parameters that want no gradient, so layouts, streaming and checkpoints move them as any other
-tensor; what goes in gets its gradient, which is what parts beside such a layer train by.
+Every row of a matrix is stored as integers from -127 to 127 and one scale. Results are
+bit-identical to those of a plain layer with the weight ``rows * scale`` in the compute dtype. The
+rows are plain parameters without gradient, so layouts, streaming and checkpoints handle them like
+any other tensor; gradients flow to the input, so that attached adapters can be trained.
 
 Source: absmax quantisation by rows, as in Dettmers et al., "LLM.int8()" (2022), without outliers.
 """
@@ -55,7 +55,7 @@ def _dequantize(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``x @ (rows * scale).T``, whose backward makes the matrix again instead of keeping it."""
+    """``x @ (rows * scale).T``, dequantized again in backward instead of saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The same for stacked matrices; see `grouped_linear`."""
+    """`_Product` for stacked matrices; see `grouped_linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _note_rows(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> Te
 
 
 def _note_scales(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> TensorNote:
-    """A scale is cut where its rows are, and whole where columns are cut."""
+    """Return the note of scales: sharded with the rows, replicated if columns are sharded."""
     return TensorNote(Derived(base, shape, _scales_only), cuts, trains=False)
 
 
@@ -102,18 +102,18 @@ _BY_ROWS = {"column": 0, "key_value": 0, "embedding": 0, "head": 0}
 
 
 class RowStore:
-    """What the storage forms of one matrix share: int8 `weight` and its `scale`."""
+    """Base class of modules with one matrix: int8 `weight` and its `scale`."""
 
     weight: Any
     scale: nn.Parameter
 
     def take_rows_(self, weight: Tensor, scale: Tensor) -> None:
-        """Keep these; tied layers are given the same parameters."""
+        """Store int8 rows and scales; tied layers get the same Parameter objects."""
         self.weight = _frozen(weight)
         self.scale = _frozen(scale)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Rows are cut as the plain weight is."""
+        """Return the notes: rows are sharded as the plain weight's."""
         shape = tuple(self.weight.shape)
         return {
             "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1}),
@@ -128,12 +128,12 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class Int8Linear(RowStore, nn.Linear):
-    """A linear layer; it computes in the dtype of what goes in.
+    """A linear layer with int8 weights; it computes in the dtype of its input.
 
     Args:
-        in_features: of the layer.
-        out_features: of the layer.
-        bias: the plain layer's, or None.
+        in_features: input features of the layer.
+        out_features: output features of the layer.
+        bias: bias of the plain layer, or None.
 
     Shape:
         x: (..., in) -> (..., out)
@@ -144,16 +144,16 @@ class Int8Linear(RowStore, nn.Linear):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the rows."""
+        """Apply the linear layer."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Product.apply(x, self.weight, self.scale, bias)
 
 
 class Int8Head(RowStore, LMHead):
-    """A language model's head; its loss takes no gradient of the rows.
+    """A language model head with int8 weights; its loss computes no gradient of the weight.
 
     Args:
-        head: the plain one; layouts have not touched it yet.
+        head: plain head, not yet parallelized.
     """
 
     def __init__(self, head: LMHead) -> None:
@@ -161,15 +161,15 @@ class Int8Head(RowStore, LMHead):
         self.bias = head.bias
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Return the rows that are here, as numbers."""
+        """Return the local rows, dequantized."""
         return _dequantize(self.weight, self.scale, dtype)
 
 
 class Int8Embedding(RowStore, nn.Embedding):
-    """A table of tokens.
+    """A token embedding with int8 weights.
 
     Args:
-        table: the plain one.
+        table: plain embedding.
 
     Shape:
         ids: (...) -> (..., D), in the dtype of the scales
@@ -181,15 +181,15 @@ class Int8Embedding(RowStore, nn.Embedding):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look rows up."""
+        """Look up embeddings."""
         return _dequantize(self.weight[ids], self.scale[ids], self.scale.dtype)
 
 
 class Int8Experts(Experts):
-    """Stacked experts, every row of every matrix with a scale of its own.
+    """Stacked experts with int8 weights and one scale per row of every matrix.
 
     Args:
-        experts: the plain ones.
+        experts: plain experts.
     """
 
     def __init__(self, experts: Experts) -> None:
@@ -210,7 +210,7 @@ class Int8Experts(Experts):
         return _GroupedProduct.apply(x, getattr(self, key), getattr(self, f"{key}_scale"), ends)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Each expert is cut by its width: rows of what goes in, columns of what goes out."""
+        """Return the notes: each expert is sharded by its width."""
         notes = {}
         for key in _EXPERT_KEYS:
             if getattr(self, key) is None:
@@ -223,7 +223,7 @@ class Int8Experts(Experts):
 
 
 def _quantize_like(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows and scales of a parameter, the scales in its dtype; of one on meta as well."""
+    """Return int8 rows and scales of a parameter, the scales in its dtype; meta is supported."""
     if matrix.is_meta:
         rows = torch.empty(matrix.shape, dtype=torch.int8, device="meta")
         return rows, torch.empty(matrix.shape[:-1], dtype=matrix.dtype, device="meta")
@@ -232,14 +232,15 @@ def _quantize_like(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def store_int8(module: nn.Module, stored: dict[int, tuple[Tensor, Tensor]]) -> nn.Module:
-    """Return what holds a module's weights as int8 rows, to be put in its place.
+    """Return the int8 replacement of a module.
 
     Args:
         module: a linear layer, a head, an embedding, or stacked experts.
-        stored: what tied weights have become, by the id of the plain one; is added to.
+        stored: int8 tensors of weights stored so far, by the id of the plain weight, so that tied
+            weights share them; extended in place.
 
     Raises:
-        ConfigError: no such module, or one that is stored otherwise already.
+        ConfigError: an unsupported module, or one that is quantized already.
     """
     if isinstance(module, (RowStore, Int8Experts)):
         raise ConfigError(f"a {type(module).__name__} is stored as int8 already.")

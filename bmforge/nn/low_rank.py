@@ -1,4 +1,4 @@
-"""A low-rank part beside a linear layer: what it adds is ``scale * up(down(x))``.
+"""LoRA modules for linear layers, embeddings and experts: they add ``scale * up(down(x))``.
 
 Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021); a scale that falls
 with the root of the rank: Kalajdzievski, "A rank stabilization scaling factor" (2023).
@@ -40,13 +40,13 @@ class LowRankOptions:
 
     Args:
         rank: R.
-        alpha: what is added is scaled by alpha / R; None is 1.
-        dropout: of what goes in, in training.
+        alpha: numerator of the scale alpha / R; None uses a scale of 1.
+        dropout: dropout probability of the input, in training.
         root_scale: scale by alpha / sqrt(R) instead (rsLoRA).
-        magnitude: train a length for every row of the changed weight (DoRA); linear layers only.
-        bias: train a bias beside `up`, scaled as the rest; linear layers only, without `magnitude`.
+        magnitude: train the norm of every row of the changed weight (DoRA); linear layers only.
+        bias: train a bias of `up`, scaled with it; linear layers only, without `magnitude`.
         ranks: name glob of modules -> their R.
-        alphas: likewise their alpha.
+        alphas: name glob of modules -> their alpha.
     """
 
     rank: int
@@ -65,10 +65,10 @@ class LowRankOptions:
         return replace(self, rank=rank, alpha=alpha, ranks={}, alphas={})
 
     def scale_of(self, sizes: tuple[int, int]) -> float:
-        """Return the factor on what a part adds to a layer of (in, out).
+        """Return the scale of a part on a layer of (in, out).
 
         Raises:
-            ConfigError: numbers that its part cannot have.
+            ConfigError: options that the layer does not support.
         """
         rank, alpha = self.rank, self.alpha
         if not 1 <= rank <= min(sizes):
@@ -90,7 +90,7 @@ class LowRankOptions:
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Return (in, out) of a layer that multiplies by a matrix; None for any other module.
 
-    Known are torch's Linear, what is stored in its place, and transformers' Conv1D.
+    Supported are torch's Linear, its quantized replacements, and transformers' Conv1D.
     """
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return int(module.in_features), int(module.out_features)
@@ -104,12 +104,12 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Bes
     """Return a part for a linear layer, a head, an embedding or stacked experts.
 
     Args:
-        name: of the module.
-        module: it.
-        options: see there.
+        name: name of the module.
+        module: module to attach to.
+        options: see `LowRankOptions`.
 
     Raises:
-        ConfigError: no such module, or numbers that its part cannot have.
+        ConfigError: another module, or options that it does not support.
     """
     options = options.of(name)
     if isinstance(module, nn.Embedding):
@@ -120,13 +120,13 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Bes
 
 
 class LowRank(BesidePart):
-    """``scale * x @ down.T @ up.T``, added to what a linear layer makes of x.
+    """``scale * x @ down.T @ up.T``, added to the output of a linear layer.
 
     Args:
-        in_features: of the layer.
-        out_features: of the layer.
+        in_features: input features of the layer.
+        out_features: output features of the layer.
         options: rank and the rest.
-        like: gives dtype and device.
+        like: tensor with the dtype and device to use.
 
     Shape:
         x: (..., in) -> (..., out)
@@ -147,20 +147,20 @@ class LowRank(BesidePart):
             self.bias = nn.Parameter(torch.empty(out_features, **made))
         if options.magnitude:
             self.magnitude = nn.Parameter(torch.empty(out_features, **made))
-        # Where the product is summed over processes no other tensors can be added.
+        # A bias cannot be added to an output that is still to be all-reduced.
         if options.bias or options.magnitude:
             self.cut_styles = frozenset({"", "column", "key_value"})  # type: ignore[misc]
 
     @classmethod
     def beside(cls, module: nn.Module, options: LowRankOptions) -> LowRank:
-        """Return a part for a layer; it is not attached and, on meta or not, not drawn.
+        """Return a part for a layer; it is neither attached nor initialized.
 
         Args:
             module: a linear layer.
             options: rank and the rest.
 
         Raises:
-            ConfigError: no linear layer, or numbers that its part cannot have.
+            ConfigError: another module, or options that it does not support.
         """
         sizes = linear_sizes(module)
         if sizes is None:
@@ -178,7 +178,7 @@ class LowRank(BesidePart):
         return cls(*sizes, options, find_like(module))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """`up` starts at zero, so nothing changes at first; the cut dim follows the layer's."""
+        """Return the notes: `up` starts at zero, a no-op; sharding follows the layer's."""
         outs = {"column": 0, "key_value": 0, "head": 0}
         spread = 1 / math.sqrt(3 * self.down.shape[1])
         notes = {"down": TensorNote(spread, {"row": 1}), "up": TensorNote("zeros", outs)}
@@ -189,12 +189,12 @@ class LowRank(BesidePart):
         return notes
 
     def forward(self, x: Tensor, want: str = "added") -> Any:
-        """Return what is added to the layer's result, or what makes it.
+        """Return the update of the layer's output, or its factors.
 
-        It is the module's call, in which layouts show what is here of the tensors.
+        It is a module call, so that parallel layouts can expose the local shards of the tensors.
 
         Args:
-            x: what goes into the layer.
+            x: input of the layer.
             want: "added", or "factors": low and up, or "all": these, down and the magnitude.
         """
         if self.dropout and self.training:
@@ -207,11 +207,11 @@ class LowRank(BesidePart):
         return F.linear(low, self.up, None if self.bias is None else self.bias * self.scale)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (..., R) and (out, R), whose product is what is added."""
+        """Return (..., R) and (out, R), whose product is the update."""
         return self(x, "factors")
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Add it."""
+        """Add the update to the output."""
         return out + self(inputs[0]).to(out.dtype)
 
     def _joined(
@@ -231,9 +231,9 @@ class LowRank(BesidePart):
 def join_with_magnitude(
     part: LowRank, module: Any, x: Tensor, out: Tensor, adapter_weight: float
 ) -> Tensor:
-    """Return what the changed weight makes of x, its rows brought to lengths that are trained.
+    """Return the DoRA output: the changed weight's rows are rescaled to the trained norms.
 
-    The lengths that the rows have are taken as constants, as the paper does (section 4.3).
+    The current norms of the rows are treated as constants, as in the paper (section 4.3).
 
     Source: Liu et al., "DoRA: Weight-decomposed low-rank adaptation" (2024).
     """
@@ -256,9 +256,10 @@ def join_with_magnitude(
 
 @torch.no_grad()
 def settle_magnitude_(module: nn.Module, part: nn.Module) -> None:
-    """Set the lengths of a part to those of the layer's rows, so that nothing changes at first.
+    """Initialize DoRA magnitudes to the norms of the layer's rows, so that the part starts as a
+    no-op.
 
-    Only where the part trains lengths, and layer and part have memory.
+    It does nothing if the part has no magnitude, or if layer or part are on meta.
     """
     magnitude = getattr(part, "magnitude", None)
     if not isinstance(part, LowRank) or magnitude is None or magnitude.is_meta:
@@ -272,7 +273,7 @@ def settle_magnitude_(module: nn.Module, part: nn.Module) -> None:
 
 
 def view_weight(module: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a linear layer's weight, (out, in), and its bias: what is here of them."""
+    """Return the local shards of a linear layer's weight, (out, in), and of its bias."""
     weight, bias = module.weight, module.bias
     weight = local_tensor(weight)
     if not hasattr(module, "out_features"):  # transformers' Conv1D
@@ -281,7 +282,7 @@ def view_weight(module: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class EmbeddingLowRank(LowRank):
-    """The same beside a table: ``scale * down.T[ids] @ up.T``.
+    """LoRA of an embedding: ``scale * down.T[ids] @ up.T``.
 
     Shape:
         ids: (...) -> (..., D)
@@ -291,28 +292,30 @@ class EmbeddingLowRank(LowRank):
 
     @classmethod
     def beside(cls, module: nn.Module, options: LowRankOptions) -> EmbeddingLowRank:
-        """Return a part for a table; see `LowRank.beside`."""
+        """Return a part for an embedding; see `LowRank.beside`."""
         table: Any = module
         if options.magnitude or options.bias or options.dropout:
             raise ConfigError("an embedding takes neither magnitude nor bias nor dropout.")
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Every process has all of it; `down`, one of whose columns is looked up, is zero."""
+        """Return the notes: replicated on every process; `down`, which is looked up, starts at
+        zero.
+        """
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
     def forward(self, x: Tensor, want: str = "added") -> Any:
-        """Return what is added to the rows of these ids."""
+        """Return the update of the embeddings of these ids."""
         return F.linear(F.embedding(x, self.down.t()) * self.scale, self.up)
 
 
 class ExpertsLowRank(BesidePart):
-    """Low-rank parts of stacked experts, one for every matrix of every expert.
+    """LoRAs of stacked experts, one for every matrix of every expert.
 
     Args:
         sizes: name of a stack -> (E, out, in).
         options: rank and the rest.
-        like: gives dtype and device.
+        like: tensor with the dtype and device to use.
     """
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "experts"})
@@ -342,7 +345,9 @@ class ExpertsLowRank(BesidePart):
         return cls(module.stack_sizes(), options, find_like(experts))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Each expert is cut by its width, and so are the sides of its parts that have it."""
+        """Return the notes: each expert is sharded by its width, and the matching dims of its parts
+        too.
+        """
         notes = {}
         for key in self.keys:
             is_last = key == "down_proj"
@@ -352,7 +357,7 @@ class ExpertsLowRank(BesidePart):
         return notes
 
     def forward(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Return what is added to the rows that the stack `key` made of x."""
+        """Return the update of the stack `key`'s output for x."""
         dtype = x.dtype
         x = x.to(getattr(self, f"{key}_down").dtype)
         if self.dropout and self.training:

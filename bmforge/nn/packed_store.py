@@ -1,7 +1,7 @@
-"""What the storage forms of packed weights share: their tensors, notes and products.
+"""Base classes of modules with packed weights: their tensors, notes and products.
 
-What is packed are plain parameters that want no gradient and hold no floats (scales are kept as
-their bytes), so that casts, layouts and streaming take them as they are.
+Packed tensors are plain parameters without gradient and without floats (scales are stored as
+bytes), so that casts, layouts and streaming handle them unchanged.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from bmforge.nn.products import (
 
 __all__ = ["GroupedProduct", "MatrixStore", "PackedRows", "PackedStore", "dequantize_stack"]
 
-# Elements that are quantised at a time, so that little more than the matrix itself is in memory.
+# Elements quantized at a time, which bounds the memory needed besides the matrix.
 _ELEMENTS_AT_ONCE = 1 << 19
-# Numbers of a matrix that a loss has at a time, 64 MiB: a whole head of 32,000 x 4,096 has 500.
+# Elements dequantized at a time for a loss: 64 MiB; a head of 32,000 x 4,096 has 500 MiB.
 _NUMBERS_AT_ONCE = 1 << 24
 
 
 class _Product(torch.autograd.Function):
-    """``x @ matrix.T + bias``; backward makes the matrix again instead of keeping it."""
+    """``x @ matrix.T + bias``; backward dequantizes the matrix again instead of saving it."""
 
     @staticmethod
     def forward(
@@ -72,7 +72,7 @@ class _Product(torch.autograd.Function):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """The same for stacked matrices; see `grouped_linear`."""
+    """`_Product` for stacked matrices; see `grouped_linear`."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class GroupedProduct(torch.autograd.Function):
 def dequantize_stack(
     packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
 ) -> Tensor:
-    """Return (E, rows, columns): the panels of all experts follow one another."""
+    """Return the dequantized stack, (E, rows, columns); panels are stored expert by expert."""
     experts, panels = packed.shape[:2]
     flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
     out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
@@ -109,12 +109,12 @@ def dequantize_stack(
 
 
 class PackedStore(nn.Module):
-    """What the storage forms share.
+    """Base class of modules with packed weights.
 
     Attributes:
-        spec: how the weights are quantised.
-        like: holds nothing; its dtype is that of the model.
-        uncut_reason: why tensor parallelism cannot cut it.
+        spec: quantization scheme.
+        like: empty tensor with the model's dtype.
+        uncut_reason: reason why tensor parallelism cannot shard it.
     """
 
     spec: QuantSpec
@@ -129,7 +129,7 @@ class PackedStore(nn.Module):
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
 
     def _add_matrix(self, prefix: str, shape: tuple[int, ...], device: Any) -> None:
-        """Make the parameters of one matrix, or of a stack of them; not filled."""
+        """Create the parameters of one matrix, or of a stack; uninitialized."""
         *stack, rows, columns = shape
         self._check_width(columns)
         for key, sizes in packed_shapes(rows, columns, self.spec).items():
@@ -142,7 +142,7 @@ class PackedStore(nn.Module):
 
     @abstractmethod
     def plain(self, key: str) -> Tensor:
-        """Return in fp32 what stood under a key of the plain module."""
+        """Return the dequantized fp32 value of a parameter of the plain module."""
 
     def _check_width(self, columns: int) -> None:
         if problem := self.spec.problem(columns):
@@ -171,7 +171,7 @@ class PackedStore(nn.Module):
 
     @torch.no_grad()
     def _take(self, prefix: str, matrix: Tensor, number: int | None = None) -> None:
-        """Quantise a plain matrix (rows, columns) into the parameters, some rows at a time."""
+        """Quantize a plain matrix (rows, columns) into the parameters, some rows at a time."""
         step = _rows_at_once(matrix)
         for first in range(0, matrix.shape[0], step):
             part = matrix[first : first + step]
@@ -180,13 +180,13 @@ class PackedStore(nn.Module):
     def put_(
         self, prefix: str, found: PackedMatrix, panel: int = 0, number: int | None = None
     ) -> None:
-        """Hold panels that were packed elsewhere, by the same scheme.
+        """Copy panels that were packed elsewhere with the same scheme.
 
         Args:
-            prefix: of the parameters' names.
+            prefix: prefix of the parameters' names.
             found: the panels.
-            panel: the number of the first one.
-            number: of the matrix in a stack; None where there is no stack.
+            panel: index of the first panel.
+            number: index of the matrix in a stack; None without a stack.
         """
         for key, values in found._asdict().items():
             if values is not None:
@@ -196,12 +196,12 @@ class PackedStore(nn.Module):
 
 
 def _rows_at_once(matrix: Tensor) -> int:
-    """Return a number of rows that fills panels."""
+    """Return the number of rows to quantize at a time, a multiple of the panel size."""
     return max(1, _ELEMENTS_AT_ONCE // matrix.shape[1] // PANEL_ROWS) * PANEL_ROWS
 
 
 def _packed_rows(key: str, spec: QuantSpec, outliers: int, rows: Tensor) -> Tensor:
-    """Return what drawn rows become: some panels, of one matrix or of each of a stack."""
+    """Return the packed panels of initialized rows, of one matrix or of each of a stack."""
     if rows.dim() == 3:
         return torch.stack([_packed_rows(key, spec, outliers, matrix) for matrix in rows])
     rows = torch.cat((torch.zeros_like(rows[:, :outliers]), rows[:, outliers:]), 1)
@@ -214,10 +214,11 @@ def _first_columns(count: int, rows: Tensor) -> Tensor:
 
 
 class MatrixStore(PackedStore):
-    """What the storage forms of one matrix share: `packed`, `scales`, `minima`.
+    """Base class of modules with one packed matrix: `packed`, `scales`, `minima`.
 
-    Where `outlier_ratio` asks for it, `outlier_columns` says which input columns `outlier_weight`
-    holds in 16 bits.
+    With `outlier_ratio`, `outlier_columns` lists the input columns that `outlier_weight` stores in
+    16
+    bits.
     """
 
     packed: nn.Parameter
@@ -225,7 +226,7 @@ class MatrixStore(PackedStore):
     columns: int
 
     def _make(self, plain: nn.Module, sizes: tuple[int, int], spec: QuantSpec) -> None:
-        """Make the parameters in the place of a plain `weight`; not filled."""
+        """Create the parameters that replace a plain `weight`; uninitialized."""
         weight: Any = plain.weight
         self.columns, self.rows = sizes
         self.register_parameter("weight", None)
@@ -241,7 +242,7 @@ class MatrixStore(PackedStore):
             self.outlier_weight = nn.Parameter(made, requires_grad=False)
 
     def fill_(self, weight: Tensor) -> None:
-        """Quantise a plain weight (rows, columns) into this."""
+        """Quantize a plain weight (rows, columns) into the parameters."""
         if self.outlier_columns is None or self.outlier_weight is None:
             self._take("", weight)
             return
@@ -252,16 +253,18 @@ class MatrixStore(PackedStore):
         self._take("", weight.index_fill(1, columns, 0))
 
     def take_packed_(self, matrix: PackedMatrix) -> None:
-        """Hold a matrix that was packed elsewhere, by the same scheme."""
+        """Copy a matrix that was packed elsewhere with the same scheme."""
         self.put_("", matrix)
 
     def share_(self, other: MatrixStore) -> None:
-        """Be tied to another of the same sizes: hold its parameters."""
+        """Tie this to another module of the same sizes: share its parameters."""
         for key in ("packed", "scales", "minima", "outlier_columns", "outlier_weight"):
             setattr(self, key, getattr(other, key))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Drawn as the plain weight is, and packed; of drawn ones the first columns stay apart."""
+        """Return the notes: initialized as the plain weight, then packed; the first columns are
+        outliers.
+        """
         shape = self.rows, self.columns
         if self.outlier_columns is None:
             return self._notes("", "weight", shape)
@@ -287,7 +290,7 @@ class MatrixStore(PackedStore):
             x.requires_grad or (bias is not None and bias.requires_grad)
         )
         matrix = PackedMatrix(*self._tensors())
-        # At once where nobody looks: torch's way to an operator costs more than some products.
+        # Call the kernel directly if untraced: torch's dispatch costs more than some products.
         is_seen = is_watched() or torch.autograd._profiler_enabled()
         if wants or is_seen or not runs_here(inside, bias, *matrix):
             run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
@@ -304,15 +307,15 @@ class MatrixStore(PackedStore):
         return x.index_fill(1, self.outlier_columns.long(), 0.0)
 
     def plain(self, key: str) -> Tensor:
-        """Return the plain weight that this stands for, in fp32."""
+        """Return the dequantized weight in fp32."""
         return self.dense(torch.float32)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the plain weight that this stands for: (rows, columns)."""
+        """Return the dequantized weight, (rows, columns)."""
         return self.dense_rows(0, self.rows, dtype)
 
     def dense_rows(self, first: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows of the plain weight: (stop - first, columns)."""
+        """Return some rows of the dequantized weight, (stop - first, columns)."""
         start, end = first // PANEL_ROWS, -(-stop // PANEL_ROWS)
         panels = [None if t is None else t[start:end] for t in self._tensors()]
         until = min(end * PANEL_ROWS, self.rows) - start * PANEL_ROWS
@@ -330,11 +333,11 @@ class MatrixStore(PackedStore):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """A packed matrix in the place of a plain one: rows become numbers when they are sliced.
+    """A packed matrix that can be sliced like a plain one; sliced rows are dequantized.
 
     Args:
-        store: holds the matrix.
-        dtype: of the numbers.
+        store: module that holds the matrix.
+        dtype: dtype of the dequantized rows.
     """
 
     store: MatrixStore
@@ -347,7 +350,7 @@ class PackedRows:
 
     @property
     def rows_at_once(self) -> int:
-        """How many of them are to be numbers at a time: whole panels."""
+        """Number of rows to dequantize at a time, a multiple of the panel size."""
         return max(1, _NUMBERS_AT_ONCE // (self.store.columns * PANEL_ROWS)) * PANEL_ROWS
 
     def __getitem__(self, rows: slice) -> Tensor:
@@ -355,15 +358,16 @@ class PackedRows:
         return self.store.dense_rows(first, stop, self.dtype)
 
     def detach(self) -> PackedRows:
-        """Return itself: packed numbers have no gradient."""
+        """Return self: packed weights have no gradient."""
         return self
 
 
 def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:
     """Return the input columns that cause most of the squared error, in order.
 
-    The error of a group comes of its largest value, which the scale must reach: it counts against
-    that one's column.
+    The error of a group depends on its largest value, which determines the scale, so it is
+    attributed
+    to that value's column.
     """
     columns = weight.shape[1]
     total = torch.zeros(columns, dtype=torch.float64, device=weight.device)

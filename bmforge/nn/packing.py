@@ -39,7 +39,7 @@ PANEL_ROWS = 16
 _BLOCK_BYTES = 64
 # Beyond this the sum of a row's products could leave 32 bits.
 _WIDEST_ROW = 1 << 17
-# A group is a whole number of what one step of the kernels takes.
+# A group is a multiple of the columns in one step of the kernels.
 _STEPS = {8: 4, 4: 32}
 _SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -99,7 +99,7 @@ class QuantSpec:
         return _SCALE_DTYPES[self.scale_dtype]
 
     def fits(self, columns: int) -> bool:
-        """Tell whether rows of this width can be packed."""
+        """Return True if rows of this width can be packed."""
         step = self.group_size or _STEPS[self.bits]
         return columns > 0 and columns % step == 0 and self.group_of(columns) <= _WIDEST_ROW
 
@@ -129,10 +129,10 @@ is compressed-tensors' W4A16_ASYM."""
 
 
 def find_preset(scheme: str | QuantSpec) -> QuantSpec:
-    """Return a scheme by its name.
+    """Return a quantization scheme by its name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: an unknown name.
     """
     if isinstance(scheme, QuantSpec):
         return scheme
@@ -169,7 +169,7 @@ class Integers(NamedTuple):
 
 
 def packed_shapes(rows: int, columns: int, spec: QuantSpec) -> dict[str, tuple[int, int, int]]:
-    """Return name -> shape of what a matrix is packed into."""
+    """Return the name and shape of each tensor of a packed matrix."""
     panels = -(-rows // PANEL_ROWS)
     scales = (panels, columns // spec.group_of(columns), PANEL_ROWS)
     packed = (panels, columns * spec.bits * PANEL_ROWS // 8 // _BLOCK_BYTES, _BLOCK_BYTES)
@@ -328,7 +328,7 @@ def _by_rows(scales: Tensor, group: int) -> Tensor:
 
 
 def unpack_matrix(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
-    """Return what a packed matrix stands for, in fp32.
+    """Return the dequantized matrix in fp32.
 
     Shape:
         returns (rows, columns)

@@ -1,9 +1,9 @@
-"""What a part that changes a model says of itself, and how a part comes to stand beside a module.
+"""Base class of attached parts (adapters), the hooks that run them, and notes about their tensors.
 
-A part *beside* a module (a low-rank part, an adapter) is a child of it, found by one forward hook:
-the module keeps its name, its class and its weights. A part *in the place of* a module (int8
-storage of a linear layer) keeps the name and answers the same calls. Either says how each of its
-tensors is drawn and cut, so that initialising, loading, saving and layouts need not know it.
+A part *attached to* a module (a LoRA, an adapter) is a child of it that one forward hook runs: the
+module keeps its name, its class and its weights. A *replacement* of a module (int8 storage of a
+linear layer) keeps the name and supports the same calls. Both declare how each of their tensors is
+initialized and sharded, so that the code for that needs no special cases.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor that is made of another one, which the unchanged model would have.
+    """A tensor computed from another one, which the unchanged model would have.
 
     Args:
-        base: that one's name within the module.
-        shape: its whole shape.
-        turn: some of its rows -> what they are in this tensor.
-        rows_each: so many of its rows, the last time perhaps fewer, make one entry of this tensor's
-            first dim.
+        base: name of the source tensor within the module.
+        shape: global shape of the source tensor.
+        turn: function from rows of the source tensor to entries of this one.
+        rows_each: number of source rows per entry of this tensor's first dim; the last entry may
+            have fewer.
 
     Shape:
         turn: (rows_each * entries, ...) -> (entries, ...)
@@ -54,15 +54,14 @@ class Derived:
 
 @dataclass(frozen=True)
 class TensorNote:
-    """What is to be known of one tensor of a part.
+    """Initialization and sharding of one tensor of a part.
 
     Args:
         draw: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation of N(0, std^2), or
-            what it is made of.
-        cuts: how the module is cut that the part stands beside or in the place of (a style of
-            `models.TensorCut`) -> the dim in which this tensor is cut then. A style that is not
-            named leaves it whole on every process.
-        trains: whether training may change it.
+            the `Derived` source that it is computed from.
+        cuts: sharding style of the module (a style of `models.TensorCut`) -> dim in which this
+            tensor is sharded then. With other styles it is replicated.
+        trains: True if training may change it.
     """
 
     draw: str | float | Derived
@@ -71,15 +70,15 @@ class TensorNote:
 
 
 def tensor_notes(module: nn.Module) -> Mapping[str, TensorNote]:
-    """Return what a part says of its own tensors, by name; {} for any other module."""
+    """Return the notes about a part's own tensors, by name; {} for any other module."""
     notes = getattr(module, "tensor_notes", None)
     return notes() if callable(notes) else {}
 
 
 def find_like(module: nn.Module) -> Tensor:
-    """Return a tensor of the dtype and on the device that a part of a module has.
+    """Return a tensor of the dtype and on the device that a part attached to a module should have.
 
-    A storage form without floats says it by its buffer `like`.
+    A quantized module without float parameters has the buffer `like` for this purpose.
     """
     like = getattr(module, "like", None)
     floats = (p for p in module.parameters() if p.is_floating_point())
@@ -87,13 +86,14 @@ def find_like(module: nn.Module) -> Tensor:
 
 
 class BesidePart(nn.Module):
-    """A part that stands beside a module.
+    """A part attached to a module.
 
     Attributes:
-        cut_styles: how the module may be cut (a style of `models.TensorCut`); "" is not at all.
-        saved_alone: whether its tensors make sense in a file without the model's.
-        enters: whether it changes what goes into the module, by `enter`.
-        is_delta: it came beside a finished model: files of that one need not have its tensors.
+        cut_styles: supported sharding styles of the module (see `models.TensorCut`); "" is
+            replicated.
+        saved_alone: True if its tensors can be saved without the model's.
+        enters: True if it changes the module's input, by `enter`.
+        is_delta: True if it was attached to a finished model, whose files lack its tensors.
         adapter_weight: factor on its output, unless the call selects another; 0 disables it.
     """
 
@@ -104,20 +104,20 @@ class BesidePart(nn.Module):
     adapter_weight: float = 1.0
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Say what is to be known of the part's own tensors, by name."""
+        """Return the notes about the part's own tensors, by name."""
         raise TypeError(f"{type(self).__name__} defines no tensor_notes")
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Return the module's result with this part in it.
+        """Return the module's output with this part applied.
 
         Args:
-            inputs: what the module was given, by position.
-            out: what it, and the parts that came before, made of it.
+            inputs: positional inputs of the module.
+            out: output of the module and of the parts before this one.
         """
         raise TypeError(f"{type(self).__name__} defines no join")
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what goes into the module in the place of x; only where it `enters`."""
+        """Return the changed input of the module; called only if `enters`."""
         raise TypeError(f"{type(self).__name__} defines no enter")
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -142,16 +142,16 @@ class BesidePart(nn.Module):
 
 
 def beside_parts(module: nn.Module) -> Iterator[tuple[str, BesidePart]]:
-    """Yield name and part of all that stand beside a module, in the order in which they came."""
+    """Yield name and part of all parts attached to a module, in the order of attachment."""
     for name, child in module.named_children():
         if isinstance(child, BesidePart):
             yield name, child
 
 
 def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """The one hook: let every part beside a module add what it adds.
+    """Forward hook: apply every part attached to a module to its output.
 
-    Of a result with several values (experts' logits, weights of attention) it is the first.
+    If the output is a tuple (experts' logits, attention weights), its first item is changed.
     """
     inputs = args or tuple(kwargs.values())
     main, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
@@ -161,7 +161,7 @@ def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def enter_parts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The hook before a module: let parts that enter it change its input."""
+    """Forward pre-hook: apply the parts that change the module's input."""
     x, *more = args
     for _, part in beside_parts(module):
         if not part.enters:
@@ -182,13 +182,14 @@ def _weighted(x: Tensor, changed: Tensor, weight: float) -> Tensor:
 
 
 def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
-    """Put a part beside a module, as its child `name`.
+    """Attach a part to a module, as its child `name`.
 
-    A module that asks its parts itself (it has `asks_parts`, as a head that makes its loss) gets no
-    hook.
+    A module that applies its parts itself (it has `asks_parts`, such as a head that computes its
+    loss)
+    gets no hook.
 
     Raises:
-        ConfigError: the module has something of that name.
+        ConfigError: the module already has an attribute of that name.
     """
     if hasattr(module, name):
         raise ConfigError(
@@ -206,7 +207,7 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
 
 
 def detach_part_(module: nn.Module, name: str) -> BesidePart:
-    """Take a part away again and return it; the module is what it was."""
+    """Remove a part and return it; the module is as before the attachment."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
     left = [one for _, one in beside_parts(module)]
@@ -218,7 +219,7 @@ def detach_part_(module: nn.Module, name: str) -> BesidePart:
 
 
 def move_parts_(old: nn.Module, new: nn.Module) -> None:
-    """Let the parts beside `old` stand beside what takes its place."""
+    """Move the parts attached to `old` to the module that replaces it."""
     for name in [name for name, _ in beside_parts(old)]:
         attach_part_(new, name, detach_part_(old, name))
 

@@ -1,8 +1,8 @@
-"""The kinds of parts that come to stand in a model: what each is told, and where it may stand.
+"""Registry of the kinds of parts: options of each, and the modules that it can be attached to.
 
 A kind is a line in `PART_KINDS`, a dataclass of options and a function that builds a part for a
-module. They work on any module, transformers' included, but for prefixes and prompts, which need
-the slots of ours.
+module. All work on any module, transformers' included, except prefixes and prompts, which need
+bmforge modules.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["PART_KINDS", "Kind", "NoOptions", "add_parts_", "refuse_name"]
 
 @dataclass(frozen=True)
 class Kind:
-    """What is to be known of one kind of change.
+    """A kind of change to a model.
 
     Args:
         options: dataclass of its options.
-        apply: changes the modules of these names: (model, names, options, name of the parts).
-        about: what it does, for error messages and documentation.
+        apply: function that changes the named modules: (model, names, options, name of the parts).
+        about: description for error messages and documentation.
     """
 
     options: type[Any]
@@ -48,15 +48,15 @@ class LengthOptions:
     """Options of "prompt".
 
     Args:
-        length: tokens.
-        std: standard deviation of freshly drawn ones.
+        length: number of tokens.
+        std: standard deviation of the initialization.
     """
 
     length: int
     std: float = 0.02
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Validate the options."""
         if self.length < 1:
             raise ConfigError(f"length={self.length} must be at least 1.")
         if not (self.std >= 0 and math.isfinite(self.std)):
@@ -69,17 +69,16 @@ class PrefixOptions(LengthOptions):
 
     Args:
         length: keys and values of every layer.
-        std: standard deviation of freshly drawn ones.
-        inner: make them by two layers of this width while they are trained; 0 trains them
-            themselves.
-        shift_positions: whether the text's positions start at `length`, as in PEFT, or at 0.
+        std: standard deviation of the initialization.
+        inner: width of two layers that compute them in training; 0 trains them directly.
+        shift_positions: start the text's positions at `length`, as in PEFT, instead of 0.
     """
 
     inner: int = 0
     shift_positions: bool = False
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Validate the options."""
         super().__post_init__()
         if self.inner < 0:
             raise ConfigError(f"inner={self.inner} must be at least 0.")
@@ -91,7 +90,7 @@ class NoOptions:
 
 
 def refuse_name(name: str) -> None:
-    """Raise `ConfigError` where a change of a kind without parts beside modules has a name."""
+    """Raise `ConfigError` if a name is given for a kind that attaches no named parts."""
     if name:
         raise ConfigError(f"name={name!r} has no effect: nothing new stands beside a module.")
 
@@ -102,13 +101,13 @@ def add_parts_(
     name: str,
     build: Callable[[str, nn.Module], BesidePart],
 ) -> None:
-    """Put a part beside each of these modules; nothing is changed where one of them cannot be.
+    """Attach a part to each of these modules; if one is unsupported, nothing is changed.
 
     Args:
-        model: any.
-        names: of its modules.
-        name: of the parts.
-        build: (name, module) -> its part.
+        model: any model.
+        names: names of the modules.
+        name: name of the parts.
+        build: function (name, module) -> part.
     """
     modules = [model.get_submodule(n) for n in names]
     if not name.isidentifier():
@@ -139,14 +138,14 @@ def _add_beside_(
     options: Any,
     name: str,
 ) -> None:
-    """Put parts of a kind, whose usual name is `usual`, beside modules."""
+    """Attach parts of a kind, whose default name is `usual`, to modules."""
     add_parts_(model, names, name or usual, lambda n, module: build(n, module, options))
 
 
 def add_bottlenecks_(
     model: nn.Module, names: Sequence[str], options: BottleneckOptions, name: str
 ) -> None:
-    """Put bottlenecks beside modules, and readers beside those where they read instead."""
+    """Attach bottlenecks to modules, and readers to the modules whose input they read."""
     name = name or "bottleneck"
     far = {n: at for n, at in options.reads_at.items() if n != at}
     if unknown := sorted(set(far) - set(names)):
@@ -176,7 +175,7 @@ def add_bottlenecks_(
 def put_prefixes_(
     model: nn.Module, names: Sequence[str], options: PrefixOptions, name: str
 ) -> None:
-    """Put trained keys and values before those of attentions."""
+    """Attach trained keys and values to attentions."""
 
     def build(attn: Any) -> Prefix:
         heads = attn.k_proj.out_features // attn.head_dim
@@ -187,7 +186,7 @@ def put_prefixes_(
 
 
 def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions, name: str) -> None:
-    """Put trained rows behind those of the token embedding."""
+    """Attach trained rows to the token embedding, after the rows of the vocabulary."""
 
     tokens: Any = getattr(model, "embed", None)
 
@@ -207,7 +206,7 @@ def _fill_slots_(
     build: Callable[[Any], nn.Module],
     name: str,
 ) -> None:
-    """Put a part into a slot that modules of a kind have, one each."""
+    """Set a slot attribute of modules of one class to a new part each."""
     refuse_name(name)
     modules = {n: model.get_submodule(n) for n in names}
     for n, module in modules.items():

@@ -1,6 +1,6 @@
-"""The products by torch's operations, which say what kernels have to give, to the last bit.
+"""Reference implementation of the products in torch, which the kernels must match bit for bit.
 
-They take over where there is no compiler, and what was compiled is held against them once.
+It is used without a compiler, and every compiled kernel is checked against it once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bmforge.nn.product_kernels import PLAIN_KINDS, Kernels
 __all__ = ["gives_torchs_bits", "multiply_plain", "multiply_rows_plain", "quantize_activations"]
 
 _LARGEST = 127
-# fp32 holds the sum of so many products exactly, in any order.
+# The sum of so many products is exact in fp32, in any order.
 _EXACT_COLUMNS = 1024
 # Columns of a plain weight that no nearest cache holds with what goes in.
 _LONG_ROW = 20001
@@ -53,9 +53,9 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def multiply_plain(
     x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
 ) -> Tensor:
-    """The product by torch's operations, with the bits of the kernels.
+    """Return the product in torch operations, bit-identical to the kernels.
 
-    Where activations stay as they are, torch's own product is taken, to rounding the same.
+    With float activations it is torch's own product, equal up to rounding.
 
     Shape:
         x: (T, columns) fp32 -> (T, rows)
@@ -84,9 +84,10 @@ def multiply_plain(
 
 
 def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
-    """The product of a plain weight by torch's operations, with the bits of the kernels.
+    """Return the product with a plain weight in torch operations, bit-identical to the kernels.
 
-    Four sums of sixteen lanes, 64 columns a step, then the pairs, then the lanes.
+    The order of the sum is: four sums of sixteen lanes, 64 columns a step, then the pairs, then the
+    lanes.
 
     Shape:
         x: (T, columns) fp32; weight: (rows, columns); returns (T, rows) fp32
@@ -105,7 +106,7 @@ def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gives_torchs_bits(kernels: Kernels) -> bool:
-    """Tell whether kernels give what torch does, on a small matrix of every kind."""
+    """Return True if kernels match torch bit for bit on a small matrix of every scheme."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32)
     dense, bias = draw(37, 256), draw(37)
@@ -126,7 +127,7 @@ def gives_torchs_bits(kernels: Kernels) -> bool:
 
 
 def _rows_alike(kernels: Kernels, x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether every number of tokens times plain weights is as torch has it."""
+    """Return True if products with plain weights match for every number of tokens."""
     narrow = weight.to(dtype)
     want = multiply_rows_plain(x, narrow)
     return all(
@@ -138,7 +139,7 @@ def _rows_alike(kernels: Kernels, x: Tensor, weight: Tensor, dtype: torch.dtype)
 def _packed_alike(
     kernels: Kernels, dense: Tensor, x: Tensor, bias: Tensor, spec: QuantSpec
 ) -> bool:
-    """Tell whether all that kernels do with packed weights is as torch does it."""
+    """Return True if all kernels for packed weights match."""
     rows = dense.shape[0]
     matrix = pack_matrix(quantize_groups(dense, spec), spec)
     plain = unpack_matrix(matrix, rows, spec)

@@ -1,7 +1,7 @@
-"""Trained keys and values that stand before a layer's own: what prefix tuning adds.
+"""Prefix tuning: trained keys and values prepended to those of a layer.
 
-They are the same for all rows, every query sees them, and they have no position: rotary angles and
-biases by distance are for tokens alone. A cache does not hold them.
+They are the same for all rows, every query attends to them, and they have no position: rotary
+embeddings and relative position biases apply to tokens alone. The KV cache does not contain them.
 
 Source: Li and Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation" (2021).
 """
@@ -23,19 +23,19 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Prefix(nn.Module):
-    """P keys and values for every key-value head; put one at `attn.prefix`.
+    """P keys and values for every key-value head; assign one to `attn.prefix`.
 
     Args:
         num_kv_heads: K.
         length: P.
         head_dim: H.
-        std: of freshly drawn ones.
-        inner: M, make them of P trained rows of M features by a layer, a tanh and another layer,
-            which train more easily than the keys and values themselves; 0 trains these.
-        shift_positions: whether the text's positions start at P, as in PEFT, or at 0.
+        std: standard deviation of the initialization.
+        inner: M, width of P trained rows from which a layer, a tanh and another layer compute keys
+            and values, which trains more stably; 0 trains keys and values directly.
+        shift_positions: start the text's positions at P, as in PEFT, instead of 0.
 
     Attributes:
-        is_delta: it came beside a finished model: files of that one need not have its tensors.
+        is_delta: True if it was attached to a finished model, whose files lack its tensors.
         adapter_weight: 1, or 0 to disable it, unless the call selects otherwise.
 
     Shape:
@@ -71,7 +71,7 @@ class Prefix(nn.Module):
             self.register_parameter(f"{what}_bias", bias)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Heads are cut over processes as those of keys and values."""
+        """Return the notes: heads are sharded as those of keys and values."""
         cuts = {"key_value": 0}
         if not self.inner:
             return dict.fromkeys(("key", "value"), TensorNote(self.std, cuts))
@@ -110,16 +110,16 @@ def put_before(
     bias: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return keys, values, mask and bias with a prefix in front.
+    """Return keys, values, mask and bias with a prefix prepended.
 
     Args:
         prefix: keys and values for all rows.
-        query: of the tokens that ask.
-        key: of the tokens that are asked.
-        value: of the same.
-        mask: True where a query may look; with neither mask nor bias and
-        causal: up to itself, where there are several queries.
-        bias: added to the scores; 0 for the prefix.
+        query: queries of the tokens.
+        key: keys of the tokens.
+        value: values of the tokens.
+        mask: True where a query may attend; None for no mask.
+        causal: without mask and bias, attend only to earlier tokens if there are several queries.
+        bias: bias of the attention scores; 0 for the prefix.
 
     Shape:
         prefix: (K, P, H); as `nn.attention.mix_values` otherwise, with P + S in place of S
@@ -137,7 +137,7 @@ def put_before(
 
 
 def takes_one(query: Tensor, dropout: float) -> bool:
-    """Tell whether `mix_behind` computes what is asked: one token of each row, no gradients."""
+    """Return True if `mix_behind` supports the call: one token per row, no gradients."""
     plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return plain and query.shape[2] == 1 and not dropout
 
@@ -150,14 +150,14 @@ def mix_behind(
     mask: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Weigh a prefix's values and those of the rows, which no copy brings together.
+    """Compute attention over a prefix and the rows' own keys and values without concatenating them.
 
     Args:
         prefix: keys and values for all rows.
-        query: of one token of each row.
-        key: of the tokens of each row.
-        value: of the same.
-        mask: True where a query may look; None is everywhere.
+        query: queries of one token per row.
+        key: keys of the tokens of each row.
+        value: values of the tokens of each row.
+        mask: True where a query may attend; None for no mask.
         scale: factor on the scores; None is 1/sqrt(H).
 
     Shape:
@@ -183,7 +183,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _times(x: Tensor, shared: Tensor) -> Tensor:
-    """Multiply (B, K, G, i) by what all rows share, (K, i, o): (B, K, G, o)."""
+    """Multiply (B, K, G, i) by a matrix shared by all rows, (K, i, o): (B, K, G, o)."""
     rows, heads, queries, width = x.shape
     folded = x.transpose(0, 1).reshape(heads, rows * queries, width)
     return torch.bmm(folded, shared).view(heads, rows, queries, -1).transpose(0, 1)

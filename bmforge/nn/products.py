@@ -1,9 +1,8 @@
-"""Products of packed matrices with tokens: kernels where there is a compiler, else torch.
+"""Products of packed matrices with activations: compiled kernels, or torch without a compiler.
 
-What is computed is fixed to the last bit, whoever computes it and however many tokens come at once:
-a token's activations are quantised by groups, the products of a group are summed as integers, and
-the groups' sums, times both scales, are added one after the other in fp32 from the first. Only
-with activations as they are does torch sum in an order of its own.
+The result is bit-identical for every implementation and batch size: activations are quantized by
+groups, the products of a group are summed as integers, and the groups' sums, times both scales, are
+added sequentially in fp32. Only with float activations does torch sum in its own order.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ __all__ = [
     "runs_here",
 ]
 
-# With more tokens than this, making a matrix of floats and torch's product are faster.
+# With more tokens than this, dequantizing and torch's product are faster.
 _FEW_TOKENS = 16
-# Of a weight that is made fp32 to be multiplied: 4 MiB at a time, which stay near the processor.
+# Elements of a weight that are widened to fp32 at a time: 4 MiB, which stay in the cache.
 _PANEL_NUMBERS = 1 << 20
 
 
 @cache
 def load_variant(name: str) -> Kernels | None:
-    """Return a variant's kernels; None where they cannot be compiled or give other bits."""
+    """Return a variant's kernels; None if they do not compile or their bits differ."""
     kernels = compile_variant(name)
     if kernels is not None and not gives_torchs_bits(kernels):
         say_once(
@@ -86,8 +85,8 @@ def pack_weights(matrix: Tensor, spec: QuantSpec) -> PackedMatrix:
 
 
 def runs_here(*tensors: Tensor | None) -> bool:
-    """Tell whether kernels take tensors as they lie."""
-    plain = (Tensor, torch.nn.Parameter)  # others have their numbers elsewhere, or none
+    """Return True if the kernels support all tensors: plain, contiguous, on the CPU."""
+    plain = (Tensor, torch.nn.Parameter)  # subclasses may have no storage of their own
     return all(
         t is None or (type(t) in plain and t.is_cpu and t.is_contiguous() and not t.is_neg())
         for t in tensors
@@ -105,7 +104,7 @@ def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
 def multiply_packed(
     x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None = None
 ) -> Tensor:
-    """Return ``x @ matrix.T + bias`` by the fastest way there is.
+    """Return ``x @ matrix.T + bias`` by the fastest implementation available.
 
     Shape:
         x: (T, columns) fp32 -> (T, rows) fp32
@@ -120,22 +119,24 @@ def multiply_packed(
 
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` of a plain weight on a CPU; None where torch is to.
+    """Return ``x @ weight.T + bias`` of a plain weight on a CPU; None if torch should compute it.
 
-    Torch reads weights of half precision at little more than half the speed of memory, and takes
-    twice as long for 2 to 16 tokens of fp32 on processors that its library was not made for: a few
-    tokens are a kernel's. As long as they are few, every number of them gives a token the same
-    bits. Many tokens of half precision are multiplied in fp32 where no library multiplies halves.
+    Torch reads weights of half precision at little more than half the memory bandwidth, and takes
+    twice
+    as long for 2 to 16 tokens of fp32 on processors that its library was not optimized for, so a
+    kernel
+    computes small batches. For these a token's result is bit-identical for every batch size. Large
+    batches of half precision are multiplied in fp32 if no library supports half precision.
 
     Shape:
         x: (..., columns) -> (..., rows), in its dtype
     """
-    if torch.compiler.is_compiling():  # which cannot look into what follows
+    if torch.compiler.is_compiling():  # it cannot trace the calls below
         return None
     is_few = x.numel() <= _FEW_TOKENS * weight.shape[1]
     if torch.is_grad_enabled() or not x.numel() or not (is_few or _is_slow(weight.dtype)):
         return None
-    if not x.dim() or x.shape[-1] != weight.shape[1]:  # torch says what is wrong
+    if not x.dim() or x.shape[-1] != weight.shape[1]:  # torch raises the error
         return None
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
     if not plain or x.dtype != weight.dtype or weight.dtype not in PLAIN_KINDS or is_watched():
@@ -157,7 +158,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 @cache
 def _is_slow(dtype: torch.dtype) -> bool:
-    """Tell whether torch multiplies these numbers on this CPU without a library made for it."""
+    """Return True if torch has no optimized library for products of this dtype on this CPU."""
     if dtype not in (torch.float16, torch.bfloat16):
         return False
     if not torch.backends.mkldnn.is_available():
@@ -171,7 +172,8 @@ def _is_slow(dtype: torch.dtype) -> bool:
 
 
 def _multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product in fp32, some rows of the weight made fp32 at a time, rounded to its dtype.
+    """Return the product in fp32, with some rows of the weight widened at a time, in the weight's
+    dtype.
 
     Shape:
         x: (T, columns) fp32; weight: (rows, columns); returns (T, rows)
@@ -187,7 +189,7 @@ def _multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_watched() -> bool:
-    """Tell whether something follows or transforms torch's operations, and would miss a kernel."""
+    """Return True during tracing, compiling or a functorch transform, which would miss a kernel."""
     if torch.compiler.is_compiling():
         return True
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
@@ -210,7 +212,9 @@ def _spec_of(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
 
 
 def numbers_of(spec: QuantSpec) -> list[int]:
-    """Return what an operator of torch is told of a scheme; the tensors tell the rest."""
+    """Encode a QuantSpec as the integers that the custom ops take: bits, group size, float
+    activations.
+    """
     return [spec.bits, spec.group_size, int(spec.activations == "float")]
 
 

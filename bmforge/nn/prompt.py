@@ -1,7 +1,7 @@
-"""Trained rows behind a table of tokens: what soft prompts are looked up in.
+"""Soft prompts: trained rows that extend a token embedding.
 
-Ids from the table's own number of rows on are rows of `table.prompt`, a child of it, where there is
-one. So a prompt is ids like any others wherever tokens go: batches, masks, positions, caches.
+Ids from the embedding's number of rows on are rows of `table.prompt`, an optional child of it. So a
+prompt consists of ids like any others in batches, masks, positions and caches.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["Prompt", "count_ids", "has_prompt", "look_up", "prompt_ids", "with_p
 
 
 class Prompt(nn.Module):
-    """Rows behind those of a table of tokens; put one at `table.prompt`.
+    """Trained rows that extend a token embedding; assign one to `table.prompt`.
 
     Args:
         length: P.
-        width: features of a row, the table's.
-        std: of freshly drawn rows.
+        width: features of a row, the embedding's.
+        std: standard deviation of the initialization.
 
     Attributes:
-        is_delta: it came beside a finished model: files of that one need not have its tensors.
+        is_delta: True if it was attached to a finished model, whose files lack its tensors.
         adapter_weight: 1, or 0 to disable it, unless the call selects otherwise.
 
     Shape:
@@ -44,11 +44,11 @@ class Prompt(nn.Module):
         self.weight = nn.Parameter(torch.zeros(length, width))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Every process has all rows."""
+        """Return the notes: all rows are replicated."""
         return {"weight": TensorNote(self.std)}
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Look rows up."""
+        """Look up rows."""
         return F.embedding(rows, self.weight)
 
     def extra_repr(self) -> str:
@@ -57,7 +57,7 @@ class Prompt(nn.Module):
 
 
 def count_ids(table: nn.Embedding) -> int:
-    """Return how many ids a table answers: its rows and its prompt's."""
+    """Return the number of valid ids of an embedding: its rows and its prompt's."""
     prompt = getattr(table, "prompt", None)
     return table.num_embeddings + (0 if prompt is None else prompt.weight.shape[0])
 
@@ -78,12 +78,12 @@ def look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def has_prompt(table: nn.Embedding, ids: Tensor) -> bool:
-    """Tell whether ids have rows of the table's prompt; without numbers they do."""
+    """Return True if any id is a row of the embedding's prompt; ids on meta count as such."""
     return ids.is_meta or bool((ids >= table.num_embeddings).any())  # a plan counts all tokens
 
 
 def prompt_ids(table: nn.Embedding, ids: Tensor) -> Tensor:
-    """Return ids with those of the prompt's rows in front: (B, T) -> (B, P + T)."""
+    """Return ids with those of the prompt's rows prepended: (B, T) -> (B, P + T)."""
     rows = torch.arange(table.num_embeddings, count_ids(table), device=ids.device, dtype=ids.dtype)
     return torch.cat((rows.expand(ids.shape[0], -1), ids), 1)
 
@@ -91,13 +91,13 @@ def prompt_ids(table: nn.Embedding, ids: Tensor) -> Tensor:
 def with_prompt(
     table: Any, ids: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Return ids and mask with a soft prompt in front, and how many rows that are.
+    """Return ids and mask with the soft prompt prepended, and the number of its rows.
 
-    Texts that have it already, and those for a model without one, stay as they are.
+    Texts that already contain it, and those for a model without a prompt, are returned unchanged.
 
     Args:
-        table: of tokens; None, or another module, where a model has no such table.
-        ids: of texts.
+        table: token embedding; None, or another module, if the model has none.
+        ids: token ids of texts.
         mask: 1 for tokens, 0 for padding.
 
     Shape:

@@ -1,7 +1,7 @@
 """Linear layers, heads, embeddings and experts whose weights are packed integers.
 
-They stand in the place of the plain ones and answer the same calls. What goes in gets its gradient,
-that of the dequantised weights; the rounding of activations passes it on.
+They replace the plain modules and support the same calls. Gradients flow to the input through the
+dequantized weights; the rounding of activations uses a straight-through estimator.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _EXPERT_KEYS = ("gate_proj", "up_proj", "down_proj")
 
 
 class QuantizedLinear(MatrixStore, nn.Linear):
-    """A linear layer of packed integers; it computes in fp32, for any dtype of what goes in.
+    """A linear layer with packed weights; it computes in fp32 for any input dtype.
 
     Args:
-        plain: the layer whose place it takes; `fill_` takes its weights.
-        spec: how they are quantised.
+        plain: layer to replace; `fill_` copies its weights.
+        spec: quantization scheme.
 
     Shape:
         x: (..., in) -> (..., out)
@@ -68,12 +68,12 @@ class QuantizedLinear(MatrixStore, nn.Linear):
         self._make(plain, sizes, spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the packed weights."""
+        """Apply the linear layer."""
         return self.multiply(x, self.bias)
 
 
 class QuantizedHead(MatrixStore, LMHead):
-    """A language model's head; its loss takes no gradient of the rows."""
+    """A language model head with packed weights; its loss computes no gradient of the weight."""
 
     def __init__(self, plain: LMHead, spec: QuantSpec) -> None:
         sizes = plain.in_features, plain.out_features
@@ -82,20 +82,20 @@ class QuantizedHead(MatrixStore, LMHead):
         self._make(plain, sizes, spec)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Return all rows as numbers, for the loss."""
+        """Return the dequantized weight, for the loss."""
         return self.dense(dtype)
 
     def sliced(self, dtype: torch.dtype) -> Rows:
-        """Return them as numbers where they are sliced; a compiler takes the whole matrix."""
+        """Return the weight, dequantized slice by slice; under `torch.compile` the whole matrix."""
         return self.dense(dtype) if torch.compiler.is_compiling() else PackedRows(self, dtype)
 
     def score(self, x: Tensor) -> Tensor:
-        """Return the logits of the own rows."""
+        """Return the logits of the head's rows."""
         return self.multiply(x, self.bias)
 
 
 class QuantizedEmbedding(MatrixStore, nn.Embedding):
-    """A table of tokens.
+    """A token embedding with packed weights.
 
     Shape:
         ids: (...) -> (..., D), in the model's dtype
@@ -107,19 +107,19 @@ class QuantizedEmbedding(MatrixStore, nn.Embedding):
         self._make(plain, sizes[::-1], spec)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look rows up."""
+        """Look up embeddings."""
         rows = pick_packed(ids, PackedMatrix(*self._tensors()), self.rows, self.spec)
         return self._with_outliers(rows, rows.dim() - 1, ids).to(self.like.dtype)
 
 
 def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
-    """Return some rows of a packed matrix, in fp32, by the fastest way there is.
+    """Return some rows of a packed matrix, in fp32, by the fastest implementation available.
 
     Shape:
         index: (...) integers; returns (..., columns)
 
     Raises:
-        IndexError: there is no such row; said on a host, outside of what transforms operations.
+        IndexError: an index out of range; checked on the CPU, outside of transforms.
     """
     if type(index) is not Tensor or not index.is_cpu or is_watched() or not runs_here(*matrix):
         return pick_rows(matrix, index, spec)
@@ -138,11 +138,11 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
 
 
 class QuantizedExperts(PackedStore, Experts):
-    """Stacked experts, every matrix of every expert packed.
+    """Stacked experts with packed weights.
 
     Args:
-        plain: whose place they take; `fill_` takes their weights.
-        spec: how they are quantised.
+        plain: experts to replace; `fill_` copies their weights.
+        spec: quantization scheme.
     """
 
     def __init__(self, plain: Experts, spec: QuantSpec) -> None:
@@ -165,12 +165,12 @@ class QuantizedExperts(PackedStore, Experts):
         return self._sizes
 
     def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantise a plain stack (E, out, in) into this."""
+        """Quantize a plain stack (E, out, in) into the parameters."""
         for number, matrix in enumerate(stack):
             self._take(f"{key}_", matrix, number)
 
     def has_gate(self) -> bool:
-        """Tell whether there is a `gate_proj`."""
+        """True if the experts have a `gate_proj`."""
         return "gate_proj" in self._sizes
 
     def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
@@ -191,12 +191,12 @@ class QuantizedExperts(PackedStore, Experts):
         return self.dense(key, torch.float32)
 
     def dense(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the plain stack that this stands for: (E, out, in)."""
+        """Return the dequantized stack, (E, out, in)."""
         tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Drawn as the plain stacks are, and packed."""
+        """Return the notes: initialized as the plain stacks, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._sizes.items():
             notes |= self._notes(f"{key}_", key, shape)
@@ -209,14 +209,14 @@ class QuantizedExperts(PackedStore, Experts):
 
 
 def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:
-    """Return what can hold a module's weights packed, to be put in its place; not filled.
+    """Return the packed replacement of a module, uninitialized.
 
     Args:
         module: a linear layer, a head, an embedding, or stacked experts.
-        spec: how.
+        spec: quantization scheme.
 
     Raises:
-        ConfigError: no such module, one that is quantised already, or widths that do not fit.
+        ConfigError: an unsupported module, one that is quantized already, or unsupported widths.
     """
     if isinstance(module, PackedStore) or type(module).__name__.startswith("Int8"):
         raise ConfigError(f"a {type(module).__name__} is quantised already.")
@@ -240,7 +240,7 @@ def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:
 
 
 def plain_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield key and matrix of what `store_packed` packs, as (rows, columns) or (E, rows, columns).
+    """Yield key and matrix of each weight that `store_packed` packs: (rows, columns) or (E, ...).
 
     Tied layers yield the same tensor.
     """
