@@ -17,11 +17,9 @@ class KVCache:
     """Keys and values of every layer, in one preallocated buffer per layer.
 
     A layer's buffer is allocated at its first `append`, so that dtype, device and head counts are
-    those
-    of the running model. `length` advances once per model call, when the last layer has stored its
-    keys: until then every layer and the position ids see the same past, and a call that fails
-    half-way
-    leaves the cache unchanged.
+    those of the running model. `length` advances once per model call, when the last layer has
+    stored its keys: until then every layer and the position ids see the same past, and a call that
+    fails half-way leaves the cache unchanged.
 
     Args:
         num_layers: number of layers that store keys and values.
@@ -31,9 +29,8 @@ class KVCache:
 
     Attributes:
         extra_length: number of tokens that the model itself puts in front of a text (CPM-Ant's
-            prompt),
-            which neither `length` nor `max_length` counts; the model sets it before it appends
-            them.
+            prompt), which neither `length` nor `max_length` counts; the model sets it before it
+            appends them.
         step: optional faster implementation of the blocks for a few tokens; None without one.
         moves: counter of allocations and changes of buffers: the tensors returned by `held` and
             `remembered` stay valid until it increases.
@@ -99,9 +96,8 @@ class KVCache:
         """
         self.moves += 1
         for buffers in (self._keys, self._values):
-            for layer, buffer in enumerate(
-                buffers
-            ):  # layer by layer, so that each old buffer is freed at once
+            # Layer by layer, so that each old buffer is freed at once.
+            for layer, buffer in enumerate(buffers):
                 buffers[layer] = self._pick(buffer, indices)
         for layer, pair in self._memory.items():
             here = indices.to(pair[0].device)

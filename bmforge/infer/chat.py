@@ -79,9 +79,8 @@ class Conversation:
 
         Args:
             text: the user's message.
-            on_text: called with each piece of the answer while it is generated; not called with
-                a beam
-                search or an encoder-decoder, whose answers are complete only at the end.
+            on_text: called with each piece of the answer while it is generated; not called with a
+                beam search or an encoder-decoder, whose answers are complete only at the end.
 
         Raises:
             ConfigError: the message is empty, or longer than the model's maximum length.

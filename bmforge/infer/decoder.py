@@ -49,9 +49,7 @@ def start_decoder(
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
     if model.keeps_foreign_cache and model.traits.reads != "apart":
-        from bmforge.infer.foreign_decoder import (
-            start_foreign,
-        )  # circular import
+        from bmforge.infer.foreign_decoder import start_foreign  # circular
 
         length = input_ids.shape[1] + max_new_tokens
         return start_foreign(model, mask, length, adapter_names), input_ids
@@ -69,9 +67,8 @@ class Decoder:
         model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left; None without padding.
         max_length: length of the longest row at the end, in tokens.
-        adapter_names: adapter name of each row, or None for the base model; None for all rows
-            uses the
-            adapters that are enabled on the model.
+        adapter_names: adapter name of each row, or None for the base model; None for all rows uses
+            the adapters that are enabled on the model.
 
     Shape:
         mask: (B, prompt length)

@@ -44,15 +44,13 @@ def generate(
     """Continue prompts by greedy decoding, sampling or beam search; equal to transformers.
 
     Dropout is disabled during the call; afterwards every module is back in its previous mode.
-    During
-    the call, weights and hooks of the model's blocks may only be changed inside `on_token`.
+    During the call, weights and hooks of the model's blocks may only be changed inside `on_token`.
 
     Args:
         model: decoder or encoder-decoder of `bmforge.models`.
         input_ids: prompts, padded on the left; for an encoder-decoder the sources, padded anywhere.
-        attention_mask: 1 for tokens, 0 for padding; if not given, `pad_token_id` (where it is
-            set and
-            is no end token) marks the padding.
+        attention_mask: 1 for tokens, 0 for padding; if not given, `pad_token_id` (where it is set
+            and is no end token) marks the padding.
         config: generation options; default `GenerationConfig()`.
         on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
         adapter_names: adapter name of each prompt, or None for the base model.
@@ -67,9 +65,8 @@ def generate(
         for an encoder-decoder the targets, (B * num_return_sequences, 1 + new), start token first
 
     Raises:
-        ConfigError: an option is unknown, out of range or without effect, or the model's head
-            does not
-            generate text.
+        ConfigError: an option is unknown, out of range or without effect, or the model's head does
+            not generate text.
         ShapeError: a prompt is empty, padded on the right, or too long for the model.
     """
     if "delta_rows" in options:  # the argument's name in earlier versions

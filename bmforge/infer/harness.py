@@ -2,8 +2,7 @@
 
 `TextModel` takes and returns texts; `open_lm` wraps it as a model of lm-eval
 (``lm_eval.api.model.LM``), which any of lm-eval's tasks accepts. Texts are tokenized as in
-lm-eval's
-own models.
+lm-eval's own models.
 
 Source: ``lm_eval/api/model.py`` and ``models/huggingface.py`` of EleutherAI/lm-evaluation-harness.
 """
@@ -102,8 +101,7 @@ class TextModel:
 
         Args:
             requests: contexts, each with its options: `until` (stop strings), `max_gen_toks`,
-                `do_sample`,
-                `temperature`, `top_k`, `top_p`.
+                `do_sample`, `temperature`, `top_k`, `top_p`.
         """
         return [self._write(context, options) for context, options in requests]
 

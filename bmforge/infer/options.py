@@ -18,8 +18,7 @@ class GenerationConfig:
     """Generation options. Names and defaults are those of transformers, except that `top_k` is off.
 
     A field that is not given takes the value of the model's generation_config.json, if that has
-    one,
-    and otherwise the default of this class.
+    one, and otherwise the default of this class.
 
     Args:
         max_new_tokens: maximum number of generated tokens.
@@ -28,9 +27,8 @@ class GenerationConfig:
         temperature: divisor of the logits before sampling.
         top_k: number of most likely tokens to sample from; None or 0 uses all.
         top_p: total probability of the most likely tokens to sample from; None or 1 uses all.
-        min_p: minimum probability of a sampled token, relative to the most likely one; None or
-            0 uses
-            all (Nguyen et al. 2024).
+        min_p: minimum probability of a sampled token, relative to the most likely one; None or 0
+            uses all (Nguyen et al. 2024).
         repetition_penalty: factor above 1 that makes tokens of the prompt and the text less likely
             (Keskar et al. 2019).
         presence_penalty: value subtracted from the logit of every generated token (OpenAI), and
@@ -40,19 +38,16 @@ class GenerationConfig:
         logit_bias: values added to the logits, by token id.
         num_beams: number of beams of a beam search; 1 for no beam search.
         length_penalty: exponent of the length by which beam scores are divided.
-        early_stopping: end of a beam search: False by a heuristic, True as soon as `num_beams`
-            rows are
-            finished, "never" only when no better row is possible.
+        early_stopping: end of a beam search: False by a heuristic, True as soon as `num_beams` rows
+            are finished, "never" only when no better row is possible.
         num_return_sequences: continuations per prompt (rows of one prompt are adjacent).
         eos_token_id: one or several end tokens; None uses config.json's, () none.
         pad_token_id: padding token of rows that ended early; None uses config.json's, else the
-            first
-            end token.
+            first end token.
         stop_strings: strings in front of which the text ends; only for requests of an engine, which
             decodes the text.
         logprobs: number of most likely tokens whose log-probabilities are returned with that of
-            each
-            generated token; only for requests of an engine. None returns none.
+            each generated token; only for requests of an engine. None returns none.
         seed: random seed of sampling; None uses torch's global generator, an engine a new seed.
 
     Attributes:

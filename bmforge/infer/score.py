@@ -103,8 +103,7 @@ def score_texts(
     """Return the mean loss of each option's text after its prompt, in nats per token.
 
     Each option is a batch of its own, so that rows need no padding; logits are computed for the
-    text
-    only.
+    text only.
 
     Args:
         model: same as in `choose_text`.
@@ -197,8 +196,7 @@ def roll_windows(ids: Sequence[int], begin: Sequence[int], longest: int) -> Iter
     """Yield windows of a long text in which every token is predicted once.
 
     The first token is predicted after `begin`, and not at all if `begin` is empty. Later windows
-    start
-    with the previous token, the last one with as much context as fits.
+    start with the previous token, the last one with as much context as fits.
 
     Args:
         ids: token ids of the text.

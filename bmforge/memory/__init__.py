@@ -2,6 +2,5 @@
 
 This package is independent of distributed processes. Start reading at `copies.py` (asynchronous
 copies), then `streaming.py` (weights), `activations.py`, `offload.py`, `gradients.py` and
-`homes.py`
-(optimizer states).
+`homes.py` (optimizer states).
 """

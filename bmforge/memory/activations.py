@@ -215,8 +215,7 @@ def apply_activation_offload_(
         smallest_elements: minimum size of offloaded tensors in elements.
 
     Memory: activations of about two blocks and of the last ones on the device; all others on the
-    host,
-        in reused buffers.
+    host, in reused buffers.
     """
     offload = _Offload(engine, smallest_elements)
     sent = len(blocks) - keep_last

@@ -240,9 +240,8 @@ class _StreamCopies(CopyEngine):
             target.copy_(source, non_blocking=True)
             event = self._stream.record_event()
         for tensor in (target, source):
-            if not is_host(
-                tensor.device
-            ):  # the allocator must not reuse it before the copy is done
+            if not is_host(tensor.device):
+                # The allocator must not reuse the memory before the copy is done.
                 tensor.record_stream(self._stream)
         ticket.finish(event=event)
         return ticket

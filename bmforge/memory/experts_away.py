@@ -71,8 +71,7 @@ class ExpertStreamer:
 
     Args:
         layers: name and module of every MoE layer; each parameter is stacked by expert, and the
-            module
-            maps (rows sorted by expert, end index of each expert's rows) to as many rows.
+            module maps (rows sorted by expert, end index of each expert's rows) to as many rows.
         read: reader of the weights.
         device: compute device.
         budget_bytes: size of all slots.

@@ -197,8 +197,7 @@ def wait_before_use(
     """Call `wait` with the parameters that a module is about to use.
 
     Gathered units wait for their own parameters and those of the units they prefetch; the model
-    waits
-    for the parameters outside of units.
+    waits for the parameters outside of units.
 
     Returns:
         handles that remove the hooks.

@@ -29,19 +29,16 @@ class OffloadConfig:
     """Offload of optimizer states, weights, activations and gradients.
 
     Args:
-        fraction: minimum share of the parameters, from the model's end, whose optimizer state
-            (and fp32
-            master weights if the model is bf16) is offloaded; "auto" offloads what does not fit on
-            the
-            device, determined at the first step.
+        fraction: minimum share of the parameters, from the model's end, whose optimizer state (and
+            fp32 master weights if the model is bf16) is offloaded; "auto" offloads what does not
+            fit on the device, determined at the first step.
         target: host memory, or a file on disk.
         states: storage format of the moments; updates are computed in fp32.
         directory: directory of the file; None uses the system's temporary directory.
         weights: offload and stream the blocks' weights too; for one process, with fraction 1.
         activations: offload tensors saved for backward, except the last block's.
-        gradients: "leave" copies gradients to the host as they are produced; "stay" keeps them
-            on the
-            device until the step; "auto" is "leave", except on a CPU.
+        gradients: "leave" copies gradients to the host as they are produced; "stay" keeps them on
+            the device until the step; "auto" is "leave", except on a CPU.
     """
 
     fraction: float | Literal["auto"] = 0.0

@@ -23,9 +23,8 @@ class RunOrder:
     """Predicts the execution order of blocks.
 
     The initial prediction is first to last, with gradients then backward, repeated. A step's
-    predicted
-    successor is its last observed one; a change is accepted after two observations. While an
-    encoder-decoder generates tokens, only decoder blocks are thus predicted, also for the next
+    predicted successor is its last observed one; a change is accepted after two observations. While
+    an encoder-decoder generates tokens, only decoder blocks are thus predicted, also for the next
     text.
 
     Args:

@@ -23,8 +23,7 @@ def spread_resident(num_blocks: int, num_resident: int) -> list[int]:
         ConfigError: `num_resident` is negative or more than `num_blocks`.
 
     Source: ``calc_fixed_layers`` of BMInf's scheduler: with S of L blocks streamed, block i is
-    resident
-        if ``(i + 1) * S // L`` is the same as for the block before.
+    resident if ``(i + 1) * S // L`` is the same as for the block before.
     """
     if not 0 <= num_resident <= num_blocks:
         raise ConfigError(f"num_resident={num_resident} must be from 0 to num_blocks={num_blocks}.")
@@ -40,8 +39,7 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
     """Choose the resident blocks of every stack so that the fewest bytes are streamed.
 
     Streamed blocks share `NUM_SLOTS` slots of the largest one's size, so that a much larger block
-    is
-    better resident: every size is tried as the largest streamed one.
+    is better resident: every size is tried as the largest streamed one.
 
     Args:
         stacks: block sizes in bytes; the stack to keep resident first comes first.

@@ -23,8 +23,7 @@ def spread_blocks_(
     """Make blocks compute on their own devices by moving their inputs.
 
     Masks and positions are moved once per device. Hidden states stay on the device for the next
-    block;
-    other outputs are moved to the home device.
+    block; other outputs are moved to the home device.
 
     Args:
         model: model whose blocks are placed already; weights are not moved.
@@ -75,9 +74,8 @@ class _Arrivals:
         """Return the tensor on the device."""
         if tensor.device == self.device:
             return tensor
-        if (
-            tensor.requires_grad or tensor.is_inference()
-        ):  # autograd needs a new copy; no version counter
+        # Autograd needs a copy per graph, and inference tensors have no version counter.
+        if tensor.requires_grad or tensor.is_inference():
             return tensor.to(self.device)
         version, moved = self._known.get(tensor, (None, None))
         if version != tensor._version or moved is None:

@@ -41,15 +41,12 @@ class EngineConfig:
 
     Args:
         max_rows: maximum number of rows at once: prompts times beams or sequences of each.
-        max_tokens: maximum row length, new tokens included; for an encoder-decoder of source
-            and target
-            each (default: 1,024, or the model's positions if fewer).
+        max_tokens: maximum row length, new tokens included; for an encoder-decoder of source and
+            target each (default: 1,024, or the model's positions if fewer).
         spill_directory: directory for the streamed weights of a module in memory (default: the
-            system's
-            temporary directory).
-        stream_experts: read experts from the directory when the router chooses them, and cache
-            the most
-            recently used ones; all else is resident. No gradients.
+            system's temporary directory).
+        stream_experts: read experts from the directory when the router chooses them, and cache the
+            most recently used ones; all else is resident. No gradients.
         beside_bytes: part of the budget reserved for modules that are attached later, such as
             adapters.
         requests: limits of the batched requests.
@@ -228,9 +225,8 @@ def check_budgets(
         host_budget_bytes: budget of the host; must be None if a device is a CPU.
 
     Raises:
-        ConfigError: a budget is not above 0 or exceeds the machine's memory, or the host budget
-            is set
-            although the device is the host.
+        ConfigError: a budget is not above 0 or exceeds the machine's memory, or the host budget is
+            set although the device is the host.
     """
     if host_budget_bytes is not None and any(map(is_host, devices)):
         raise ConfigError(

@@ -32,7 +32,7 @@ class Changes:
         model: the model, in its present state.
         is_shared: the caller holds the model and may write any element of it, so checksums cover
             all elements. Otherwise frozen tensors are sampled, which costs a thousandth of that:
-            nobody but this package holds the weights that it read from a directory.
+            only this package can write weights that it loaded from a directory.
     """
 
     def __init__(self, model: nn.Module, is_shared: bool = True) -> None:

@@ -89,8 +89,7 @@ def divide_blocks(
     """Assign a model's blocks to one or several devices.
 
     Tensors outside of blocks are on the first device; every device reserves the largest step and
-    the KV
-    cache of its own blocks. A device that is not needed, or too small for its slots, gets no
+    the KV cache of its own blocks. A device that is not needed, or too small for its slots, gets no
     blocks.
 
     Args:
@@ -98,8 +97,7 @@ def divide_blocks(
         blocks: modules that may be streamed, by name, in execution order.
         rooms: memory of the devices.
         host_budget_bytes: host memory for streamed blocks; None uses half of the free memory,
-            limited
-            by the rest of the budget if a CPU is among the devices.
+            limited by the rest of the budget if a CPU is among the devices.
         work: memory of the KV cache and of a step.
     """
     stacks = _find_stacks(model, blocks)
@@ -179,10 +177,8 @@ def _share_out(
     """Return the names of every device's blocks.
 
     Blocks fill one device after the other. If they do not all fit, each device gets consecutive
-    blocks
-    in proportion to its memory, which balances the transfers. Blocks that share tensors stay
-    together
-    on the first device.
+    blocks in proportion to its memory, which balances the transfers. Blocks that share tensors stay
+    together on the first device.
     """
     order = [block for stack in reversed(stacks) for block in stack]
     if len(free) == 1:

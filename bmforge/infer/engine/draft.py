@@ -44,8 +44,7 @@ def open_draft(
 
     Returns:
         the model, None without one; its vocabulary (token to id), None without a tokenizer; its
-        bytes,
-        0 without a budget
+        bytes, 0 without a budget
 
     Raises:
         ConfigError: the draft model takes the whole budget.

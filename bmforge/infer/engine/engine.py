@@ -209,8 +209,8 @@ class Engine:
 
         Returns:
             the prompt with its continuation in the prompt's form: a text, a list of ids or a
-            tensor, and a list of them for a list. With `num_return_sequences` above 1 each text
-            or list of ids becomes a list.
+            tensor, and a list of them for a list. With `num_return_sequences` above 1 each text or
+            list of ids becomes a list.
 
         Raises:
             ConfigError: no prompt, an empty one, more rows or tokens than were planned for, or an
@@ -238,17 +238,15 @@ class Engine:
     def submit(self, request: Request) -> Handle:
         """Queue a request and return a handle at once; requests are batched on a background thread.
 
-        May be called from any thread. While requests run, other methods wait inside `call`, or
-        raise an
-        error outside of it.
+        May be called from any thread. While requests run, other methods work only
+        inside `call`, which waits for its turn.
 
         Args:
             request: prompt and generation options.
 
         Raises:
-            ConfigError: the request does not fit the model or the engine, the queue is full, or
-                the engine
-                is closed or has failed.
+            ConfigError: the request does not fit the model or the engine, the queue is full, or the
+                engine is closed or has failed.
             ShapeError: ids are outside of the vocabulary.
         """
         self._check("submit", writes=True)
@@ -258,8 +256,7 @@ class Engine:
         """Run a function between two steps of the batch loop and return its result.
 
         The function may use all other methods of the engine: ``engine.call(lambda:
-        engine.embed(texts))``.
-        May be called from any thread.
+        engine.embed(texts))``. May be called from any thread.
         """
         self._check("call", writes=False)
         return self._queue().call(function)

@@ -97,8 +97,7 @@ class NativeStep:
         """Context manager in which blocks do not change: only the first call checks them.
 
         The check reads about a megabyte of Python objects, which the weights have evicted from the
-        CPU
-        cache since the last token.
+        CPU cache since the last token.
         """
         before = self._rests
         self._rests, self._has_looked = True, False

@@ -39,9 +39,7 @@ _FEW_TOKENS = 16
 
 
 def can_pack(model: Any) -> bool:
-    """Return True if sequences of a model can be concatenated in one row: causal, one position
-    each.
-    """
+    """Return True if sequences can be concatenated in one row: true for causal decoders."""
     traits = model.traits
     reads = traits.writes and (traits.reads, traits.objective) == ("left", "next token")
     is_native = not model.keeps_foreign_cache
@@ -61,8 +59,7 @@ class PackedStep:
     """Runs a model for the rows of a step.
 
     If weights are streamed, or on an accelerator, sequences also share torch's forward passes;
-    results
-    are then equal up to rounding.
+    results are then equal up to rounding.
 
     Args:
         model: model supported by `can_pack`; call `look_again` after changing it.

@@ -40,8 +40,7 @@ class PagedCache:
     """Paged KV cache: attention writes and reads the pages of the step's rows.
 
     A layer's buffers are allocated at its first keys. On hosts that commit memory at the first
-    write,
-    pages that were never used cost nothing.
+    write, pages that were never used cost nothing.
 
     Args:
         count: number of pages.

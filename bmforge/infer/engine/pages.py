@@ -1,9 +1,8 @@
 """Page allocator of the KV cache with reference counts and a prefix cache.
 
 A page holds `PAGE_TOKENS` tokens of every layer. Sequences with equal beginnings share pages. A
-full
-page may be registered under a hash of all tokens up to its end; it can be found by that hash after
-its last sequence ended, until it is evicted.
+full page may be registered under a hash of all tokens up to its end; it can be found by that hash
+after its last sequence ended, until it is evicted.
 
 Source: Kwon et al., "Efficient memory management for large language model serving with
 PagedAttention" (2023).

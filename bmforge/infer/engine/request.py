@@ -40,9 +40,8 @@ class Request:
         options: generation options; `num_return_sequences` answers are generated in parallel. The
             default end token is the tokenizer's.
         constraint: constraint on every answer; see `Constraint`.
-        salt: salt of the prefix cache; only prompts with the same salt share cached prefixes,
-            so that
-            response times do not reveal other prompts.
+        salt: salt of the prefix cache; only prompts with the same salt share cached prefixes, so
+            that response times do not reveal other prompts.
         deadline_s: deadline in seconds from now, after which answers end as they are.
         delta: adapter name or names; () is the base model, None the model's active adapters.
     """
@@ -129,7 +128,7 @@ class RequestsConfig:
         max_num_seqs: maximum number of answers in a batch; more wait.
         max_queue_size: maximum number of waiting requests; more are refused.
         max_num_batched_tokens: maximum number of tokens in a step. A longer prompt is read in
-            several steps, next to which the other answers go on.
+            several steps, which other answers share.
         total_tokens: capacity of the KV cache in tokens (default: 16 times the longest row; with a
             budget `max_rows` times `max_tokens`).
         enable_prefix_caching: keep the keys and values of prompts, while there is room, for prompts

@@ -1,8 +1,7 @@
 """Batch loop of the engine: one background thread runs the model for all requests.
 
 Any thread may submit requests. Only the engine's thread runs the model; between two steps it
-handles
-cancellations, deadlines and other calls.
+handles cancellations, deadlines and other calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Estimate of the process memory besides tensors, which is part of the budget.
 
-The constants were measured with `benchmarks/engine_memory.py`
-(docs/results/2026-11-23-runtime.md). Pages of library files are not counted: the system reclaims
-them whenever memory is short.
+The constants were measured with `benchmarks/engine_memory.py` (docs/results/2026-11-23-runtime.md).
+Pages of library files are not counted: the system reclaims them whenever memory is short.
 """
 
 from __future__ import annotations

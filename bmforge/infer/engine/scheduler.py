@@ -24,9 +24,8 @@ class Cut:
     """Rules for dividing a sequence into steps so that its results stay bitwise equal.
 
     Args:
-        unit: chunk size of prompts in tokens, chunks starting at its multiples; generated
-            tokens are
-            then computed one by one. None allows any division.
+        unit: chunk size of prompts in tokens, chunks starting at its multiples; generated tokens
+            are then computed one by one. None allows any division.
         shares: whether prefixes are shared, in whole units.
     """
 
@@ -124,9 +123,8 @@ class Scheduler:
     Args:
         pages: page allocator.
         max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum number of tokens in a step; a single part may be larger
-            if `cut`
-            requires it.
+        max_num_batched_tokens: maximum number of tokens in a step; a single part may be larger if
+            `cut` requires it.
         cut: rules for dividing sequences.
 
     Attributes:

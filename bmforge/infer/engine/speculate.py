@@ -5,8 +5,7 @@ A verified token equals the token without speculation: sampling depends on the s
 only, so that draft tokens change only the speed.
 
 Source: Saxena, "Prompt lookup decoding" (2023); verification: Leviathan et al., "Fast inference
-from
-transformers via speculative decoding" (2023).
+from transformers via speculative decoding" (2023).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ GUESSED_LATER = -1
 
 # N-gram length to match, and number of following tokens to propose.
 _NGRAM, _MOST = 3, 6
-# Number of draft model tokens per step.
+# Number of tokens that the draft model proposes at a time.
 _AHEAD = 4
 # After this many proposals with a lower acceptance rate, speculation pauses.
 _TRIED, _SHARE, _PAUSE = 16, 0.4, 64

@@ -17,9 +17,8 @@ class Task:
     """A task with a future; cancelling the future ends the task before its next pass.
 
     Args:
-        deadline_s: deadline in seconds from now, after which the task fails with
-            `TimeoutError`; None
-            for no deadline.
+        deadline_s: deadline in seconds from now, after which the task fails with `TimeoutError`;
+            None for no deadline.
 
     Attributes:
         future: future of the result.

@@ -151,8 +151,7 @@ def _byte_characters() -> dict[str, int]:
     """Return the mapping of byte-level vocabularies from characters to bytes.
 
     Source: Radford et al., "Language models are unsupervised multitask learners" (2019): a
-    printable
-    byte is itself, the others are the characters from 256 on.
+    printable byte is itself, the others are the characters from 256 on.
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]

@@ -72,8 +72,7 @@ def place_(
 
     Returns:
         the streamers, and a function that ends streaming, deletes the file and leaves blocks where
-        they
-        are.
+        they are.
 
     Raises:
         ConfigError: the directory cannot be used, or its disk is too small.

@@ -5,8 +5,8 @@ beam search or sampling of `generate` runs over all answers of a document togeth
 original: a row ends with the end of its last answer.
 
 Source: ``CPMBeeBeamSearch`` in ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. Here the limit of
-new tokens holds per answer, so that no answer is left out, and answers can be constrained to a
-list of texts.
+new tokens holds per answer, so that no answer is left out, and answers can be constrained to a list
+of texts.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ def fill_documents(
         model: CPM-Bee model.
         tokenizer: the model's tokenizer.
         documents: nested dicts of texts with ``<ans>``; existing answers are overwritten.
-        config: generation options. Default: 3 beams, or none with ``do_sample=True``, and at
-            most 100
-            tokens per answer. `max_new_tokens` is the limit of one answer.
+        config: generation options. Default: 3 beams, or none with ``do_sample=True``, and at most
+            100 tokens per answer. `max_new_tokens` is the limit of one answer.
         examples: documents with their answers as few-shot examples.
         constraints: allowed answers by key under ``<ans>``; None reads options and ratings such as
             (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
@@ -219,10 +218,8 @@ class _DocumentDecoder(Decoder):
     """Decoder of a batch of documents.
 
     The model's logits are extended by one output that ends a row, and one that ends each answer
-    before
-    the last: each occurs at most once in a row, so that repetition penalties cannot keep an answer
-    from
-    ending.
+    before the last: each occurs at most once in a row, so that repetition penalties cannot keep an
+    answer from ending.
 
     Attributes:
         finish: id of the output that ends a row.

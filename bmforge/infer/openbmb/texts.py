@@ -58,9 +58,8 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
         model: model that generates text.
         tokenizer: the model's tokenizer.
         prompt: text; names of CPM-Bee's languages and special tokens in it are plain characters.
-        options: fields of `GenerationConfig`; the defaults are those of the family's original
-            code, or
-            else of the model's generation_config.json.
+        options: fields of `GenerationConfig`; the defaults are those of the family's original code,
+            or else of the model's generation_config.json.
 
     Raises:
         ConfigError: an option does not apply, or the prompt has no tokens.
