@@ -1,6 +1,4 @@
-"""Decoders for transformers models, with the model's own cache or by reading the whole row each
-step.
-"""
+"""Decoders for transformers models, with the model's own cache or without a cache."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ def stream_tokens(
     config: GenerationConfig | None = None,
     attention_mask: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the tokens of each step as they are chosen; together they equal the output of
-    `generate`.
+    """Yield the tokens of each step as they are chosen; together they equal `generate`'s.
 
     Args:
         model, input_ids, config, attention_mask: same as in `generate`; no beams.
@@ -173,9 +172,7 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the token ids of all rows after every step, as views of one tensor, until all rows
-    ended.
-    """
+    """Yield all rows after every step, as views of one tensor, until all rows ended."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)

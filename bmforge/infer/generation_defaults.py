@@ -55,8 +55,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def read_generation_defaults(config: ModelConfig) -> dict[str, Any]:
-    """Return the generation options that a model's author published, as fields of
-    `GenerationConfig`.
+    """Return the author's published generation options as fields of `GenerationConfig`.
 
     ``max_length`` is ignored: the number of new tokens is `max_new_tokens`.
 

@@ -1,5 +1,4 @@
-"""Constrained decoding: answers that follow a JSON schema, a regular expression, choices or a
-grammar.
+"""Constrained decoding by a JSON schema, a regular expression, choices or a grammar.
 
 llguidance (extra ``constrain``) computes the allowed next tokens. Constraints that it does not
 support are refused before generation, never ignored.
@@ -43,9 +42,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
-        """Return the constraint that an answer is JSON valid under a schema; ``{}`` allows all
-        JSON.
-        """
+        """Return the constraint to JSON that is valid under a schema; ``{}`` allows all JSON."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
             found = json.loads(text)
@@ -57,9 +54,7 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Return the constraint that the whole answer matches a pattern (syntax of Rust's regex
-        crate).
-        """
+        """Return the constraint to texts that match a pattern as a whole (Rust regex syntax)."""
         return cls("regex", pattern)
 
     @classmethod

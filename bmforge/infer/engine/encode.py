@@ -55,8 +55,7 @@ def embed(
     normalize: bool = True,
     max_rows: int = 1,
 ) -> Tensor:
-    """Return one embedding per row from the last hidden states (the encoder's of an
-    encoder-decoder).
+    """Return one embedding per row, pooled from the last hidden states of the encoder.
 
     Rows of the same length are batched, so that no padding is needed.
 

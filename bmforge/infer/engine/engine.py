@@ -152,9 +152,7 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Return the model of a directory on the meta device, and a function that loads it by a
-        plan.
-        """
+        """Return a directory's model on the meta device, and a function that loads it by a plan."""
         self._directory = source = find_model(name)
         if quantize is not None:
             described = PackedReader(*AutoModel.describe_pretrained(source, **options), quantize)
@@ -238,8 +236,8 @@ class Engine:
     def submit(self, request: Request) -> Handle:
         """Queue a request and return a handle at once; requests are batched on a background thread.
 
-        May be called from any thread. While requests run, other methods work only
-        inside `call`, which waits for its turn.
+        May be called from any thread. While requests run, other methods work only inside `call`,
+        which waits for its turn.
 
         Args:
             request: prompt and generation options.

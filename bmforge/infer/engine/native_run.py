@@ -300,9 +300,7 @@ class PackedCall(_AnyCall):
         self._masks, self._biases = (_Mask * 1)(), (_Bias * 1)()
 
     def takes(self, segment: Segment) -> bool:
-        """Return True if the blocks have self-attention only and the cache fits; allocate its
-        pages.
-        """
+        """Return True if the blocks have only self-attention and fit the cache; allocate it."""
         if not self.fits(segment):
             return False
         for block, layer in zip(segment.blocks, segment.layers or (), strict=True):

@@ -1,5 +1,4 @@
-"""Scheduler of continuous batching: selects the tokens of each step. It knows only pages and
-counts.
+"""Scheduler of continuous batching: selects the tokens of each step.
 
 First come, first served: earlier requests get tokens and pages first. If pages run out, the newest
 sequence is preempted, waits at the front of the queue and is recomputed later. The oldest sequence
@@ -291,8 +290,7 @@ class Scheduler:
         return True
 
     def _take(self, sequence: Sequence, parts: list[Part]) -> int | None:
-        """Allocate a page, preempting the newest sequences; None if the sequence itself is
-        preempted.
+        """Allocate a page, preempting the newest sequences; None if it preempts this sequence.
 
         Planned parts of a preempted sequence are removed.
         """

@@ -1,5 +1,4 @@
-"""Speculators: draft tokens from n-gram lookup or a draft model; the model verifies them in one
-step.
+"""Speculators that draft tokens from n-gram lookup or with a draft model.
 
 A verified token equals the token without speculation: sampling depends on the seed and the position
 only, so that draft tokens change only the speed.

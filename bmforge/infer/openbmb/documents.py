@@ -205,9 +205,7 @@ def _fill(
 
 
 class _Row(NamedTuple):
-    """State of a row: its document, the index of its current answer, and that answer's tokens so
-    far.
-    """
+    """State of a row: its document, its current answer's index and tokens so far."""
 
     document: int
     slot: int
@@ -296,9 +294,7 @@ class _DocumentDecoder(Decoder):
         return row._replace(written=(*row.written, token))
 
     def _next_input(self, row: _Row) -> tuple[int, int, int, int, int]:
-        """Return the model input of a row: (id, sub id, position, segment, segments of the
-        document).
-        """
+        """Return a row's model input: (id, sub id, position, segment, number of segments)."""
         prompt = self._batch.prompts[row.document]
         place = len(row.written), prompt.encoded.answers[row.slot].segment, prompt.num_segments
         if not row.written:
