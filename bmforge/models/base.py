@@ -1,4 +1,4 @@
-"""What every family inherits: build, initialise, load and save, on any layout.
+"""Base class of all model families: build, initialize, load and save, on any layout.
 
 Building, loading and initialising are separate: ``from_config(cfg, device="meta")``, then
 `parallel.parallelize`, then `load_weights_` or `init_weights_`, which touch only this process's

@@ -1,4 +1,4 @@
-"""What drawing, loading and plans ask of a model, with the answers of the native families."""
+"""Interface of a model for initialization, loading and planning, with the families' defaults."""
 
 from __future__ import annotations
 

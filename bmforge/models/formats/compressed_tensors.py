@@ -51,12 +51,12 @@ class _Parts:
 
 @dataclass(frozen=True)
 class Compression:
-    """How a checkpoint is compressed.
+    """Quantization scheme of a compressed-tensors checkpoint.
 
     Args:
-        bits: of packed integers.
+        bits: bits per packed integer.
         group_size: inputs that share a scale; 0: those of a row.
-        rounds_tokens: whether activations are rounded to 8 bits, token by token.
+        rounds_tokens: True if activations are quantized to 8 bits per token.
         symmetric: False for weights with zero points.
     """
 
@@ -76,10 +76,10 @@ def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_compression(directory: Path) -> Compression | None:
-    """Return how a directory's weights are compressed; None where it is not in this format.
+    """Return the scheme of a directory's weights; None if it is not in this format.
 
     Raises:
-        ConfigError: compressed in a way that is not read.
+        ConfigError: an unsupported scheme.
     """
     return _find(read_raw_config(directory))
 
@@ -229,7 +229,7 @@ class CompressedLinears:
         target.copy_((integers * scales[..., None]).flatten(1)[:, columns])
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the scheme of ours that a layer's integers fit; None where none does."""
+        """Return the QuantSpec equivalent to a layer's quantization; None if there is none."""
         stem, columns = name.removesuffix(".weight"), self.shapes[name][1]
         groups = self._shape(stem, "scale")[1]
         group, bits = columns // groups, self._kinds[name].bits
@@ -243,7 +243,7 @@ class CompressedLinears:
             wide = QuantSpec(bits, group, False, activations, scale_dtype="float32")  # type: ignore[arg-type]
             return wide if wide.fits(columns) else None
         is_half = self.files[scale].dtype(scale) == torch.float16
-        if not is_half:  # such as fit in 16 bits may be kept in them
+        if not is_half:  # 16-bit scales lose nothing if the values fit
             values = self._read_whole(scale).float()
             is_half = bool(group) and torch.equal(values.half().float(), values)
         spec = QuantSpec(
@@ -255,7 +255,7 @@ class CompressedLinears:
         return spec if spec.fits(columns) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
-        """Return the integers of whole rows as they are stored.
+        """Return the stored integers of whole rows.
 
         Args:
             name: published name of a layer's weight.
@@ -325,7 +325,7 @@ def pack_words(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return the integers of words, those behind the last column too.
+    """Return the integers in packed words, padding columns included.
 
     Shape:
         words: (rows, words) int32; returns (rows, columns) int8

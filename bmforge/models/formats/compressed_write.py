@@ -1,7 +1,7 @@
-"""Writing quantised models in vLLM's compressed-tensors format; see `compressed_tensors.py`.
+"""Writes quantized models in vLLM's compressed-tensors format; see `compressed_tensors.py`.
 
-What others open: transformers and vLLM. Linear layers of blocks keep their integers; what else is
-quantised (embedding, head) is written as the floats that it stands for.
+transformers and vLLM open the result. Linear layers of blocks keep their integers; other quantized
+modules (embedding, head) are written as dequantized floats.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _RENAMED_MODULES = ("ViT",)
 def save_compressed(
     model: Any, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
 ) -> Path:
-    """Write a quantised model so that transformers and vLLM open it; return the directory.
+    """Write a quantized model that transformers and vLLM can open; return the directory.
 
     Args:
-        model: of ours, in one process, with layers that were quantised (`quantize`). Whole rows
-            that are multiplied with tokens of 8 bits are written with these; all else is weights
-            alone, as ``activations="float"`` has them and groups are close to.
-        directory: made when it does not exist.
-        overwrite: replace weights that are already there.
-        max_file_bytes: size above which the weights are divided over several files.
+        model: bmforge model in one process, with quantized layers (`quantize`). Layers with one
+            scale per row and int8 activations are written with 8-bit activations per token; all
+            others as weight-only quantization, which equals ``activations="float"``.
+        directory: output directory; created if it does not exist.
+        overwrite: replace existing weights.
+        max_file_bytes: maximum file size; larger weights are split over several files.
 
     Raises:
-        ConfigError: nothing is quantised, or in a way, or in a family, that the format has not.
-        CheckpointError: the directory holds weights already and `overwrite` is off.
+        ConfigError: nothing is quantized, or the scheme or family is unsupported by the format.
+        CheckpointError: the directory has weights already and `overwrite` is off.
     """
     out = Path(directory)
     if has_weights(out) and not overwrite:
@@ -93,10 +93,10 @@ def check_compressed(model: Any) -> None:
 
 
 class _Source:
-    """Gives what the format has of a model: a packed layer, or a published tensor, at a time.
+    """Reads a model as tensors of the format: one packed layer, or one published tensor, at a time.
 
     Attributes:
-        stems: owner -> the published name of its layer, of all that is packed.
+        stems: owner -> published name, for all packed layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -109,7 +109,7 @@ class _Source:
                 self.stems[owner] = theirs.removesuffix(".packed")
 
     def places(self) -> list[str]:
-        """Return owners of what is packed, and published names of the rest."""
+        """Return the owners of packed layers, and the published names of all other tensors."""
         found: dict[str, None] = {}
         for theirs, rules in self._groups.items():
             owner, _, key = rules[0].ours.rpartition(".")
@@ -169,7 +169,7 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
 
 
 def _storage_problems(store: QuantizedLinear) -> list[str]:
-    """Return what a packed layer holds that the format cannot."""
+    """Return the features of a packed layer that the format does not support."""
     spec, problems = store.spec, []
     if spec.outlier_ratio:
         problems.append("has outliers in 16 bits")

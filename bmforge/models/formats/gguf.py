@@ -1,7 +1,7 @@
-"""GGUF files as checkpoints: their tensors, by the places in the file, as values of torch's dtypes.
+"""Reads GGUF files as checkpoints: their tensors, by slices, as values of torch's dtypes.
 
-`gguf_header` (ground floor) reads what a file says; `gguf_config` makes a config of it, and
-`gguf_names` says which tensor is which of ours; `gguf_blocks` turns stored blocks into values.
+`gguf_header`, the lowest layer, parses the header; `gguf_config` derives a config from it, and
+`gguf_names` maps tensor names; `gguf_blocks` decodes quantized blocks.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from bmforge.nn.packing import QuantSpec
 
 __all__ = ["GgufFile"]
 
-# Stored bytes that are turned into values at a time.
+# Stored bytes that are decoded at a time.
 _CHUNK_BYTES = 1 << 20
-# A row vector that we hold as a matrix of one row.
+# A vector that bmforge stores as a matrix of one row.
 _ROW_MATRIX = ".ffn_gate_inp_shexp.weight"
 
 
 class GgufFile(CheckedFile):
-    """One GGUF file; see `TensorFile`. Nothing is read of a tensor until asked for.
+    """One GGUF file; see `TensorFile`. Tensors are read lazily.
 
-    Names are the file's, dims in torch's order, rows of query and key in the order of ours.
+    Names are the file's, dims in torch's order, rows of query and key in bmforge's order.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        CheckpointError: the file is damaged, or its architecture is not one of ours.
+        CheckpointError: the file is damaged, or its architecture is unsupported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class GgufFile(CheckedFile):
         return FLOAT_KINDS.get(self.kind(name), torch.float32)
 
     def rules_for(self, model: Any) -> list[WeightRule]:
-        """Return which of these tensors are which of a model's."""
+        """Return the rules that map these tensors to a model's."""
         return find_rules(self.architecture.name, model)
 
     def head_names(self) -> set[str]:
@@ -97,15 +97,15 @@ class GgufFile(CheckedFile):
             flat[first : first + step] = read_values(kind, stored)[:, last]
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the scheme of ours that a quantised matrix is stored by; None for floats."""
+        """Return the QuantSpec equivalent to a matrix's quantization; None for floats."""
         spec = SPECS.get(self.kind(name))
         return spec if spec is not None and spec.fits(self._shape(name)[-1]) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
-        """Return the quantised values of a slice as they are stored.
+        """Return the stored quantized values of a slice.
 
         Args:
-            name: of a quantised tensor.
+            name: name of a quantized tensor.
             slices: one per dim; the last takes whole rows.
 
         Shape:
@@ -138,7 +138,7 @@ class GgufFile(CheckedFile):
         return (*shape, 1) if len(shape) == 1 and self._head_dims[name] else shape
 
     def _find_rows(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, slice]:
-        """Return the numbers of the stored rows that hold a slice, and what is wanted of each."""
+        """Return the indices of the stored rows in a slice, and the part needed of each."""
         shape = self._row_shape(name)
         if len(shape) > len(slices):
             slices = (*slices, slice(0, 1))

@@ -1,8 +1,8 @@
-"""The stored values of a GGUF file: blocks of bytes -> integers, scales and minima -> values.
+"""Decodes the blocks of a GGUF file: bytes -> integers, scales and minima -> values.
 
-Every quantised kind is the same in the end: a group of neighbours q with one scale and, in some,
-one minimum, that stand for ``scale * q + minimum`` in fp32. The kinds differ in how wide the groups
-are and how bits lie in the block.
+Every quantized kind reduces to the same form: a group of adjacent integers q with one scale and, in
+some, one minimum; their values are ``scale * q + minimum`` in fp32. The kinds differ in group width
+and bit layout.
 
 Source: the block layouts of ggml-org/ggml (``ggml-common.h``).
 """
@@ -23,8 +23,8 @@ __all__ = ["FLOAT_KINDS", "SPECS", "Groups", "read_values", "unpack_blocks"]
 
 FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# Stored kind -> the scheme of ours that holds the same integers, scales and minima. Those of five
-# and six bits lie in eight, and scales that are products in fp32.
+# Stored kind -> QuantSpec with the same integers, scales and minima. Integers of five and six bits
+# are stored in eight, and scales that are products in fp32.
 SPECS = {
     "Q4_0": QuantSpec(4, 32),
     "Q4_1": QuantSpec(4, 32, symmetric=False),
@@ -50,7 +50,7 @@ class Groups(NamedTuple):
     minima: Tensor | None
 
     def values(self) -> Tensor:
-        """Return what they stand for: (R, G * W) in fp32."""
+        """Return the dequantized values, (R, G * W) in fp32."""
         out = self.integers.float().mul_(self.scales[..., None])
         if self.minima is not None:
             out.add_(self.minima[..., None])

@@ -1,10 +1,10 @@
-"""A model's config in the metadata of a GGUF file, as data: which key is which field.
+"""Converts the metadata of a GGUF file to a model's config, by tables of keys and fields.
 
-Reading gives what config.json would say, so that the families' own strict reading follows. What a
-file says of its architecture and no table names is handed on under its own name, and refused there.
+The result has the form of config.json, which the families then validate. Metadata of the
+architecture that is in no table is passed on under its own name, and refused there.
 
-Source: ``constants.py`` of the ``gguf`` package (Keys); which defaults an architecture implies is
-from llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
+Source: ``constants.py`` of the ``gguf`` package (Keys); the defaults that an architecture implies
+are from llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _T5 = {
     _RMS: "layer_norm_epsilon",
     "decoder_start_token_id": "decoder_start_token_id",
 }
-# Metadata that may be left out, and what it is then.
+# Optional metadata -> its default.
 _OPTIONAL = {
     "attention.head_count_kv": "attention.head_count",
     "decoder_block_count": "block_count",
@@ -70,7 +70,7 @@ _OPTIONAL = {
     "decoder_start_token_id": None,
     "feed_forward_length": None,
 }
-# Metadata of an architecture that says nothing new, or nothing that changes numbers.
+# Metadata of an architecture that is redundant, or does not affect the outputs.
 _SAID_ELSEWHERE = (
     *("vocab_size", "tensor_data_layout", "pooling_type"),
     "rope.scaling.finetuned",
@@ -81,17 +81,17 @@ _Sizes = dict[str, tuple[str, int]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one of GGUF's architectures is one of our families.
+    """Mapping of a GGUF architecture to a bmforge family.
 
     Args:
-        name: ours; GGUF's `general.architecture` but for Mixtral, which is "llama" there.
+        name: bmforge's name; GGUF's `general.architecture` except for Mixtral, which is "llama".
         kind: `general.architecture`.
         raw: fields of config.json that it implies.
         keys: metadata key without the architecture -> field of config.json.
         sizes: fields of config.json that are sizes of tensors.
-        alone: metadata keys with the one value that is computed.
-        permutes: the rows of query and key are in another order; see `gguf_names.is_permuted`.
-        rotary: has rotary positions of its own base.
+        alone: metadata keys with the only supported value.
+        permutes: True if rows of query and key are permuted; see `gguf_names.is_permuted`.
+        rotary: True if it has rotary positions with a base of its own.
     """
 
     name: str
@@ -183,10 +183,10 @@ ARCHITECTURES = {one.name: one for one in _LIST}
 
 
 def find_architecture(header: GgufHeader) -> Architecture:
-    """Return what a file's model is.
+    """Return the architecture of a file's model.
 
     Raises:
-        CheckpointError: an architecture that no family computes, or none is named.
+        CheckpointError: an unsupported architecture, or none is named.
     """
     kind = header.metadata.get("general.architecture")
     known = sorted({one.kind for one in _LIST})
@@ -202,7 +202,7 @@ def find_architecture(header: GgufHeader) -> Architecture:
 
 
 def read_gguf_config(path: str | Path) -> dict[str, Any]:
-    """Return what the config.json of a GGUF file's model would hold.
+    """Return the equivalent of config.json for a GGUF file's model.
 
     Raises:
         CheckpointError: the file is damaged, of an unknown architecture, or lacks a size.
@@ -211,7 +211,7 @@ def read_gguf_config(path: str | Path) -> dict[str, Any]:
 
 
 def to_raw(header: GgufHeader) -> dict[str, Any]:
-    """Return what config.json would hold; see `read_gguf_config`."""
+    """Return the equivalent of config.json; see `read_gguf_config`."""
     found = find_architecture(header)
     own = _Metadata(header, found.kind)
     raw: dict[str, Any] = dict(found.raw)
@@ -249,7 +249,7 @@ SAMPLING_KEYS = {
 
 
 def _read_generation(header: GgufHeader) -> dict[str, Any]:
-    """Return what generation_config.json would hold: end tokens and sampling options."""
+    """Return the equivalent of generation_config.json: end tokens and sampling options."""
     metadata = header.metadata
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     fields: dict[str, Any] = {
@@ -283,14 +283,14 @@ class _Metadata:
         return [k.removeprefix(prefix) for k in self.header.metadata if k.startswith(prefix)]
 
     def number(self, key: str, default: Any = None) -> Any:
-        """Return a number, or a flag; what may be left out is None, or the default, then."""
+        """Return a number or a flag; for a missing optional key None or the default."""
         self.taken.add(key)
         value = self.header.metadata.get(f"{self.kind}.{key}", default)
         if value is None and key in _OPTIONAL:
             other = _OPTIONAL[key]
             return None if other is None else self.number(other)
         if isinstance(value, int | float) and 0 <= value < _MAX_NUMBER:
-            # The shortest number with these 32 bits is the one that was meant.
+            # The shortest decimal with this fp32 value is the original config value.
             return float(str(np.float32(value))) if isinstance(value, float) else value
         raise CheckpointError(
             f"{str(self.header.path)!r} has {self.kind}.{key}={value!r}; needed is one number from "
@@ -308,7 +308,7 @@ class _Metadata:
         return found.shape[dim]
 
     def check_heads(self, raw: dict[str, Any], found: Architecture) -> None:
-        """Fill in the heads' width, and leave what contradicts it to be refused."""
+        """Fill in the head size; contradictory fields are kept, so that they are refused later."""
         heads, width = self.number("attention.head_count"), self.number("embedding_length")
         if type(heads) is not int or heads < 1:
             raise CheckpointError(f"{str(self.header.path)!r} has {heads} attention heads.")
@@ -345,7 +345,7 @@ class _Metadata:
                 )
 
     def rest(self) -> dict[str, Any]:
-        """Return what was not asked for and may change numbers, by its own name."""
+        """Return the unread metadata that may affect the outputs, by its own name."""
         out = {}
         for key in self.names():
             value = self.header.metadata[f"{self.kind}.{key}"]
@@ -360,7 +360,7 @@ _TENSOR_SIZES = ("expert_feed_forward_length", "expert_shared_feed_forward_lengt
 
 
 def _leave(raw: dict[str, Any], own: _Metadata) -> None:
-    """Nothing more is to be read."""
+    """Read no further fields."""
 
 
 def _llama(raw: dict[str, Any], own: _Metadata) -> None:
@@ -369,7 +369,7 @@ def _llama(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
-    """Undo what the file has worked out: factors on residuals and logits."""
+    """Convert the file's precomputed factors on residuals and logits back to config fields."""
     raw["scale_depth"] *= math.sqrt(raw["num_hidden_layers"])
     if not raw["dim_model_base"] > 0:
         raise CheckpointError(f"{str(own.header.path)!r} has a minicpm.logit_scale of no use.")

@@ -33,25 +33,25 @@ def export_gguf(
     allow_unknown: tuple[str, ...] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Write a model as a GGUF file that llama.cpp and its kin run.
+    """Write a model as a GGUF file for llama.cpp and compatible runtimes.
 
-    Written are Llama, Qwen2, Qwen3, their models of experts, Mixtral, MiniCPM, GPT-2, GPT-J, T5 and
+    Supported are Llama, Qwen2, Qwen3, their MoE models, Mixtral, MiniCPM, GPT-2, GPT-J, T5 and
     the body of a BERT.
 
     Args:
         model: one of ours, or its directory, GGUF file, hub id or short name.
-        path: of the file to write; ends in ``.gguf``.
-        kind: of the matrices: "f32", "f16", "bf16", "q8_0" or "q4_0".
-        tokenizer: to write with the model; None takes the directory's, where it has one.
+        path: output file; ends in ``.gguf``.
+        kind: tensor type of the matrices: "f32", "f16", "bf16", "q8_0" or "q4_0".
+        tokenizer: tokenizer to include; None uses the directory's, if there is one.
         allow_unknown: config fields to accept unread.
-        overwrite: replace a file that is there.
+        overwrite: replace an existing file.
 
     Returns:
         the path.
 
     Raises:
-        CheckpointError: the file is there, the source is damaged, or values do not fit the kind.
-        ConfigError: no such source, or a model or tokenizer that GGUF cannot say.
+        CheckpointError: the file exists, the source is damaged, or values do not fit the kind.
+        ConfigError: no such source, or a model or tokenizer that GGUF cannot represent.
         MissingDependencyError: `gguf` is not installed.
     """
     check_target(Path(path), kind, overwrite)

@@ -1,6 +1,6 @@
-"""How our tensors are called in GGUF files: one table for all decoders, one for T5, one for BERT.
+"""Tables of tensor names in GGUF files: one for all decoders, one for T5, one for BERT.
 
-In their first layers the names of all architectures agree, so a table needs no column per family.
+Names agree across architectures, so a table needs no column per family.
 
 Source: ``constants.py`` of the ``gguf`` package (MODEL_TENSORS, TENSOR_NAMES).
 """
@@ -18,7 +18,7 @@ from bmforge.models.weights import WeightRule, linear_rules
 
 __all__ = ["ROPE_TENSORS", "find_rules", "is_permuted", "permute_rows", "restore_rows"]
 
-# Factors on rotary frequencies: numbers of the config, kept as tensors.
+# Factors on rotary frequencies: config values stored as tensors.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _ATTENTION = {
@@ -111,15 +111,15 @@ _PERMUTED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 
 
 def is_permuted(name: str) -> bool:
-    """Tell whether this is a tensor whose rows some architectures hold in another order.
+    """Return True for Llama's query and key, whose rows some architectures permute.
 
-    Llama's query and key: there, the two dims that turn together are neighbours.
+    In these files the two dims of a rotary pair are adjacent.
     """
     return _PERMUTED.fullmatch(name) is not None
 
 
 def restore_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Return where in the file rows of ours lie, in a tensor with neighbours turned together.
+    """Return the row indices in the file of rows of ours, for a tensor with adjacent rotary pairs.
 
     Shape:
         rows: any, numbers of rows; returns the same
@@ -130,7 +130,7 @@ def restore_rows(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def permute_rows(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return a tensor of ours with the rows in the file's order.
+    """Return a tensor of ours with its rows in the file's order.
 
     Shape:
         tensor: (heads * head_dim, ...); returns the same

@@ -1,4 +1,4 @@
-"""Rotary scaling in GGUF files: keys of its own, and factors on the frequencies kept as tensors.
+"""Rotary scaling in GGUF files: metadata keys, and frequency factors stored as tensors.
 
 Source: llama.cpp's ``convert_hf_to_gguf.py`` (rope_freqs of Llama 3, rope_factors_* of longrope).
 """
@@ -28,18 +28,18 @@ _LLAMA3 = {
 def read_rope(header: GgufHeader, kind: str, head_dim: int) -> tuple[dict[str, Any], set[str]]:
     """Return config.json's rotary fields, and the metadata keys that they account for.
 
-    A key that is not among these changes llama.cpp's numbers in a way that no field expresses.
+    Any other key changes llama.cpp's outputs in a way that no config field expresses.
 
     Args:
-        header: of the file.
+        header: header of the file.
         kind: its architecture.
-        head_dim: number of rotated dimensions.
+        head_dim: number of rotary dims.
 
     Returns:
         the fields; keys without the architecture's name.
 
     Raises:
-        CheckpointError: a scaling type that is not supported, or a value that is no number.
+        CheckpointError: an unsupported scaling type, or a value that is not a number.
     """
     prefix = f"{kind}.rope."
     values = {
@@ -152,12 +152,12 @@ def _from_frequencies(
 
 
 def llama3_factors(head_dim: int, theta: float, scaling: dict[str, Any]) -> Tensor:
-    """Return what Llama 3's scaling divides every frequency by.
+    """Return the divisors of the rotary frequencies in Llama 3's scaling.
 
     Args:
-        head_dim: dims that are turned.
+        head_dim: number of rotary dims.
         theta: base of the frequencies.
-        scaling: config.json's fields of it.
+        scaling: rope scaling fields of config.json.
 
     Shape:
         returns (head_dim / 2,) in fp32

@@ -16,10 +16,10 @@ __all__ = ["describe_plain", "find_values"]
 
 
 def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
-    """Return what gives a tensor by its plain name; packed weights become numbers then.
+    """Return a function that reads a tensor by its plain name, packed weights dequantized.
 
     Raises:
-        ConfigError: packed weights are to be rounded to as few bits again.
+        ConfigError: packed weights would be quantized to 4 bits again.
     """
     tensors = persistent_tensors(model)
     stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}

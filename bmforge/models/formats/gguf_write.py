@@ -1,7 +1,7 @@
-"""Writing models as GGUF files, with the `gguf` package, so that llama.cpp and its kin run them.
+"""Writes models as GGUF files for llama.cpp, with the `gguf` package.
 
-What the file says is read back, before a tensor is written, by what reads such files here: a config
-that it cannot say is refused, and named.
+The metadata is read back by bmforge's own reader before any tensor is written: a config that GGUF
+cannot represent is refused, and the fields are named.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["GgufType", "write_gguf"]
 
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
-# Tensors that llama.cpp wants in fp32, besides rows of numbers.
+# Tensors that llama.cpp requires in fp32, besides vectors.
 _KEPT_WIDE = ("ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
 _CHUNK_VALUES = 1 << 22
 _QUANTIZATION_VERSION = 2
@@ -58,19 +58,19 @@ def write_gguf(
     tokens: dict[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model as a GGUF file: beside its place first, and renamed when it is whole.
+    """Write a model as a GGUF file, atomically: to a temporary file that is renamed at the end.
 
     Args:
-        model: of a family that GGUF has, unchanged but for packed weights.
-        path: ends in ``.gguf``.
-        kind: of matrices; vectors, routers and position tables are fp32. With "q4_0" the head, or
-            the embedding where that is it, is "q8_0"; what has no whole blocks of 32 is "f16".
+        model: model of a family that GGUF supports, unchanged except for packed weights.
+        path: output file; ends in ``.gguf``.
+        kind: tensor type of matrices; vectors, routers and position tables are fp32. With "q4_0"
+            the head, or a tied embedding, is "q8_0"; rows not divisible by 32 are "f16".
         tokens: metadata of the tokenizer; None writes none.
-        overwrite: replace a file that is there.
+        overwrite: replace an existing file.
 
     Raises:
-        CheckpointError: the file is there, or a tensor has values beyond the range of fp16.
-        ConfigError: another ending, an unknown kind, or a model that GGUF cannot say.
+        CheckpointError: the file exists, or a tensor has values beyond the range of fp16.
+        ConfigError: another file ending, an unknown kind, or a model that GGUF cannot represent.
         MissingDependencyError: `gguf` is not installed.
 
     Memory: one tensor, its stored form, and some rows in fp32.
@@ -117,10 +117,10 @@ def check_target(out: Path, kind: str, overwrite: bool) -> None:
 
 
 def _find(model: Model) -> Architecture:
-    """Return the architecture that a model is written as.
+    """Return the GGUF architecture of a model.
 
     Raises:
-        ConfigError: none, or the model is not what the files hold.
+        ConfigError: there is none, or the model was changed in a way that files cannot represent.
     """
     kind = model.config.to_hf()["model_type"]
     kind = {"mt5": "t5"}.get(kind, kind)
@@ -149,7 +149,7 @@ def _stem(found: Architecture) -> str:
 
 
 def _metadata(model: Model, found: Architecture) -> dict[str, Any]:
-    """Return what the file says of the model, and, as "tensors", what it says in tensors."""
+    """Return the metadata of the file and, as "tensors", the metadata stored as tensors."""
     config = model.config
     said = {
         **config.to_hf(),
@@ -170,7 +170,7 @@ def _metadata(model: Model, found: Architecture) -> dict[str, Any]:
 
 
 def _more(found: Architecture, said: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """Return what an architecture's metadata has besides the fields of its table."""
+    """Return an architecture's metadata that is not in its table of fields."""
     if found.name == "minicpm":
         return {
             "residual_scale": said["scale_depth"] / math.sqrt(said["num_hidden_layers"]),
@@ -196,21 +196,21 @@ def _typed(key: str, value: Any) -> Any:
 def _split_groups(
     rules: list[WeightRule],
 ) -> tuple[dict[str, list[WeightRule]], list[str]]:
-    """Return what goes into the file, and the names of ours that have no place there."""
+    """Return the tensors to write, and our names without an equivalent in the file."""
     groups = group_by_source(rules)
     kept = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
     return kept, [g[0].ours for name, g in groups.items() if name not in kept]
 
 
 class _Plan:
-    """What is written as which tensor.
+    """Mapping of a model's tensors to tensors of the file.
 
     Args:
-        model: whose tensors they are.
+        model: model to write.
         found: its architecture.
-        groups: name in the file -> the rules of what it is made of.
-        kind: asked for.
-        values: gives a tensor by its name.
+        groups: name in the file -> rules of its source tensors.
+        kind: requested tensor type.
+        values: function that returns a tensor by its name.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class _Plan:
 
 def _check_said(model: Model, found: Architecture, values: dict[str, Any], plan: _Plan) -> None:
     """Raise where the file would be read as another model than this."""
-    # Scaling that lies in tensors is not there yet; it says itself whether it can be said.
+    # Scaling stored in tensors is not written yet; `write_rope` checks it.
     tensors = {n: t for n, t in plan.places().items() if n not in ROPE_TENSORS}
     if plan.extra:
         values = {key: value for key, value in values.items() if ".rope.scaling." not in key}

@@ -30,7 +30,7 @@ _METHODS = ("gptq", "awq")
 # Which of eight neighbouring outputs each nibble of AWQ's int32 holds, the lowest nibble first.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = ("qweight", "qzeros", "scales")
-# Fields that say how the integers were found or are computed with, not what the tensors hold.
+# Fields about calibration or kernels, which do not affect the meaning of the tensors.
 _WITHOUT_EFFECT = frozenset(
     [
         "damp_percent",
@@ -112,13 +112,13 @@ _READ = frozenset(
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint's integers lie.
+    """Layout of a checkpoint's packed integers.
 
     Args:
         method: "gptq" or "awq".
-        bits: of an integer: 4, or with GPTQ 8.
+        bits: bits per integer: 4, or with GPTQ 8.
         group_size: inputs that share a scale; -1 for all.
-        zero_offset: what is added to the stored zeros.
+        zero_offset: offset added to the stored zero points.
     """
 
     method: str
@@ -229,9 +229,9 @@ class PackedLinears:
         target.copy_(((values - zeros[of]).float() * scales[of]).t())
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the scheme of ours that a layer's integers fit; None where none does.
+        """Return the QuantSpec equivalent to a layer's quantization; None if there is none.
 
-        Without minima where every zero is the middle of the integers.
+        It is symmetric if every zero point is the middle of the integer range.
         """
         if name not in self._specs:
             self._specs[name] = self._find_spec(name)
@@ -252,10 +252,10 @@ class PackedLinears:
         return spec if spec.fits(columns) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
-        """Return the integers of whole rows as they are stored.
+        """Return the stored integers of whole rows.
 
         Args:
-            name: of a layer that has a `stored_spec`.
+            name: name of a layer that has a `stored_spec`.
             slices: rows, and all columns.
         """
         values, zeros, scales = (part.t() for part in self._read_parts(name, slices))

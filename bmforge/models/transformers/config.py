@@ -79,7 +79,7 @@ class TransformersConfig(ModelConfig):
     alone interprets.
 
     Args:
-        model_type: of config.json.
+        model_type: `model_type` in config.json.
         source: contents of config.json as JSON text.
         learned_positions: the model has a table of positions, which limits the input length.
         gated: the MLP has a gate.

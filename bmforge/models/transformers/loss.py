@@ -137,17 +137,17 @@ def head_loss(
     labels: Tensor | None,
     num_items: float | Tensor | None,
 ) -> Tensor:
-    """Return the loss of a model that is no causal language model.
+    """Return the loss of a model other than a causal language model.
 
     Args:
         foreign: the transformers model.
         config: its `TransformersConfig`.
         given: arguments of the call, without labels.
-        labels: as transformers takes them; of images and text shifted here.
+        labels: labels in transformers' form; those of image-text models are shifted here.
         num_items: divisor of the summed loss; None gives the mean.
 
     Raises:
-        ConfigError: a head for which there is no loss.
+        ConfigError: a head without a known loss.
     """
     if config.head == "question_answering":
         starts, ends = given.pop("start_positions"), given.pop("end_positions")

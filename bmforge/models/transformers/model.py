@@ -82,7 +82,7 @@ class TransformersModel(Model):
 
     Args:
         config: a `TransformersConfig`, read from a directory.
-        dtype: of the parameters; tensors that transformers keeps in fp32 stay so.
+        dtype: dtype of the parameters; tensors that transformers keeps in fp32 stay so.
     """
 
     config_class = TransformersConfig
@@ -206,13 +206,13 @@ class TransformersModel(Model):
         return bool(body) and not name.startswith(f"{body}.")
 
     def initial_value(self, name: str) -> Tensor | None:
-        """Return the value that the constructor computes for a tensor; None where it is drawn."""
+        """Return the value that the constructor computes for a tensor; None if it is random."""
         return self._constructed.get(name)
 
     # --- layouts
 
     def layout_rules(self) -> LayoutRules:
-        """Return where ZeRO and recomputation find blocks.
+        """Return the layout rules: the blocks that ZeRO and recomputation use as units.
 
         Without `stacks` and tensor cuts, pipelines and tensor parallelism are refused by name.
         """
@@ -232,7 +232,7 @@ class TransformersModel(Model):
         return [name for name in self._linear if name not in uncalled]
 
     def uncalled(self, names: Collection[str]) -> list[str]:
-        """Return those of some modules whose forward is never called."""
+        """Return the given modules whose forward is never called."""
         idle = self.behavior.idle
         return [name for name in names if general_name(name) in idle]
 

@@ -1,8 +1,8 @@
-"""Where each parameter of a transformers model is stored in its checkpoints.
+"""Maps each parameter of a transformers model to its stored tensors in checkpoints.
 
-transformers 5 renames, splits and merges tensors when it loads and saves. What it does on saving is
-run once on meta tensors, whose views tell offset, shape and strides: so every stored tensor becomes
-a box of one parameter, or a concatenation of such boxes, and can be read and written by slices.
+transformers 5 renames, splits and merges tensors when it loads and saves. Its saving code is run
+once on meta tensors, whose views reveal offset, shape and strides: so every stored tensor becomes a
+box of one parameter, or a concatenation of such boxes, and can be read and written by slices.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BoxRule(WeightRule):
         return tuple(slices)
 
     def _overlap(self, dim: int, box: Box) -> tuple[int, int]:
-        """Return which elements of the stored dim fall into a box of ours: first, last + 1."""
+        """Return the range of the stored dim inside a box of ours: first, last + 1."""
         start, stop, step, _ = self.box[dim]
         low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
         first = max(0, -(-(low - start) // step))
@@ -88,7 +88,7 @@ class BoxRule(WeightRule):
 
     @property
     def is_renaming(self) -> bool:
-        """Return False: the stored tensor is not ours as it is."""
+        """Return False: the stored tensor differs from ours."""
         return False
 
     def to_source(self, whole: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ class StoredNames:
     """The name map of one model.
 
     Args:
-        rules: of all stored tensors.
-        opaque: stored tensors that are no boxes of ours, which files can neither fill nor take.
+        rules: rules of all stored tensors.
+        opaque: stored tensors that are no boxes of ours, and can be neither read nor written.
     """
 
     rules: tuple[WeightRule, ...]
@@ -142,8 +142,8 @@ class StoredNames:
         """Return the rules of the tensors that a model holds, in their order.
 
         Args:
-            names: of its tensors.
-            changed: those that published checkpoints have no place for.
+            names: names of the model's tensors.
+            changed: names of tensors without an equivalent in published checkpoints.
 
         Raises:
             ConfigError: a tensor is stored in a form that bmforge cannot slice.
@@ -162,7 +162,7 @@ class StoredNames:
         return out
 
     def _incomplete(self, names: set[str], changed: Collection[str]) -> set[str]:
-        """Return the stored tensors that need one of ours that is not there any more."""
+        """Return the stored tensors that need a tensor of ours that was removed or changed."""
         return {r.theirs for r in self.rules if r.ours not in names or r.ours in changed}
 
     def _own_name(self, name: str, rules: Mapping[str, list[WeightRule]]) -> str:
@@ -174,7 +174,7 @@ class StoredNames:
 
 
 def find_stored_names(module: Any) -> StoredNames:
-    """Return where the checkpoints of a transformers model store its parameters.
+    """Return the map between a transformers model's parameters and the tensors in its checkpoints.
 
     Args:
         module: the model, with its parameters on meta.
@@ -215,7 +215,7 @@ def _owners(
 def _rules_of(
     theirs: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
-    """Return the rules of one stored tensor; None where it is no box of ours."""
+    """Return the rules of one stored tensor; None if it is no box of ours."""
     if id(tensor) in tracking.joined:
         _, members, dim = tracking.joined[id(tensor)]
         return _rules_of_parts(theirs, members, dim % tensor.dim(), owners, tracking)
@@ -255,7 +255,7 @@ def _rules_of_parts(
 def _find_box(
     view: Tensor, whole: Tensor
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], tuple[int, ...]] | None:
-    """Return the box of `whole`, which is contiguous, that a view of it is; None if it is none."""
+    """Return the box of the contiguous tensor `whole` that a view covers; None if it is none."""
     offset, starts = view.storage_offset(), []
     for stride in whole.stride():
         starts.append(offset // stride if stride else 0)
@@ -277,7 +277,7 @@ def _find_box(
 
 
 def _dim_of(size: int, stride: int, whole: Tensor, sizes: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return which dim of ours a dim of a view walks along."""
+    """Return the dim of our tensor that a dim of a view iterates over."""
     free = [dim for dim in range(whole.dim()) if not sizes[dim][3]]
     for dim in free:
         own = whole.stride(dim)

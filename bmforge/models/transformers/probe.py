@@ -34,19 +34,19 @@ _ATOL = 1e-4
 
 @dataclass(frozen=True)
 class Behavior:
-    """What the twin of an architecture did.
+    """Observed behavior of an architecture's twin.
 
     Args:
         head: "linear": logits are the output layer's result times `factor`; "own": the model
             computes logits position by position from its body's output; "whole": neither.
-        factor: multiplies the output layer's result.
-        packing: what keeps the documents of a packed row apart: "positions" that restart, a "mask"
-            of pairs; "" if nothing does.
-        caches: the cache continues a row exactly; else the whole row is computed again.
-        padding: how rows with padding on the left are continued exactly: a "mask" at every step, a
-            mask of the "prompt" only (recurrent layers), the "whole" row again; "" if they cannot.
+        factor: factor on the output layer's result.
+        packing: mechanism that separates the documents of a packed row: "positions" that restart, a
+            "mask" of pairs; "" for none.
+        caches: True if decoding with the cache is exact; else the whole row is computed again.
+        padding: input that makes decoding of left-padded rows exact: a "mask" at every step, a mask
+            of the "prompt" only (recurrent layers), the "whole" row again; "" for none.
         idle: general names of the modules that a forward never calls.
-        reason: why the twin could not be built; "" if it could.
+        reason: error that prevented building the twin; "" for none.
     """
 
     head: str = "whole"
@@ -141,7 +141,7 @@ def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> 
 
 
 def _find_packing(twin: Any, ids: Tensor) -> str:
-    """Return what keeps two documents of a packed row apart."""
+    """Return the mechanism that separates two documents of a packed row."""
     first = 7
     documents = (torch.arange(_TOKENS) >= first).long()[None]
     positions = torch.cat((torch.arange(first), torch.arange(_TOKENS - first)))[None]

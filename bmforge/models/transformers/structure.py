@@ -1,4 +1,4 @@
-"""What a transformers model consists of: body, output layer, stacks of blocks, arguments."""
+"""Finds the structure of a transformers model: body, output layer, stacks of blocks, arguments."""
 
 from __future__ import annotations
 
