@@ -250,15 +250,14 @@ class Attention(nn.Module):
         spec: the other hyperparameters.
 
     Attributes:
-        enter: what `x`, and
-        enter_memory: what `memory` goes through first, and
-        mix: what weighs the values; a layout that cuts heads or tokens puts its own here.
-        thin: what the heads' results, side by side, go through before `o_proj`: a gate of heads.
-        thin_dims: likewise, after it, and
-        thin_query: what queries go through before they are turned: a gate of heads' width.
-        head_share: which share of the heads is here, and how many shares there are; likewise.
-        prefix: None, or a module that returns keys and values to put before all others; see
-            `nn.prefix`.
+        enter: function applied to `x` first; set by layouts that shard the projections.
+        enter_memory: function applied to `memory` first; set by these layouts too.
+        mix: attention function; set by layouts that shard heads or tokens.
+        thin: pruning gate of heads, applied to their concatenated outputs before `o_proj`.
+        thin_dims: pruning gate of head dims, applied after `thin`.
+        thin_query: pruning gate of head dims, applied to queries before rotary embedding.
+        head_share: (index, count) of the local shard of heads; set by layouts.
+        prefix: module that returns keys and values to prepend, or None; see `nn.prefix`.
 
     Shape:
         x: (B, T, D) -> (B, T, D)

@@ -65,12 +65,12 @@ class Block(nn.Module):
             the latter).
 
     Attributes:
-        agree: what is drawn for whole rows goes through it: processes that share them draw alike; a
-            layout puts its own here.
-        attn_share: None, or what takes x before and after attention to itself, its norm included,
-            and says what goes on: a gate of this half;
-        mlp_share: likewise of the MLP, and
-        block_share: of the whole block. Where the parts stand side by side, a half is what it adds.
+        agree: function applied to random values of whole rows, which makes the processes that share
+            a row use the same; set by layouts.
+        attn_share: pruning gate of attention with its norm: (x before, x after) -> x; or None.
+        mlp_share: pruning gate of the MLP, likewise; or None.
+        block_share: pruning gate of the whole block, likewise; or None. In parallel blocks the
+            gates of the sublayers get the added terms.
 
     Shape:
         x: (B, T, D) -> (B, T, D), and with experts the router's logits (B * T, E)

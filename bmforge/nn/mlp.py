@@ -96,8 +96,8 @@ class MLP(nn.Module):
         spec: the other hyperparameters.
 
     Attributes:
-        enter: what `x` goes through first; a layout that cuts the projections puts its own here.
-        thin: what goes into `down_proj` goes through it first: a gate of features.
+        enter: function applied to `x` first; set by layouts that shard the projections.
+        thin: pruning gate of features, applied to the input of `down_proj`.
 
     Shape:
         x: (..., D) -> (..., D)
