@@ -1,10 +1,10 @@
-"""Text in, batches out: collect, clean, tokenise, store and load a corpus.
+"""Training data: collect, clean, tokenize, store and load a corpus.
 
-Start reading at `prepare/run.py` (the whole way from files to token stores), then
-`load/packing.py` and `load/loader.py` (from a store to batches). `sources`, `clean` and
-`prepare/tokenise.py` are the steps of the preparation; `report` shows what it made; `store` is the
-file format; `load/order.py`, `load/mixture.py` and `load/prefetch.py` serve the loader; `tasks` are
-sets to fine-tune on.
+Start reading at `prepare/run.py` (from files to token stores), then `load/packing.py` and
+`load/loader.py` (from a store to batches). `sources`, `clean` and `prepare/tokenise.py` contain the
+steps of the preparation; `report` describes its result; `store` is the file format;
+`load/order.py`, `load/mixture.py` and `load/prefetch.py` are parts of the loader; `tasks` contains
+data sets for fine-tuning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Prepares a corpus on many machines with datatrove's executors, and converts filters and steps.
+"""Prepares a corpus on many machines with datatrove's executors; converts filters and steps.
 
-The shards of a stage are the tasks of a run of datatrove's: each does its part, and writes what
-came of it beside its files. Between two such runs one process takes that into the journal and does
-the stages that look at all documents. So the bytes are those of `prepare` on one machine, and after
-a kill the same call goes on. All machines must see the same files under the same paths.
+The shards of a stage are distributed over the tasks of a datatrove run; each task writes its
+results next to its files. After each such run, one process adds the results to the journal and runs
+the stages over all documents. So the output is byte-identical to that of `prepare` on one machine,
+and after a kill the same call resumes. All machines must see the same files under the same paths.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _DONE = "{:06d}.done"
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What is prepared, and on what.
+    """Settings of a preparation on a cluster.
 
     Args:
-        inputs: files or directories; None takes Python's own help topics.
-        out_dir: where the corpus comes to lie, on a disk that all machines see.
-        prepare: how; with its `workers` above 0 a task has a worker of its own, so that the limits
-            of time and memory hold.
-        steps: what documents go through after those of `prepare`.
-        tasks: most tasks of a run; a task does several shards where there are more of these.
-        at_once: tasks that run at a time; -1 is as many as there are cores, or as the queue lets.
-        options: further arguments of the executor, such as partition, time and mem_per_cpu_gb of
-            Slurm's.
+        inputs: files or directories; None uses Python's own help topics.
+        out_dir: output directory, on a file system that all machines share.
+        prepare: settings of the preparation; if its `workers` is above 0, each task runs a worker
+            process, so that the time and memory limits apply.
+        steps: additional steps, run after those of `prepare`.
+        tasks: largest number of tasks of a run; a task processes several shards if there are more.
+        at_once: number of concurrent tasks; -1 is the number of cores, or no limit in a queue.
+        options: further arguments of the executor, such as partition, time and mem_per_cpu_gb for
+            Slurm.
     """
 
     inputs: Paths | None
@@ -62,19 +62,20 @@ class ClusterConfig:
 def run_on_cluster(
     config: ClusterConfig, executor: Literal["local", "ray", "slurm"] = "local"
 ) -> PrepareReport | None:
-    """Prepare a corpus by datatrove's executors.
+    """Prepare a corpus with datatrove's executors.
 
     Args:
+        config: inputs, output and settings.
         executor: ``"local"`` for processes of this machine, ``"ray"`` for a Ray cluster, or
-            ``"slurm"``, which hands jobs to the queue, each waiting for the one before.
+            ``"slurm"``, which submits a chain of dependent jobs.
 
     Returns:
-        the report; None of Slurm's, where `prepare` with the same settings returns it at the end.
+        the report; None for Slurm, where `prepare` with the same settings returns it afterwards.
 
     Raises:
-        ConfigError: an executor that is not known, or settings that do not fit.
+        ConfigError: an unknown executor, or settings that do not fit.
         MissingDependencyError: the extra ``cluster`` is not installed.
-        DataError: a task could not do its part; its log is in ``OUT.cluster``.
+        DataError: a task failed; its log is in ``OUT.cluster``.
     """
     if executor not in _EXECUTORS:
         raise ConfigError(
@@ -112,8 +113,8 @@ def _make(
     tasks: int,
     before: Any = None,
 ) -> Any:
-    """Return an executor of some tasks, which wait for others."""
-    # Settings are in the name: what was done with others is not taken for done.
+    """Create a datatrove executor for `tasks` tasks that depends on another executor."""
+    # The name contains a hash of the settings, so that results of other settings are not reused.
     name = f"{type(run).__name__.strip('_').lower()}-{run.stage}-{run.job.name(run.stage)}"
     options = dict(config.options)
     if before is not None:
@@ -128,7 +129,7 @@ def _make(
 
 
 def _log_dir(config: ClusterConfig) -> Path:
-    """Return the directory of logs: a sibling of the corpus, whose work directory is removed."""
+    """Return the directory of logs, next to the corpus, as the work directory is removed."""
     out = Path(config.out_dir)
     return out.with_name(f"{out.name}.cluster")
 
@@ -150,7 +151,7 @@ def _find_executor(name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Job:
-    """What tasks are given: all they need to find the same plan and the same keys."""
+    """Description of the work for the tasks, from which each derives the same plan and keys."""
 
     config: ClusterConfig
 
@@ -159,7 +160,9 @@ class _Job:
         return plan_work(config.inputs, config.out_dir, config.prepare, config.steps)
 
     def keys(self) -> Keys:
-        """Return the keys of all parts; the plan is kept, so that tasks read no input for it."""
+        """Return the keys of all parts; the plan is saved, so that tasks do not read the inputs for
+        it.
+        """
         plan, steps, given = self._open()
         return make_keys(plan, self.config.prepare, steps, given)
 
@@ -168,7 +171,7 @@ class _Job:
         return self.keys().of(stage)[-1][:12]
 
     def spread(self, stage: str, rank: int, world: int) -> None:
-        """Do the parts of a stage that are a task's, and write what came of them."""
+        """Run the parts of a stage that belong to one task, and write their results."""
         plan, steps, given = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, given)
@@ -196,7 +199,7 @@ class _Job:
                 return
 
     def check(self, stage: str) -> None:
-        """Raise `DataError` where a part of a stage is not done."""
+        """Raise `DataError` if a part of a stage is not finished."""
         keys = self.keys().of(stage)
         with Journal(work_dir(self.config.out_dir), for_reading=True, trusting=True) as journal:
             left = [n for n, key in enumerate(keys) if journal.find(stage, n, key) is None]
@@ -209,26 +212,26 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Spread:
-    """A step of datatrove's that does the parts of a stage."""
+    """A datatrove pipeline step that runs the parts of a stage."""
 
     job: _Job
     stage: str
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Do those of one rank."""
+        """Run the parts of one rank."""
         self.job.spread(self.stage, rank, world_size)
 
 
 @dataclass(frozen=True)
 class _Join:
-    """A step of datatrove's that goes on behind a stage."""
+    """A datatrove pipeline step that collects the results of a stage."""
 
     job: _Job
     stage: str
     is_last: bool = False
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Do it; behind the last stage, all that is left."""
+        """Collect the results; after the last stage, finish the preparation."""
         self.job.join()
         if self.is_last:
             config = self.job.config
@@ -236,7 +239,7 @@ class _Join:
 
 
 class _StoppedError(Exception):
-    """The stages have come to parts that are not theirs to do."""
+    """Raised to stop the stages at parts that belong to other tasks."""
 
 
 def _stop(
@@ -253,7 +256,7 @@ def _stop(
 
 @dataclass(frozen=True)
 class _Some:
-    """Does a task's parts of one stage, and ends there."""
+    """Runner that runs a task's parts of one stage, and stops there."""
 
     stage: str
     rank: int
@@ -280,7 +283,7 @@ class _Some:
             and _read_done(self.folder, part.number, self.keys[part.number]) is None
         ]
         limits = Limits(config.document_seconds, config.worker_memory_bytes)
-        # What is blamed is left out of this part, which the journal is told with its result.
+        # Blamed entries are recorded with the result of the part that leaves them out.
         for number, result in run_parts(run, mine, min(config.workers, 1), limits, _forget):
             files = result.pop("files")
             record = {"key": self.keys[number], "files": files, "result": result}
@@ -290,11 +293,11 @@ class _Some:
 
 
 def _forget(number: int, blame: Blame) -> None:
-    """Keep nothing of it: the same task does the part again without that entry."""
+    """Ignore the blame: the same task runs the part again without that entry."""
 
 
 def _read_done(folder: Path, number: int, key: str) -> Any | None:
-    """Return what a task wrote of a part, if it is of this key and its files are there."""
+    """Return the result that a task wrote for a part, if its key matches and its files exist."""
     path = folder / _DONE.format(number)
     try:
         record = json.loads(path.read_bytes())
@@ -305,11 +308,11 @@ def _read_done(folder: Path, number: int, key: str) -> Any | None:
 
 
 def make_step(filter: Any) -> Step:
-    """Return a filter of datatrove's as a step of `prepare`.
+    """Convert a datatrove filter to a step of `prepare`.
 
     Args:
-        filter: has a method ``filter`` from a document to whether it is kept, or to that and why
-            not, as datatrove's `BaseFilter`.
+        filter: object with a method ``filter`` that returns True to keep a document, or that and a
+            reason, such as datatrove's `BaseFilter`.
     """
     name = str(getattr(filter, "name", type(filter).__name__))
     plain = "_".join("".join(c if c.isalnum() else " " for c in name).lower().split())
@@ -335,7 +338,7 @@ class _Filter:
 
 
 def make_filter(rules: str = "mixed") -> Callable[..., Iterator[Any]]:
-    """Return rules of ours as a step of datatrove's pipelines; why one is dropped is not kept.
+    """Convert filter rules to a datatrove pipeline step; the reasons of drops are not recorded.
 
     Args:
         rules: ``"english"``, ``"chinese"`` or ``"mixed"``.
@@ -348,7 +351,7 @@ class _Rules:
     judge: JudgeByRules
 
     def __call__(self, data: Iterable[Any], rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        """Yield the documents that the rules keep, with the text that they leave."""
+        """Yield the documents that pass the rules, with the remaining text."""
         for theirs in data:
             found = self.judge(Document(theirs.text, str(theirs.id)))
             if isinstance(found, Document):

@@ -1,7 +1,7 @@
-"""Pages from the web into web archives, politely: only where robots.txt and budgets let us.
+"""Web crawler that writes web archives, and respects robots.txt, delays and budgets.
 
-Start reading at `run.py`; `robots.py` reads robots.txt, `fetch.py` asks for one address,
-`sitemaps.py` finds addresses in sitemaps and feeds, `archive.py` writes what came.
+Start reading at `run.py`; `robots.py` reads robots.txt, `fetch.py` sends one request,
+`sitemaps.py` finds URLs in sitemaps and feeds, `archive.py` stores the pages.
 """
 
 from __future__ import annotations

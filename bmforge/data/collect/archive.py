@@ -1,7 +1,7 @@
-"""Stores collected pages in a web archive, and the outcome of each address in a journal.
+"""Stores collected pages in a web archive, and the outcome of each URL in a journal.
 
-A page is written, synced, and then spoken of in the journal, with where its record ends. After a
-kill, what stands behind the last end is cut off, and the addresses without a line are asked again.
+A page is written and synced, then recorded in the journal with the end offset of its record. After
+a kill, bytes after the last recorded end are truncated, and unrecorded URLs are requested again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Archive:
     """The archive in a directory; use as a context manager.
 
     Attributes:
-        known: the last line of each address.
+        known: last journal record of each URL.
 
     Raises:
-        ConfigError: another process collects there.
-        DataError: the journal is damaged, or the archive is shorter than it says.
+        ConfigError: another process writes to the archive.
+        DataError: the journal is damaged, or the archive is shorter than recorded.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Archive:
             raise ConfigError(f"another process collects in {str(folder)!r}") from error
 
     def _read_journal(self, path: Path) -> int:
-        """Take up what is there; return where the last record ends."""
+        """Load the journal; return the end offset of the last record."""
         lines = path.read_bytes()
         whole = lines.rfind(b"\n") + 1
         self._journal.truncate(whole)
@@ -85,7 +85,7 @@ class Archive:
         return end
 
     def add_page(self, url: str, response: Response, date: str) -> None:
-        """Append a response as a separately packed record."""
+        """Append a response as a separately compressed record."""
         block = response.head + response.body
         head = (
             "WARC/1.1\r\nWARC-Type: response\r\n"
@@ -100,7 +100,7 @@ class Archive:
         _sync(self._pages)
 
     def note(self, url: str, outcome: str, **known: Any) -> None:
-        """Write the line of an address: what became of it, and what is known of it."""
+        """Record the outcome and the metadata of a URL in the journal."""
         record = {"url": url, "outcome": outcome, "end": self._pages.tell(), **known}
         self._journal.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         _sync(self._journal)

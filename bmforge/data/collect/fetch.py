@@ -19,7 +19,7 @@ _OF_THE_WAY = ("transfer-encoding", "content-length", "connection")  # the body 
 
 
 class FetchError(Exception):
-    """A request without a usable response; the message says why."""
+    """A request without a usable response; the message has the reason."""
 
 
 class PrivateAddressError(FetchError):
@@ -31,8 +31,8 @@ class Response:
     """Response of a server.
 
     Attributes:
-        head: status line and headers, as they are written to an archive.
-        headers: by lower-case name.
+        head: status line and headers, as written to an archive.
+        headers: header values by lower-case name.
     """
 
     status: int
@@ -42,10 +42,10 @@ class Response:
 
 
 def find_address(host: str, port: int, is_private_allowed: bool) -> str:
-    """Return the address to connect to.
+    """Resolve a host to the IP address to connect to.
 
     Raises:
-        PrivateAddressError: one of the host's addresses is private, of this machine or reserved.
+        PrivateAddressError: one of the host's addresses is private, loopback or reserved.
         FetchError: the name does not resolve.
     """
     try:
@@ -69,7 +69,7 @@ def _is_public(address: str) -> bool:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """Connects to the address that was checked, whatever the name resolves to by then."""
+    """HTTP connection to the checked IP address, even if the name now resolves to another one."""
 
     address = ""
 
@@ -78,7 +78,7 @@ class _Pinned(http.client.HTTPConnection):
 
 
 class _PinnedTls(http.client.HTTPSConnection):
-    """The same, and the certificate must be the host's."""
+    """HTTPS connection to the checked IP address; the certificate must match the host name."""
 
     address = ""
 
@@ -96,15 +96,18 @@ def fetch(
     most_bytes: int,
     seconds: float,
 ) -> Response:
-    """Ask for an address; redirects are not followed.
+    """Send a GET request; redirects are not followed.
 
     Args:
-        most_bytes: of the body; a larger one is an error.
-        seconds: for all of it, however slowly the answer drips.
+        url: URL to request.
+        headers: request headers.
+        is_private_allowed: allow private addresses.
+        most_bytes: largest size of the body; a larger one is an error.
+        seconds: timeout of the whole request, even if the response trickles in.
 
     Raises:
         PrivateAddressError: see `find_address`.
-        FetchError: no answer, one that is no HTTP, too large, or too slow.
+        FetchError: no response, or one that is not HTTP, too large, or too slow.
     """
     parts = urlsplit(url)
     secure = parts.scheme == "https"
@@ -137,7 +140,7 @@ def fetch(
 
 
 def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Return headers by lower-case name; of one that is sent again, the values with commas."""
+    """Return headers by lower-case name; the values of repeated headers are joined with commas."""
     joined: dict[str, str] = {}
     for name, value in pairs:
         name = name.lower()
@@ -146,7 +149,7 @@ def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
 
 
 class _Watch:
-    """Ends a connection at a limit of time."""
+    """Closes a connection after a timeout."""
 
     def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:
         self._connection, self._seconds, self._is_over = connection, seconds, False
@@ -160,7 +163,7 @@ class _Watch:
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def check(self, url: str) -> None:
-        """Raise `FetchError` if the limit was met."""
+        """Raise `FetchError` if the timeout has passed."""
         if self._is_over:
             raise FetchError(f"{url}: it takes longer than {self._seconds:g} s")
 

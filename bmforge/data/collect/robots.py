@@ -1,7 +1,7 @@
-"""Reads robots.txt files: which paths an agent may request.
+"""Reads robots.txt files: the paths that an agent may request.
 
 Source: RFC 9309. ``Crawl-delay`` and the preferences against training (``Content-Signal:
-ai-train=no``, ``Content-Usage: train-ai=n``), which it does not define, are obeyed as well.
+ai-train=no``, ``Content-Usage: train-ai=n``), which the RFC does not define, are obeyed as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOKEN = re.compile("[A-Za-z_-]+")
 _ESCAPED_SIGNS = re.compile("%(24|2[aA])")
 _FIELDS = ("allow", "disallow", "crawl-delay", "content-signal", "content-usage")
 _NO_TRAINING = re.compile(r"\b(?:ai-train|train-ai)\s*=\s*(?:no?|false)\b", re.I)
-# Spellings that occur in robots.txt files, as Google's parser accepts them.
+# Misspellings in robots.txt files that Google's parser accepts.
 _TYPOS = {
     **dict.fromkeys(("dissallow", "dissalow", "disalow", "diasllow", "disallaw"), "disallow"),
     **dict.fromkeys(("useragent", "user agent"), "user-agent"),
@@ -32,10 +32,10 @@ class Robots:
     """Rules of one host for one agent.
 
     Attributes:
-        rules: for each rule, whether it allows, and the pattern of the path.
-        delay_s: seconds between two requests, None if the file does not say.
-        sitemaps: addresses of sitemaps.
-        no_training: the line that forbids to train models with the pages, "" for none.
+        rules: pairs of a flag (True to allow) and a path pattern.
+        delay_s: seconds between two requests; None if the file has no delay.
+        sitemaps: URLs of sitemaps.
+        no_training: the line that forbids training models on the pages, "" if there is none.
     """
 
     rules: tuple[tuple[bool, str], ...] = ()
@@ -53,10 +53,11 @@ class Robots:
 
 
 def parse_robots(text: str, agent: str) -> Robots:
-    """Return the rules of a robots.txt for an agent: its own groups, else those for all.
+    """Return the rules of a robots.txt for an agent: its own groups, else those for all agents.
 
     Args:
-        agent: its product token, such as ``bmforge``.
+        text: content of the file.
+        agent: product token of the agent, such as ``bmforge``.
     """
     groups: dict[str, list[tuple[str, str]]] = {}
     names: list[str] = []
@@ -85,7 +86,7 @@ def parse_robots(text: str, agent: str) -> Robots:
 
 
 def _split_line(line: str) -> tuple[str, str]:
-    """Return the field and value of a line; the colon may lack, as in many files."""
+    """Return the field and value of a line; a missing colon is tolerated."""
     line = line.partition("#")[0].strip()
     field, mark, value = line.partition(":")
     if not mark:
@@ -95,7 +96,7 @@ def _split_line(line: str) -> tuple[str, str]:
 
 
 def _product_token(value: str) -> str:
-    """Return the token of an agent, without a version: ``bmforge`` of ``bmforge/1.0``."""
+    """Return the product token of an agent without its version: ``bmforge`` for ``bmforge/1.0``."""
     if value.startswith("*"):
         return "*"
     token = _TOKEN.match(value)
@@ -111,16 +112,18 @@ def _seconds(value: str) -> float | None:
 
 
 def _normalize(path: str) -> str:
-    """Return a path with all characters escaped alike.
+    """Return a path in canonical percent-encoding.
 
-    Escaped ``*`` and ``$`` are characters, others are signs, so these stay escaped.
+    Escaped ``*`` and ``$`` are literal characters, unescaped ones are wildcards, so escapes of
+    these
+    stay.
     """
     path = _ESCAPED_SIGNS.sub(lambda sign: f"%25{sign[1].upper()}", path)
     return quote(unquote(path, errors="surrogateescape"), "/*$?=&;:@+!,~", errors="surrogateescape")
 
 
 def _fits(rule: str, path: str) -> bool:
-    """Return True if a pattern with ``*`` and a ``$`` at its end fits the beginning of a path.
+    """Return True if a pattern with ``*`` and an optional final ``$`` matches a path prefix.
 
     Each piece is searched for after the previous one, which takes linear time.
     """

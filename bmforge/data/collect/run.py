@@ -1,7 +1,7 @@
-"""Collects pages, and those that sitemaps and feeds name, within hosts and a budget.
+"""Collects pages, and those listed in sitemaps and feeds, within a set of hosts and a budget.
 
-One request runs at a time, to each host no sooner than its delay allows. robots.txt decides; if it
-cannot be fetched, the answer is no. A directive against use for AI keeps a page out of the archive.
+Requests are sequential, with the delay of each host. robots.txt is obeyed; if it cannot be fetched,
+all pages of the host are refused. A page with a directive against AI use is not archived.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+", re.ASCII)
 
 @dataclass
 class CollectReport:
-    """What became of the addresses: how many by outcome, requests and bytes of this run."""
+    """Outcome of a run: number of URLs per outcome, requests and bytes."""
 
     out_dir: Path
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -59,7 +59,7 @@ class CollectReport:
 
 @dataclass
 class _Host:
-    """One host: its rules, or why there are none; when it may be asked again; what waits."""
+    """State of one host: robots rules or reason of refusal, earliest next request, queued URLs."""
 
     robots: Robots | None = None
     refused: str = ""
@@ -75,17 +75,20 @@ def collect(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> CollectReport:
-    """Collect pages into ``OUT/pages.warc.gz``, or go on with it.
+    """Collect pages into ``OUT/pages.warc.gz``, or continue an earlier collection.
 
-    ``OUT/collected.jsonl`` has a line for each address with what became of it. An address that has
-    one is not asked again, unless `config` says so; then only what has changed is sent.
+    ``OUT/collected.jsonl`` has a line for each URL with its outcome. A recorded URL is not
+    requested
+    again, unless `config` asks for it; then conditional requests download only changed pages.
 
     Args:
-        urls: pages, sitemaps and feeds; their hosts may be asked, and those of `config`.
-        clock, wait: for tests.
+        urls: URLs of pages, sitemaps and feeds; their hosts, and those of `config`, are allowed.
+        out_dir: output directory.
+        config: settings (default: `CollectConfig()`).
+        clock, wait: replacements of the time functions, for tests.
 
     Raises:
-        ConfigError: an address is none, or a setting is out of range.
+        ConfigError: a URL is invalid, or a setting is out of range.
     """
     config = config or CollectConfig()
     _check(config)
@@ -112,10 +115,10 @@ def _check(config: CollectConfig) -> None:
 
 
 def clean_url(url: str) -> str:
-    """Return an address in one form: no fragment, host in small letters, no port that is implied.
+    """Return a URL in canonical form: no fragment, lower-case host, no default port.
 
     Raises:
-        ConfigError: it is none of http or https, or names a user.
+        ConfigError: the URL is not http or https, or contains a user name.
     """
     try:
         parts = urlsplit(url.strip())
@@ -138,7 +141,7 @@ def clean_url(url: str) -> str:
 
 @dataclass
 class _Collection:
-    """The work: what waits per host, what was seen, what came of it."""
+    """State of a collection: queued URLs per host, seen URLs, and counts."""
 
     config: CollectConfig
     archive: Archive
@@ -150,7 +153,7 @@ class _Collection:
     seen: set[str] = field(default_factory=set)
 
     def add(self, url: str, redirects: int) -> None:
-        """Let an address wait, if it is new and of a host that may be asked."""
+        """Queue a URL if it is new and its host is allowed."""
         if url in self.seen:
             return
         self.seen.add(url)
@@ -168,7 +171,7 @@ class _Collection:
         self.hosts.setdefault(key, _Host()).waiting.append((url, redirects))
 
     def add_found(self, address: str, base: str, redirects: int) -> None:
-        """Let an address wait that a page named."""
+        """Queue a URL that a page links to."""
         try:
             url = clean_url(urljoin(base, address))
         except (ConfigError, ValueError):
@@ -182,7 +185,9 @@ class _Collection:
         return report.requests < config.most_pages and report.body_bytes < config.most_bytes
 
     def next(self) -> tuple[str, str, int] | None:
-        """Wait for the host that may be asked first; return it, an address, its redirects."""
+        """Wait for the next host that may be requested; return the host, a URL, and its redirect
+        count.
+        """
         ready = [(host.next_s, key) for key, host in self.hosts.items() if host.waiting]
         if not ready:
             return None
@@ -196,7 +201,7 @@ class _Collection:
             self.wait(left)
 
     def take(self, key: str, url: str, redirects: int) -> None:
-        """Ask for one address, and write down what comes of it."""
+        """Request one URL, and record the outcome."""
         host, parts = self.hosts[key], urlsplit(url)
         try:
             host.robots = host.robots or self._ask_robots(key, host)
@@ -246,13 +251,13 @@ class _Collection:
         self.archive.note(url, outcome, **known)
 
     def _conditions(self, url: str) -> dict[str, str]:
-        """Return the headers that ask for a page only if it is another one than we have."""
+        """Return the headers of a conditional request, from the recorded ETag and date."""
         known = self.archive.known.get(url, {})
         named = {"If-None-Match": known.get("etag"), "If-Modified-Since": known.get("modified")}
         return {name: str(value) for name, value in named.items() if value}
 
     def _ask_robots(self, key: str, host: _Host) -> Robots:
-        """Return the rules of a host: none if there is no robots.txt, no to all on an error."""
+        """Return the rules of a host: allow all if it has no robots.txt, refuse all on an error."""
         if host.refused:
             raise FetchError(host.refused)
         try:
@@ -278,7 +283,7 @@ class _Collection:
             place = response.headers.get("location")
             if not (300 <= response.status < 400 and place):
                 break
-            # Also to other hosts, as RFC 9309, section 2.3.1.2 wants it; public ones only.
+            # Follow redirects to other public hosts too (RFC 9309, section 2.3.1.2).
             url, redirects = urljoin(url, place), redirects + 1
         assert response is not None
         if response.status >= 500 or 300 <= response.status < 400 or response.status in _LATER:
@@ -287,7 +292,7 @@ class _Collection:
         return parse_robots(text if response.status == 200 else "", AGENT)
 
     def _ask(self, url: str, host: _Host, conditions: dict[str, str], most_bytes: int) -> Response:
-        """Ask until there is an answer, three times at most, later each time."""
+        """Send a request, up to three times with increasing delays."""
         headers = {"User-Agent": self.config.agent, "Accept-Encoding": "identity", **conditions}
         is_private_allowed = urlsplit(url).netloc in self.config.private_hosts
         for attempt in range(_TRIES):
@@ -319,17 +324,17 @@ class _Collection:
 
 
 def _is_passing(known: Mapping[str, Any]) -> bool:
-    """Return True for an address that failed for a reason that may be gone: it is asked again."""
+    """Return True for a temporary failure, after which a URL is requested again."""
     return known["outcome"] == "failed" or known.get("status") in _LATER
 
 
 def _find_addresses(response: Response) -> list[str] | None:
-    """Return the addresses of a sitemap or feed; a page that is kept may not say it is one."""
+    """Return the URLs in a sitemap or feed; empty for an ordinary page."""
     return find_addresses(response.body, response.headers.get("content-type", "").lower())
 
 
 def _retry_after(response: Response, otherwise: float) -> float:
-    """Return the seconds that a server asks to wait."""
+    """Return the ``Retry-After`` delay of a response in seconds, else `otherwise`."""
     said = response.headers.get("retry-after", "")
     if said.isdigit():
         return float(said)
@@ -340,10 +345,10 @@ def _retry_after(response: Response, otherwise: float) -> float:
 
 
 def find_directive(response: Response) -> str:
-    """Return the directive of a page against being kept or used for training, "" for none.
+    """Return a page's directive against archiving or training, "" if there is none.
 
-    Headers ``X-Robots-Tag``, ``TDM-Reservation: 1`` (W3C TDMRep), ``Content-Usage`` and
-    ``Content-Signal``, and the same as meta tags.
+    Checks the headers ``X-Robots-Tag``, ``TDM-Reservation: 1`` (W3C TDMRep), ``Content-Usage`` and
+    ``Content-Signal``, and the equivalent meta tags.
     """
     for name in ("X-Robots-Tag", "TDM-Reservation", "Content-Usage", "Content-Signal"):
         value = response.headers.get(name.lower(), "")

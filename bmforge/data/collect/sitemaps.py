@@ -1,4 +1,4 @@
-"""Finds addresses in sitemaps (XML, text, packed), their indexes, and feeds (RSS, Atom)."""
+"""Finds URLs in sitemaps (XML, text, gzip), sitemap indexes, and feeds (RSS, Atom)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _ADDRESS = re.compile(r"https?://\S+", re.IGNORECASE)
 
 
 def find_addresses(body: bytes, kind: str = "") -> list[str] | None:
-    """Return the addresses in a sitemap or feed; None if the body is none.
+    """Return the URLs in a sitemap or feed; None if the body is neither.
 
-    An XML file that declares entities is not parsed: it can be a bomb.
+    An XML file that declares entities is not parsed, as entity expansion can exhaust memory.
 
     Args:
-        kind: content type; plain text with an address on each line is a sitemap as well.
+        body: response body.
+        kind: content type; plain text with a URL on each line is a sitemap as well.
 
     Source: sitemaps.org/protocol.html.
     """
@@ -54,7 +55,7 @@ def find_addresses(body: bytes, kind: str = "") -> list[str] | None:
 
 
 def _unpack(body: bytes) -> bytes | None:
-    """Unpack a gzip body; None if it is damaged or too large."""
+    """Decompress a gzip body; None if it is damaged or too large."""
     unpacker = zlib.decompressobj(31)
     try:
         unpacked = unpacker.decompress(body, _MOST_BYTES)
@@ -64,7 +65,7 @@ def _unpack(body: bytes) -> bytes | None:
 
 
 def _find_lines(body: bytes) -> list[str] | None:
-    """Return the addresses of a text sitemap: one on each line, and nothing else."""
+    """Return the URLs of a text sitemap: one per line, and nothing else."""
     lines = body.decode("utf-8-sig", "replace").split()
     if not lines or not all(_ADDRESS.fullmatch(line) for line in lines):
         return None

@@ -1,6 +1,6 @@
-"""A prepared corpus for people: documents shown, and one page that draws the funnel.
+"""Reports on a prepared corpus: an HTML page with the funnel, and samples of documents.
 
-Start reading at `page.py`; `drawings.py` has its pictures, `samples.py` what is shown of texts.
+Start reading at `page.py`; `drawings.py` has its charts, `samples.py` reads the samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of a corpus as inline SVG: the funnel, bars, and lengths."""
+"""Charts of a corpus as inline SVG: the funnel, bars, and lengths."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BAR_ROOM = _WIDTH - _BAR_LEFT - _BAR_WIDEST
 
 
 def draw_funnel(stages: Sequence[tuple[str, int, int]]) -> str:
-    """Draw what is left behind each stage, as widths in proportion to the first.
+    """Draw the documents that remain after each stage, with widths relative to the first.
 
     Args:
-        stages: name, documents left behind it, documents that it dropped.
+        stages: name, remaining documents and dropped documents of each stage.
     """
     most = max(stages[0][1], 1)
     parts, before = [], stages[0][1]
@@ -45,7 +45,7 @@ def draw_funnel(stages: Sequence[tuple[str, int, int]]) -> str:
 
 
 def draw_bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    """Draw a bar for each row: name, value, and what stands behind the bar."""
+    """Draw a bar for each row: name, value, and the label of the bar."""
     most = max((value for _, value, _ in rows), default=0) or 1
     parts = []
     for number, (name, value, said) in enumerate(rows):

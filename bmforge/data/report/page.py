@@ -1,4 +1,4 @@
-"""The report of a prepared corpus: one page in English and Chinese, without script or network."""
+"""HTML report of a prepared corpus: one page in English and Chinese, without scripts or network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = "report.html"
 _SHOWN = 3  # of each rule
 _MOST_SHOWN = 60
 _CHARACTERS = 300
-# Across documents, or behind the rules.
+# Stages that run after the rules, in this order.
 _LAST = ("private", "duplicate", "near_duplicate", "repeated_spans")
 _STYLE = """
 section{overflow-x:auto}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
@@ -40,7 +40,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` into a prepared directory; return its path.
 
     Raises:
-        DataError: the directory has no record, or one of an older form, without a funnel.
+        DataError: the directory has no record, or one of an older format, without a funnel.
     """
     out = Path(out_dir)
     report, _ = read_record(out)
@@ -76,7 +76,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
 
 
 def funnel_stages(funnel: Funnel) -> list[tuple[str, int, int]]:
-    """Return name, documents left and documents dropped of each stage, rules by their set."""
+    """Return name, remaining and dropped documents of each stage, rules grouped by rule set."""
     gone: dict[str, int] = {}
     for rule, amount in funnel.dropped.items():
         name = rule.partition(".")[0]
@@ -99,7 +99,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Write a table; numbers stand at the right."""
+    """Return an HTML table with right-aligned numbers."""
     numbers = [False] * len(heads)
     body = ""
     for row in rows:
@@ -190,7 +190,7 @@ def _values(table: dict[str, list[int]], by_name: bool = False) -> str:
 
 
 def _known(table: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return a table of what few documents say; nothing where none does."""
+    """Return the table, or an empty one if it only has unknown values."""
     return table if set(table) - {UNKNOWN} else {}
 
 
@@ -210,7 +210,7 @@ def _changes(funnel: Funnel) -> str:
 
 
 def _samples(out: Path) -> str:
-    """Show samples of kept and of dropped documents."""
+    """Return HTML with samples of kept and dropped documents."""
     gone = read_dropped(out, most=_SHOWN)[:_MOST_SHOWN]
     kept = read_kept(out, max(len(gone), 6))
     left = "".join(f"<blockquote>{escape(text[:_CHARACTERS])}</blockquote>" for text in kept)

@@ -1,4 +1,4 @@
-"""Documents of a prepared corpus: those that were dropped, by rule, and some that were kept."""
+"""Samples of a prepared corpus: dropped documents by rule, and kept documents."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _ALL = "all"
 def read_dropped(
     out_dir: str | os.PathLike[str], rule: str = _ALL, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return dropped documents as ``dropped.jsonl`` has them.
+    """Return dropped documents from ``dropped.jsonl``.
 
     Args:
-        rule: a rule's name, the name of its set (``gopher_quality``), or ``all``.
-        most: documents of each rule; None is all that are there.
+        out_dir: prepared directory.
+        rule: name of a rule or of a rule set (``gopher_quality``), or ``all``.
+        most: largest number of documents per rule; None returns all.
 
     Raises:
-        ConfigError: no document was dropped by such a rule.
+        ConfigError: no document was dropped by that rule.
         DataError: the directory has no record, or the samples cannot be read.
     """
     report, _ = read_record(Path(out_dir))
@@ -66,7 +67,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_kept(out_dir: str | os.PathLike[str], most: int) -> list[str]:
-    """Return the beginnings of some documents that were kept, from the tokens, evenly spread.
+    """Return the beginnings of `most` evenly spaced kept documents, decoded from the tokens.
 
     Raises:
         DataError: the directory has no record, or its store is damaged.

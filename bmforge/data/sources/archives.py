@@ -21,7 +21,7 @@ __all__ = ["UNREADABLE", "Member", "drop_member", "open_zip", "tar_members", "zi
 _MOST_MEMBERS = 1_000_000
 _HIGHEST_RATIO = 100  # of unpacked to packed bytes, for large members
 _LARGE_BYTES = 1 << 25
-# What the standard library raises where an archive or a member of it is damaged or of another kind.
+# Exceptions of the standard library for archives or members that are damaged or another format.
 UNREADABLE = (
     zipfile.BadZipFile,
     tarfile.TarError,

@@ -33,7 +33,7 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-# question field -> answer field, and the field of a further input where the form has one.
+# Maps the question field to the answer field and the optional field of a further input.
 _PAIRS = {
     "instruction": ("output", "input"),
     "prompt": ("completion",),

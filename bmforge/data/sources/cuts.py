@@ -167,7 +167,7 @@ def read_part(
     if how == "packed":
         head = stream.peek(_HEAD_BYTES)  # type: ignore[attr-defined]
         stream = unpack(stream, packing_of(head, path.name), str(path))
-    # What the whole file looks like, from any part of it.
+    # Detect the encoding from the head of the file, so that all parts agree.
     found = detect_encoding(stream.read(SAMPLE_BYTES) if how == "lines" else _peek(stream))
     if how == "lines":
         stream.seek(begin)

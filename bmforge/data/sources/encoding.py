@@ -27,7 +27,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# Encodings of 7 bits, which would pass for ASCII, by the sequence that leaves ASCII.
+# 7-bit encodings, which look like ASCII, by the escape sequence that leaves ASCII.
 _ESCAPES = (
     (b"\x1b$)C", "iso2022_kr"),
     (b"\x1b$B", "iso2022_jp_2"),
@@ -43,7 +43,7 @@ _BAD_OF_WIDE = 0.25  # share of damaged ones among multi-byte characters that ar
 _LABEL = re.compile(r"[\w.:-]{2,40}")
 _KANA = re.compile("[\u3041-\u30ff]")
 _REPLACEMENT = "\ufffd"
-# What labels mean on the web (encoding.spec.whatwg.org): subsets are read as their supersets.
+# Meaning of labels on the web (encoding.spec.whatwg.org): subsets are decoded as supersets.
 _WEB_LABELS = {
     "gb2312": "gb18030",
     "gbk": "gb18030",

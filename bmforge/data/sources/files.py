@@ -208,7 +208,7 @@ def read_records(
             if begin:
                 yield from read_part(stream, path, options, begin, end, line)
                 return
-            # One small file may not fill the memory: in one piece it is unpacked up to this size.
+            # Limit files unpacked in memory, as a decompression bomb could exhaust it.
             budget = min(max(_LEAST_BUDGET, _HIGHEST_RATIO * path.stat().st_size), _MOST_BUDGET)
             where = Where(show_name(str(path)), end=end, budget_bytes=budget)
             yield from read_stream(stream, path.name, where, options)

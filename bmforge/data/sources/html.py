@@ -16,11 +16,11 @@ from bmforge.errors import DataError, MissingDependencyError
 
 __all__ = ["parse_page", "read_html"]
 
-# Beyond these a page does not reach a parser: 20,000 nested elements cost one 19 s.
+# Limits above which a page is not parsed: 20,000 nested elements took a parser 19 s.
 _LARGEST_BYTES = 1 << 23
 _DEEPEST = 500
 _HEAD_BYTES = 4096
-# Elements that are closed by hand; `<p>` and `<li>` may stay open, and say nothing of depth.
+# Elements with a required end tag; `<p>` and `<li>` may stay open, so they do not measure depth.
 _NESTING = re.compile(
     rb"<(/?)(?:div|span|section|article|table|tbody|ul|ol|b|i|u|em|strong|font|center|a|form|"
     rb"blockquote|main|nav|header|footer|aside|small|big|sub|sup)\b",

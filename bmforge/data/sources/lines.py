@@ -36,7 +36,7 @@ _SAMPLE_BYTES = 1 << 16
 # Numbers, times, settings and markup of .srt and .vtt.
 _CUE = re.compile(r"\d+|WEBVTT.*|(?:NOTE|STYLE|REGION|Kind:|Language:).*|.*-->.*")
 _CUE_MARKUP = re.compile(r"</?[a-zA-Z][^>]{0,60}>|\{\\[^}]{0,60}\}|<\d[\d:.]{4,12}>")
-# Fields by which data sets say what else is known of a text.
+# Field names that data sets use for the metadata of a text.
 _KNOWN = {
     "url": ("url",),
     "licence": ("licence", "license"),

@@ -27,7 +27,7 @@ _MOST_LINKED = 0.5  # share of a line's characters in links
 _MUCH = 0.1  # share of the sentences' characters that is lost before the other reader is asked
 _ENDS = (*SENTENCE_ENDS, ":", "：", "…")
 _CLOSING = "\"'”’»」』）)]"
-# What is visible and no main text on nearly every page, by element, role, and class or id.
+# Visible parts of a page that are rarely main text, by element, role, and class or id.
 _SKIPPED_WORDS = (
     "newsletter subscribe cookie consent sidebar breadcrumb share-buttons sharing social related "
     "recommend advert promo banner popup modal comment footer navbar pagination copyright"

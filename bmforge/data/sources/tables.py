@@ -37,7 +37,7 @@ def _read_rows(
 ) -> Iterator[Record]:
     encoding = where.encoding or detect_encoding(stream.peek(SAMPLE_BYTES))  # type: ignore[attr-defined]
     encoding = "utf-8-sig" if encoding in ("", "utf-8") else encoding
-    # A byte that does not decode becomes half a surrogate, which concerns its row alone.
+    # An invalid byte becomes a lone surrogate, so that only its row fails.
     lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
     csv.field_size_limit(_LONGEST_FIELD)
     rows = csv.reader((line.replace("\0", "\ufffd") for line in lines), dialect)

@@ -28,5 +28,5 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         DataError: it cannot be read, or is not UTF-8.
     """
-    # Not splitlines(): inside a text the rarer line breaks of Unicode are just characters.
+    # Not splitlines(), which also divides at Unicode's rarer line breaks inside a text.
     return read_text(path).removesuffix("\n").split("\n")

@@ -220,7 +220,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
             if status != 200:
                 return Drop("http_status", status, 200, url)
             kind, charset = (record.http_content_type or ""), (record.http_charset or "")
-            # Bodies are unpacked here; a small one may grow without bound.
+            # Bodies are decompressed here with a limit, as a small one may expand without bound.
             body = record.reader.read(_LARGEST_BYTES + 1)
             if len(body) > _LARGEST_BYTES:
                 return Drop("page_too_large", len(body), _LARGEST_BYTES, url)

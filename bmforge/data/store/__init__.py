@@ -1,5 +1,5 @@
-"""Token stores, alone, many as one or parts of one, and block datasets of older tools.
+"""Token stores: single, sharded, or filtered; and block datasets of older tools.
 
-Start reading at `token_store.py`; `sharded.py` opens many as one, `where.py` chooses documents by
-what `columns.py` knows of them.
+Start reading at `token_store.py`; `sharded.py` opens many stores as one, `where.py` selects
+documents by the metadata of `columns.py`.
 """

@@ -1,10 +1,11 @@
-"""The block datasets of BMTrain, ModelCenter and CPM-Live: read safely, turned into token stores.
+"""Block datasets of BMTrain, ModelCenter and CPM-Live: safe reader and conversion to token stores.
 
 A dataset is a directory. ``meta.bin`` has one JSON object a line for each data file: file_name,
-block_begin, block_end, nbytes, nlines, mask and sometimes block_size. A data file is blocks of
-equal size; a block is records, each 0x1F, its length (uint32, little-endian) and that many bytes
-of pickle, and then 0x00 up to the end. BMTrain's and ModelCenter's are older: ``meta.bin`` is one
-pickle, and records have no lengths. All is read by `safe_pickle`, so nothing in it runs.
+block_begin, block_end, nbytes, nlines, mask and sometimes block_size. A data file consists of
+blocks of equal size; a block consists of records, each 0x1F, its length (uint32, little-endian) and
+that many bytes of pickle, then 0x00 up to the end. BMTrain and ModelCenter use an older form:
+``meta.bin`` is one pickle, and records have no lengths. All pickles are read by `safe_pickle`, so
+no code in them runs.
 
 Source: ``cpm_live/dataset/distributed_dataset.py`` of OpenBMB/CPM-Live, and
 ``model_center/dataset/distributed_dataset.py`` of OpenBMB/ModelCenter.
@@ -43,14 +44,14 @@ class BlockFile:
     """One line of ``meta.bin``.
 
     Args:
-        file_name: data file beside ``meta.bin``.
+        file_name: data file in the directory of ``meta.bin``.
         block_begin: number of its first block in the dataset.
         block_end: number of the block after its last.
-        nbytes: bytes of its records with their lengths.
+        nbytes: total bytes of its records including their lengths.
         nlines: number of its records.
         mask: leave this file out.
-        block_size: bytes of a block.
-        has_lengths: records say how long they are.
+        block_size: size of a block in bytes.
+        has_lengths: records are prefixed with their lengths.
     """
 
     file_name: str
@@ -67,12 +68,12 @@ class BlockDataset:
     """The records of a block dataset, file by file and block by block, in the order of writing.
 
     Args:
-        directory: where ``meta.bin`` is.
-        block_bytes: size of a block where ``meta.bin`` does not say.
-        form: how records are written: "pickle", "json" or "raw" (bytes as they are).
+        directory: directory with ``meta.bin``.
+        block_bytes: size of a block in bytes, if ``meta.bin`` does not have it.
+        form: encoding of records: "pickle", "json" or "raw" (plain bytes).
 
     Attributes:
-        files: the data files, masked ones among them.
+        files: the data files, including masked ones.
 
     Raises:
         ConfigError: an unknown `form`.
@@ -110,15 +111,16 @@ class BlockDataset:
             )
 
     def __len__(self) -> int:
-        """Return the number of records that iterating gives."""
+        """Return the number of records that are not masked."""
         return sum(file.nlines for file in self.files if not file.mask)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield every record of every file that is not masked.
 
         Raises:
-            DataError: a damaged record, or one that would run code; file, block and record are
-                named.
+            DataError: a damaged record, or one that would run code; the message has the file,
+                block and
+                record.
         """
         for file in self.files:
             if not file.mask:
@@ -137,14 +139,14 @@ class BlockDataset:
             )
 
     def file_of(self, block: int) -> BlockFile:
-        """Return the file that a block of the dataset is in."""
+        """Return the file that contains a block of the dataset."""
         return next(file for file in self.files if block < file.block_end)
 
     def read_block(self, block: int) -> Iterator[tuple[int, Any]]:
-        """Yield the records of a block, each with the offset in the block where it ends.
+        """Yield the records of a block, each with its end offset in the block.
 
         Raises:
-            DataError: as when iterating.
+            DataError: a damaged record, or one that would run code.
         """
         file = self.file_of(block)
         path, place = self.directory / file.file_name, block - file.block_begin
@@ -162,7 +164,7 @@ class BlockDataset:
                 raise DataError(f"{_place(path, block, number)}: {error}") from error
 
     def _split_old(self, content: bytes, path: Path, block: int) -> Iterator[tuple[int, Any]]:
-        """As `_split`, where a record ends with its pickle."""
+        """Split a block like `_split`, for records without lengths, which end with their pickle."""
         stream = io.BytesIO(content)
         for number in itertools.count():
             mark = stream.read(1)
@@ -187,23 +189,24 @@ def blocks_to_store(
     form: str = "pickle",
     overwrite: bool = False,
 ) -> int:
-    """Write the records of a block dataset into a token store, each as one document.
+    """Convert a block dataset to a token store, each record to one document.
 
     Args:
         directory: the block dataset.
         prefix: path of the token store without ``.bin`` or ``.idx``.
-        encode: record -> token ids; not needed where records are lists or arrays of ids.
-        vocab_size: number of token ids, which chooses the store's dtype.
-        block_bytes: size of a block where ``meta.bin`` does not say.
+        encode: function from a record to token ids; not needed if records are lists or arrays
+            of ids.
+        vocab_size: vocabulary size, which determines the store's dtype.
+        block_bytes: size of a block in bytes, if ``meta.bin`` does not have it.
         form: "pickle", "json" or "raw".
-        overwrite: replace a store that is there.
+        overwrite: replace an existing store.
 
     Returns:
         The number of records.
 
     Raises:
-        ConfigError: a store is there already.
-        DataError: a damaged or unsafe record, or one that is no list of token ids.
+        ConfigError: a store exists already.
+        DataError: a damaged or unsafe record, or one that is not a list of token ids.
 
     Memory: one block.
     """
@@ -219,7 +222,7 @@ def blocks_to_store(
 
 
 def _token_ids(record: Any, number: int) -> Sequence[int] | np.ndarray:
-    """Return `record` where it is a list or array of token ids."""
+    """Return `record` if it is a list or array of token ids."""
     if isinstance(record, np.ndarray) and record.ndim == 1 and record.dtype.kind in "iu":
         return record
     if isinstance(record, list | tuple) and all(type(id) is int for id in record):
@@ -245,7 +248,7 @@ _FORMS: dict[str, Callable[[bytes], Any]] = {
 
 
 def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
-    """Return the files of a ``meta.bin``, after checking that their blocks join."""
+    """Return the files of a ``meta.bin``, after checking that their blocks are contiguous."""
     try:
         content = path.read_bytes()
         lines = _old_lines(content) if content[:1] == _PICKLE else content.decode().splitlines()
@@ -270,7 +273,7 @@ def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
 
 
 def _old_lines(content: bytes) -> list[str]:
-    """Return the rows of a pickled ``meta.bin`` as they are written today."""
+    """Convert a pickled ``meta.bin`` to the lines of the current format."""
     names = ("file_name", "block_begin", "block_end", "nbytes", "nlines", "mask")
     rows = (dict(zip(names, row, strict=True)) for row in load_block_files(content))
     return [json.dumps({**row, "has_lengths": False}) for row in rows]
@@ -299,7 +302,7 @@ def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
 
 
 def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of the payload of each record of a block."""
+    """Yield the start and end of the payload of each record of a block."""
     at = number = 0
     while at < len(content) and content[at] != _END:
         start = at + 1 + _LENGTH.size
@@ -319,5 +322,5 @@ def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]
 
 
 def _place(path: Path, block: int, number: int) -> str:
-    """Say which record is meant; all count from 0, blocks within the file."""
+    """Return the location of a record for messages; all counts from 0, blocks within the file."""
     return f"{str(path)!r}, block {block}, record {number}"

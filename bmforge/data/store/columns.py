@@ -1,7 +1,7 @@
 """Metadata of a store's documents, 16 bytes each: source, language, license, date, quality.
 
-``PREFIX.doc`` has a line of JSON with the names that numbers stand for, and behind it the rows, in
-the order of the documents. A store without it is whole; it only cannot be selected from.
+``PREFIX.doc`` has a line of JSON with the name of each number, then the rows in the order of the
+documents. The file is optional; without it documents cannot be selected.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Columns:
     """Metadata of documents in order; 0 and NaN mean unknown.
 
     Attributes:
-        names: by column, what its numbers stand for; number 0 is "".
-        rows: a row for each document, of the layout above; the date is year x 10000 + month x 100
-            + day, with 0 for what is not known of it.
+        names: per column, the names of its numbers; number 0 is "".
+        rows: a row for each document, in the layout above; the date is year x 10000 + month x 100
+            + day, with 0 for unknown parts.
     """
 
     names: Mapping[str, list[str]] = field(default_factory=lambda: {name: [""] for name in NAMED})
@@ -80,40 +80,40 @@ class Columns:
 
 
 class ColumnsBuilder:
-    """Columns of documents that come one after the other."""
+    """Builds `Columns` from documents one by one."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[str, int]] = {name: {"": 0} for name in NAMED}
         self._rows: list[tuple[float, ...]] = []
 
     def add(self, document: Document, source: str, licence: str) -> None:
-        """Take up a document, with its source and its licence in short."""
+        """Append a document with its source and short license name."""
         said = {"source": source, "language": document.language, "licence": licence}
         found = [_number(self._numbers[name], said[name], _MOST[name]) for name in NAMED]
         quality = document.scores.get(QUALITY, math.nan)
         self._rows.append((*found, number_of_date(document.date), quality))
 
     def build(self) -> Columns:
-        """Return the columns of all."""
+        """Return the columns of all added documents."""
         names = {name: list(table) for name, table in self._numbers.items()}
         return Columns(names, np.array(self._rows, dtype=_ROW))
 
 
 def _number(table: dict[str, int], name: str, most: int) -> int:
-    """Return the number of a name; where they have run out, that of what is unknown."""
+    """Return the number of a name; 0 (unknown) if all numbers are used."""
     if name not in table and len(table) > most:
         return 0
     return table.setdefault(name, len(table))
 
 
 def number_of_date(date: str) -> int:
-    """Return the number of a date such as ``"2024-05"``; 0 for what is none."""
+    """Return the number of a date such as ``"2024-05"``; 0 if it is not a date."""
     found = _DATE.match(date)
     return int("".join((found[1], found[2] or "00", found[3] or "00"))) if found else 0
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
-    """Return the columns of several stores, one behind the other."""
+    """Concatenate the columns of several stores."""
     numbers: dict[str, dict[str, int]] = {name: {"": 0} for name in NAMED}
     joined = []
     for part in parts:
@@ -130,7 +130,7 @@ def read_columns(store: TokenStore) -> Columns:
     """Return the metadata of a store's documents.
 
     Raises:
-        DataError: nothing is, or the file is damaged or of another store.
+        DataError: the store has no metadata, or the file is damaged or belongs to another store.
     """
     if isinstance(store, ShardedStore):
         found = join_columns([read_columns(shard) for shard in store.shards])

@@ -1,7 +1,7 @@
-"""Arrays that are put together when they are read: of several, one behind the other, or of spans.
+"""Lazy arrays that read on access: concatenations of arrays, or of spans of one array.
 
-They have of numpy's arrays what readers of a token store ask for: length, dtype, and reading a
-place, a slice, or places. What is read is a plain array.
+They support the part of numpy's interface that readers of a token store use: length, dtype, and
+indexing with an integer, a slice, or an array. Results are plain arrays.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["JoinedArray", "LazyArray", "PickedArray"]
 
 
 class LazyArray(ABC):
-    """What both kinds have.
+    """Base class of lazy one-dimensional arrays.
 
     Attributes:
-        dtype: of what is read.
+        dtype: dtype of the results.
     """
 
     dtype: np.dtype[Any]
@@ -30,24 +30,24 @@ class LazyArray(ABC):
         self._starts = self._ends - lengths
 
     def __len__(self) -> int:
-        """Return how many numbers there are."""
+        """Return the number of elements."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
     def shape(self) -> tuple[int]:
-        """The length, as arrays say it."""
+        """Shape of the array."""
         return (len(self),)
 
     @abstractmethod
     def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
-        """Return some numbers of piece `number`."""
+        """Return the elements `start` to `end` of piece `number`."""
 
     @abstractmethod
     def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the numbers at some places of piece `number`."""
+        """Return the elements at some positions of piece `number`."""
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a number, the numbers of a slice with step 1, or those at an array of places."""
+        """Return an element, a slice with step 1, or the elements at an array of positions."""
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
             if step != 1:
@@ -91,17 +91,17 @@ class LazyArray(ABC):
         return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return all of it as a plain array."""
+        """Return all elements as a plain array."""
         return self._slice(0, len(self)).astype(dtype or self.dtype)
 
 
 class JoinedArray(LazyArray):
-    """Several arrays, one behind the other.
+    """Concatenation of several arrays.
 
     Args:
-        parts: one-dimensional, mapped or not.
-        dtype: of what is read.
-        offsets: what is added to the numbers of each; none adds nothing.
+        parts: one-dimensional arrays, memory-mapped or not.
+        dtype: dtype of the results.
+        offsets: value added to the elements of each part; empty adds nothing.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class JoinedArray(LazyArray):
 
 
 class PickedArray(LazyArray):
-    """Spans of one array, one behind the other; those that touch are one.
+    """Concatenation of spans of one array; adjacent spans are merged.
 
     Args:
-        base: an array of either kind.
-        spans: first place and one past the last, in order, shape (count, 2).
+        base: plain or lazy array.
+        spans: start and end of each span, in order, shape (count, 2).
 
-    Memory: 32 bytes a span that touches none.
+    Memory: 32 bytes per merged span.
     """
 
     def __init__(self, base: Any, spans: NDArray[np.int64]) -> None:

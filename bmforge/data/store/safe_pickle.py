@@ -1,8 +1,8 @@
-"""Reading plain records out of pickles without ever running what is in them.
+"""Safe reader of pickles that contain plain records: no code in a pickle runs.
 
-A pickle may name any function and have it called. Here every name is refused but those with which
-numpy writes arrays of plain numbers, and these are not called either: stand-ins of ours take their
-arguments, check them, and make the array.
+A pickle may name any function and have it called. Here all names are refused except those with
+which numpy serializes arrays of plain numbers, and even these functions are not called: stand-in
+objects validate their arguments and build the array.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bmforge.errors import DataError
 __all__ = ["load_block_files", "load_plain", "read_plain"]
 
 _DTYPE = re.compile(r"[iuf][1248]|b1")
-# What a damaged or hostile pickle makes Python's reader raise.
+# Exceptions of Python's unpickler for a damaged or malicious pickle.
 _UNREADABLE = (
     pickle.UnpicklingError,
     EOFError,
@@ -38,20 +38,20 @@ _UNREADABLE = (
 def load_plain(content: bytes) -> Any:
     """Return the record in a pickle: None, bool, int, float, str, bytes, list, tuple, dict, set.
 
-    Arrays and scalars of numpy are read where they hold plain numbers.
+    Numpy arrays and scalars of plain numbers are also supported.
 
     Raises:
         DataError: the pickle names anything else, or is damaged.
 
-    Memory: some times the size of `content`.
+    Memory: a small multiple of the size of `content`.
     """
     return read_plain(io.BytesIO(content))
 
 
 def read_plain(stream: io.BytesIO) -> Any:
-    """Return the record in the pickle that begins where a stream is, which is then behind it.
+    """Return the record in the pickle at the current position of a stream, and advance the stream.
 
-    As `load_plain`.
+    Types and errors are those of `load_plain`.
     """
     reader = _Reader(stream)
     try:
@@ -66,7 +66,7 @@ def read_plain(stream: io.BytesIO) -> Any:
 
 
 class _Name:
-    """Stands in for something that a pickle names; it cannot be changed from within the pickle."""
+    """Immutable stand-in for a global name in a pickle."""
 
     __slots__ = ()
 
@@ -75,13 +75,13 @@ class _Name:
 
 
 class _ArrayClass(_Name):
-    """``numpy.ndarray``: only an argument of the other names."""
+    """Stand-in for ``numpy.ndarray``, which may only be an argument of other stand-ins."""
 
     __slots__ = ()
 
 
 class _DtypeMaker(_Name):
-    """``numpy.dtype(name, align, copy)``."""
+    """Stand-in for ``numpy.dtype(name, align, copy)``."""
 
     __slots__ = ()
 
@@ -90,7 +90,7 @@ class _DtypeMaker(_Name):
 
 
 class _Reconstruct(_Name):
-    """numpy's ``_reconstruct(ndarray, (0,), b"b")``; the contents follow as state."""
+    """Stand-in for numpy's ``_reconstruct(ndarray, (0,), b"b")``; the contents follow as state."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ class _Reconstruct(_Name):
 
 
 class _FromBuffer(_Name):
-    """numpy's ``_frombuffer(buffer, dtype, shape, order)``."""
+    """Stand-in for numpy's ``_frombuffer(buffer, dtype, shape, order)``."""
 
     __slots__ = ()
 
@@ -111,7 +111,7 @@ class _FromBuffer(_Name):
 
 
 class _Scalar(_Name):
-    """numpy's ``scalar(dtype, bytes)``."""
+    """Stand-in for numpy's ``scalar(dtype, bytes)``."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ class _Scalar(_Name):
 
 
 class _Latin1(_Name):
-    """``_codecs.encode(text, "latin1")``, as which old pickles write bytes."""
+    """Stand-in for ``_codecs.encode(text, "latin1")``, which old protocols use for bytes."""
 
     __slots__ = ()
 
@@ -131,7 +131,7 @@ class _Latin1(_Name):
 
 
 class _EmptyBytes(_Name):
-    """``bytes()``, as which old pickles write no bytes."""
+    """Stand-in for ``bytes()``, which old protocols use for empty bytes."""
 
     __slots__ = ()
 
@@ -140,7 +140,7 @@ class _EmptyBytes(_Name):
 
 
 class _Set(_Name):
-    """``set([...])``, as which old pickles write a set."""
+    """Stand-in for ``set([...])``, which old protocols use for sets."""
 
     __slots__ = ()
 
@@ -151,7 +151,7 @@ class _Set(_Name):
 
 
 class _Dtype:
-    """A number type on its way to an array."""
+    """A numeric dtype for the construction of an array."""
 
     __slots__ = ("name", "order")
 
@@ -171,7 +171,7 @@ class _Dtype:
 
 
 class _Array:
-    """An array on its way: its contents come as state."""
+    """An array under construction; its contents arrive as state."""
 
     __slots__ = ("value",)
 
@@ -184,7 +184,7 @@ class _Array:
 
 
 def _make_array(content: Any, dtype: Any, shape: Any, is_fortran: bool) -> np.ndarray:
-    """Return an array of its own memory, after checking that everything fits together."""
+    """Return a new array after validating dtype, shape and content size."""
     if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
         raise DataError("an array that does not hold plain numbers: refused")
     kind = np.dtype(dtype.name).newbyteorder(dtype.order)
@@ -214,7 +214,7 @@ _NAMES: dict[tuple[str, str], _Name] = {
 
 
 class _Reader(pickle.Unpickler):
-    """Python's reader of pickles, which gets nothing but our stand-ins for names."""
+    """Unpickler that resolves names only to the stand-ins."""
 
     used_names = False
 
@@ -229,7 +229,7 @@ class _Reader(pickle.Unpickler):
 
 
 class _FileRow(_Name):
-    """``FileInfo._load_from_state`` of the old block datasets: only gives back what it is given."""
+    """Stand-in for ``FileInfo._load_from_state`` of old block datasets; returns its argument."""
 
     __slots__ = ()
 
@@ -240,13 +240,13 @@ class _FileRow(_Name):
 
 
 class _FileInfo(_Name):
-    """``FileInfo`` of the old block datasets: only an argument of ``getattr``."""
+    """Stand-in for ``FileInfo`` of old block datasets; valid only as argument of ``getattr``."""
 
     __slots__ = ()
 
 
 class _GetRow(_Name):
-    """``getattr``, which gives the one name that is asked for of the one class."""
+    """Stand-in for ``getattr`` that resolves only ``FileInfo._load_from_state``."""
 
     __slots__ = ()
 
@@ -257,7 +257,7 @@ class _GetRow(_Name):
 
 
 class _FileReader(pickle.Unpickler):
-    """Reads the list of an old block dataset's files."""
+    """Unpickler for the file list of an old block dataset."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "getattr" and module in ("builtins", "__builtin__"):
@@ -268,10 +268,10 @@ class _FileReader(pickle.Unpickler):
 
 
 def load_block_files(content: bytes) -> list[tuple[Any, ...]]:
-    """Return the rows in the pickled list of files that BMTrain and ModelCenter kept.
+    """Return the rows in the pickled file list of a BMTrain or ModelCenter dataset.
 
     Raises:
-        DataError: the pickle holds or names anything else, or is damaged.
+        DataError: the pickle contains or names anything else, or is damaged.
     """
     try:
         rows = _FileReader(io.BytesIO(content)).load()
@@ -288,10 +288,11 @@ _OPEN = object()
 
 
 def _finish(record: Any, done: dict[int, Any]) -> Any:
-    """Return `record` with arrays in the places of stand-ins, made anew; anything else raises.
+    """Return `record` with stand-ins replaced by arrays, as a copy; raise for anything else.
 
     Args:
-        done: id of a container -> what became of it; `_OPEN` while it is being made.
+        record: unpickled record.
+        done: maps the id of a container to its copy; `_OPEN` while it is being copied.
     """
     if isinstance(record, _Array) and record.value is not None:
         return record.value

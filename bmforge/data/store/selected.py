@@ -18,10 +18,10 @@ class SelectedStore(TokenStore):
     """The documents of a store for which a mask is True.
 
     Args:
-        store: of one pair of files, or of many.
-        mask: True where a document is read, shape (documents,).
+        store: single or sharded store.
+        mask: True for the documents to include, shape (documents,).
 
-    Memory: 16 bytes a document that is read, and 32 a run of such.
+    Memory: 16 bytes per included document, and 32 per run of adjacent ones.
     """
 
     def __init__(self, store: TokenStore, mask: NDArray[np.bool_]) -> None:
@@ -36,7 +36,7 @@ class SelectedStore(TokenStore):
         self.doc_idx: Any = np.arange(len(sizes) + 1, dtype=np.int64)
 
     def map_for_random_access(self) -> Any:
-        """Return `tokens` mapped once more, for reading short pieces in random order."""
+        """Return `tokens` mapped a second time, for reading short pieces in random order."""
         return PickedArray(self._store.map_for_random_access(), self._spans)
 
     def documents(self) -> Iterator[tuple[int, int]]:

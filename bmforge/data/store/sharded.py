@@ -1,7 +1,7 @@
 """Reads many token stores as one: ``PREFIX.shards`` lists them, each a pair of files.
 
-Each stays a store of its own, which Megatron-LM reads. Nothing is copied: a corpus that a cluster
-has written in parts is opened as it lies.
+Each shard is a complete store that Megatron-LM can read. Nothing is copied: a corpus written in
+parts by a cluster is opened in place.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def shards_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def has_store(prefix: str | os.PathLike[str]) -> bool:
-    """Return True if there is a store, of one pair of files or of many."""
+    """Return True if a single or sharded store exists."""
     return store_paths(prefix)[1].is_file() or shards_path(prefix).is_file()
 
 
 def open_store(prefix: str | os.PathLike[str]) -> TokenStore:
-    """Open a token store of one pair of files, or of many.
+    """Open a single or sharded token store.
 
     Raises:
         DataError: a file is missing, not a token store, damaged, or cut off.
@@ -49,15 +49,15 @@ def open_store(prefix: str | os.PathLike[str]) -> TokenStore:
 def write_shard_list(
     prefix: str | os.PathLike[str], shards: Sequence[str | os.PathLike[str]]
 ) -> None:
-    """Write the list of stores, in the same directory or below, that are opened as one.
+    """Write the list of the shards of a store, which must be in the same directory or below.
 
     Args:
-        prefix: of the whole, without ``.shards``.
-        shards: prefixes of the stores, in order.
+        prefix: path of the sharded store without ``.shards``.
+        shards: prefixes of the shards, in order.
 
     Raises:
-        ConfigError: there is none, one is named twice, or one lies elsewhere.
-        DataError: one cannot be opened.
+        ConfigError: the list is empty, or a shard is named twice or in another directory.
+        DataError: a shard cannot be opened.
     """
     path = shards_path(prefix)
     names = []
@@ -79,7 +79,7 @@ def write_shard_list(
 
 
 class ShardedStore(TokenStore):
-    """Many token stores as one; the arrays of `TokenStore` are put together when they are read.
+    """Many token stores as one; the arrays of `TokenStore` are lazy concatenations.
 
     Args:
         prefix: path of the list without ``.shards``.
@@ -88,9 +88,9 @@ class ShardedStore(TokenStore):
         shards: the stores, in order.
 
     Raises:
-        DataError: the list or a store is missing or damaged, or is not the one that was listed.
+        DataError: the list or a store is missing or damaged, or differs from the listed one.
 
-    Memory: a few kB a shard.
+    Memory: a few kB per shard.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -107,12 +107,12 @@ class ShardedStore(TokenStore):
         self.doc_idx: Any = JoinedArray(parts, np.int64, first[:-1])
 
     def map_for_random_access(self) -> Any:
-        """Return `tokens` mapped once more, for reading short pieces in random order."""
+        """Return `tokens` mapped a second time, for reading short pieces in random order."""
         return JoinedArray([store.map_for_random_access() for store in self.shards], self.dtype)
 
 
 class _Pointers(JoinedArray):
-    """Where each sequence begins, in bytes of all tokens in one dtype."""
+    """Byte offset of each sequence in the concatenation of all tokens in one dtype."""
 
     def __init__(self, stores: Sequence[TokenStore], before: Sequence[int], width: int) -> None:
         super().__init__([store.pointers for store in stores], np.int64)
@@ -125,7 +125,7 @@ class _Pointers(JoinedArray):
 
 
 def _marks(store: TokenStore) -> Any:
-    """Return where documents begin and, last, the number of sequences: an open one is ended."""
+    """Return the start of each document, then the number of sequences, closing an open document."""
     marks = store.doc_idx
     if not len(marks):
         return np.array([0, len(store)] if len(store) else [0], dtype=np.int64)

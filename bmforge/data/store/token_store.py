@@ -1,10 +1,11 @@
-"""The token store: tokens in ``PREFIX.bin``, where sequences and documents lie in ``PREFIX.idx``.
+"""The token store: tokens in ``PREFIX.bin``, offsets of sequences and documents in ``PREFIX.idx``.
 
-The layout is Megatron-LM's ``MMIDIDX`` version 1, little-endian, so corpora of the old tools open
+The layout is Megatron-LM's ``MMIDIDX`` version 1, little-endian, so existing corpora open
 unchanged. ``.idx`` is: the magic (9 bytes), u64 version, u8 dtype code, u64 number of sequences,
 u64 length of doc_idx, i32 sizes[], i64 byte pointers[], i64 doc_idx[]. ``.bin`` is the raw tokens.
 
-Source: Megatron-LM ``indexed_dataset.py``. Codes 6 and 7 (floats) hold no tokens: refused.
+Source: Megatron-LM ``indexed_dataset.py``. Codes 6 and 7 (floats) are refused, as they are no
+token ids.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ def store_paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 class TokenStore:
-    """A token store opened for reading; nothing is copied, the files are mapped into memory.
+    """A token store opened for reading; the files are memory-mapped, nothing is copied.
 
     Args:
         prefix: path of the store without ``.bin`` or ``.idx``.
 
     Attributes:
-        tokens: all tokens one after the other, shape (num_tokens,), mapped.
+        tokens: all tokens concatenated, shape (num_tokens,), mapped.
         sizes: tokens per sequence, shape (len(self),), int32, mapped.
         pointers: byte offset of each sequence in .bin, shape (len(self),), int64, mapped.
-        doc_idx: the sequence each document starts at, then the number of sequences; int64, mapped.
+        doc_idx: first sequence of each document, then the number of sequences; int64, mapped.
 
     Raises:
         DataError: a file is missing, not a token store, damaged, or cut off.
 
-    Memory: a few kB, whatever the size of the corpus; pages come in as they are read.
+    Memory: a few kB, independent of the size of the corpus; pages are loaded on access.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -102,10 +103,11 @@ class TokenStore:
         return len(self.sizes)
 
     def map_for_random_access(self) -> NDArray[np.integer]:
-        """Return `tokens` mapped once more, for reading short pieces in random order.
+        """Return `tokens` mapped a second time, for reading short pieces in random order.
 
-        The system then reads only the pages that are asked for. By default it reads far ahead,
-        which made a cold random row over 100 times slower where that was 8 MB; scans want it.
+        The second mapping has no read-ahead: the default read-ahead (8 MB on one system) made a
+        cold random
+        row over 100 times slower, but sequential scans need it.
         """
         tokens = _map(store_paths(self.prefix)[0], self.dtype, 0, self.num_tokens)
         mapping = getattr(tokens.base, "_mmap", None)
@@ -151,10 +153,11 @@ class TokenStore:
         return self.get(key)
 
     def digest(self) -> int:
-        """Return 63 bits of what is in the store, wherever it lies.
+        """Return a 63-bit hash of the store's content, independent of its location.
 
-        They are of the numbers of tokens and sequences, and of 64 pieces of 512 tokens and of 512
-        sizes, evenly spread: another corpus has others, a single changed token may have not.
+        It covers the numbers of tokens and sequences, and 64 samples of 512 tokens and of 512
+        sizes, evenly
+        spaced: it distinguishes corpora, but may miss a single changed token.
         """
         found = blake2b(digest_size=8)
         for values in (self.map_for_random_access(), self.sizes):
@@ -167,7 +170,7 @@ class TokenStore:
     def documents(self) -> Iterator[tuple[int, int]]:
         """Yield each document as the range (first token, one past its last) in `tokens`.
 
-        Sequences behind the last mark of doc_idx count as one more document.
+        Sequences after the last entry of doc_idx count as one more document.
         """
         marks, count = len(self.doc_idx), len(self)
         start = 0
@@ -217,7 +220,7 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
 
 
 def _map(path: Path, dtype: np.dtype[np.integer], offset: int, count: int) -> NDArray[np.integer]:
-    """Map `count` numbers at byte `offset` of a file (numpy cannot map zero of them)."""
+    """Map `count` numbers at byte `offset` of a file (numpy cannot map an empty range)."""
     if count == 0:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)

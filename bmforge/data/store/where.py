@@ -38,9 +38,9 @@ class Condition:
 
     Attributes:
         column: source, language, licence, date or quality.
-        sign: ``=``, ``!=``; of dates and qualities also ``<``, ``<=``, ``>``, ``>=``.
-        value: a name, with ``*`` and ``?``, or several with commas; a date or its beginning; a
-            number.
+        sign: ``=``, ``!=``; for dates and qualities also ``<``, ``<=``, ``>``, ``>=``.
+        value: name, with ``*`` and ``?`` as wildcards, or several names with commas; date or its
+            beginning; number.
     """
 
     column: str
@@ -48,7 +48,7 @@ class Condition:
     value: str
 
     def mask(self, columns: Columns) -> NDArray[np.bool_]:
-        """Return True for the documents that it holds for; an unknown value meets only ``!=``."""
+        """Return a mask of the documents that match; an unknown value matches only ``!=``."""
         values = columns.rows[self.column]
         if self.column in NAMED:
             wanted = self.value.split(",")
@@ -75,16 +75,16 @@ class Condition:
 
 
 def _dates(value: str) -> tuple[int, int]:
-    """Return the first number of a date or of its beginning, and one past the last."""
+    """Return the range of date numbers of a full or partial date: first, and one past the last."""
     low = number_of_date(value)
     return low, low + {4: 10000, 7: 100, 10: 1}[len(value)]
 
 
 def parse_conditions(given: Sequence[str]) -> tuple[Condition, ...]:
-    """Return conditions that all must hold.
+    """Parse conditions, all of which must match.
 
     Raises:
-        ConfigError: one is of no known form.
+        ConfigError: a condition has an unknown form.
     """
     return tuple(map(_parse, given))
 
@@ -112,7 +112,7 @@ def _parse(text: str) -> Condition:
 
 
 def select_documents(columns: Columns, conditions: Sequence[Condition]) -> NDArray[np.bool_]:
-    """Return True for the documents that all conditions hold for."""
+    """Return a mask of the documents that match all conditions."""
     mask = np.ones(len(columns), dtype=np.bool_)
     for one in conditions:
         mask &= one.mask(columns)
@@ -120,10 +120,11 @@ def select_documents(columns: Columns, conditions: Sequence[Condition]) -> NDArr
 
 
 def select_store(store: TokenStore, conditions: Sequence[Condition]) -> TokenStore:
-    """Return the documents of a store that all conditions hold for; without any, the store.
+    """Return a view of the documents that match all conditions; the store itself without
+    conditions.
 
     Raises:
-        DataError: nothing is known of its documents, or none is left.
+        DataError: the store has no metadata, or no document matches.
     """
     if not conditions:
         return store

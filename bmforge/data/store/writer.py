@@ -1,4 +1,4 @@
-"""Write and merge token stores; the files appear under their names only when they are whole."""
+"""Writes and merges token stores; the files get their final names only when they are complete."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TokenStoreWriter:
     """Write a token store item by item; use as a context manager, which finalizes on a clean exit.
 
     Args:
-        prefix: path of the store without ``.bin`` or ``.idx``; folders are made.
-        dtype: integer type of the tokens; by default chosen from `vocab_size`.
-        vocab_size: number of token ids, where `dtype` is not given.
-        overwrite: replace a store that is there.
+        prefix: path of the store without ``.bin`` or ``.idx``; folders are created.
+        dtype: integer type of the tokens (default: chosen from `vocab_size`).
+        vocab_size: vocabulary size, if `dtype` is not given.
+        overwrite: replace an existing store.
 
     Raises:
-        ConfigError: a store is there already, or the dtype is none of the layout's.
+        ConfigError: a store exists already, or the layout does not support the dtype.
 
     Memory: 4 bytes per sequence and 8 per document until `finalize`.
     """
@@ -83,7 +83,7 @@ class TokenStoreWriter:
         self._sizes.append(len(tokens))
 
     def end_document(self) -> None:
-        """End a document: the items since the last call belong to it."""
+        """End a document, which consists of the items added since the last call."""
         self._doc_idx.append(len(self._sizes))
 
     def add_store(self, store: TokenStore) -> None:
@@ -113,7 +113,7 @@ class TokenStoreWriter:
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
 
     def finalize(self) -> None:
-        """Write the index and give both files their names; an open last document is ended."""
+        """Close an open document, write the index and rename both files to their final names."""
         self._end_open_document()
         sizes = np.frombuffer(self._sizes, dtype=np.int32).astype("<i4")
         pointers = np.zeros(len(sizes), dtype="<i8")
@@ -133,7 +133,7 @@ class TokenStoreWriter:
         self._idx_tmp.replace(self._idx_path)
 
     def abandon(self) -> None:
-        """Close and remove what was written so far."""
+        """Close and remove the temporary files."""
         self._file.close()
         self._bin_tmp.unlink(missing_ok=True)
         self._idx_tmp.unlink(missing_ok=True)
@@ -161,7 +161,7 @@ def merge_stores(
 ) -> None:
     """Write one store with the sequences and documents of all `prefixes`, in that order.
 
-    The dtype is the narrowest that holds all of theirs.
+    The dtype is the narrowest one that holds the tokens of all stores.
 
     Raises:
         ConfigError: no prefix, or the output is one of the inputs or exists already.
@@ -188,6 +188,6 @@ def _layout_dtype(dtype: np.dtype[np.integer] | str) -> np.dtype[np.integer]:
 
 
 def _sync(file: BinaryIO) -> None:
-    """Bring a file's bytes onto the disk."""
+    """Flush a file to disk."""
     file.flush()
     os.fsync(file.fileno())

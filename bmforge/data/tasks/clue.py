@@ -24,7 +24,7 @@ _FILES = {
     "train_few_all": ("train_few_all.json",),
     "dev_few_all": ("dev_few_all.json",),
 }
-# tnews' codes -> what they stand for; 105 and 111 were never given.
+# Maps the codes of tnews to class names; 105 and 111 are unused.
 _NEWS = {
     **{"100": "story", "101": "culture", "102": "entertainment", "103": "sports"},
     **{"104": "finance", "106": "house", "107": "car", "108": "edu", "109": "tech"},

@@ -11,7 +11,7 @@ from bmforge.errors import ConfigError, DataError
 __all__ = ["make_task"]
 
 _LABEL = "label"
-# A field stands in a prompt by its name.
+# A field is referenced in a prompt template by its name.
 _FORBIDDEN = frozenset("{}[].!:")
 
 

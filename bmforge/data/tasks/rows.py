@@ -159,7 +159,7 @@ def continue_prompt(
     asked, *joined = tokenizer.encode_batch(texts)
     pairs = []
     for option, ids in zip(options, joined, strict=True):
-        # A tokenizer that joins the prompt's last piece with the answer gets the answer alone.
+        # Encode the answer alone if the tokenizer would merge it with the end of the prompt.
         fits = ids[: len(asked)] == asked and len(ids) > len(asked)
         answer = [*(ids[len(asked) :] if fits else tokenizer.encode(option)), *end]
         room = longest - len(answer) - len(head)
@@ -244,7 +244,7 @@ class AnswerRows:
                 "labels": (longest, IGNORE_INDEX),
             }
         else:
-            # Padding stands behind, where no token of the row looks.
+            # Right padding, which causal attention never reads, so no mask is needed.
             self.columns = {"input_ids": (width, 0), "labels": (width, IGNORE_INDEX)}
         self.fingerprint = fingerprint_of(pairs, width)
 
