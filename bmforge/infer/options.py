@@ -31,7 +31,7 @@ class GenerationConfig:
             uses all (Nguyen et al. 2024).
         repetition_penalty: factor above 1 that makes tokens of the prompt and the text less likely
             (Keskar et al. 2019).
-        presence_penalty: value subtracted from the logit of every generated token (OpenAI), and
+        presence_penalty: value subtracted from the logit of every generated token (OpenAI).
         frequency_penalty: value subtracted once per occurrence (OpenAI); the prompt does not count.
         no_repeat_ngram_size: length in tokens of n-grams that may occur only once; 0 for no limit.
         bad_words_ids: token sequences that are not generated.

@@ -55,9 +55,10 @@ def embed(
     normalize: bool = True,
     max_rows: int = 1,
 ) -> Tensor:
-    """Return one embedding per row, pooled from the last hidden states of the encoder.
+    """Return one embedding per row, pooled from the last hidden states.
 
-    Rows of the same length are batched, so that no padding is needed.
+    Encoder-decoders use the states of the encoder. Rows of the same length are batched, so that
+    no padding is needed.
 
     Args:
         model: any model.
