@@ -1,10 +1,10 @@
-"""Quantised matrices: how values become integers, and how these lie in memory and in files.
+"""Quantization of matrices, and the packed layout of the integers in memory and in files.
 
-A matrix is cut into panels of 16 rows. Of a panel, blocks of 64 bytes follow one another: four
-bytes of each row, four columns side by side (8 bits), or eight, the first four in the low halves of
-the bytes and the next four in the high ones (4 bits). One layout serves every instruction set and
-any number of tokens, and is the same in memory, in a file and on its way from a disk. Scales, and
-minima where there are some, lie by panel, group and row. Rows behind the last one are zeros.
+A matrix is split into panels of 16 rows. A panel is a sequence of blocks of 64 bytes: four bytes of
+each row, with four adjacent columns (8 bits), or eight, the first four in the low nibbles and the
+next four in the high ones (4 bits). One layout serves every instruction set and any number of
+tokens, and is the same in memory, in a file and during disk streaming. Scales, and minima if there
+are any, are ordered by panel, group and row. Padding rows are zeros.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ _SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a matrix is quantised, and what it is multiplied with.
+    """Quantization scheme of a matrix and of the activations that it is multiplied with.
 
     Args:
-        bits: 8 or 4, of every value.
-        group_size: so many columns of a row share a scale; 0 is the whole row.
-        symmetric: the zero point is 0; otherwise every group has a minimum as well. With
+        bits: bits per value, 8 or 4.
+        group_size: number of columns of a row that share a scale; 0 is the whole row.
+        symmetric: fix the zero point at 0; otherwise every group has a minimum as well. With
             `scale_dtype` "float32" the minimum is minus an integer zero point times the scale, as
             in AWQ, GPTQ and compressed-tensors, and a weight of 0 stays exactly 0; with "float16"
             it is any number, as in GGUF's Q4_1.
-        activations: "int8" quantises what goes in, by groups of the same columns of every token;
-            "float" takes it as it is, which is more exact and slower.
-        outlier_ratio: share of the input columns, those with most of the error, that is kept in 16
-            bits beside the integers.
-        scale_dtype: "float16" or "float32", of scales and minima.
+        activations: "int8" quantizes the input, by groups of the same columns of every token;
+            "float" does not, which is more exact and slower.
+        outlier_ratio: fraction of the input columns, those with most of the error, that is
+            stored in
+            16 bits in addition to the integers.
+        scale_dtype: dtype of scales and minima, "float16" or "float32".
     """
 
     bits: int = 8
@@ -70,7 +71,7 @@ class QuantSpec:
     scale_dtype: Literal["float16", "float32"] = "float16"
 
     def __post_init__(self) -> None:
-        """Check every field."""
+        """Validate every field."""
         if self.bits not in _STEPS:
             raise ConfigError(f"bits={self.bits} must be 8 or 4.")
         step = 32 if self.bits == 4 else 16
@@ -104,7 +105,9 @@ class QuantSpec:
         return columns > 0 and columns % step == 0 and self.group_of(columns) <= _WIDEST_ROW
 
     def problem(self, columns: int) -> str:
-        """Return why rows of this width cannot be packed, and which could; "" where they can."""
+        """Return the reason why rows of this width cannot be packed, with supported widths; "" if
+        they can.
+        """
         step = self.group_size or _STEPS[self.bits]
         if self.fits(columns):
             return ""
@@ -157,7 +160,7 @@ class PackedMatrix(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """A quantised matrix that is not packed: ``values * scales + minima``, group by group.
+    """A quantized matrix before packing: ``values * scales + minima``, group by group.
 
     Shape:
         values: (rows, columns) int8; scales and minima: (rows, groups)
@@ -210,10 +213,10 @@ def quantize_groups(matrix: Tensor, spec: QuantSpec, range_ratio: float = 1.0) -
 
 
 def narrow_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
-    """Return scales, or minima, in their dtype.
+    """Convert scales, or minima, to their dtype.
 
     Raises:
-        ConfigError: one is not finite in it.
+        ConfigError: a value is not finite in it.
     """
     kept = scales.to(spec.scale_type)
     if not bool(kept.isfinite().all()):
@@ -239,7 +242,7 @@ def _quantize_symmetric(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor
 
 
 def _quantize_minima(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Values go from 0 to 15, or from -128 to 127 with the minimum moved as much."""
+    """Quantize to 0..15, or to -128..127 with the minimum shifted accordingly."""
     low, high = groups.amin(-1) * ratio, groups.amax(-1) * ratio
     steps = (1 << bits) - 1
     scales = (high - low) / steps
@@ -251,7 +254,7 @@ def _quantize_minima(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, T
 
 
 def _quantize_zero_points(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Likewise, with the minimum a multiple of the scale, so that 0 is one of the values.
+    """Quantize with a minimum that is a multiple of the scale, so that 0 is representable.
 
     Scales have 16 bits of mantissa, so that their product with a zero point is exact in fp32.
     """
@@ -308,7 +311,7 @@ def pack_values(values: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def unpack_values(packed: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the integers of all rows, those behind the last one too.
+    """Return the integers of all rows, padding rows included.
 
     Shape:
         packed: (panels, blocks, 64) uint8; returns (16 panels, columns) int8

@@ -65,8 +65,8 @@ class Kernels:
     """The compiled functions of one variant.
 
     Args:
-        library: what was compiled.
-        name: of the variant.
+        library: compiled library.
+        name: name of the variant.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:

@@ -54,12 +54,12 @@ _HOLDS_INTEGERS = (GgufFile, PackedLinears, CompressedLinears)
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory holds model weights."""
+    """Return True if a directory holds model weights."""
     return any((directory / name).exists() for name in (_INDEX, _SINGLE, *_PICKLED))
 
 
 def has_all_weights(directory: Path) -> bool:
-    """Return whether a directory holds a model's weights, with all files of the index."""
+    """Return True if a directory holds a model's weights, with all files of the index."""
     try:
         return bool(_find_files(directory))
     except CheckpointError:

@@ -96,7 +96,7 @@ def find_shards(directory: Path) -> list[Path]:
 
 
 def holds_shards(directory: Path) -> bool:
-    """Return whether a directory, or that of its tracker file, has Megatron shards."""
+    """Return True if a directory, or that of its tracker file, has Megatron shards."""
     return (directory / _TRACKER).is_file() or any(directory.glob("mp_rank_*_model_states.pt"))
 
 

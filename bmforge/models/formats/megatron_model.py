@@ -30,7 +30,7 @@ _Family = type[CPM1] | type[CPM2] | type[EVA]
 
 
 def is_megatron(directory: Path) -> bool:
-    """Return whether a directory's weights are Megatron's shards."""
+    """Return True if a directory's weights are Megatron's shards."""
     return holds_shards(directory) and not has_weights(directory)
 
 

@@ -87,7 +87,7 @@ _OLD_NAMES = (
 
 
 def is_model_center(directory: Path) -> bool:
-    """Return whether a directory holds a ModelCenter checkpoint."""
+    """Return True if a directory holds a ModelCenter checkpoint."""
     return (directory / _WEIGHTS).is_file()
 
 
@@ -243,7 +243,7 @@ def _check_fit(
 
 
 def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a tensor equals its original: a tied head, or GPT-J's only norm of a block."""
+    """Return True if a tensor equals its original: a tied head, or GPT-J's only norm of a block."""
     if name in ("output_projection.weight", "lm_head.decoder.weight"):
         original = "input_embedding.weight"
     else:
@@ -309,7 +309,7 @@ def _settle_t5(
 
 
 def _are_near(own: Tensor, embed: Tensor, factor: float) -> bool:
-    """Return whether `own` equals `factor` times `embed`, up to fp16 rounding."""
+    """Return True if `own` equals `factor` times `embed`, up to fp16 rounding."""
     if own.shape != embed.shape:
         return False
     pieces = zip(own.split(_ROWS), embed.split(_ROWS), strict=True)

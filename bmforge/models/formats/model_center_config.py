@@ -319,5 +319,5 @@ def _read_head(
 
 
 def is_padded(embed: Tensor) -> bool:
-    """Return whether the last row is padding."""
+    """Return True if the last row is padding."""
     return embed.shape[0] == PADDED_GPT2 or not bool(embed[-1].any())

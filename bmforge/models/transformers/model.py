@@ -257,7 +257,7 @@ class TransformersModel(Model):
         Args:
             input_ids, attention_mask, position_ids, inputs_embeds: as in transformers.
             document_ids: number of the document of every token of a packed row.
-            labels: of a language model token ids, shifted in here; of others as in transformers.
+            labels: token ids of a language model, shifted inside; for others as in transformers.
             num_items_in_batch: divisor of the summed loss; None gives the mean.
             cache: keys and values of earlier tokens.
             output_hidden_states: also return the hidden states of every layer.
