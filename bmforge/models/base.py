@@ -7,7 +7,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.models.changes import Change, apply_change_, changed_modules
+from bmforge.models.changes import Change, apply_change_
 from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import FileReads
@@ -30,14 +30,11 @@ from bmforge.models.pack import load_quantized
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
-from bmforge.models.split import split_modules, split_rules
-from bmforge.models.stack import check_ids, expert_names, find_heads, given_inputs
+from bmforge.models.stack import check_ids, find_heads, given_inputs
 from bmforge.models.traits import Traits
-from bmforge.models.weights import WeightRule, expand_rules
-from bmforge.nn.low_rank import linear_sizes
+from bmforge.models.weight_names import WeightNames
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.prompt import count_ids, look_up
-from bmforge.nn.quantized import PackedStore
 from bmforge.provenance import Provenance, read_provenance
 from bmforge.records import laid_out
 from bmforge.surgery import persistent_tensors
@@ -45,7 +42,7 @@ from bmforge.surgery import persistent_tensors
 __all__ = ["Model"]
 
 
-class Model(ModelHooks, nn.Module):
+class Model(WeightNames, ModelHooks, nn.Module):
     """Base class of the families.
 
     A family sets `config_class`, `weight_rules` (the map of weight names) and, if its checkpoints
@@ -243,10 +240,6 @@ class Model(ModelHooks, nn.Module):
         remaining = tuple(c for c in self.config.changes if replace(c, weight=1.0) != removed)
         self.config = self.config.replace(changes=remaining)
 
-    def weight_rules(self) -> list[WeightRule]:
-        """Return the map of weight names of this family's body, with `{i}` for the layer index."""
-        raise TypeError(f"{type(self).__name__} defines no weight_rules")
-
     @property
     def _pipeline(self) -> Any:
         """The runner of the pipeline stages; None without a pipeline."""
@@ -332,75 +325,6 @@ class Model(ModelHooks, nn.Module):
         if self.config.head == "language_model" and self.shifts_labels:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).sum())
-
-    def tied_copies(self) -> dict[str, str]:
-        """Map copies to originals (names) of tensors that checkpoints store twice."""
-        return {}
-
-    def all_rules(self) -> list[WeightRule]:
-        """Return the rules of body and head with the names of this head's checkpoints."""
-        head = self.config.heads[self.config.head]
-        rules = self.weight_rules()
-        if head.prefix is not None:
-            rules = [
-                replace(rule, theirs=head.prefix + rule.theirs.removeprefix(self.hf_prefix))
-                if rule.theirs.startswith(self.hf_prefix)
-                else rule
-                for rule in rules
-            ]
-        return rules + [WeightRule(ours, theirs) for ours, theirs in head.names.items()]
-
-    def active_rules(self) -> list[WeightRule]:
-        """Return the expanded rules of this model's tensors (a tied tensor once)."""
-        return self.expand(self.all_rules())
-
-    def published_rules(self) -> list[WeightRule]:
-        """Return the rules of this model before its layers were quantized.
-
-        Published checkpoints name the weight of a layer whatever its storage is here.
-        """
-        changed = changed_modules(self)
-        stored = {n: s for n, m in changed.items() if (s := linear_sizes(m)) is not None}
-        if not stored:
-            return self.active_rules()
-        shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in persistent_tensors(self).items()
-            if (owner := name.rpartition(".")[0]) not in changed
-            or (owner in stored and name.endswith(".bias"))
-        }
-        shapes |= {f"{name}.weight": sizes[::-1] for name, sizes in stored.items()}
-        rules = self.all_rules()
-        return expand_rules(rules, shapes, (), split_rules(self, rules))
-
-    def expand(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
-        """Expand rules to every layer and tensor; changed modules keep this library's names."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(self).items()}
-        own = self._own_names()
-        if not any(".mlp.experts." in rule.ours for rule in rules):
-            own |= expert_names(self)
-        for name, module in split_modules(self):
-            own |= {f"{name}.{key}" for key, _ in module.named_parameters()}
-        return expand_rules(rules, shapes, own, split_rules(self, rules))
-
-    def _own_names(self) -> set[str]:
-        """Return the names of tensors that have no name in published checkpoints."""
-        changed = changed_modules(self)
-        names = set()
-        for name in persistent_tensors(self):
-            owner, _, key = name.rpartition(".")
-            # A quantized layer's bias has its published name; int8 rows are saved with theirs.
-            is_published = key == "bias" and isinstance(changed.get(owner), PackedStore)
-            if owner in changed and not is_published:
-                names.add(name)
-        return names
-
-    def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules that read a checkpoint with these tensor names.
-
-        They are the `active_rules`, except for families published in several formats.
-        """
-        return self.active_rules()
 
     def save_pretrained(
         self,

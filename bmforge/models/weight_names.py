@@ -1,0 +1,105 @@
+"""The published names of a model's tensors: which rule reads and writes each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+from torch import nn
+
+from bmforge.models.changes import changed_modules
+from bmforge.models.split import split_modules, split_rules
+from bmforge.models.stack import expert_names
+from bmforge.models.weights import WeightRule, expand_rules
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.quantized import PackedStore
+from bmforge.surgery import persistent_tensors
+
+__all__ = ["WeightNames"]
+
+
+class WeightNames:
+    """Mixin of `Model`: weight rules of the whole model, from the rules of its family."""
+
+    config: Any
+    hf_prefix: ClassVar[str]
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Return the map of weight names of this family's body, with `{i}` for the layer index."""
+        raise TypeError(f"{type(self).__name__} defines no weight_rules")
+
+    @property
+    def _module(self) -> Any:
+        return cast(nn.Module, self)
+
+    def tied_copies(self) -> dict[str, str]:
+        """Map copies to originals (names) of tensors that checkpoints store twice."""
+        return {}
+
+    def all_rules(self) -> list[WeightRule]:
+        """Return the rules of body and head with the names of this head's checkpoints."""
+        head = self.config.heads[self.config.head]
+        rules = self.weight_rules()
+        if head.prefix is not None:
+            rules = [
+                replace(rule, theirs=head.prefix + rule.theirs.removeprefix(self.hf_prefix))
+                if rule.theirs.startswith(self.hf_prefix)
+                else rule
+                for rule in rules
+            ]
+        return rules + [WeightRule(ours, theirs) for ours, theirs in head.names.items()]
+
+    def active_rules(self) -> list[WeightRule]:
+        """Return the expanded rules of this model's tensors (a tied tensor once)."""
+        return self.expand(self.all_rules())
+
+    def published_rules(self) -> list[WeightRule]:
+        """Return the rules of this model before its layers were quantized.
+
+        Published checkpoints name the weight of a layer whatever its storage is here.
+        """
+        changed = changed_modules(self._module)
+        stored = {n: s for n, m in changed.items() if (s := linear_sizes(m)) is not None}
+        if not stored:
+            return self.active_rules()
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in persistent_tensors(self._module).items()
+            if (owner := name.rpartition(".")[0]) not in changed
+            or (owner in stored and name.endswith(".bias"))
+        }
+        shapes |= {f"{name}.weight": sizes[::-1] for name, sizes in stored.items()}
+        rules = self.all_rules()
+        return expand_rules(rules, shapes, (), split_rules(self._module, rules))
+
+    def expand(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
+        """Expand rules to every layer and tensor; changed modules keep this library's names."""
+        shapes = {
+            name: tuple(tensor.shape) for name, tensor in persistent_tensors(self._module).items()
+        }
+        own = self._own_names()
+        if not any(".mlp.experts." in rule.ours for rule in rules):
+            own |= expert_names(self._module)
+        for name, module in split_modules(self._module):
+            own |= {f"{name}.{key}" for key, _ in module.named_parameters()}
+        return expand_rules(rules, shapes, own, split_rules(self._module, rules))
+
+    def _own_names(self) -> set[str]:
+        """Return the names of tensors that have no name in published checkpoints."""
+        changed = changed_modules(self._module)
+        names = set()
+        for name in persistent_tensors(self._module):
+            owner, _, key = name.rpartition(".")
+            # A quantized layer's bias has its published name; int8 rows are saved with theirs.
+            is_published = key == "bias" and isinstance(changed.get(owner), PackedStore)
+            if owner in changed and not is_published:
+                names.add(name)
+        return names
+
+    def rules_for(self, names: Collection[str]) -> list[WeightRule]:
+        """Return the rules that read a checkpoint with these tensor names.
+
+        They are the `active_rules`, except for families published in several formats.
+        """
+        return self.active_rules()
