@@ -296,6 +296,8 @@ def _ranks_of_blocks(
         for ours, rank in zip(names.ours[theirs], ranks, strict=True):
             if rank == 0:
                 told["targets"].remove(ours)
+                for option in ("ranks", "alphas"):
+                    told[option].pop(ours, None)
                 continue
             told["ranks"][ours] = rank
             told["alphas"][ours] = scale * (rank**0.5 if told["root_scale"] else rank)
