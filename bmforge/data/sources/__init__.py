@@ -1,1 +1,1 @@
-"""Reads text from files of many kinds; start at `files.py`, the table is in `kinds.py`."""
+"""Reads text from files of many formats; start at `files.py`, the table is in `kinds.py`."""

@@ -40,7 +40,7 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
     """Open a zip archive.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the archive is damaged.
     """
     try:
         return zipfile.ZipFile(stream)
@@ -49,7 +49,7 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
 
 
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
-    """Yield name and stream of each file of a zip archive, or the record that says why not."""
+    """Yield name and stream of each file in a zip archive, or a record of the failure."""
     archive = open_zip(stream, where)
     for count, member in enumerate(archive.infolist()):
         if 0 <= where.end <= count:  # of a part
@@ -73,7 +73,7 @@ def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
 
 
 def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
-    """Yield name and stream of each file of a tar archive; links are no files."""
+    """Yield name and stream of each regular file in a tar archive; links are skipped."""
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for count, member in enumerate(archive, where.line - 1):
@@ -102,7 +102,7 @@ def _join(where: Where, name: str) -> str:
 
 
 def _open(opener: Callable[[], object], inside: Where) -> BinaryIO | Record:
-    """Return the content of a member, in memory; it may not be larger than it says."""
+    """Return the content of a member, in memory; fail if it is larger than its header states."""
     try:
         with opener() as member:  # type: ignore[attr-defined]
             raw = member.read(inside.budget_bytes + 1)
@@ -116,5 +116,5 @@ def _open(opener: Callable[[], object], inside: Where) -> BinaryIO | Record:
 def drop_member(
     where: Where, rule: str, value: float | str, bound: float | None = None, size_bytes: int = 0
 ) -> Record:
-    """Return the record of a member that is not read, with its size."""
+    """Return a record that drops an unread member, with its size."""
     return Record(where.whole(), size_bytes, lambda: Drop(rule, value, bound, str(where)))

@@ -75,7 +75,7 @@ def find_messages(record: Any, place: str) -> tuple[list[Message], frozenset[str
 
 
 def _find_name(values: Mapping[str, Any], name: str) -> str:
-    """Return a form's field, or the other name under which some data sets have it."""
+    """Return the name of a form's field in the record, which may be an alias."""
     return name if name in values else _ALSO.get(name, name)
 
 

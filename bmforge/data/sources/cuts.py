@@ -1,7 +1,7 @@
 """Divides large files among shards, and reads a part of a file.
 
-Lines are cut at their ends; a packed file of lines at ends in what it unpacks to, of which every
-part unpacks what is before it; Parquet between its groups of rows; archives at their members.
+Text files are cut at line ends; compressed ones at line ends of the decompressed data, so that each
+part decompresses everything before it; Parquet between row groups; archives between members.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 class Parts(NamedTuple):
-    """How a file is cut.
+    """Cut points of a file.
 
     Attributes:
-        at: byte, as unpacked, row, or place of a member; and number of the line, row or member
-            that begins there.
-        units: bytes, as unpacked, rows, or members of the whole file.
-        size_bytes: of the whole file, as unpacked.
+        at: pairs of the offset of a cut (decompressed byte, row, or member position) and the
+            number of
+            the line, row or member that begins there.
+        units: size of the whole file in decompressed bytes, rows, or members.
+        size_bytes: decompressed size of the whole file.
     """
 
     at: Cuts = ()
@@ -44,8 +45,9 @@ class Parts(NamedTuple):
 
 
 def how_to_cut(path: Path) -> str:
-    """Return how a file may be cut: at ``"lines"``, as ``"packed"`` lines, at ``"rows"``,
-    at ``"members"``, or ""."""
+    """Return how a file may be cut: at ``"lines"``, as ``"packed"`` lines, at ``"rows"``, at
+    ``"members"``, or "" if it may not.
+    """
     with path.open("rb") as file:
         head = file.read(SAMPLE_BYTES)
         packing, kind = packing_of(head, path.name), kind_of(head, path.name)
@@ -72,7 +74,7 @@ def how_to_cut(path: Path) -> str:
 
 
 class LineCutter:
-    """Finds the first line end behind every so many bytes of a stream that it is fed."""
+    """Finds the first line end after every `every_bytes` bytes of a stream fed in chunks."""
 
     def __init__(self, every_bytes: int) -> None:
         self._every, self._wanted, self._line = every_bytes, every_bytes, 1
@@ -80,7 +82,7 @@ class LineCutter:
         self._cuts: list[tuple[int, int]] = []
 
     def feed(self, chunk: bytes) -> None:
-        """Look at the next bytes."""
+        """Process the next chunk of bytes."""
         start = 0
         while self._wanted < self.offset + len(chunk):
             end = chunk.find(b"\n", max(self._wanted - 1 - self.offset, start)) + 1
@@ -93,14 +95,14 @@ class LineCutter:
         self.offset += len(chunk)
 
     def cuts(self) -> Cuts:
-        """Return the cuts, none of them at the very end."""
+        """Return the cuts, excluding the end of the stream."""
         return tuple(cut for cut in self._cuts if cut[0] < self.offset)
 
 
 def find_parts(path: Path, how: str, every_bytes: int) -> Parts:
-    """Return the parts of a packed file of lines, 16 at most, of Parquet, or of an archive.
+    """Return the parts of a compressed text file (at most 16), of Parquet, or of an archive.
 
-    A file that is damaged is not cut: who reads it says what is wrong.
+    A damaged file is not cut, as its reader reports the error.
     """
     if how == "members":
         return Parts(*find_members(path, _kind(path), every_bytes))
@@ -150,10 +152,13 @@ def _cut_rows(path: Path, every_bytes: int) -> Parts:
 def read_part(
     stream: BinaryIO, path: Path, options: ReadOptions, begin: int, end: int, line: int
 ) -> Iterator[Record]:
-    """Yield the entries of a part that does not begin at the file's beginning.
+    """Yield the entries of a part that does not begin at the file's start.
 
     Args:
-        begin, end: bytes of the lines, as unpacked, rows, or places of members.
+        stream: stream of the whole file.
+        path: path of the file.
+        options: reader options.
+        begin, end: range in decompressed bytes, rows, or member positions.
         line: number of the first line, row or member.
     """
     how = how_to_cut(path)

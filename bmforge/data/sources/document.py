@@ -1,4 +1,4 @@
-"""A document: a text with its source and metadata, as it passes between steps."""
+"""A document: a text with its source and metadata, passed from step to step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Document:
     """A text with its source and metadata; an empty string means unknown.
 
     Attributes:
-        source: the file it came from.
-        place: where in the file: a line, the name of a member, a page; ``"1"`` is a whole file.
-        id: of the text as it was read: a hash of source, place and text, kept by every step.
-        url, licence: of the page or the data set, as the source says.
-        terms: what else the source asks for, or the address where it says so.
+        source: path of the input file.
+        place: location in the file: a line, the name of a member, a page; ``"1"`` for a whole file.
+        id: hash of source, place and original text, kept by every step.
+        url, licence: URL and license of the page or the data set, as stated by the source.
+        terms: other conditions of the source, or the URL of them.
         date: ISO 8601, as far as known: ``"2024"``, ``"2024-05-01"``.
         language, script: ISO 639-1 (or -3) and ISO 15924, such as ``"zh"`` and ``"Hans"``; a source
-            may give a longer tag, such as ``"zh-CN"``, of which `primary_subtag` is the language.
-        scores: numbers that sources and steps found, by name.
+            may give a longer tag, such as ``"zh-CN"``, whose language `primary_subtag` returns.
+        scores: numbers from sources and steps, by name.
     """
 
     text: str
@@ -49,20 +49,20 @@ class Document:
 
 
 def primary_subtag(tag: str) -> str:
-    """Return the language of a tag, without region and script: ``"zh"`` of ``"zh-Hant-TW"``.
+    """Return the language of a tag, without region and script: ``"zh"`` for ``"zh-Hant-TW"``.
 
-    Source: BCP 47, RFC 5646, section 2.2.1; underscores divide too, as in names of locales.
+    Source: BCP 47, RFC 5646, section 2.2.1; underscores are also accepted, as in locale names.
     """
     return tag.strip().replace("_", "-").partition("-")[0].lower()
 
 
 def to_record(document: Document) -> dict[str, Any]:
-    """Return a document as a table for JSON, without unknown fields."""
+    """Return a document as a dict for JSON, without unknown fields."""
     found = {one.name: getattr(document, one.name) for one in fields(Document)}
     found["scores"] = dict(found["scores"])
     return {name: value for name, value in found.items() if value or name in _ALWAYS}
 
 
 def from_record(record: Mapping[str, Any]) -> Document:
-    """Return the document that `to_record` wrote."""
+    """Build a document from a dict that `to_record` returned."""
     return Document(**record)

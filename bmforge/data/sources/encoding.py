@@ -1,9 +1,9 @@
 """Decodes bytes to text: by byte order mark, as UTF-8, by label, else by detection.
 
-Nearly all bytes decode as something, so detection looks at the share of characters that people use
-often. For Chinese these are the first levels of GB 2312 and Big5, which both standards order by
-frequency of use. Text of several multi-byte UTF-8 characters is UTF-8 whatever its label says: in
-another encoding such a sequence of bytes is next to impossible.
+Nearly all bytes decode as something, so detection compares the share of frequent characters.
+For Chinese these are the first levels of GB 2312 and Big5, which both standards order by
+frequency of use. Bytes with several valid multi-byte UTF-8 characters are UTF-8 whatever the label:
+in another encoding such a sequence is extremely unlikely.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Decoded:
     replaced: int = 0
 
     def scores(self) -> Mapping[str, float]:
-        """Return the number of replaced characters as a document keeps it."""
+        """Return the number of replaced characters as document scores."""
         return {"replaced_characters": self.replaced} if self.replaced else {}
 
 
@@ -137,7 +137,7 @@ def _explain(raw: bytes, place: str, damaged: Decoded | None) -> DataError:
 
 
 def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded | None:
-    """Decode bytes that are valid in the first encoding that fits; None if no encoding does."""
+    """Decode bytes with the first encoding in which they are valid; None if there is none."""
     for mark, name in _MARKS:
         if raw.startswith(mark) and (text := _try(raw, name)) is not None:
             return Decoded(text, name)
@@ -165,17 +165,18 @@ def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded 
 
 
 def _known_labels(labels: Sequence[str]) -> list[str]:
-    """Return the encodings of labels that Python knows, Latin-1 last: servers say it by default."""
+    """Return the known encodings among labels, Latin-1 last, as servers declare it by default."""
     names = [_WEB_LABELS.get(label.lower(), label.lower()) for label in labels]
     known = [name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _knows(name)]
     return sorted(known, key=lambda name: name == "cp1252")
 
 
 def _is_surely_utf8(text: str, raw: bytes, names: Sequence[str]) -> bool:
-    """Return True if UTF-8 is right whatever the labels say.
+    """Return True if the bytes are UTF-8 regardless of the labels.
 
-    Plain ASCII is in a 7-bit encoding if the label says so, and a few multi-byte characters may be
-    Chinese or Japanese ones by chance.
+    ASCII bytes may be a 7-bit encoding if the label names one, and a few multi-byte characters may
+    be
+    Chinese or Japanese by chance.
     """
     if text.isascii():
         return not any(name == "hz" for name in names)
@@ -188,9 +189,9 @@ def _is_single_byte(name: str) -> bool:
 
 
 def _put_detected_first(raw: bytes, names: Sequence[str], detected: str) -> Sequence[str]:
-    """Return the labels' encodings, after a Chinese or Japanese one that is very sure.
+    """Return the labels' encodings, preceded by a confidently detected Chinese or Japanese one.
 
-    A single-byte label fits any bytes; a server's default is no evidence for it.
+    A single-byte label is valid for any bytes, and a server's default is no evidence.
     """
     if detected not in _WIDE or detected in names or not names:
         return names
@@ -200,7 +201,7 @@ def _put_detected_first(raw: bytes, names: Sequence[str], detected: str) -> Sequ
 
 
 def _decode_damaged(raw: bytes, labels: Sequence[str], expected: str) -> Decoded | None:
-    """Decode bytes of which single characters are damaged; None if too many are."""
+    """Decode bytes with a few damaged characters; None if too many are damaged."""
     sample = raw[:SAMPLE_BYTES]
     names = [name for name in _known_labels(labels) if name != "utf-8"]
     if _is_damaged_utf8(sample) or not (names or expected):
@@ -216,7 +217,7 @@ def _decode_damaged(raw: bytes, labels: Sequence[str], expected: str) -> Decoded
 
 
 def may_replace(bad: int, characters: int) -> bool:
-    """Return True if so few characters of a text are damaged that the rest can be used.
+    """Return True if few enough characters of a text are damaged that it can be used.
 
     One bad byte inside a multi-byte character damages up to three.
     """
@@ -224,7 +225,7 @@ def may_replace(bad: int, characters: int) -> bool:
 
 
 def _is_common(text: str, name: str) -> bool:
-    """Return False if a damaged Chinese or Japanese text went out of step with its bytes."""
+    """Return False if a Chinese or Japanese text lost byte synchronization after damage."""
     return name not in _WIDE or _share_of_common(text) >= _SURE
 
 
@@ -266,7 +267,7 @@ _WINDOWS_CONTROLS = {0xDC00 + byte: byte for byte in (0x81, 0x8D, 0x8F, 0x90, 0x
 
 
 def _cut(raw: bytes, name: str) -> str | None:
-    """Decode a sample, whose last character may be cut off."""
+    """Decode a sample whose last character may be incomplete; None if it is invalid."""
     try:
         return codecs.getincrementaldecoder(name)("strict").decode(raw, final=False)
     except UnicodeDecodeError:
@@ -286,7 +287,7 @@ def _is_damaged_utf8(sample: bytes) -> bool:
 
 
 def _detect_utf16(sample: bytes) -> str:
-    """Tell UTF-16 without a mark by its characters: common ones, and no controls."""
+    """Detect UTF-16 without a byte order mark: frequent characters, and no control characters."""
     scores = {}
     for name in ("utf-16-le", "utf-16-be"):
         text = _cut(sample, name) or ""
@@ -298,7 +299,7 @@ def _detect_utf16(sample: bytes) -> str:
 
 @cache
 def _common() -> frozenset[str]:
-    """Return the characters that Chinese and Japanese use often, with their punctuation."""
+    """Return the frequent characters of Chinese and Japanese, with their punctuation."""
     # Rows and cells: GB 2312's level 1, Big5's, and the punctuation, kana and full width of both.
     found = {_pair(row, cell, "gb2312") for row in range(0xB0, 0xD8) for cell in range(0xA1, 0xFF)}
     cells = [*range(0x40, 0x7F), *range(0xA1, 0xFF)]
@@ -314,7 +315,7 @@ def _pair(row: int, cell: int, name: str) -> str:
 
 
 def _score(sample: bytes, name: str) -> float:
-    """Return the share of common characters among those beyond ASCII; 0 if it is not `name`."""
+    """Return the share of frequent characters among the non-ASCII ones; 0 if invalid in `name`."""
     text = codecs.getincrementaldecoder(name)("replace").decode(sample, final=False)
     bad = text.count(_REPLACEMENT)
     return 0.0 if bad > max(1, _MOST_BAD * len(text)) else _share_of_common(text)
@@ -326,7 +327,7 @@ def _share_of_common(text: str) -> float:
 
 
 def _is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP, all of whose bytes would be common in GB 2312: a part of it is kana."""
+    """Detect EUC-JP by its share of kana; all of its bytes would be frequent in GB 2312."""
     text = _cut(sample, "euc_jp") or ""
     wide = sum(c > "\x7f" for c in text)
     return (
@@ -335,7 +336,7 @@ def _is_japanese_euc(sample: bytes) -> bool:
 
 
 def _is_korean(sample: bytes) -> bool:
-    """Tell Korean, all of whose bytes would be common in GB 2312: it is nearly all Hangul."""
+    """Detect Korean by its share of Hangul; all of its bytes would be frequent in GB 2312."""
     text = _cut(sample, "euc_kr")  # cp949's other syllables are rare, and Shift-JIS looks so
     wide = [c for c in text or "" if c > "\x7f"]
     hangul = sum("\uac00" <= c <= "\ud7a3" for c in wide)

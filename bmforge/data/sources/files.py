@@ -1,7 +1,7 @@
-"""Reads documents, one at a time, from files of every kind in `kinds.py`.
+"""Reads documents, one at a time, from files of every format in `kinds.py`.
 
-A bad file or line is a `DataError` that names it; with ``skip_bad=True`` it is counted and left
-out.
+A bad file or line raises a `DataError` that names it; with ``skip_bad=True`` it is counted and
+skipped.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _HIGHEST_RATIO = 100
 
 @dataclass
 class SkipCount:
-    """How many bad lines and files were left out, and the first few messages."""
+    """Number of skipped lines and files, and the first few messages."""
 
     count: int = 0
     messages: list[str] = field(default_factory=list)
 
     def add(self, message: str) -> None:
-        """Count one more and keep its message if it is among the first few."""
+        """Count a skipped entry, and keep its message if it is among the first few."""
         self.count += 1
         if len(self.messages) < _KEPT_MESSAGES:
             self.messages.append(message)
@@ -62,15 +62,17 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield every document of `paths`, files in order, directories recursively and sorted.
 
-    What is one document depends on the kind of file: all of a text or page, a line of .jsonl, a row
-    of a table, a record of a web archive. Any file may be packed or in an archive. A path that does
+    The unit of a document depends on the format: a whole text or page, a line of .jsonl, a row
+    of a table, a record of a web archive. Any file may be compressed or in an archive. A path that
+    does
     not exist is an error even with `skip_bad`.
 
     Args:
-        skip_bad: leave out what is damaged, count it, and report the count at the end.
-        text_field: the field of a .jsonl line that holds the text.
+        paths: files and directories.
+        skip_bad: skip damaged entries, count them, and report the count at the end.
+        text_field: field of a .jsonl line that contains the text.
         errors: "replace" puts U+FFFD for single bytes that do not decode, "strict" refuses them.
-        skipped: the count to add to, for a caller who wants to see it.
+        skipped: counter to update, for a caller that needs it.
 
     Raises:
         DataError: a file is missing, empty, binary, not UTF-8 or damaged, or a line does not parse.
@@ -93,7 +95,7 @@ def read_documents(
 
 
 def _parse(record: Record, skipped: SkipCount | None) -> Iterator[Document]:
-    """Yield the document of an entry; `skipped` is None where a bad one is an error."""
+    """Yield the document of an entry; `skipped` is None if a bad entry is an error."""
     try:
         found = parse_record(record)
     except DataError as error:
@@ -112,10 +114,11 @@ def list_files(
     """Return the input files of paths and directories, in reading order.
 
     Args:
-        unread: takes up what lies in the directories and is of no kind that is read.
+        paths: files and directories.
+        unread: list to which files of unsupported formats in the directories are added.
 
     Raises:
-        DataError: a path does not exist, holds no input file, or ends in an unknown suffix.
+        DataError: a path does not exist, contains no input file, or has an unknown suffix.
     """
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
@@ -142,7 +145,7 @@ def list_files(
 
 
 def python_topics() -> Iterator[Document]:
-    """Yield the help topics that every CPython carries (465 kB of English), sorted by name."""
+    """Yield the help topics included in CPython (465 kB of English), sorted by name."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
@@ -152,7 +155,7 @@ def python_topics() -> Iterator[Document]:
 def _walk(directory: Path, unread: list[Path]) -> list[Path]:
     """Return the input files below `directory`, linked folders included, sorted.
 
-    Files of other kinds, pipes and broken links go into `unread`, except hidden ones.
+    Files of other formats, pipes and broken links are added to `unread`, except hidden ones.
     """
     paths: list[Path] = []
     seen: set[tuple[int, int]] = set()
@@ -180,7 +183,7 @@ def _raise_unlistable(error: OSError) -> None:
 
 
 def _is_input(path: Path) -> bool:
-    """Tell by its name, and else by its first bytes, whether a file is of a kind that is read."""
+    """Return True if the name, or else the first bytes, of a file indicate a supported format."""
     if kind_of(b"", path.name):
         return True
     try:
@@ -196,12 +199,15 @@ def read_records(
     """Yield the entries of one file, or of a part of it.
 
     Args:
-        begin, end: bytes at line ends, as unpacked, or rows (`cuts.Parts`); the end -1 is the
-            file's.
+        path: path of the file.
+        options: reader options.
+        begin, end: range in decompressed bytes at line ends, or in rows (`cuts.Parts`); the end
+            -1 is
+            the end of the file.
         line: number of the line or row at `begin`.
 
     Raises:
-        DataError: the file cannot be read, or not any further.
+        DataError: the file cannot be read, or not beyond some point.
     """
     try:
         with path.open("rb") as stream:
@@ -222,10 +228,10 @@ def read_records(
 
 
 def parse_record(record: Record) -> Document | Drop:
-    """Return the document of an entry, or why it is none.
+    """Return the document of an entry, or the `Drop` with the reason why it has none.
 
     Raises:
-        DataError: the entry is damaged, in whatever way.
+        DataError: the entry is damaged.
     """
     try:
         return record.parse()

@@ -1,4 +1,4 @@
-"""Web pages: the main text, and what the page says of itself."""
+"""Reads web pages: the main text and the metadata."""
 
 from __future__ import annotations
 
@@ -58,12 +58,15 @@ def parse_page(
     """Return the main text of a page.
 
     Args:
-        charset: what the protocol says; a page that says nothing else is taken to be that.
-        url: where it was found.
+        raw: the HTML.
+        where: location of the page.
+        options: reader options.
+        charset: encoding declared by the protocol, used if the page declares none.
+        url: URL of the page.
 
     Raises:
-        DataError: its encoding cannot be told.
-        MissingDependencyError: the reader is not installed.
+        DataError: the encoding cannot be detected.
+        MissingDependencyError: the HTML reader is not installed.
     """
     if len(raw) > _LARGEST_BYTES:
         return Drop("page_too_large", len(raw), _LARGEST_BYTES, str(where))
@@ -114,7 +117,7 @@ def _parse(page: str, where: Where) -> Any:
 
 
 def _find(tree: Any, wanted: tuple[tuple[str, str], ...]) -> str:
-    """Return the first attribute that is there, "" if none is."""
+    """Return the first attribute that exists, "" if none does."""
     for selector, attribute in wanted:
         found = tree.document.query_selector(selector)
         value = found.getattr(attribute, "") if found is not None else ""

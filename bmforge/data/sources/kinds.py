@@ -1,4 +1,4 @@
-"""Table of the kinds of files that are read; detects a kind by first bytes, then by name."""
+"""Table of the supported file formats; detects a format by first bytes, then by name."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _TAR_MAGIC = 257, b"ustar"
 
 @dataclass(frozen=True)
 class Source:
-    """How one kind of file is read.
+    """Reader of one file format.
 
     Attributes:
-        suffixes: of names that say this kind.
-        magic: first bytes that say it, whatever the name.
-        read: yields the entries; None where `members` yields streams that are read in turn.
-        in_memory: it must be read from any place, so a packed one is unpacked whole.
-        unpacks: packed like this it unpacks itself, record by record.
+        suffixes: file name suffixes of the format.
+        magic: first bytes that identify the format whatever the name.
+        read: function that yields the entries; None if `members` yields streams to read in turn.
+        in_memory: the reader needs random access, so a compressed file is decompressed in memory.
+        unpacks: compression suffix that the reader handles itself, record by record.
     """
 
     suffixes: tuple[str, ...]
@@ -103,11 +103,11 @@ _PAGES = (b"<!doctype html", b"<html")
 
 
 def kind_of(head: bytes, name: str) -> str:
-    """Return the kind of an unpacked stream: a key of `SOURCES`, or "" for none.
+    """Return the format of an uncompressed stream: a key of `SOURCES`, or "" if unknown.
 
     Args:
-        head: its first bytes, as many as are at hand.
-        name: of the file or member, with what says that it is packed or without.
+        head: first bytes of the stream, as many as are available.
+        name: name of the file or member, with or without a compression suffix.
     """
     said = _BY_SUFFIX.get(PurePosixPath(inner_name(name)).suffix, "")
     if said in _ZIP_KINDS and head.startswith(b"PK"):
@@ -126,14 +126,17 @@ def kind_of(head: bytes, name: str) -> str:
 def read_stream(
     stream: BinaryIO, name: str, where: Where, options: ReadOptions, depth: int = 0
 ) -> Iterator[Record]:
-    """Yield the entries of a stream of any kind, packed or not, archives member by member.
+    """Yield the entries of a stream of any format, compressed or not, archives member by member.
 
     Args:
-        stream: buffered, so that its first bytes can be looked at.
-        depth: of archives and packings around it.
+        stream: buffered stream, whose first bytes can be peeked.
+        name: file or member name.
+        where: location of the stream.
+        options: reader options.
+        depth: nesting depth of archives and compressions around the stream.
 
     Raises:
-        DataError: it cannot be read, or not any further.
+        DataError: the stream cannot be read, or not beyond some point.
     """
     head = _peek(stream, _HEAD_BYTES)
     packing = packing_of(head, name)
@@ -175,7 +178,7 @@ def read_stream(
 def _read_members(
     stream: BinaryIO, source: Source, where: Where, options: ReadOptions, depth: int
 ) -> Iterator[Record]:
-    """Yield the entries of each member of an archive; a damaged member costs itself alone."""
+    """Yield the entries of each member of an archive; a damaged member does not affect others."""
     assert source.members is not None
     for member, content in source.members(stream, where, options):
         if isinstance(content, Record):
@@ -196,7 +199,7 @@ def _read_members(
 
 
 def _count_bytes(stream: BinaryIO) -> int:
-    """Return how many bytes are left in a stream."""
+    """Return the number of remaining bytes in a stream."""
     count = 0
     while chunk := stream.read(_COUNT_BYTES):
         count += len(chunk)

@@ -91,7 +91,7 @@ def _parse_notebook(raw: bytes, where: Where, options: ReadOptions) -> Document:
 
 
 def is_json_lines(sample: bytes) -> bool:
-    """Return True if a .json file holds an object on each line, as many data sets have it."""
+    """Return True if a .json file has an object on each line, as many data sets do."""
     first, newline, _ = sample.lstrip(b"\xef\xbb\xbf \t\r\n").partition(b"\n")
     if not first.startswith(b"{"):
         return False
@@ -137,7 +137,7 @@ def _parse_object(
 
 
 def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry a line; blank lines are passed over."""
+    """Yield one entry per line; blank lines are skipped."""
     position, lines = stream.tell() if where.end >= 0 else 0, 0
     for number, raw in enumerate(_each_line(stream, where.encoding), start=where.line):
         if len(raw) > _LONGEST_LINE_BYTES:
@@ -157,7 +157,7 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
 
 
 def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
-    """Yield the lines of a stream; of one that is too long only as much as shows it."""
+    """Yield the lines of a stream; an overlong line is truncated just above the limit."""
     if encoding.startswith(("utf-16", "utf-32")):  # whose line ends are no single bytes
         reader = io.TextIOWrapper(stream, encoding, errors="replace", newline="\n")
         yield from (line.encode() for line in reader)
@@ -182,10 +182,10 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
 
 
 def find_text(record: Any, field: str, place: str) -> str:
-    """Return the text in a record's field; `a.b.0` is field b of a, and there the first one.
+    """Return the text in a record's field; `a.b.0` is the first element of field b of a.
 
     Raises:
-        DataError: there is none, it is no string, or holds half a surrogate pair.
+        DataError: the field is missing, not a string, or contains a lone surrogate.
     """
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(record, dict) or field not in record:
@@ -216,7 +216,7 @@ def find_text(record: Any, field: str, place: str) -> str:
 
 
 def find_known(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the url, license, terms, date and language of a record, as far as it has them."""
+    """Return the URL, license, terms, date and language of a record, if present."""
     found: dict[str, Any] = {}
     for name, fields in _KNOWN.items():
         values = (record.get(field) for field in fields)
@@ -227,5 +227,5 @@ def find_known(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_cut_by_bytes(head: bytes) -> bool:
-    """Tell from a file's beginning whether a newline is one byte of it, wherever it stands."""
+    """Return True if, judging by the first bytes, a newline is always the single byte 0x0A."""
     return b"\0" not in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

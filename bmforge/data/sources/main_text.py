@@ -133,9 +133,9 @@ class _Line:
     Attributes:
         raw: the line with its indentation and bullet.
         plain: its characters without spaces and bullet.
-        is_item: it is an item of a list.
-        is_linked: half of its characters or more are links.
-        is_sentence: it is long, ends as a sentence does and is not linked.
+        is_item: True for a list item.
+        is_linked: True if half of its characters or more are links.
+        is_sentence: True if it is long, has a sentence end and is not linked.
     """
 
     raw: str
@@ -146,9 +146,9 @@ class _Line:
 
 
 def _visible_lines(page: str) -> tuple[list[_Line], float]:
-    """Return the lines that a visitor sees, without navigation and such, and the share of links.
+    """Return the lines that a visitor sees, without navigation, and the share of links.
 
-    Characters that mark the begin and end of links go into the page before it is parsed.
+    Marker characters for the start and end of links are inserted in the page before it is parsed.
     """
     from resiliparse.parse.html import HTMLTree
 
@@ -170,7 +170,7 @@ def _mark_link(tag: re.Match[str]) -> str:
 
 
 def _split_links(marked: str) -> Iterator[tuple[str, int]]:
-    """Yield each line without marks, and how many of its characters are in links."""
+    """Yield each line without markers, and the number of its characters in links."""
     inside = False
     for line in marked.split("\n"):
         if not inside and _LINK_BEGIN not in line:
@@ -197,7 +197,7 @@ def _make_line(raw: str, linked: int) -> _Line:
 
 
 def _lines_in(lines: list[_Line], text: str) -> list[bool]:
-    """Return for each visible line whether a reader's text has it."""
+    """Return for each visible line whether a reader's text contains it."""
     known = {_SPACE.sub("", _BULLET.sub("", line)) for line in text.split("\n")}
     joined, searches, found = _SPACE.sub("", text), 0, []
     for line in lines:
@@ -226,7 +226,7 @@ def _restore(lines: list[_Line], kept: list[bool]) -> list[bool]:
 
 
 def _item_runs(lines: list[_Line], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each list, in which blank lines may stand."""
+    """Yield the start and end of each list, which may contain blank lines."""
     at = begin
     while at < end:
         if not lines[at].is_item:
@@ -249,7 +249,7 @@ def _lost_ratio(lines: list[_Line], chosen: list[bool]) -> float:
 
 
 def _join(lines: list[_Line], chosen: list[bool]) -> str:
-    """Join the chosen lines; where a blank line was between two of them, one stays."""
+    """Join the chosen lines; keep one blank line where the page has one between two of them."""
     parts: list[str] = []
     is_apart = False
     for line, is_chosen in zip(lines, chosen, strict=True):

@@ -20,10 +20,10 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, int]:
-    """Return the cuts of an archive, its number of units, and its unpacked size in bytes.
+    """Return the cuts of an archive, its number of units, and its decompressed size in bytes.
 
-    The units are members of .zip, which lists them, and bytes of others. One that is damaged is
-    not cut: who reads it says what is wrong.
+    The units are members for .zip, which has a directory, and bytes for other formats. A damaged
+    archive is not cut, as its reader reports the error.
     """
     try:
         with path.open("rb") as file:
@@ -41,10 +41,11 @@ def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, in
 
 
 def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
-    """Return some of the places at which members begin, with their numbers from 1 on.
+    """Return some of the positions at which members begin, with their numbers from 1 on.
 
     Args:
-        places: of each member, -1 where no cut is possible, and its size.
+        places: position of each member (-1 if it cannot be cut there) and its size.
+        every_bytes: approximate bytes between cuts.
     """
     cuts, held = [], 0
     for number, (place, size) in enumerate(places, 1):
@@ -66,11 +67,14 @@ def _tar_places(file: BinaryIO) -> Iterator[tuple[int, int]]:
 def read_members(
     stream: BinaryIO, kind: str, where: Where, options: ReadOptions, begin: int
 ) -> Iterator[Record]:
-    """Yield the entries of a part of an archive that does not begin at its beginning.
+    """Yield the entries of a part of an archive that does not begin at its start.
 
     Args:
-        where: with the end and the number of the first member.
-        begin: the place of the first member.
+        stream: stream of the archive.
+        kind: format of the archive.
+        where: location with the end and the number of the first member.
+        options: reader options.
+        begin: position of the first member.
     """
     name = Path(where.source).name
     if kind == "zip":

@@ -49,7 +49,7 @@ Find = Callable[["ZipParts"], str]
 
 
 class ZipParts:
-    """The parts of a zip archive; all that are read together may not be too large.
+    """The parts of a zip archive, with a limit on the total size read.
 
     Attributes:
         names: names of all parts.
@@ -65,7 +65,7 @@ class ZipParts:
         """Return the bytes of a part.
 
         Raises:
-            KeyError: there is no such part.
+            KeyError: the part does not exist.
             ValueError: the parts are too large.
         """
         with self._archive.open(name) as part:
@@ -77,7 +77,7 @@ class ZipParts:
 
 
 def office_kind(archive: zipfile.ZipFile) -> str:
-    """Return the kind of document that a zip archive is, "" for a plain archive."""
+    """Return the document format of a zip archive, "" for a plain archive."""
     names = set(archive.namelist())
     if "mimetype" in names:
         try:
@@ -101,7 +101,7 @@ def read_pptx(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
 
 
 def read_xlsx(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole file as one entry: the rows of its sheets, cells between tabs."""
+    """Yield the whole file as one entry: the rows of its sheets, with tabs between cells."""
     yield from _read(stream, where, _xlsx_text)
 
 
@@ -116,10 +116,10 @@ def _read(stream: BinaryIO, where: Where, find: Find) -> Iterator[Record]:
 
 
 def parse_zip_document(raw: bytes, where: Where, find: Find) -> Document | Drop:
-    """Return the document that `find` makes of the parts of a zip archive.
+    """Return the document that `find` extracts from the parts of a zip archive.
 
     Raises:
-        DataError: the archive or a part that must be there is damaged.
+        DataError: the archive or a required part is damaged.
     """
     if len(raw) > LARGEST_BYTES:
         return Drop("book_too_large", len(raw), LARGEST_BYTES, str(where))
@@ -146,7 +146,7 @@ def _docx_text(parts: ZipParts) -> str:
 class _DocxLines:
     """Collects the paragraphs of a .docx, and its table rows with tabs between cells.
 
-    A paragraph may hold a text box with paragraphs of its own, which follow it.
+    A paragraph may contain a text box with its own paragraphs, which follow it.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ def _pptx_text(parts: ZipParts) -> str:
 
 
 def _each_part(parts: ZipParts, names: list[str], read: Callable[[bytes], str]) -> Iterator[str]:
-    """Yield the text of each part; one that is damaged is counted and left out."""
+    """Yield the text of each part; damaged parts are counted and skipped."""
     for name in names:
         try:
             text = read(parts.read(name)).strip("\n")
@@ -223,7 +223,7 @@ def _shared_strings(parts: ZipParts) -> list[str]:
 
 
 def _sheet_text(raw: bytes, shared: list[str]) -> str:
-    """Return the rows of a sheet; formulas count by their values."""
+    """Return the rows of a sheet, with the values of formulas."""
     parts: list[str] = []
     cell: dict[str, str] = {"type": "", "inside": ""}
 

@@ -1,4 +1,4 @@
-"""Unpacks gz, bz2, xz and zst streams while they are read."""
+"""Decompresses gz, bz2, xz and zst streams while they are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGE_BYTES = 1 << 25
 
 
 def inner_name(name: str) -> str:
-    """Return a file's name without what says how it is packed: ``a.txt`` for ``a.txt.gz``."""
+    """Return a file's name without its compression suffix: ``a.txt`` for ``a.txt.gz``."""
     name = name.lower()
     if name.endswith(".tgz"):
         return name.removesuffix(".tgz") + ".tar"
@@ -36,7 +36,7 @@ def inner_name(name: str) -> str:
 
 
 def packing_of(head: bytes, name: str) -> str:
-    """Return how a stream is packed, by its first bytes, then by its name; "" if it is not."""
+    """Return a stream's compression, by its first bytes, then by its name; "" if there is none."""
     for suffix, magic in _MAGIC.items():
         if head.startswith(magic):
             return suffix
@@ -44,9 +44,11 @@ def packing_of(head: bytes, name: str) -> str:
 
 
 def unpack(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> BinaryIO:
-    """Return the unpacked form of a stream.
+    """Return the decompressed form of a stream.
 
-    Reading raises `OSError` where more comes out than text has, or than `most_bytes` (0: no bound).
+    Reading raises `OSError` if the compression ratio is implausible for text, or if the output
+    exceeds
+    `most_bytes` (0: no limit).
     """
     raw: Any
     if packing == ".gz":
@@ -61,14 +63,14 @@ def unpack(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> Bi
 
 
 def open_unpacked(path: Path) -> BinaryIO:
-    """Open a file for reading bytes, unpacked if its name says that it is packed."""
+    """Open a file for reading bytes, decompressed according to its name."""
     file = io.BufferedReader(io.FileIO(path))
     packing = packing_of(b"", path.name)
     return unpack(file, packing, str(path)) if packing else file  # type: ignore[return-value]
 
 
 class _Guarded(io.RawIOBase):
-    """Reads from an unpacking stream as long as its output is in proportion to its input."""
+    """Decompressed stream that fails if its output is out of proportion to its input."""
 
     def __init__(self, unpacked: Any, packed: BinaryIO, most_bytes: int) -> None:
         super().__init__()
@@ -76,15 +78,15 @@ class _Guarded(io.RawIOBase):
         self._most_bytes = most_bytes
 
     def readable(self) -> bool:
-        """Return True: this stream is for reading."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return how many unpacked bytes were read."""
+        """Return the number of decompressed bytes read so far."""
         return self._count_bytes
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with unpacked bytes; 0 means the end."""
+        """Fill `buffer` with decompressed bytes; return 0 at the end."""
         try:
             data = self._unpacked.read(len(buffer))
         except lzma.LZMAError as error:
@@ -99,7 +101,7 @@ class _Guarded(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """Close the streams below."""
+        """Close the underlying streams."""
         if not self.closed:
             self._unpacked.close()
             self._packed.close()
@@ -107,7 +109,7 @@ class _Guarded(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Unpack a zstd stream of one or more frames; unlike zstandard's, it sees a cut-off end."""
+    """Decompress a zstd stream of one or more frames; unlike zstandard's, it detects truncation."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         super().__init__()
@@ -123,11 +125,11 @@ class _ZstdReader(io.RawIOBase):
         self._file = file
 
     def readable(self) -> bool:
-        """Return True: this stream is for reading."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with unpacked bytes; 0 means the end."""
+        """Fill `buffer` with decompressed bytes; return 0 at the end."""
         while not self._plain:
             self._packed = self._packed or self._file.read(_CHUNK_BYTES)
             if not self._packed:
@@ -148,6 +150,6 @@ class _ZstdReader(io.RawIOBase):
         return taken
 
     def close(self) -> None:
-        """Close the file below."""
+        """Close the underlying file."""
         self._file.close()
         super().close()

@@ -1,4 +1,4 @@
-"""PDF: the text in reading order, words at line ends joined, running heads left out."""
+"""Reads PDF: text in reading order, with hyphenated words joined and running heads removed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def read_pdf(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
 
 
 def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
-    """Return the text of a PDF; a scan has none, and one that is encrypted is dropped as such.
+    """Return the text of a PDF; scans without text and encrypted files give a `Drop`.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the file is damaged.
         MissingDependencyError: pypdfium2 is not installed.
     """
     if len(raw) > _LARGEST_BYTES:
@@ -67,7 +67,7 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
 
 
 def _read_page(page: Any) -> str:
-    """Return the text of a page of pdfium's, its lines in reading order."""
+    """Return the text of a pdfium page, its lines in reading order."""
     drawn = page.get_text_range()
     if len(drawn) == page.count_chars():  # else what stands where is not known
         lines = [
@@ -83,9 +83,9 @@ def _read_page(page: Any) -> str:
 
 
 def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
-    """Yield a line with its place, cut where it goes on in another column.
+    """Yield a line with its position, split where it continues in another column.
 
-    Places are those of characters that pdfium has not made up itself.
+    Positions are those of characters in the file, not of characters that pdfium generated.
     """
     words = list(_WORD.finditer(text))
     boxes = [
@@ -105,7 +105,7 @@ def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
 
 
 def join_pages(pages: list[str]) -> str:
-    """Return pages as one text, without the lines that run along their heads and feet."""
+    """Join pages to one text, without running heads and feet."""
     whole = [_SIGN.sub("-\n", page).strip() for page in pages]
     split = [[line.rstrip() for line in page.split("\n")] for page in whole]
     seen: Counter[tuple[bool, str]] = Counter()
@@ -125,9 +125,10 @@ def join_pages(pages: list[str]) -> str:
 
 
 def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
-    """Return the forms in which a head or foot line may recur on other pages; else none.
+    """Return the forms in which a head or foot line may recur on other pages; empty for body lines.
 
-    It stands there as it is, or with one number in it that counts the pages.
+    The forms are the line itself, and the line with one number replaced by its difference from the
+    page number.
     """
     line, is_foot = lines[at].strip(), at >= len(lines) - _EDGE_LINES
     if not line or not _is_edge(lines, at):

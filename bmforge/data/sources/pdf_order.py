@@ -1,8 +1,8 @@
 """Sorts the lines of a PDF page into reading order.
 
-Most files draw lines in reading order, and that order is kept. Positions decide where lines go up
-the page again and again, or where two columns of prose are drawn row by row, as OCR programs do.
-The page is then cut at its widest gaps, between columns first, then between blocks.
+Most files draw lines in reading order, and that order is kept. Lines are sorted by position if the
+drawing order jumps up the page repeatedly, or if two columns of prose are drawn row by row, as OCR
+programs do. The page is then cut at its widest gaps, between columns first, then between blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROSE = 18  # characters of a line of prose, on average
 
 
 class PlacedLine(NamedTuple):
-    """A line and where it stands; `bottom` is below `top`, as PDF counts from the foot."""
+    """A line and its bounding box; `bottom` is less than `top`, as PDF's y axis points up."""
 
     text: str
     left: float
@@ -35,7 +35,7 @@ class PlacedLine(NamedTuple):
 
 
 def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
-    """Return the lines as drawn, or by position if the order of drawing is not for reading."""
+    """Return the lines as drawn, or sorted by position if the drawing order is not readable."""
     upward = sum(_goes_up(lines, at) for at in range(1, len(lines)))
     if upward > max(2, _UPWARD * len(lines)) or _is_drawn_by_rows(lines):
         return _cut_page(list(lines))
@@ -45,7 +45,7 @@ def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
 def _is_drawn_by_rows(lines: Sequence[PlacedLine]) -> bool:
     """Return True if two columns of prose are drawn alternately: left, right, left, right.
 
-    A table is drawn so as well. Its cells are short, or do not reach the end of their column.
+    A table is drawn the same way, but its cells are short, or do not reach the end of their column.
     """
     pairs = [
         (one, other)
@@ -87,9 +87,9 @@ def _share_column(first: PlacedLine, second: PlacedLine) -> bool:
 
 
 def _cut_page(lines: list[PlacedLine]) -> list[PlacedLine]:
-    """Return lines column by column, and blocks from the top down.
+    """Return the lines column by column, and blocks from the top down.
 
-    A stack takes the place of recursion, as a page may have thousands of lines.
+    A stack is used instead of recursion, as a page may have thousands of lines.
     """
     found: list[PlacedLine] = []
     waiting = [lines]
@@ -117,7 +117,7 @@ def _is_gutter(block: list[PlacedLine], x: float) -> bool:
 
 
 def _find_gaps(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return how wide each gap between spans is, and where it ends; (0, 0) if there is none."""
+    """Return the width and the end of each gap between spans; (0, 0) if there is none."""
     found, reached = [], None
     for begin, end in sorted(spans):
         if reached is not None and begin > reached:

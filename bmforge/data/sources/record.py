@@ -1,4 +1,4 @@
-"""Entries of a source: read first, and parsed on demand."""
+"""Entries of a source, which are read first and parsed on demand."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Reader", "ReadOptions", "Record", "Where", "fail", "show_name"]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read.
+    """Options of the readers.
 
     Attributes:
-        text_field: the field of a table or of .jsonl that holds the text.
-        html_reader: what finds the main text of a page, ``resiliparse`` or ``trafilatura``.
+        text_field: field of a table or of .jsonl that contains the text.
+        html_reader: extractor of a page's main text, ``resiliparse`` or ``trafilatura``.
         errors: "replace" puts U+FFFD for single bytes that do not decode, "strict" refuses them.
     """
 
@@ -30,15 +30,15 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Where:
-    """Where an entry comes from.
+    """Location of an entry.
 
     Attributes:
         source: the file on disk.
-        inside: the members of archives from there on; empty for the file itself.
-        end: one past the last byte to read, the last row of Parquet, -1 for all.
-        line: the number of the first line or row.
-        encoding: what the whole of it looks like, where that is not UTF-8; "" is not known.
-        budget_bytes: how much of it may be in memory at once when unpacked.
+        inside: path of archive members inside the file; empty for the file itself.
+        end: one past the last byte to read, or the last row for Parquet; -1 reads all.
+        line: number of the first line or row.
+        encoding: detected encoding of the whole file if it is not UTF-8; "" if unknown.
+        budget_bytes: limit of the decompressed bytes in memory.
     """
 
     source: str
@@ -49,7 +49,7 @@ class Where:
     budget_bytes: int = 1 << 28
 
     def place(self, number: int | str) -> str:
-        """Return the place of an entry, as a document keeps it."""
+        """Return the place of an entry for `Document.place`."""
         return f"{self.inside}:{number}" if self.inside else str(number)
 
     def whole(self) -> str:
@@ -65,9 +65,9 @@ class Record:
     """One entry of a source.
 
     Attributes:
-        place: where it is, as a document keeps it.
-        size_bytes: of the entry as it lies there.
-        parse: makes the document of it, or says why it is none; `DataError` where it is damaged.
+        place: location for `Document.place`.
+        size_bytes: raw size of the entry.
+        parse: function that returns the document or a `Drop`, or raises `DataError` for damage.
     """
 
     place: str
@@ -79,12 +79,12 @@ Reader = Callable[[BinaryIO, Where, ReadOptions], Iterator[Record]]
 
 
 def show_name(name: str) -> str:
-    r"""Return a file name with bytes that are not UTF-8 as ``\xe9``, so that it can be written."""
+    r"""Return a printable file name, with invalid UTF-8 bytes escaped as ``\xe9``."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def fail(place: str, size_bytes: int, error: DataError) -> Record:
-    """Return the record of an entry that is damaged."""
+    """Return a record of a damaged entry, whose parsing raises `error`."""
 
     def parse() -> Document:
         raise error

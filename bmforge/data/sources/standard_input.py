@@ -1,4 +1,4 @@
-"""Keeps standard input and named pipes in files, as a text must be read more than once."""
+"""Copies standard input and named pipes to files, as inputs are read more than once."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def keep_standard_input(
 ) -> Iterator[list[Name] | None]:
     """Replace ``-``, named pipes and ``<(...)`` by copies in `folder`, removed at the end.
 
-    If the first bytes do not say the kind, a stream is lines of JSON if it begins with ``{`` or is
-    packed, else one text.
+    If the first bytes do not identify a format, a stream is JSON lines if it begins with ``{`` or
+    is
+    compressed, else one text.
 
     Raises:
-        ConfigError: ``-`` is named twice, or nobody writes to standard input.
+        ConfigError: ``-`` is named twice, or standard input is a terminal.
     """
     if inputs is None:
         yield None

@@ -1,4 +1,4 @@
-"""Tables: .csv and .tsv with a row of names, .parquet, and .arrow as data sets have it on disk."""
+"""Reads tables: .csv and .tsv with a header row, .parquet, and .arrow files of `datasets`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 def read_csv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry a row; the first row names the columns."""
+    """Yield one entry per row; the first row has the column names."""
     yield from _read_rows(stream, where, options, "excel")
 
 
 def read_tsv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry a row of columns between tabs; the first row names them."""
+    """Yield one entry per tab-separated row; the first row has the column names."""
     yield from _read_rows(stream, where, options, "excel-tab")
 
 
@@ -72,7 +72,7 @@ def _parse_row(
 
 
 def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry a row, from `where.line` to `where.end`; only needed columns are read."""
+    """Yield one entry per row, from `where.line` to `where.end`; only needed columns are read."""
     arrow = _import_arrow(where)
     import pyarrow.parquet
 
@@ -87,7 +87,7 @@ def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterat
 
 
 def _groups_of(metadata: Any, where: Where) -> list[int]:
-    """Return the groups of rows in a part that is cut between groups."""
+    """Return the row groups in a part that is cut between row groups."""
     found, row = [], 0
     for number in range(metadata.num_row_groups):
         if row >= where.line - 1 and (where.end < 0 or row < where.end):
@@ -97,7 +97,7 @@ def _groups_of(metadata: Any, where: Where) -> list[int]:
 
 
 def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry a row of an Arrow file or stream."""
+    """Yield one entry per row of an Arrow file or stream."""
     arrow = _import_arrow(where)
     import pyarrow.ipc
 
@@ -115,7 +115,7 @@ def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
 
 
 def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
-    """Return the columns to read: that of the text, and those of its metadata."""
+    """Return the columns to read: the text column and the metadata columns."""
     top = options.text_field if options.text_field in names else options.text_field.split(".")[0]
     if top not in names:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Reading text files whole."""
+"""Reads whole text files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["read_lines", "read_text"]
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    r"""Return a UTF-8 file's text; every line ends with ``\n``, and a byte order mark is left out.
+    r"""Return a UTF-8 file's text with ``\n`` line ends and without a byte order mark.
 
     Raises:
-        DataError: it cannot be read, or is not UTF-8.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     try:
         return Path(path).read_text(encoding="utf-8-sig")
@@ -23,10 +23,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a file, empty ones too, so that they can be counted.
+    """Return the lines of a file, including empty ones, so that line numbers are correct.
 
     Raises:
-        DataError: it cannot be read, or is not UTF-8.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     # Not splitlines(), which also divides at Unicode's rarer line breaks inside a text.
     return read_text(path).removesuffix("\n").split("\n")

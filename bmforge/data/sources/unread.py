@@ -1,4 +1,4 @@
-"""Reports files among the input that are of no kind that is read, and refuses too many."""
+"""Reports input files of unsupported formats, and raises an error if they are too many."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NAMED = 5
 
 
 def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -> None:
-    """Log the files that are not read, by kind and size.
+    """Log the unsupported files, by format and size.
 
     Args:
-        files: what is read.
-        unread: what lies beside it and is of another kind.
-        allowed: it may be more than half of the bytes.
+        files: files to be read.
+        unread: files of unsupported formats among the inputs.
+        allowed: allow more than half of the bytes to be unsupported.
 
     Raises:
-        DataError: it is more than half, and not `allowed`.
+        DataError: more than half of the bytes are unsupported, and `allowed` is False.
     """
     if not unread:
         return
@@ -40,7 +40,7 @@ def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -
 
 
 def _describe(paths: Sequence[Path]) -> str:
-    """Return the largest kinds, each with its size, and a file of it."""
+    """Describe the largest formats, each with its size and an example file."""
     kinds: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         kinds[path.suffix.lower()].append(path)
@@ -57,7 +57,7 @@ def _describe(paths: Sequence[Path]) -> str:
 
 
 def _bytes_of(path: Path) -> int:
-    """Return the size of a file; a link to nothing has its own."""
+    """Return the size of a file; of the link itself if it is broken."""
     return (path.stat() if path.exists() else path.lstat()).st_size
 
 

@@ -1,4 +1,4 @@
-"""Reads web archives: WARC and WET, plain, packed record by record or as a whole, and ARC."""
+"""Reads web archives: WARC and WET, plain or compressed (per record or as a whole), and ARC."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BINARY_TYPES = ("image/", "video/", "audio/", "font/")
 
 
 def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per response, resource or conversion; a damaged one loses itself alone."""
+    """Yield one entry per response, resource or conversion; a damaged one affects only itself."""
     _import(where)
     for number, (at, raw, error) in enumerate(_parts(stream), where.line):
         if 0 <= where.end <= at:  # of a part
@@ -53,21 +53,21 @@ def _return(drop: Drop) -> Drop:
 
 
 def list_records(stream: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield the position of each record in the stream, and its unpacked length.
+    """Yield the position of each record in the stream, and its decompressed length.
 
-    A record that begins inside a packed member has no position of its own: -1.
+    A record that begins inside a compressed member has the position -1.
     """
     yield from ((at, len(raw)) for at, raw, _ in _parts(stream))
 
 
 def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the position of each record, its bytes, and the fault of a damaged one."""
+    """Yield position, bytes and error (if damaged) of each record."""
     packed = stream.peek(3)[:3] == _MEMBER  # type: ignore[attr-defined]
     return _members(stream) if packed else _plain_records(stream)
 
 
 def _place(stream: BinaryIO, held: bytes) -> int:
-    """Return the position of buffered bytes; -1 in a stream without positions."""
+    """Return the position of buffered bytes; -1 if the stream is not seekable."""
     return stream.tell() - len(held) if stream.seekable() else -1
 
 
@@ -80,7 +80,7 @@ def _import(where: Where) -> Any:
 
 
 def _header(lines: Iterable[bytes], wanted: bytes) -> str:
-    """Return the value of a record's header in lower case, "" where it is not there."""
+    """Return the value of a record's header in lower case, "" if it is missing."""
     for line in lines:
         name, _, value = line.partition(b":")
         if name.strip().lower() == wanted:
@@ -93,7 +93,7 @@ def _kind(raw: bytes) -> str:
 
 
 class _MemberReader(io.RawIOBase):
-    """Unpacks one gzip member of a stream, and remembers the packed bytes in case of damage."""
+    """Decompresses one gzip member of a stream, and keeps the compressed bytes for recovery."""
 
     def __init__(self, stream: BinaryIO, packed: bytes) -> None:
         super().__init__()
@@ -102,11 +102,11 @@ class _MemberReader(io.RawIOBase):
         self.tried = bytearray(packed)
 
     def readable(self) -> bool:
-        """Return True: this stream is for reading."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with unpacked bytes; 0 is the end of the member."""
+        """Fill `buffer` with decompressed bytes; return 0 at the end of the member."""
         while not self._unpacker.eof:
             data = self._unpacker.decompress(self._packed, len(buffer))
             self._packed = self._unpacker.unconsumed_tail
@@ -127,7 +127,7 @@ class _MemberReader(io.RawIOBase):
 
 
 def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the records of each packed member; after a damaged one, the next is searched for."""
+    """Yield the records of each gzip member; after a damaged one, search for the next."""
     packed = b""
     while True:
         packed = (packed or stream.read(_CHUNK_BYTES)).lstrip(b"\0")
@@ -149,7 +149,7 @@ def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
 
 
 def _find_next(stream: BinaryIO, held: bytes) -> bytes:
-    """Return the bytes from the next beginning of a member on."""
+    """Return the bytes from the next start of a gzip member on."""
     while (at := held.find(_MEMBER)) < 0:
         more = stream.read(_CHUNK_BYTES)
         if not more:
@@ -159,7 +159,7 @@ def _find_next(stream: BinaryIO, held: bytes) -> bytes:
 
 
 def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the records of an unpacked archive, by their lengths."""
+    """Yield the records of an uncompressed archive, by their lengths."""
     line = b""
     while True:
         line = line or stream.readline(_CHUNK_BYTES)
@@ -241,7 +241,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
 def parse_payload(
     body: bytes, kind: str, charset: str, url: str, where: Where, options: ReadOptions
 ) -> Document | Drop:
-    """Return the document of what a server sent, by its type."""
+    """Return the document of a server's response body, by its content type."""
     kind = kind.partition(";")[0].strip().lower()
     if kind.startswith(_BINARY_TYPES):
         return Drop("content_type", kind, None, url)
@@ -259,7 +259,7 @@ def parse_payload(
 
 
 def _looks_like_page(body: bytes) -> bool:
-    """Return True for HTML that a server sent under another type, or under none."""
+    """Return True for HTML that a server sent with another content type, or with none."""
     return (
         body[:200].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html"))
     )
@@ -268,7 +268,7 @@ def _looks_like_page(body: bytes) -> bool:
 def _parse_json(
     body: bytes, charset: str, url: str, where: Where, options: ReadOptions
 ) -> Document | Drop:
-    """Return the text field of a JSON object that a server sent."""
+    """Return the text field of a JSON response."""
     decoded = decode(body, str(where), [charset], errors=options.errors)
     try:
         record = json.loads(decoded.text)
@@ -283,7 +283,7 @@ def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
     """Yield one entry per page of an ARC file.
 
     Source: archive.org's ARC file format, version 1: a line of URL, address, date, type and length,
-    then so many bytes of what the server sent.
+    followed by that many bytes of the response.
     """
     number = 0
     while line := stream.readline(_CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Reads the text of XML with a streaming parser, so that memory stays small for any file."""
+"""Reads the text of XML with a streaming parser, so that memory is small for any file size."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def walk_xml(
     end: Callable[[str], None],
     text: Callable[[str], None],
 ) -> None:
-    """Call functions for the begin, end and text of each element; names are without namespace.
+    """Call functions for the start, end and text of each element; names are without namespace.
 
     Raises:
-        DataError: the XML is not well-formed, or defines entities, which may grow without bound.
+        DataError: the XML is not well-formed, or defines entities, which may expand without bound.
     """
     parser = expat.ParserCreate(namespace_separator="}")
     parser.buffer_text = True
@@ -52,12 +52,12 @@ def walk_xml(
 
 
 class TextRules:
-    """Which elements of an XML format hold text, and what stands between them.
+    """Rules of an XML format: elements with text, and separators between them.
 
     Args:
-        shown: elements whose text counts; None counts all text.
-        before, after: what is put before and after an element.
-        hidden: elements whose content does not count.
+        shown: elements whose text is included; None includes all text.
+        before, after: string inserted before and after each element, by name.
+        hidden: elements whose content is excluded.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ def read_xml_text(raw: bytes, rules: TextRules) -> str:
 
 
 def read_page_text(raw: bytes) -> str:
-    """Return the text of an XHTML page, a line per block; one that is not well-formed as HTML."""
+    """Return the text of an XHTML page, a line per block; malformed XML is parsed as HTML."""
     parts: list[str] = []
     hidden = 0
 
@@ -125,7 +125,7 @@ def read_page_text(raw: bytes) -> str:
 
 
 class _HtmlWalker(HTMLParser):
-    """Calls the same functions for a page that is not well-formed XML."""
+    """HTML parser that calls the same functions as `walk_xml`, for malformed XHTML."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class _HtmlWalker(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begin an element; one without an end ends at once."""
+        """Start an element, and end it at once if it is a void element."""
         self._begin(tag, attrs)
         if tag in _VOID:
             self._end(tag)

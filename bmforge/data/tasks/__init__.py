@@ -1,8 +1,8 @@
 """Reads published evaluation tasks as plain examples with labels.
 
-Start reading at `task.py` (what a task is, and `read_task`), then at a table of tasks: `superglue`,
-`clue`, `reading` (questions on a text), `sentences`, `cloze` (entities, facts, triples). `own.py`
-makes a task of labels and a file. Templates, tokens and metrics are the caller's.
+Start reading at `task.py` (the type of a task), then at a table of tasks: `superglue`, `clue`,
+`reading` (reading comprehension), `sentences`, `cloze` (entities, facts, triples). `own.py` builds
+a task from a user's file. Templates, tokenization and metrics are up to the caller.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Return a task by its name, whose letters may be small or large.
+    """Return a task by its case-insensitive name.
 
     Raises:
         ConfigError: no such task.
@@ -43,12 +43,12 @@ def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
 
     Args:
         name: a name in `TASKS`.
-        folder: the task's own, or the one that holds a folder of its name.
+        folder: the task's folder, or its parent folder.
         split: "train", "dev" (also "val", "validation") or "test".
 
     Raises:
         ConfigError: no such task or split.
-        DataError: no such file, or a line of it is not of the task's form.
+        DataError: no such file, or a line of it has the wrong format.
     """
     if name not in TASKS:
         raise ConfigError(f"no task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}.")

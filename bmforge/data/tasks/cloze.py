@@ -31,7 +31,7 @@ FEW_NERD_TYPES = tuple(f"{coarse}-{fine}" for coarse, row in _TYPES.items() for 
 
 
 def _read_few_nerd(path: Path) -> Iterator[TaskExample]:
-    """Yield one example for every entity: neighbouring tokens of one type."""
+    """Yield one example for each entity: adjacent tokens of one type."""
     numbers = {name: number for number, name in enumerate(FEW_NERD_TYPES)}
     tokens: list[str] = []
     spans: list[tuple[int, int, str]] = []  # first token, the one behind the last, type
@@ -57,10 +57,11 @@ def _read_few_nerd(path: Path) -> Iterator[TaskExample]:
 
 
 def _read_lama(path: Path) -> Iterator[TaskExample]:
-    """Yield facts, with the objects of all splits beside this one to choose from.
+    """Yield facts, with the objects of all splits in the folder as choices.
 
-    Where `relations.jsonl` lies in the folder or one of the two above it, `before` and `after` are
-    its sentence around the object; else `before` is the subject.
+    If `relations.jsonl` is in the folder or one of its two parents, `before` and `after` are the
+    parts
+    of the relation's sentence around the object; otherwise `before` is the subject.
     """
     choices = _objects(path.parent)
     numbers = {name: number for number, name in enumerate(choices)}
@@ -79,13 +80,13 @@ def _read_lama(path: Path) -> Iterator[TaskExample]:
 
 
 def _objects(folder: Path) -> tuple[str, ...]:
-    """Return the objects that a folder's files name."""
+    """Return the objects in all files of a folder."""
     files = [file for file in sorted(folder.glob("*.jsonl")) if file.name != "relations.jsonl"]
     return tuple(sorted({row.text("obj_label") for file in files for row in read_records(file)}))
 
 
 def _sentences(folder: Path) -> dict[str, str]:
-    """Return relation -> its sentence with [X] and [Y]."""
+    """Return the sentence with [X] and [Y] of each relation."""
     for place in (folder, folder.parent, folder.parent.parent):
         file = place / "relations.jsonl"
         if file.is_file():
@@ -94,7 +95,7 @@ def _sentences(folder: Path) -> dict[str, str]:
 
 
 def _read_webnlg(path: Path) -> Iterator[TaskExample]:
-    """Yield triples with the texts that say them; to learn from, one example for every text."""
+    """Yield triples with their reference texts; for training, one example per text."""
     entries = Record(repr(str(path)), read_json(path)).parts("entries")
     for number, entry in enumerate(entries):
         (key,) = entry.values if len(entry.values) == 1 else (str(number + 1),)

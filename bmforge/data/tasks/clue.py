@@ -1,7 +1,7 @@
-"""Sentences to be classified of CLUE and FewCLUE, one JSON object a line.
+"""Text classification tasks of CLUE and FewCLUE, one JSON object per line.
 
-Where CLUE and FewCLUE name files differently both names are known. CLUE's own `test.json` has no
-labels, FewCLUE's `test_public.json` has. An entry labelled "-" found no agreement and is left out.
+Where CLUE and FewCLUE use different file names, both are accepted. CLUE's own `test.json` has no
+labels, FewCLUE's `test_public.json` has. An entry labelled "-" (no annotator agreement) is skipped.
 Source: Xu et al. 2020 (CLUE), 2021 (FewCLUE).
 """
 
@@ -39,10 +39,13 @@ def _classes(
     label_names: tuple[str, ...],
     words: Mapping[str, int] | None = None,
 ) -> Task:
-    """Return a task whose lines hold some texts and a label.
+    """Return a task whose lines contain texts and a label.
 
     Args:
-        words: what the files write -> label; None where they write the label's name or number.
+        name: name of the task.
+        fields: names of the text fields.
+        label_names: names of the labels.
+        words: label by its string in the files; None if the files use the label's name.
     """
     numbers = words or {word: n for n, word in enumerate(label_names)}
 
@@ -57,12 +60,12 @@ def _classes(
 
 
 def _text(row: Record, field: str) -> str:
-    """Return a text; keywords come as a list."""
+    """Return a text; a list of keywords is joined."""
     return "；".join(row.texts(field)) if field == "keyword" else row.text(field)
 
 
 def _read_wsc(path: Path) -> Iterator[TaskExample]:
-    """Yield entries of SuperGLUE's form."""
+    """Yield entries in SuperGLUE's format."""
     for row in read_records(path):
         yield from read_wsc(row)
 

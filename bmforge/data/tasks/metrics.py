@@ -1,6 +1,6 @@
 """Metrics of tasks: accuracy, F1 and exact match, as the benchmarks define them.
 
-All are fractions from 0 to 1. F1 of classes is scikit-learn's, in the extra ``tasks``.
+All are fractions from 0 to 1. F1 of classes uses scikit-learn (extra ``tasks``).
 Source: the evaluation scripts of SQuAD 1.1, ReCoRD and TACRED; SuperGLUE's table of metrics;
 Papineni et al., "BLEU" (2002); for loose F1 Ling and Weld, "Fine-grained entity
 recognition" (2012).
@@ -46,10 +46,10 @@ def class_f1(predicted: Sequence[int], wanted: Sequence[int], average: str = "ma
     """Return F1 of classes.
 
     Args:
-        predicted: one class for every example.
-        wanted: what would have been right.
-        average: "macro" is the mean over the classes that occur, "micro" counts over all of them
-            together, "binary" is that of class 1.
+        predicted: predicted class of each example.
+        wanted: true class of each example.
+        average: "macro" for the mean over the classes that occur, "micro" for all classes pooled,
+            "binary" for class 1.
 
     Raises:
         MissingDependencyError: scikit-learn is not installed.
@@ -65,15 +65,15 @@ def class_f1(predicted: Sequence[int], wanted: Sequence[int], average: str = "ma
 def multirc_scores(
     predicted: Sequence[int], wanted: Sequence[int], questions: Sequence[Hashable]
 ) -> dict[str, float]:
-    """Return MultiRC's two figures of answers judged right or not.
+    """Return MultiRC's two metrics of binary judgments of answers.
 
     Args:
-        predicted: 0 or 1 for every answer.
-        wanted: what would have been right.
-        questions: the question that each answer belongs to.
+        predicted: 0 or 1 for each answer.
+        wanted: true value for each answer.
+        questions: question id of each answer.
 
     Returns:
-        `f1a`, F1 over all answers; `em`, the part of the questions with every answer judged right.
+        `f1a`, F1 over all answers; `em`, the share of questions with every answer judged right.
     """
     _check_pairs(predicted, wanted)
     _check_pairs(questions, wanted)
@@ -85,22 +85,22 @@ def multirc_scores(
 
 
 def normalize_answer(text: str) -> str:
-    """Return an English answer in small letters, without punctuation, articles and extra spaces."""
+    """Return an English answer in lower case, without punctuation, articles and extra spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def token_f1(predicted: str, answer: str) -> float:
-    """Return F1 of the words of two answers after `normalize_answer`."""
+    """Return the word-level F1 of two answers after `normalize_answer`."""
     mine, right = normalize_answer(predicted).split(), normalize_answer(answer).split()
     shared = (Counter(mine) & Counter(right)).total()
     return 2 * shared / (len(mine) + len(right)) if shared else 0.0
 
 
 def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return `f1` and `em` of answers as texts, each against the accepted one nearest to it.
+    """Return `f1` and `em` of text answers, each the maximum over the accepted answers.
 
     Raises:
-        ShapeError: numbers differ, or a question has no accepted answer.
+        ShapeError: the lengths differ, or a question has no accepted answer.
     """
     _check_pairs(predicted, answers)
     if not all(answers):
@@ -117,7 +117,7 @@ def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) ->
 def relation_scores(
     predicted: Sequence[int], wanted: Sequence[int], none: int = 0
 ) -> dict[str, float]:
-    """Return micro precision, recall and F1 of relations; class `none` says that there is none."""
+    """Return micro precision, recall and F1 of relations; class `none` means no relation."""
     _check_pairs(predicted, wanted)
     right = sum(p == w != none for p, w in zip(predicted, wanted, strict=True))
     found, there = (sum(one != none for one in row) for row in (predicted, wanted))
@@ -129,12 +129,12 @@ def relation_scores(
 
 
 def loose_f1(predicted: Sequence[str], wanted: Sequence[str], sep: str = "-") -> dict[str, float]:
-    """Return micro and macro F1 of types and those above them: of `person-actor` also `person`.
+    """Return micro and macro F1 of hierarchical types: `person-actor` also counts as `person`.
 
     Args:
-        predicted: a type's name for every example.
-        wanted: what would have been right.
-        sep: between a type and the one above it.
+        predicted: predicted type name of each example.
+        wanted: true type name of each example.
+        sep: separator of the levels of a type name.
     """
     _check_pairs(predicted, wanted)
 
@@ -154,15 +154,15 @@ def loose_f1(predicted: Sequence[str], wanted: Sequence[str], sep: str = "-") ->
 def corpus_bleu(
     predicted: Sequence[str], answers: Sequence[Sequence[str]], longest: int = 4
 ) -> float:
-    """Return BLEU of texts together, in small letters, punctuation marks as words.
+    """Return corpus BLEU of lowercased texts, with punctuation marks as words.
 
     Args:
-        predicted: a text for every example.
-        answers: texts that say the same as it should.
-        longest: of the n-grams that are counted.
+        predicted: text for each example.
+        answers: reference texts for each example.
+        longest: largest n-gram size.
 
     Raises:
-        ShapeError: numbers differ, or an example has no answer.
+        ShapeError: the lengths differ, or an example has no reference.
     """
     _check_pairs(predicted, answers)
     if not all(answers):
@@ -194,16 +194,16 @@ def _n_grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 def score_task(
     name: str, predicted: Sequence[Any], examples: Sequence[TaskExample]
 ) -> dict[str, float]:
-    """Return the figures by which a task is ranked.
+    """Return the official metrics of a task.
 
     Args:
-        name: of the task, as in `TASKS`.
-        predicted: for every example the label's number, or a text where one is wanted.
-        examples: with their labels.
+        name: name of the task, as in `TASKS`.
+        predicted: label number, or text, for each example.
+        examples: examples with labels.
 
     Raises:
-        ConfigError: labels are kept secret.
-        ShapeError: not one prediction for every example.
+        ConfigError: the examples have no labels.
+        ShapeError: the number of predictions differs from the number of examples.
     """
     if any(example.label is None for example in examples):
         raise ConfigError(f"these examples of {name} have no labels; score another split.")
@@ -263,7 +263,7 @@ _SCORES: Mapping[str, Callable[[Sequence[Any], Sequence[TaskExample]], dict[str,
 
 
 def _check_pairs(predicted: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Raise `ShapeError` where there is not one prediction for every label, or none at all."""
+    """Raise `ShapeError` if the numbers of predictions and labels differ or are zero."""
     if len(predicted) != len(wanted) or not wanted:
         raise ShapeError(
             f"{len(predicted)} predictions for {len(wanted)} examples; needed is one for each, and "

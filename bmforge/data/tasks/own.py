@@ -1,4 +1,4 @@
-"""Reads a user's task: lines of JSON with texts and a label, and the list of labels."""
+"""Reads a user's classification task: JSON lines with texts and a label, and a list of labels."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _FORBIDDEN = frozenset("{}[].!:")
 
 
 def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = ()) -> Task:
-    """Return a user's task.
+    """Build a user's classification task.
 
     Args:
-        labels: what texts are told apart by.
-        path: of a file of it, one object a line: {"text": "...", "label": "..."}.
-        fields: the texts that are read, in this order; empty takes those of the file's first line,
-            but "label".
+        labels: names of the labels.
+        path: path of a file with one object per line: {"text": "...", "label": "..."}.
+        fields: names of the text fields, in order; empty uses the fields of the file's first line
+            except "label".
 
     Raises:
-        ConfigError: fewer than two labels, one of them twice, or a field whose name cannot stand
-            in a prompt.
+        ConfigError: fewer than two labels, a duplicate label, or a field name that is not valid
+            in a
+            prompt template.
         DataError: the file cannot be read, or its first line has no text.
     """
     if len(labels) < 2 or len(set(labels)) < len(labels):
@@ -52,7 +53,7 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
 
 
 def _find_fields(path: Path) -> tuple[str, ...]:
-    """Return the texts of a file's first line."""
+    """Return the names of the text fields of a file's first line."""
     first: Record | None = next(read_records(path), None)
     values = {} if first is None else first.values
     found = [name for name, value in values.items() if isinstance(value, str) and name != _LABEL]

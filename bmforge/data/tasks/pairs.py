@@ -1,4 +1,4 @@
-"""Tasks in tables: LCQMC (do two questions mean the same?) and AG News (topics)."""
+"""Tasks in tables: LCQMC (question paraphrases) and AG News (topics)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["AG_NEWS", "LCQMC"]
 
 
 def _read_lcqmc(path: Path) -> Iterator[TaskExample]:
-    """Yield the rows of a table text_a, text_b, label, whose first line may be its head.
+    """Yield the rows of a table text_a, text_b, label, with an optional header row.
 
-    There are no quotation marks around cells there: a mark is a character of the question.
+    Cells are not quoted: a quotation mark is part of the question.
     """
     for number, line in enumerate(read_lines(path), 1):
         cells = line.rstrip("\r").split("\t")

@@ -1,4 +1,4 @@
-"""Questions on a text: SQuAD 1.1, and CMRC 2018 and DRCD, which have its form; ChID's blanks; C3.
+"""Reading comprehension: SQuAD 1.1, CMRC 2018 and DRCD (same format), ChID (cloze), C3.
 
 Source: Rajpurkar et al. 2016; Zheng et al. 2019 (ChID); Sun et al. 2020 (C3).
 """
@@ -18,7 +18,7 @@ _BLANK = "#idiom"
 
 
 def _read_squad(path: Path) -> Iterator[TaskExample]:
-    """Yield one example for every question; the answers that are accepted are in `answers`."""
+    """Yield one example per question, with the accepted answers in `answers`."""
     for article in Record(repr(str(path)), read_json(path)).parts("data"):
         for paragraph in article.parts("paragraphs"):
             context = paragraph.text("context")
@@ -31,10 +31,10 @@ def _read_squad(path: Path) -> Iterator[TaskExample]:
 
 
 def _read_chid(path: Path) -> Iterator[TaskExample]:
-    """Yield one example for every blank, of FewCLUE's files or CLUE's.
+    """Yield one example per blank, from files of FewCLUE or CLUE.
 
     FewCLUE's lines have one blank and its answer; CLUE's have a list of texts, and the answers in a
-    file beside, `dev_answer.json` for `dev.json`.
+    separate file in the same folder, `dev_answer.json` for `dev.json`.
     """
     beside = path.with_name(f"{path.stem}_answer.json")
     known: dict[str, Any] = read_json(beside) if beside.is_file() else {}
@@ -52,7 +52,7 @@ def _read_chid(path: Path) -> Iterator[TaskExample]:
 def _blanks(
     row: Record, text: str, choices: tuple[str, ...], known: Mapping[str, Any]
 ) -> Iterator[TaskExample]:
-    """Yield an example for every #idiom000123# of a text."""
+    """Yield an example for each #idiom000123# in a text."""
     for piece in text.split(_BLANK)[1:]:
         name = f"{_BLANK}{piece.partition('#')[0]}#"
         label = known.get(name)
@@ -62,7 +62,7 @@ def _blanks(
 
 
 def _read_c3(path: Path) -> Iterator[TaskExample]:
-    """Yield one example for every question: texts, questions with their choices, and a name."""
+    """Yield one example per question; an entry has texts, questions with choices, and a name."""
     for number, entry in enumerate(read_json(path)):
         place = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:

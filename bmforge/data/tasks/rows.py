@@ -1,4 +1,4 @@
-"""A task's examples as rows of tokens: to be classified, or with an answer to be written."""
+"""Converts a task's examples to token rows, for classification or for answer generation."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Seed = tuple[int | str, ...]
 
 
 class Pair(NamedTuple):
-    """What is read, and an answer to it, as ids."""
+    """Token ids of a prompt and of its answer."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
-    """Return the numbers of the options that are right: one, or several that are accepted.
+    """Return the indexes of the correct options; several may be accepted.
 
     Raises:
-        DataError: none is; or the label is kept secret.
+        DataError: no option is correct, or the example has no label.
     """
     if isinstance(example.label, int):
         return [example.label]
@@ -56,18 +56,18 @@ def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
 def encode_segments(
     texts: Sequence[str], tokenizer: Tokenizer, longest: int, marks_between: int = 1
 ) -> tuple[list[int], list[int]]:
-    """Return ids and segment numbers: [CLS] first [SEP] second [SEP].
+    """Return token ids and segment ids of [CLS] first [SEP] second [SEP].
 
-    The longer text is cut behind until all fits into `longest` tokens.
+    The longer text is truncated at its end until all fits into `longest` tokens.
 
     Args:
-        texts: one or several.
-        tokenizer: that of a BERT, or of its relatives.
-        longest: tokens of a row.
-        marks_between: how many [SEP] stand between two texts; RoBERTa has two.
+        texts: one or more texts.
+        tokenizer: tokenizer of a BERT-like model.
+        longest: largest number of tokens of a row.
+        marks_between: number of [SEP] tokens between two texts; 2 for RoBERTa.
 
     Raises:
-        ConfigError: the tokenizer has no such marks.
+        ConfigError: the tokenizer has no [CLS] or [SEP] token.
     """
     begin, end = _outer_marks(tokenizer)
     parts = tokenizer.encode_batch(list(texts))
@@ -90,7 +90,7 @@ def encode_segments(
 
 
 def _outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return what stands before the first text, and what stands behind each."""
+    """Return the ids of the [CLS] token and the [SEP] token."""
     begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
     if begin is None or end is None:
         raise ConfigError(
@@ -101,16 +101,16 @@ def _outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 class ClassRows:
-    """Rows with a class; an `ExampleSource`.
+    """Rows with a class label; an `ExampleSource`.
 
     Args:
-        rows: texts of every row, and its class (-100 for one that is only read).
-        tokenizer: a BERT's.
-        config: of the run: widths and padding.
-        marks_between: see `encode_segments`.
+        rows: texts of each row, and its class (-100 for an unlabelled row).
+        tokenizer: tokenizer of a BERT-like model.
+        config: settings of the run, for widths and padding.
+        marks_between: number of [SEP] tokens between two texts; see `encode_segments`.
 
     Raises:
-        ConfigError: the tokenizer has no marks for segments.
+        ConfigError: the tokenizer has no [CLS] or [SEP] token.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ClassRows:
         return len(self._rows)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return row `index`; nothing is drawn."""
+        """Return row `index`; the seed is not used."""
         texts, label = self._rows[index]
         ids, segments = encode_segments(texts, self._tokenizer, self._width, self._marks)
         segments = [min(segment, self._segments - 1) for segment in segments]
@@ -148,9 +148,10 @@ class ClassRows:
 def continue_prompt(
     prompt: str, options: Sequence[str], tokenizer: Tokenizer, longest: int
 ) -> list[Pair]:
-    """Return a decoder's prompt with each answer, a space between; the prompt is cut in front.
+    """Return a decoder's prompt paired with each answer, separated by a space.
 
-    An answer ends with the end token where there is one.
+    The prompt is truncated at its start. An answer ends with the EOS token if the tokenizer has
+    one.
     """
     begin = tokenizer.bos_id
     head = [] if begin is None or begin == tokenizer.eos_id else [begin]
@@ -175,14 +176,14 @@ def continue_prompt(
 def encode_answers(
     options: Sequence[str], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL
 ) -> list[list[int]]:
-    """Return what an encoder-decoder writes: the answers as the first span that was cut out.
+    """Return the target ids of an encoder-decoder: each answer as the first masked span.
 
-    A tokenizer without these sentinels ends them with its end token.
+    With a tokenizer without sentinel tokens the answers end with its EOS token.
 
     Args:
         options: the answers.
-        tokenizer: of the model.
-        sentinel: the tokens of spans, with {} for their number.
+        tokenizer: tokenizer of the model.
+        sentinel: name pattern of the sentinel tokens, with {} for their number.
     """
     names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
     first, second = map(tokenizer.token_to_id, names)
@@ -193,7 +194,7 @@ def encode_answers(
 
 
 def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL) -> str:
-    """Return the text between the first blank and what ends it; see `encode_answers`."""
+    """Return the text after the first sentinel up to its end; inverse of `encode_answers`."""
     names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
     first, second = map(tokenizer.token_to_id, names)
     ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
@@ -205,9 +206,9 @@ def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_S
 def fill_prompt(
     before: str, behind: str, tokenizer: Tokenizer, longest: int, sentinel: str = T5_SENTINEL
 ) -> list[int]:
-    """Return what an encoder-decoder reads: two texts, the blank between them, the end token.
+    """Return the input ids of an encoder-decoder: two texts around a sentinel, then the EOS token.
 
-    What is too long is cut behind where there is a second text, else in front.
+    Too long an input is truncated at its end if there is a second text, else at its start.
     """
     blank = tokenizer.token_to_id(sentinel.format(0))
     head = [*tokenizer.encode(before), *([] if blank is None else [blank])]
@@ -225,12 +226,13 @@ def _end_of(tokenizer: Tokenizer) -> list[int]:
 
 
 class AnswerRows:
-    """Prompts whose answers are learned; an `ExampleSource`.
+    """Prompts with answers to train on; an `ExampleSource`.
 
     Args:
         pairs: prompts and answers.
-        config: of the run.
-        reads_apart: the prompt is an encoder's, the answer a decoder's; else they are one row.
+        config: settings of the run.
+        reads_apart: True for an encoder-decoder (prompt and answer apart); False puts both in
+            one row.
     """
 
     def __init__(self, pairs: Sequence[Pair], config: Any, reads_apart: bool) -> None:
@@ -252,7 +254,7 @@ class AnswerRows:
         return len(self._pairs)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return row `index`; nothing is drawn."""
+        """Return row `index`; the seed is not used."""
         prompt, answer = self._pairs[index]
         if self._reads_apart:
             mask = [1] * len(prompt)

@@ -1,7 +1,7 @@
-"""Texts and pairs of texts with a class, in the tables and lines that they are published as.
+"""Classification of texts and of pairs of texts, from the published tables and line formats.
 
 Sources: Zhang et al. 2015 (DBpedia, Yahoo! Answers, Amazon), Socher et al. 2013, Wang et al. 2018
-(SST-2 as GLUE has it), Williams et al. 2018 (MNLI), Bowman et al. 2015 (SNLI), Tan 2009
+(SST-2 in GLUE's format), Williams et al. 2018 (MNLI), Bowman et al. 2015 (SNLI), Tan 2009
 (ChnSentiCorp), Zhang et al. 2017 and Stoica et al. 2021 (TACRED and Re-TACRED), Maas et al. 2011
 (IMDB).
 """
@@ -34,7 +34,7 @@ _INFERENCE = ("entailment", "neutral", "contradiction")
 
 
 def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Task:
-    """Return a task in tables class (from 1), texts."""
+    """Return a task in CSV files with the columns class (from 1) and texts."""
 
     def read(path: Path) -> Iterator[TaskExample]:
         lines = csv.reader(io.StringIO(read_text(path)))
@@ -52,7 +52,7 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Ta
 
 
 def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> Task:
-    """Return a task in tables with tabs, whose first line names the columns `label` and `text`."""
+    """Return a task in tab-separated files with a header row that names `label` and `text`."""
 
     def read(path: Path) -> Iterator[TaskExample]:
         lines = iter(read_lines(path))
@@ -77,7 +77,7 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> Task:
 
 
 def _inference_task(name: str, stem: str, dev: tuple[str, ...]) -> Task:
-    """Return a task of lines with two sentences; one without an agreed label is left out."""
+    """Return a natural language inference task; pairs without an agreed label are skipped."""
     numbers = {label: number for number, label in enumerate(_INFERENCE)}
 
     def read(path: Path) -> Iterator[TaskExample]:
@@ -92,7 +92,7 @@ def _inference_task(name: str, stem: str, dev: tuple[str, ...]) -> Task:
 
 
 def _read_imdb(path: Path) -> Iterator[TaskExample]:
-    """Yield reviews of the published folder (`pos`, `neg`); or of a file with one a line."""
+    """Yield reviews from the published folder (`pos`, `neg`), or from a file with one per line."""
     if path.is_dir():
         for label, name in enumerate(("neg", "pos")):
             found = (path / name).glob("*.txt")
@@ -111,7 +111,7 @@ def _read_imdb(path: Path) -> Iterator[TaskExample]:
 
 
 def _relation_task(name: str, relations: tuple[str, ...]) -> Task:
-    """Return a task of sentences with two marked spans: which relation have they?"""
+    """Return a relation classification task: sentences with two marked spans."""
     numbers = {relation: number for number, relation in enumerate(relations)}
 
     def read(path: Path) -> Iterator[TaskExample]:

@@ -1,6 +1,6 @@
 """SuperGLUE's eight tasks, from the jsonl files of super.gluebenchmark.com.
 
-Labels are in the order that ModelCenter's and transformers' programs use.
+Labels are in the order of ModelCenter and transformers.
 Source: Wang et al. 2019, https://super.gluebenchmark.com/tasks.
 """
 
@@ -18,7 +18,7 @@ _FILES = {"train": ("train.jsonl",), "dev": ("val.jsonl", "dev.jsonl"), "test": 
 
 
 def _classes(name: str, fields: tuple[str, ...], labels: tuple[str, ...]) -> Task:
-    """Return a task whose lines hold some texts and one of the labels."""
+    """Return a task whose lines contain texts and a label."""
     numbers = {label: number for number, label in enumerate(labels)}
 
     def read(path: Path) -> Iterator[TaskExample]:
@@ -44,7 +44,9 @@ def _copa(row: Record) -> list[TaskExample]:
 
 
 def read_wsc(row: Record) -> list[TaskExample]:
-    """Return a text and two spans of it: whether the second refers to the first."""
+    """Return an example with a text and two spans; the label is whether the second refers to the
+    first.
+    """
     target = row.part("target")
     spans = {name: target.text(name) for name in ("span1_text", "span2_text")}
     places = {name: str(target.number(name)) for name in ("span1_index", "span2_index")}
@@ -53,7 +55,7 @@ def read_wsc(row: Record) -> list[TaskExample]:
 
 
 def _multirc(row: Record) -> list[TaskExample]:
-    """One example for every answer: whether it is right."""
+    """Return one example per answer; the label is whether the answer is right."""
     passage, out = row.part("passage"), []
     text = passage.text("text")
     for question in passage.parts("questions"):
@@ -67,7 +69,7 @@ def _multirc(row: Record) -> list[TaskExample]:
 
 
 def _record(row: Record) -> list[TaskExample]:
-    """One example for every query: which of the passage's entities stands at its @placeholder."""
+    """Return one example per query; the choices are the passage's entities for its @placeholder."""
     passage, out = row.part("passage"), []
     text = passage.text("text")
     names: dict[str, None] = {}  # in the order of the text, each once

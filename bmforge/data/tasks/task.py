@@ -1,4 +1,4 @@
-"""The type of a task, and helpers that readers of tasks share."""
+"""The type of a task, and helpers for its readers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _SPLIT_NAMES = {"val": "dev", "validation": "dev", "valid": "dev"}
 
 @dataclass(frozen=True)
 class TaskExample:
-    """One thing to be decided or answered.
+    """One example of a task.
 
     Attributes:
-        fields: its texts by name.
-        label: an index into the task's `label_names`, or into `choices` where the example brings
-            its own; the first of `answers` where a text is wanted; None where it is kept secret.
-        idx: what the task's files call it. Answers to one question share all but the last number.
-        choices: what it is chosen from.
-        answers: texts that are right, for tasks that ask for a text.
+        fields: texts by field name.
+        label: index into the task's `label_names`, or into `choices` if the example has its
+            own; the
+            first of `answers` for a text answer; None if the label is not published.
+        idx: index in the task's files. Answers to one question share all but the last number.
+        choices: options of this example.
+        answers: accepted texts, for tasks with text answers.
     """
 
     fields: Mapping[str, str]
@@ -41,12 +42,12 @@ class Task:
     """A task of a benchmark.
 
     Attributes:
-        name: as its benchmark writes it.
-        label_names: what labels mean, in order; empty where examples bring choices or want a text.
-        files: split -> names its file, or folder of files, may have; the first that exists is
-            taken.
-        read: yields the examples of a file.
-        asks_for_text: there is nothing to choose from: the answer is a text.
+        name: name in the benchmark's spelling.
+        label_names: names of the labels, in order; empty if examples have choices or text answers.
+        files: candidate names of the file, or folder, of each split; the first existing one is
+            used.
+        read: function that yields the examples of a file.
+        asks_for_text: True if the answer is a free text.
     """
 
     name: str
@@ -57,11 +58,11 @@ class Task:
 
 
 def find_split(task: Task, folder: str | Path, split: str) -> Path:
-    """Return the file of a split, in `folder` or in the folder of the task's name inside it.
+    """Return the file of a split, in `folder` or in its subfolder with the task's name.
 
     Raises:
         ConfigError: the task has no such split.
-        DataError: there is no such file; those that were looked for are named.
+        DataError: no candidate file exists; the message lists the names.
     """
     wanted = _SPLIT_NAMES.get(split, split)
     if wanted not in task.files:
@@ -78,11 +79,11 @@ def find_split(task: Task, folder: str | Path, split: str) -> Path:
 
 
 class Record:
-    """The values of one entry of a file; what is missing or of a wrong kind is told with its place.
+    """The values of one entry of a file; errors for missing or invalid values name its location.
 
     Args:
         place: file and line, for messages.
-        values: by name.
+        values: values by name.
     """
 
     def __init__(self, place: str, values: Any) -> None:
@@ -96,7 +97,7 @@ class Record:
         return str(self._get(name, str))
 
     def number(self, name: str) -> int:
-        """Return a whole number."""
+        """Return an integer."""
         return int(self._get(name, int))
 
     def parts(self, name: str) -> list[Record]:
@@ -115,7 +116,7 @@ class Record:
         return tuple(values)
 
     def label(self, names: Mapping[str, int], name: str = "label") -> int | None:
-        """Return what `names` makes of a label; None where it is absent or left empty."""
+        """Return the label number of a label string; None if it is absent or empty."""
         value = self.values.get(name)
         if value is None or value == "":
             return None
@@ -139,7 +140,7 @@ class Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the objects of a file with one a line; empty lines are none.
+    """Yield the objects of a JSON lines file; empty lines are skipped.
 
     Raises:
         DataError: a line is not an object.
@@ -158,7 +159,7 @@ def read_json(path: Path) -> Any:
     """Return the contents of a JSON file.
 
     Raises:
-        DataError: it is none.
+        DataError: the file is not JSON.
     """
     try:
         return json.loads(read_text(path))

@@ -1,7 +1,7 @@
-"""Prompts of tasks: segments for encoders, questions and answers for other models.
+"""Prompts of tasks: segments for encoders, prompts and answers for language models.
 
-Templates name an example's fields; `choice` is one of those it brings. The words of the SuperGLUE
-tasks are ModelCenter's. A task without a wording of its own gets a plain one.
+Templates refer to an example's fields; `choice` is one of its choices. The templates of the
+SuperGLUE tasks are ModelCenter's. Other tasks get a generic template.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ _ENTAILS = "Sentence 1: {premise} Sentence 2: {hypothesis} Does sentence 1 entai
 
 @dataclass(frozen=True)
 class Wording:
-    """A task in words.
+    """Templates of a task.
 
     Args:
-        segments: what an encoder reads, one text or two; of a task with choices, for each of them.
-        prompt: what a language model reads before it answers.
-        words: the answer for every label; empty where an example's choices or texts are answers.
-        renames: field -> what its values are written as.
+        segments: one or two templates of an encoder's input; for a task with choices, one input per
+            choice.
+        prompt: template of a language model's prompt.
+        words: answer text of each label; empty if the answers are the choices or texts of an
+            example.
+        renames: replacement texts of field values, by field.
     """
 
     segments: tuple[str, ...]
@@ -34,16 +36,16 @@ class Wording:
     renames: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def write_segments(self, example: TaskExample, choice: str = "") -> tuple[str, ...]:
-        """Return an encoder's texts."""
+        """Return the input texts of an encoder."""
         fields = self._fields(example, choice)
         return tuple(segment.format_map(fields) for segment in self.segments)
 
     def write_prompt(self, example: TaskExample) -> str:
-        """Return the text before the answer."""
+        """Return the prompt before the answer."""
         return self.prompt.format_map(self._fields(example, ""))
 
     def options(self, example: TaskExample) -> tuple[str, ...]:
-        """Return the answers to choose from."""
+        """Return the candidate answers."""
         return example.choices or self.words
 
     def _fields(self, example: TaskExample, choice: str) -> dict[str, str]:
@@ -87,11 +89,11 @@ _WORDINGS = {
 
 
 def word_task(task: Task, example: TaskExample) -> Wording:
-    """Return the wording of a task.
+    """Return the templates of a task.
 
     Args:
-        task: any.
-        example: one of its, whose fields a plain wording lists.
+        task: the task.
+        example: an example of the task, whose fields a generic template lists.
     """
     if task.name in _WORDINGS:
         return _WORDINGS[task.name]
