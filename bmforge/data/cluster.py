@@ -30,7 +30,7 @@ from bmforge.files import replace_file
 __all__ = ["ClusterConfig", "make_filter", "make_step", "run_on_cluster"]
 
 _EXECUTORS = ("local", "ray", "slurm")
-_SPREAD = ("documents", "sketches", "encode")  # the stages whose parts are tasks
+_SPREAD = ("documents", "sketches", "encode")  # stages that run in parallel tasks
 _DONE = "{:06d}.done"
 
 
@@ -97,7 +97,7 @@ def run_on_cluster(
             before = _make(make, config, _Spread(job, stage), tasks, before)
             before = _make(make, config, _Join(job, stage, stage == stages[-1]), 1, before)
         assert before is not None
-        before.run()  # which hands in what it waits for, too
+        before.run()  # this also submits the jobs that it depends on
         return None
     for stage in stages:
         _make(make, config, _Spread(job, stage), tasks).run()

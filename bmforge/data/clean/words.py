@@ -119,7 +119,7 @@ _NOT = re.compile(
     re.IGNORECASE,
 )
 _ENDINGS = re.compile(r"['’](?:ll|d|ve|re|s|m)", re.IGNORECASE)
-_TAIL = 40  # characters of a run in which what closes it is looked for
+_TAIL = 40  # characters at a string's end in which closing marks are searched
 _LONGEST_RUN = 1000  # characters; a longer run without spaces is cut at these places first
 _ENDS = frozenset(SENTENCE_ENDS)
 

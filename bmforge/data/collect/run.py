@@ -329,7 +329,7 @@ def _is_passing(known: Mapping[str, Any]) -> bool:
 
 
 def _find_addresses(response: Response) -> list[str] | None:
-    """Return the URLs in a sitemap or feed; empty for an ordinary page."""
+    """Return the URLs in a sitemap or feed; None for an ordinary page."""
     return find_addresses(response.body, response.headers.get("content-type", "").lower())
 
 

@@ -183,7 +183,7 @@ def _hide(steps: tuple[Step, ...], document: Document, drop: Drop) -> tuple[Docu
     for step in steps:
         if step.hides:
             text, excerpt = _changed(step, document.text), _changed(step, drop.excerpt)
-            if document.text.startswith(drop.excerpt):  # it may end within what is hidden
+            if document.text.startswith(drop.excerpt):  # it may end inside hidden text
                 excerpt = cut_excerpt(text)
             document, drop = replace(document, text=text), replace(drop, excerpt=excerpt)
     return document, drop

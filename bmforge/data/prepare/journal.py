@@ -97,7 +97,7 @@ class Journal:
             self._file = path.open("ab")
             self._lock()
             lines = path.read_bytes()
-            whole = lines.rfind(b"\n") + 1  # behind it, a line that was being written at a kill
+            whole = lines.rfind(b"\n") + 1  # an incomplete line after it was cut off by a kill
             self._file.truncate(whole)
             lines = lines[:whole]
             for left in sorted(work.rglob(f"*{_PARTIAL}")):

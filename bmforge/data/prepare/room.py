@@ -28,7 +28,7 @@ def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
     )
     there = next(place for place in (out, *out.absolute().parents) if place.exists())
     usage = shutil.disk_usage(there)
-    if usage.total == 0:  # no disk at all: the first attempt to write says what it is
+    if usage.total == 0:  # not a disk: the first write reports the error
         return
     free = usage.free
     held = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())

@@ -52,7 +52,7 @@ __all__ = ["Paths", "plan_work", "prepare", "show_preparation", "work_dir"]
 _WORK_NAME = "preparing.tmp"
 _FINISHED = "finished"  # in the work, until all of it can move
 _DROPPED = "dropped.jsonl"
-_OLD_REPORT = "report.html"  # of what was there before
+_OLD_REPORT = "report.html"  # report of an earlier corpus
 _LEAST_MEMORY_BYTES = 1 << 29
 # Settings that do not affect the output.
 _HOW_IT_RUNS = (

@@ -14,7 +14,7 @@ from bmforge.licences import licence_name
 
 __all__ = ["KEPT", "OTHERS", "UNKNOWN", "Summary", "choose_grouping", "group_of", "origin_of"]
 
-KEPT = "kept"  # stands among the rules' names
+KEPT = "kept"  # outcome next to the rules' names
 UNKNOWN = "unknown"
 OTHERS = "others"
 _MOST_GROUPS = 40

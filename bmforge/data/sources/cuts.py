@@ -24,7 +24,7 @@ __all__ = ["LineCutter", "Parts", "find_parts", "how_to_cut", "read_part"]
 _HEAD_BYTES = 1024
 _CHUNK_BYTES = 1 << 20
 _LINES = ("jsonl", "json")
-_MOST_PARTS = 16  # of a packed file: each unpacks what is before it
+_MOST_PARTS = 16  # each part decompresses all earlier ones
 Cuts = tuple[tuple[int, int], ...]
 
 

@@ -352,7 +352,7 @@ def _ask_library(sample: bytes) -> str:
     if sum(byte > 0x7F for byte in sample) < 2 * _FEWEST:
         return ""
     found = ask(sample, html5_compatible=False) or ""
-    found = "cp1252" if found == "iso8859-1" else found  # what the latter cannot do is not text
+    found = "cp1252" if found == "iso8859-1" else found  # C1 controls are not text
     text = _cut(sample, found) if found and _knows(found) else None
     return found if text is not None and found not in ("utf-8", "ascii") else ""
 

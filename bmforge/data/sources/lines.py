@@ -158,7 +158,7 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
 
 def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
     """Yield the lines of a stream; an overlong line is truncated just above the limit."""
-    if encoding.startswith(("utf-16", "utf-32")):  # whose line ends are no single bytes
+    if encoding.startswith(("utf-16", "utf-32")):  # line ends are several bytes
         reader = io.TextIOWrapper(stream, encoding, errors="replace", newline="\n")
         yield from (line.encode() for line in reader)
         return

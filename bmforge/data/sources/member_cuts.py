@@ -59,7 +59,7 @@ def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
 def _tar_places(file: BinaryIO) -> Iterator[tuple[int, int]]:
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
-            if archive.pax_headers:  # what they say is of all that comes behind
+            if archive.pax_headers:  # global headers apply to all later members
                 raise tarfile.TarError("it has a header for all members")
             yield member.offset, member.size + 2 * tarfile.BLOCKSIZE
 

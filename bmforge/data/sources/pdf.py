@@ -22,7 +22,7 @@ _LEAST_PAGES = 3  # for a line at their edge to be a running head
 _EDGE_LINES = 2
 _NUMBERS = re.compile(r"[0-9]{1,6}")
 _TORN = re.compile("(\\w)[-\u00ad\u2010]\n(?=[a-zà-öø-ÿß])")
-_SIGN = re.compile("[\ufffe\x02]\n?")  # what pdfium puts for a hyphen and the end of its line
+_SIGN = re.compile("[\ufffe\x02]\n?")  # pdfium's mark of a hyphen and line end
 _UNPLACED = " \ufffe\x02"
 _WORD = re.compile("[^ \ufffe\x02]+")
 _COLUMN_GAP = 1.5  # of a line's height
@@ -69,7 +69,7 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
 def _read_page(page: Any) -> str:
     """Return the text of a pdfium page, its lines in reading order."""
     drawn = page.get_text_range()
-    if len(drawn) == page.count_chars():  # else what stands where is not known
+    if len(drawn) == page.count_chars():  # else positions are unknown
         lines = [
             placed
             for line in _LINE.finditer(drawn)

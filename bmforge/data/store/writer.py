@@ -172,7 +172,7 @@ def merge_stores(
         raise ConfigError(f"merge_stores: {str(out_prefix)!r} is also an input; name a new store")
     dtype = np.result_type(*[TokenStore(prefix).dtype for prefix in prefixes])
     with TokenStoreWriter(out_prefix, dtype, overwrite=overwrite) as writer:
-        for prefix in prefixes:  # one at a time: what is read of a mapped file counts as memory
+        for prefix in prefixes:  # one at a time, as mapped pages count as memory
             writer.add_store(TokenStore(prefix))
 
 

@@ -34,7 +34,7 @@ def _read_few_nerd(path: Path) -> Iterator[TaskExample]:
     """Yield one example for each entity: adjacent tokens of one type."""
     numbers = {name: number for number, name in enumerate(FEW_NERD_TYPES)}
     tokens: list[str] = []
-    spans: list[tuple[int, int, str]] = []  # first token, the one behind the last, type
+    spans: list[tuple[int, int, str]] = []  # first token, one past the last, type
     count = 0
     for number, line in enumerate([*read_lines(path), ""], 1):
         cells = line.split()
