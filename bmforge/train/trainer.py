@@ -367,14 +367,11 @@ class Trainer:
 
     def _stateful(self) -> dict[str, Any]:
         """Return the callbacks that have a state, by their names."""
-        found: dict[str, Any] = {}
-        for callback in self.callbacks:
-            if hasattr(callback, "state_dict"):
-                name = getattr(callback, "name", type(callback).__name__)
-                if name in found:
-                    raise ConfigError(f"two callbacks are called {name!r}: give them other names.")
-                found[name] = callback
-        return found
+        stateful = [c for c in self.callbacks if hasattr(c, "state_dict")]
+        named = {getattr(c, "name", type(c).__name__): c for c in stateful}
+        if len(named) < len(stateful):
+            raise ConfigError(f"two callbacks have one name: {sorted(named)}. Rename one of them.")
+        return named
 
     def _shape(self) -> list[int]:
         return [] if self.mesh is None else list(self.mesh.shape)

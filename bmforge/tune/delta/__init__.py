@@ -6,7 +6,6 @@ computation are in `bmforge.nn`.
 """
 
 from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
-from bmforge.tune.delta.base import init_deltas_
 from bmforge.tune.delta.bitfit import BitFit
 from bmforge.tune.delta.black_box import BlackBoxConfig, tune_black_box
 from bmforge.tune.delta.combine import combine_deltas
@@ -22,6 +21,7 @@ from bmforge.tune.delta.merge import merge_deltas, unmerge_deltas
 from bmforge.tune.delta.prefix import Prefix
 from bmforge.tune.delta.selection import list_deltas, select_adapters, use_deltas
 from bmforge.tune.delta.soft_prompt import SoftPrompt
+from bmforge.tune.delta.types import init_deltas_
 
 __all__ = [
     "IA3",

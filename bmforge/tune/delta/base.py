@@ -22,8 +22,7 @@ from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import draw_tensor_
 from bmforge.provenance import Provenance
-from bmforge.surgery import match_glob
-from bmforge.tune.delta.address import excludes_of, find_called, find_wholes, known_names
+from bmforge.tune.delta.address import find_called, find_wholes
 from bmforge.tune.delta.held import (
     Held,
     deltas_of,
@@ -31,9 +30,10 @@ from bmforge.tune.delta.held import (
     part_around,
     refuse_laid_out,
 )
+from bmforge.tune.delta.records import check_patterns, order_changes_
 from bmforge.tune.delta.selection import accept_adapter_names_
 
-__all__ = ["AttachedDelta", "adapter_types", "init_deltas_"]
+__all__ = ["AttachedDelta"]
 
 
 class AttachedDelta:
@@ -103,7 +103,7 @@ class AttachedDelta:
         self.held: tuple[Held, ...] = ()
         self._whole_names = frozenset(find_wholes(model, self.train_also))
         names = self._settle_names()
-        self._check_patterns(names)
+        check_patterns(self, names)
         self._put_(names)
         deltas_of(model)[name] = self
         accept_adapter_names_(model)
@@ -153,24 +153,6 @@ class AttachedDelta:
 
     # Methods common to all types.
 
-    def _check_patterns(self, names: Sequence[str]) -> None:
-        """Raise `ConfigError` for a pattern of ranks, alphas or exclude that matches nothing."""
-        for option in ("ranks", "alphas"):
-            for glob in self.options.get(option) or {}:
-                if not any(match_glob(name, glob) for name in names):
-                    raise ConfigError(
-                        f"{option} has {glob!r}, which matches none of the modules that the "
-                        f"{type(self).__name__} is attached to.{suggest(glob, names)} Use a name "
-                        "glob such as '**.v_proj'."
-                    )
-        known = known_names(self.model)
-        for one in self.exclude:
-            if not excludes_of(known, (one,)):
-                raise ConfigError(
-                    f"exclude has {one!r}, which matches no module of this "
-                    f"{type(self.model).__name__}.{suggest(one, known)} Leave it out."
-                )
-
     def _put_(self, names: Sequence[str]) -> None:
         kind = PART_KINDS[self.kind]
         model = self.model
@@ -205,22 +187,9 @@ class AttachedDelta:
         where = [held.owner for held in self.held if not held.slot.endswith("_reader")]
         if is_there:
             model.remember_part_(self.kind, where, dict(self.options), name, float(self.weight))
-            self._order_changes_(model)
+            order_changes_(model, self.name)
         else:
             model.forget_part_(self.kind, where, dict(self.options), name)
-
-    def _order_changes_(self, model: Any) -> None:
-        """Sort the config's changes into the order in which adapters apply, since some do not
-        commute.
-        """
-        order = {name: number for number, name in enumerate(deltas_of(model))}
-        order.setdefault(self.name, len(order))
-        changes = list(model.config.changes)
-        places = [n for n, change in enumerate(changes) if change.name in order]
-        ordered = sorted((changes[n] for n in places), key=lambda change: order[change.name])
-        for n, change in zip(places, ordered, strict=True):
-            changes[n] = change
-        model.config = model.config.replace(changes=tuple(changes))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of all its parts; a shared parameter is yielded once."""
@@ -419,24 +388,3 @@ class AttachedDelta:
             f"{type(self).__name__}({self.name!r}, {len(self.held)} places, "
             f"{self.count_parameters()} parameters, {state})"
         )
-
-
-def adapter_types(base: type[AttachedDelta] = AttachedDelta) -> dict[str, type[AttachedDelta]]:
-    """Return the adapter types by class name: the subclasses that name a `peft_type`."""
-    found: dict[str, type[AttachedDelta]] = {}
-    for kind in base.__subclasses__():
-        found |= {kind.__name__: kind} if "peft_type" in vars(kind) else {}
-        found |= adapter_types(kind)
-    return found
-
-
-def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Initialize the tensors of all deltas of a model at random, identically on every layout.
-
-    Args:
-        model: materialized model: call after `load_weights_` if deltas were attached on meta.
-        seed: random seed of all tensors.
-    """
-    for delta in deltas_of(model).values():
-        delta.init_(seed)
-    return model

@@ -27,7 +27,7 @@ from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.provenance import read_provenance
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta import peft_format, peft_write
-from bmforge.tune.delta.base import AttachedDelta, adapter_types
+from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.card import write_card
 from bmforge.tune.delta.fingerprint import fingerprint_of
 from bmforge.tune.delta.held import is_laid_out, whole_model
@@ -37,6 +37,7 @@ from bmforge.tune.delta.opendelta_format import (
     opendelta_type,
     read_opendelta_config,
 )
+from bmforge.tune.delta.types import adapter_types
 
 __all__ = [
     "CONFIG_NAME",

@@ -19,7 +19,7 @@ from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import beside_parts, detach_part_
 from bmforge.provenance import Part, Provenance, warn_of_licences
-from bmforge.shards import is_streamed, local_box, local_tensor, whole_tensor
+from bmforge.shards import is_streamed, whole_tensor
 from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.fingerprint import is_torchao
@@ -30,6 +30,13 @@ from bmforge.tune.delta.held import (
     find_delta,
     is_laid_out,
     whole_model,
+)
+from bmforge.tune.delta.merged_weights import (
+    dequantized_weight,
+    full_precision,
+    get_parameter,
+    last_projection,
+    write_local_,
 )
 
 __all__ = ["check_attached", "merge_", "merge_deltas", "unmerge_", "unmerge_deltas"]
@@ -84,7 +91,7 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
     for target in targets:
         _check_exact(model, target, merged)
         _check_exact(model, target, [*merged, *deltas])
-    plain = {t: w for t in targets if (w := _dequantized(model, t, dequantize)) is not None}
+    plain = {t: w for t in targets if (w := dequantized_weight(model, t, dequantize)) is not None}
     _check_weights(model, targets, deltas)
     active = deltas if laid_out else [*merged, *deltas]
     new = {t: _merged_values(model, t, active, plain.get(t)) for t in targets}
@@ -94,10 +101,10 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
         module.weight = nn.Parameter(weight, requires_grad=False)
     for target, values in new.items():
         for key, value in values.items():
-            tensor = _parameter(model, target, key)
+            tensor = get_parameter(model, target, key)
             if not laid_out:
                 base.setdefault(f"{target}.{key}", tensor.detach().clone())
-            _write_(tensor, value)
+            write_local_(tensor, value)
     for delta in deltas:
         _take_out_(delta)
         _join_licences_(delta)
@@ -123,11 +130,11 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
         for key in _keys(model, target, chain):
             name = f"{target}.{key}"
             if key in new[target]:
-                _write_(_parameter(model, target, key), new[target][key])
+                write_local_(get_parameter(model, target, key), new[target][key])
             elif isinstance(original := base.pop(name), nn.Parameter):
                 setattr(model.get_submodule(target), key, original)
             else:
-                _write_(_parameter(model, target, key), original)
+                write_local_(get_parameter(model, target, key), original)
     for delta in deltas:
         delta.merged = False
         delta.attach()
@@ -165,7 +172,7 @@ def _target(model: nn.Module, held: Held) -> str | None:
     if isinstance(held.part, (LowRank, ExpertsLowRank, Gain)):
         return held.owner
     if isinstance(held.part, Shift):
-        last = _last_of(model.get_submodule(held.owner))
+        last = last_projection(model.get_submodule(held.owner))
         return held.owner if last is None else f"{held.owner}.{last}"
     return None
 
@@ -186,7 +193,7 @@ def _chain(model: nn.Module, target: str) -> list[_Link]:
     """
     owners = [target]
     around = target.rpartition(".")[0]
-    if around and _last_of(model.get_submodule(around)) == target.rpartition(".")[2]:
+    if around and last_projection(model.get_submodule(around)) == target.rpartition(".")[2]:
         owners.append(around)
     links = []
     for owner in owners:
@@ -273,10 +280,10 @@ def _merged_values(
     def original(key: str) -> Tensor:
         value = base.get(f"{target}.{key}")
         if key == "weight" and plain is not None:
-            return _wide(plain)
+            return full_precision(plain)
         if value is not None and is_torchao(value):
             value = value.dequantize()
-        return _wide(_parameter(model, target, key) if value is None else value)
+        return full_precision(get_parameter(model, target, key) if value is None else value)
 
     values = {key: original(key) for key in _keys(model, target, chain)}
     before = dict(values)
@@ -285,7 +292,9 @@ def _merged_values(
         part, weight = link.part, float(link.part.adapter_weight)
         if isinstance(part, ExpertsLowRank):
             for key in part.keys:
-                up, down = (_wide(getattr(part, f"{key}_{side}")) for side in ("up", "down"))
+                up, down = (
+                    full_precision(getattr(part, f"{key}_{side}")) for side in ("up", "down")
+                )
                 values[key] = values[key] + part.scale * weight * (up @ down)
         elif isinstance(part, LowRank):
             _apply_low_rank(part, weight, values, before, model.get_submodule(target))
@@ -300,7 +309,7 @@ def _apply_low_rank(
     part: LowRank, weight: float, values: dict[str, Tensor], base: dict[str, Tensor], module: Any
 ) -> None:
     """Add a LoRA to the values, or replace them by a DoRA's."""
-    up, down = _wide(part.up), _wide(part.down)
+    up, down = full_precision(part.up), full_precision(part.down)
     turned = isinstance(part, EmbeddingLowRank) or not hasattr(module, "out_features")
     added = part.scale * (up @ down)
     added = added.t() if turned else added
@@ -310,7 +319,7 @@ def _apply_low_rank(
             values["bias"] = values["bias"] + part.scale * weight * whole_tensor(part.bias)
         return
     norms = torch.linalg.vector_norm(base["weight"] + added, dim=0 if turned else 1)
-    factor = _wide(part.magnitude) / norms
+    factor = full_precision(part.magnitude) / norms
     changed = (values["weight"] + added) * (factor if turned else factor[:, None])
     values["weight"] = values["weight"] + weight * (changed - values["weight"])
     if "bias" in values:
@@ -319,7 +328,7 @@ def _apply_low_rank(
 
 
 def _apply_gain(part: Gain, weight: float, values: dict[str, Tensor], module: Any) -> None:
-    factor = 1 + weight * (_wide(part.weight) - 1)
+    factor = 1 + weight * (full_precision(part.weight) - 1)
     is_plain = hasattr(module, "out_features")  # (out, in); transformers' Conv1D is (in, out)
     by_row = part.enters != is_plain
     values["weight"] = values["weight"] * (factor[:, None] if by_row else factor)
@@ -334,7 +343,7 @@ def _check_weights(
     shared = shared_tensors(model)
     for target, chain in targets.items():
         for key in _keys(model, target, chain):
-            tensor = _parameter(model, target, key)
+            tensor = get_parameter(model, target, key)
             if id(tensor) in shared:
                 raise ConfigError(
                     f"{target}.{key} is tied to another weight, which merging would change as "
@@ -372,51 +381,3 @@ def _take_out_(delta: AttachedDelta) -> None:
                 detach_part_(model.get_submodule(owner), slot)
     delta.record_(False)
     described.config = delta.model.config
-
-
-def _parameter(model: nn.Module, target: str, key: str) -> Tensor:
-    return getattr(model.get_submodule(target), key)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def _write_(tensor: Tensor, value: Tensor) -> None:
-    box = local_box(tensor)
-    local = local_tensor(tensor.detach())
-    local.copy_(value[box.slices] if value.shape != local.shape else value)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Return the whole tensor in fp32 at least, so that the merged weight is rounded once."""
-    whole = whole_tensor(tensor.detach())
-    return whole if whole.dtype == torch.float64 else whole.float()
-
-
-def _last_of(module: nn.Module) -> str | None:
-    """Return the last projection of an attention or MLP of ours, whose bias is its own."""
-    for last in ("o_proj", "down_proj"):
-        if isinstance(getattr(module, last, None), nn.Module):
-            return last
-    return None
-
-
-def _dequantized(model: nn.Module, target: str, allowed: bool) -> Tensor | None:
-    """Return the plain weight of a layer that torchao quantized; None for a plain layer.
-
-    Raises:
-        ConfigError: a weight of another quantized storage, or dequantizing is not allowed.
-    """
-    module: Any = model.get_submodule(target)
-    weight = getattr(module, "weight", None)
-    if hasattr(module, "packed") or (isinstance(weight, Tensor) and not weight.is_floating_point()):
-        raise ConfigError(
-            f"{target} has an integer weight, which cannot hold a merged adapter. Open the model "
-            "unquantized, merge, and quantize it afterwards."
-        )
-    if weight is None or type(weight) in (nn.Parameter, Tensor) or not is_torchao(weight):
-        return None
-    if not allowed:
-        raise ConfigError(
-            f"{target} has a quantized weight ({type(weight).__name__}). merge(dequantize=True) "
-            "replaces it by a plain one."
-        )
-    return weight.dequantize().detach()  # type: ignore[no-any-return]

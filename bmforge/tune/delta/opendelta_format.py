@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.attention import Attention
 from bmforge.tune.delta.address import all_names, excludes_of, known_names
-from bmforge.tune.delta.base import AttachedDelta, adapter_types
+from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.types import adapter_types
 
 __all__ = [
     "is_opendelta",

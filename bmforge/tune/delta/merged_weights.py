@@ -1,0 +1,70 @@
+"""Reads and writes the weights that merging changes: full precision in, local shards out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.errors import ConfigError
+from bmforge.shards import local_box, local_tensor, whole_tensor
+from bmforge.tune.delta.fingerprint import is_torchao
+
+__all__ = [
+    "dequantized_weight",
+    "full_precision",
+    "get_parameter",
+    "last_projection",
+    "write_local_",
+]
+
+
+def get_parameter(model: nn.Module, target: str, key: str) -> Tensor:
+    """Return the parameter `key` of the module `target`."""
+    return getattr(model.get_submodule(target), key)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def write_local_(tensor: Tensor, value: Tensor) -> None:
+    """Copy a full or local value into this rank's part of a tensor."""
+    box = local_box(tensor)
+    local = local_tensor(tensor.detach())
+    local.copy_(value[box.slices] if value.shape != local.shape else value)
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    """Return the whole tensor in fp32 at least, so that the merged weight is rounded once."""
+    whole = whole_tensor(tensor.detach())
+    return whole if whole.dtype == torch.float64 else whole.float()
+
+
+def last_projection(module: nn.Module) -> str | None:
+    """Return the last projection of an attention or MLP of ours, whose bias is its own."""
+    for last in ("o_proj", "down_proj"):
+        if isinstance(getattr(module, last, None), nn.Module):
+            return last
+    return None
+
+
+def dequantized_weight(model: nn.Module, target: str, allowed: bool) -> Tensor | None:
+    """Return the plain weight of a layer that torchao quantized; None for a plain layer.
+
+    Raises:
+        ConfigError: a weight of another quantized storage, or dequantizing is not allowed.
+    """
+    module: Any = model.get_submodule(target)
+    weight = getattr(module, "weight", None)
+    if hasattr(module, "packed") or (isinstance(weight, Tensor) and not weight.is_floating_point()):
+        raise ConfigError(
+            f"{target} has an integer weight, which cannot hold a merged adapter. Open the model "
+            "unquantized, merge, and quantize it afterwards."
+        )
+    if weight is None or type(weight) in (nn.Parameter, Tensor) or not is_torchao(weight):
+        return None
+    if not allowed:
+        raise ConfigError(
+            f"{target} has a quantized weight ({type(weight).__name__}). merge(dequantize=True) "
+            "replaces it by a plain one."
+        )
+    return weight.dequantize().detach()  # type: ignore[no-any-return]

@@ -1,0 +1,46 @@
+"""Checks an adapter's module patterns, and orders its record in the model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bmforge.errors import ConfigError, suggest
+from bmforge.surgery import match_glob
+from bmforge.tune.delta.address import excludes_of, known_names
+from bmforge.tune.delta.held import deltas_of
+
+__all__ = ["check_patterns", "order_changes_"]
+
+
+def check_patterns(delta: Any, names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a pattern of ranks, alphas or exclude that matches nothing."""
+    for option in ("ranks", "alphas"):
+        for glob in delta.options.get(option) or {}:
+            if not any(match_glob(name, glob) for name in names):
+                raise ConfigError(
+                    f"{option} has {glob!r}, which matches none of the modules that the "
+                    f"{type(delta).__name__} is attached to.{suggest(glob, names)} Use a name "
+                    "glob such as '**.v_proj'."
+                )
+    known = known_names(delta.model)
+    for one in delta.exclude:
+        if not excludes_of(known, (one,)):
+            raise ConfigError(
+                f"exclude has {one!r}, which matches no module of this "
+                f"{type(delta.model).__name__}.{suggest(one, known)} Leave it out."
+            )
+
+
+def order_changes_(model: Any, name: str) -> None:
+    """Sort the config's changes into the order in which adapters apply, since some do not
+    commute.
+    """
+    order = {one: number for number, one in enumerate(deltas_of(model))}
+    order.setdefault(name, len(order))
+    changes = list(model.config.changes)
+    places = [n for n, change in enumerate(changes) if change.name in order]
+    ordered = sorted((changes[n] for n in places), key=lambda change: order[change.name])
+    for n, change in zip(places, ordered, strict=True):
+        changes[n] = change
+    model.config = model.config.replace(changes=tuple(changes))

@@ -1,0 +1,31 @@
+"""The adapter types by name, and initialization of all adapters of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.held import deltas_of
+
+__all__ = ["adapter_types", "init_deltas_"]
+
+
+def adapter_types(base: type[AttachedDelta] = AttachedDelta) -> dict[str, type[AttachedDelta]]:
+    """Return the adapter types by class name: the subclasses that name a `peft_type`."""
+    found: dict[str, type[AttachedDelta]] = {}
+    for kind in base.__subclasses__():
+        found |= {kind.__name__: kind} if "peft_type" in vars(kind) else {}
+        found |= adapter_types(kind)
+    return found
+
+
+def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Initialize the tensors of all deltas of a model at random, identically on every layout.
+
+    Args:
+        model: materialized model: call after `load_weights_` if deltas were attached on meta.
+        seed: random seed of all tensors.
+    """
+    for delta in deltas_of(model).values():
+        delta.init_(seed)
+    return model
