@@ -9,14 +9,14 @@ import wording
 
 # The most places that each rule may find.
 LIMITS: list[tuple[Callable[[], Iterator[str]], int]] = [
-    (wording.pronoun_objects, 615),
-    (wording.bare_module_clauses, 218),
-    (wording.argument_fragments, 1398),
-    (wording.house_words, 892),
-    (wording.empty_names, 2717),
+    (wording.pronoun_objects, 24),
+    (wording.bare_module_clauses, 2),
+    (wording.argument_fragments, 54),
+    (wording.house_words, 83),
+    (wording.empty_names, 2413),
     (wording.shared_class_names, 31),
-    (wording.page_house_words, 295),
-    (wording.page_pictures, 45),
+    (wording.page_house_words, 230),
+    (wording.page_pictures, 27),
 ]
 
 

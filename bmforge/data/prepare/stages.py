@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bmforge.data.dedup.minhash import DedupConfig
+from bmforge.data.prepare.amounts import check_any_left, check_unread_members
 from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies, open_mask
 from bmforge.data.prepare.documents import DocumentsTask, Step, make_documents
 from bmforge.data.prepare.earlier import Earlier, open_earlier
 from bmforge.data.prepare.encode import Chosen, EncodeTask, encode_shard, training_texts
 from bmforge.data.prepare.engine import Blame, Limits, Part, Work, run_parts
-from bmforge.data.prepare.funnel import Funnel
 from bmforge.data.prepare.journal import Journal, digest_file, make_key
 from bmforge.data.prepare.near import (
     DROPS,
@@ -196,8 +196,8 @@ def run_stages(
     work = _Work(journal, keys, config, runner)
     results: dict[str, list[Any]] = {}
     results["documents"] = _read_documents(plan, steps, work)
-    _check_unread_members(results["documents"], config.skip_unread)
-    _check_any_left(results["documents"])
+    check_unread_members(results["documents"], config.skip_unread)
+    check_any_left(results["documents"])
     counts = tuple(result["documents"] for result in results["documents"])
     chosen = _choose(counts, work, results)
     (last,) = results["spans"] or results["near_duplicates"] or results["duplicates"]
@@ -222,35 +222,6 @@ def run_stages(
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
     results["encode"] = _encode(chosen, work, choose_grouping(plan.inputs))
     return results
-
-
-def _check_unread_members(results: Sequence[Any], is_allowed: bool) -> None:
-    """Raise an error for archives most of whose bytes are members of unsupported formats."""
-    funnel = Funnel()
-    for result in results:
-        funnel.merge(Funnel.from_record(result["funnel"]))
-    unread = funnel.dropped.get("unknown_kind")
-    if unread and 2 * unread.text_bytes > funnel.read.text_bytes and not is_allowed:
-        raise DataError(
-            f"{unread.text_bytes} of {funnel.read.text_bytes} bytes are {unread.documents} members "
-            "of archives of kinds that are not read. Convert them to .txt or .jsonl, or leave them "
-            "out with skip_unread=True (--skip-unread)"
-        )
-
-
-def _check_any_left(results: Sequence[Any]) -> None:
-    """Raise `DataError`, with the rules that dropped the documents, if no document is left."""
-    if any(result["documents"] for result in results):
-        return
-    funnel = Funnel()
-    for result in results:
-        funnel.merge(Funnel.from_record(result["funnel"]))
-    dropped = sorted(funnel.dropped.items(), key=lambda item: -item[1].documents)
-    reasons = ", ".join(f"{rule} ({amount.documents})" for rule, amount in dropped)
-    raise DataError(
-        f"no text is left after cleaning, of {funnel.read.documents} documents. Dropped were, by "
-        f"rule: {reasons or 'none'}. Check the input and what is asked of it"
-    )
 
 
 def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]]) -> Chosen:

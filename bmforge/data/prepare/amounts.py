@@ -1,0 +1,40 @@
+"""Checks on the amounts of read and dropped documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bmforge.data.prepare.funnel import Funnel
+from bmforge.errors import DataError
+
+__all__ = ["check_any_left", "check_unread_members"]
+
+
+def check_unread_members(results: Sequence[Any], is_allowed: bool) -> None:
+    """Raise an error for archives most of whose bytes are members of unsupported formats."""
+    funnel = Funnel()
+    for result in results:
+        funnel.merge(Funnel.from_record(result["funnel"]))
+    unread = funnel.dropped.get("unknown_kind")
+    if unread and 2 * unread.text_bytes > funnel.read.text_bytes and not is_allowed:
+        raise DataError(
+            f"{unread.text_bytes} of {funnel.read.text_bytes} bytes are {unread.documents} members "
+            "of archives of kinds that are not read. Convert them to .txt or .jsonl, or leave them "
+            "out with skip_unread=True (--skip-unread)."
+        )
+
+
+def check_any_left(results: Sequence[Any]) -> None:
+    """Raise `DataError`, with the rules that dropped the documents, if no document is left."""
+    if any(result["documents"] for result in results):
+        return
+    funnel = Funnel()
+    for result in results:
+        funnel.merge(Funnel.from_record(result["funnel"]))
+    dropped = sorted(funnel.dropped.items(), key=lambda item: -item[1].documents)
+    reasons = ", ".join(f"{rule} ({amount.documents})" for rule, amount in dropped)
+    raise DataError(
+        f"no text is left after cleaning, of {funnel.read.documents} documents. Dropped were, by "
+        f"rule: {reasons or 'none'}. Check the input and the rules."
+    )
