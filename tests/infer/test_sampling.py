@@ -137,7 +137,7 @@ def test_drawn_tokens_have_their_probabilities() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"min_p": 0.1}, "min_p=0.1 needs do_sample"),
+        ({"min_p": 0.1, "do_sample": False}, "min_p=0.1 needs do_sample"),
         ({"min_p": 1.5, "do_sample": True}, "min_p=1.5 must be from 0 to 1"),
         ({"presence_penalty": float("nan")}, "presence_penalty=nan must be finite"),
         ({"logit_bias": {3: float("inf")}}, "logit_bias"),
