@@ -44,13 +44,20 @@ CASES: dict[str, Case] = {
         "GPT2",
         transformers.GPT2LMHeadModel,
         {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_inner": 48, "vocab_size": 49},
-        {**DIMS, "vocab_size": 50, "ffn_activate_fn": "gelu", "att_mask_value": "-1e4"},
+        {**DIMS, "vocab_size": 50, "ffn_activate_fn": "gelu_new", "att_mask_value": "-1e4"},
         old.gpt2,
     ),
     "gpt2, early": (
         "GPT2",
         transformers.GPT2LMHeadModel,
-        {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_inner": 48, "vocab_size": 49},
+        {
+            "n_embd": 32,
+            "n_head": 4,
+            "n_layer": 3,
+            "n_inner": 48,
+            "vocab_size": 49,
+            "activation_function": "gelu",
+        },
         {**DIMS, "vocab_size": 50, "position_size": 1024, "tied": True},
         lambda source: old.gpt2(source, "decoder"),
     ),
@@ -58,7 +65,7 @@ CASES: dict[str, Case] = {
         "GPTJ",
         transformers.GPTJForCausalLM,
         {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_inner": 48, "rotary_dim": 4, "vocab_size": 50},
-        {**DIMS, "vocab_size": 50, "pos_rotary_dim": 4, "ffn_activate_fn": "gelu"},
+        {**DIMS, "vocab_size": 50, "pos_rotary_dim": 4, "ffn_activate_fn": "gelu_new"},
         old.gptj,
     ),
     "opt": (
@@ -222,7 +229,9 @@ def test_t5_positions_the_other_way_round(tmp_path: Path) -> None:
 def make_cpm2(folder: Path, vocab_size: int) -> Any:
     """ModelCenter's CPM-2: a T5 1.1 by its tensors' names, whose vocabulary alone tells it."""
     torch.manual_seed(0)
-    config = transformers.T5Config(**{**GATED, "vocab_size": vocab_size})
+    config = transformers.T5Config(
+        **{**GATED, "feed_forward_proj": "gated-gelu_python", "vocab_size": vocab_size}
+    )
     theirs = transformers.T5ForConditionalGeneration(config).eval()
     theirs.lm_head.weight = torch.nn.Parameter(torch.randn(vocab_size, 32) / 8)
     tensors = old.t5(dict(theirs.state_dict()), 1)
