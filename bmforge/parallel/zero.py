@@ -138,17 +138,28 @@ def refuse_calls_outside_(units: Mapping[str, nn.Module]) -> None:
         for inner, module in unit.named_modules():
             first = next(iter(dict(module.named_parameters(recurse=False))), None)
             if inner and first is not None:
-                module.register_forward_pre_hook(partial(_check_gathered, name, inner, first))
+                check = partial(_check_gathered, unit, name, inner, first)
+                module.register_forward_pre_hook(check)
 
 
-def _check_gathered(unit: str, inner: str, parameter: str, module: nn.Module, args: Any) -> None:
-    if isinstance(module._parameters.get(parameter), DTensor):
+def _check_gathered(
+    root: nn.Module, unit: str, inner: str, parameter: str, module: nn.Module, args: Any
+) -> None:
+    value = module._parameters.get(parameter)
+    # Experts of expert parallelism are DTensors of another mesh, which their layer handles itself.
+    if isinstance(value, DTensor) and _is_fsdp_shard(root, value):
         raise ConfigError(
             f"{unit}.{inner} is called outside of {unit}, while the parameter "
             f"{unit}.{inner}.{parameter} is sharded (units of ZeRO are gathered only while they "
             f"run). Leave {unit} out of zero_units with rules=LayoutRules(zero_units=..., "
             "recompute_units=..., stacks=()), so that its parameters stay with the root's."
         )
+
+
+def _is_fsdp_shard(unit: nn.Module, parameter: Tensor) -> bool:
+    """Return True if `fully_shard` manages the parameter as a part of the unit."""
+    groups = param_groups_of(unit)
+    return any(p.sharded_param is parameter for group in groups for p in group.fsdp_params)
 
 
 class _OneBuffer:

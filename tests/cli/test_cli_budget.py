@@ -63,7 +63,7 @@ def test_on_several_devices(folder, least, capsys, monkeypatch) -> None:
         assert err.count("memory of cpu") == (2 if more else 0)  # without, all fit on the first
     status, _, err = run(capsys, monkeypatch, *words, "--devices", "cpu,nothing")
     assert status != 0
-    assert "'nothing' is no device" in err
+    assert "unknown device: devices='nothing'" in err
 
 
 def test_the_same_text(folder, least, capsys, monkeypatch) -> None:

@@ -152,7 +152,7 @@ def test_inputs_in_another_order(tmp_path):
     for stem, weight in want.items():
         ours = stem.removeprefix("model.").replace("self_attn", "attn")
         assert torch.equal(got[f"{ours}.weight"], weight), stem
-    with pytest.raises(ConfigError, match="no integers that packed layers can keep"):
+    with pytest.raises(ConfigError, match="no integers that packed layers support"):
         AutoModel.from_pretrained(tmp_path, quantize="keep")
 
 

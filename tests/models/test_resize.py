@@ -327,7 +327,7 @@ def test_what_does_not_fit_is_refused(
 def test_families_refuse_what_they_cannot_have() -> None:
     """A missing part, columns of a shared bias, global tokens."""
     cases = [
-        ("t5", {"num_heads": 8}, "4 heads for which the layers share a bias"),
+        ("t5", {"num_heads": 8}, "4 heads of the bias that the layers share"),
         ("longformer", {"num_kv_heads": 2}, "global tokens"),
     ]
     for name, options, message in cases:
