@@ -172,7 +172,7 @@ def test_a_run_goes_on_under_either_name(start: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
-        ("pretrian --model gpt2", ["'pretrian' is unknown", "Did you mean 'pretrain'"]),
+        ("pretrian --model gpt2", ["unknown task 'pretrian'", "Did you mean 'pretrain'"]),
         ("gtp2-pretrain", ["Did you mean 'gpt2-pretrain'"]),
         ("pretrain", ["needs a model", "--model", "GPT2"]),
         ("pretrain --model vit", ["ViT cannot do the task 'pretrain'", "What ViT can do: images."]),

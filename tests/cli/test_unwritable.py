@@ -41,7 +41,7 @@ SMALL = "plan gpt2 --set num_layers=2 --gpus 1 --gpu v100-16gb --plot"
     [
         ("prepare {root}/texts --out", "{root}/file", "is a file"),
         ("prepare {root}/texts --out", "{root}/file/x", "out_dir="),
-        ("quickstart --input {root}/texts --run-dir", "{root}/file/x", "file' is no directory"),
+        ("quickstart --input {root}/texts --run-dir", "{root}/file/x", "file' is not a directory"),
         (TRAIN, "{root}/file", "run_dir="),
         (TRAIN, "{root}/file/x/y", "run_dir="),
         ("convert {root}/gpt2", "{root}/file/x", "target="),
