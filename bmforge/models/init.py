@@ -112,7 +112,8 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     Raises:
         TypeError: a buffer without a description.
     """
-    if (value := model.initial_value(name)) is not None:
+    initial_value = getattr(model, "initial_value", None)  # a model of the user's has none
+    if initial_value is not None and (value := initial_value(name)) is not None:
         copy_part_(tensor, value)
         return
     owner, _, key = name.rpartition(".")
