@@ -113,8 +113,8 @@ def workload_of(
         for number in numbers:
             order[number] = kind
     frozen = None if trained is None else sorted(trained)
-    told = (family.__name__, config_to_dict(config.replace(raw={})), row_tokens, frozen)
-    told = (*told, str(frozen_dtype))
+    sizes = config_to_dict(config.replace(raw={}))
+    told = (family.__name__, sizes, row_tokens, frozen, str(frozen_dtype))
     return Workload(
         name,
         _Short(make, first[0]),

@@ -366,7 +366,7 @@ class CausalLM(Model):
 
     def _prefix_length(self) -> int:
         attentions: Any = (layer.attn for layer in self.layers.values())
-        prefix = next((attn.prefix for attn in attentions if attn is not None), None)
+        prefix: Any = next((attn.prefix for attn in attentions if attn is not None), None)
         if not getattr(prefix, "shift_positions", False) or weight_of(prefix) == 0:
             return 0
         return int(prefix.length)

@@ -219,7 +219,7 @@ def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:
         ConfigError: an unsupported module, one that is quantized already, or unsupported widths.
     """
     if isinstance(module, PackedStore) or type(module).__name__.startswith("Int8"):
-        raise ConfigError(f"a {type(module).__name__} is quantised already.")
+        raise ConfigError(f"a {type(module).__name__} is already quantized.")
     new: Any
     if is_foreign_experts(module):
         new = PackedForeignExperts(module, spec)

@@ -28,6 +28,7 @@ from bmforge.models.hub import find_model
 from bmforge.recipes.export import copy_side_files, read_dtypes, swapped_directory
 from bmforge.tune.delta import load_delta
 from bmforge.tune.delta.files import CONFIG_NAME, is_delta_dir
+from bmforge.tune.delta.merge import merge_
 
 __all__ = [
     "ModelSource",
@@ -153,7 +154,7 @@ def merge_adapter(
     source = find_model(base) if base is not None else _find_base(directory)
     with swapped_directory(target) as partial:
         model = _open_base(source)
-        load_delta(model, directory, allow_other_base=base is not None).merge()
+        merge_(model, [load_delta(model, directory, allow_other_base=base is not None)])
         model.save_pretrained(partial, dtype=dtype or read_dtypes(source))
         _copy_companions(source, directory, partial)
     get_logger().info("merged %s into %s: %s", directory, source, target)

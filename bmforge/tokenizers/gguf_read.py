@@ -148,7 +148,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
     Raises:
         DataError: there is none, one of an unknown kind, or one that contradicts itself.
     """
-    kind = header.metadata.get("tokenizer.ggml.model")
+    kind: Any = header.metadata.get("tokenizer.ggml.model")
     build = _KINDS.get(kind) if isinstance(kind, str) else None
     if build is None:
         raise DataError(

@@ -216,7 +216,7 @@ def test_what_cannot_be_trained_so() -> None:
         FakeQuantize(config).attach_(mixtral())
     model = llama()
     FakeQuantize(config).attach_(model)
-    with pytest.raises(ConfigError, match="wrapped at place='rounding' already"):
+    with pytest.raises(ConfigError, match="already has a wrapper at place='rounding'"):
         FakeQuantize(config).attach_(model)
     with pytest.raises(ConfigError, match="linear layers and experts are rounded"):
         FakeQuantize(QuantizeConfig(training="fake", where=("embed",))).attach_(llama())

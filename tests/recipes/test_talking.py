@@ -77,6 +77,7 @@ def test_an_answer_is_what_is_written_after_the_template(name: str, letters: Pat
     chat = Conversation(
         model, tokenizer, ChatTemplate(CHATML, tokenizer), options, system="be kind"
     )
+    unwritten = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
     said = [{"role": "system", "content": "be kind"}]
     for text in ("hi", "bye"):
         said.append({"role": "user", "content": text})
@@ -96,8 +97,10 @@ def test_an_answer_is_what_is_written_after_the_template(name: str, letters: Pat
         if skipped == 1 and new[0] == tokenizer.token_to_id(model.traits.sentinel.format(0)):
             new = new[1:]
         stop = next((place for place, id in enumerate(new) if id in marks), len(new))
-        assert answer == tokenizer.decode(new[:stop]).strip()
+        assert answer == tokenizer.decode([id for id in new[:stop] if id not in unwritten]).strip()
         said.append({"role": "assistant", "content": answer})
+        if "<" in answer:  # what an answer says is text here, and a special token in transformers
+            break
     assert chat.history == said[1:]
 
 
@@ -143,7 +146,8 @@ def test_glm_fills_a_blank(tmp_path: Path) -> None:
     ends = (tokenizer.role_id("eop"), tokenizer.eos_id)
     stop = next((place for place, id in enumerate(out) if id in ends), len(out))
     mark = chat.template.end_mark().strip()
-    assert chat.reply("the list") == tokenizer.decode(out[:stop]).partition(mark)[0].strip()
+    written_ids = [id for id in out[:stop] if id not in marks.values()]
+    assert chat.reply("the list") == tokenizer.decode(written_ids).partition(mark)[0].strip()
 
 
 @pytest.fixture(scope="module")

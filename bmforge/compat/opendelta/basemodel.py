@@ -27,8 +27,9 @@ from bmforge.compat.opendelta.names import NAMES
 from bmforge.compat.opendelta.visualization import Visualization
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
-from bmforge.tune.delta import Delta, list_deltas, load_delta
+from bmforge.tune.delta import list_deltas, load_delta
 from bmforge.tune.delta.address import excludes_of, fits, known_names
+from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.opendelta_format import old_type_of, opendelta_type
 
 __all__ = ["DeltaBase"]
@@ -99,7 +100,7 @@ class DeltaBase(nn.Module):
     def _hold_(
         self,
         backbone: nn.Module,
-        delta: Delta,
+        delta: AttachedDelta,
         config: BaseDeltaConfig,
         kept: Mapping[str, bool],
     ) -> None:

@@ -82,8 +82,8 @@ def train_bpe(
     with ProgressBar("train tokenizer") as bar:
         tokenizer.train_from_iterator(_count(texts, bar), trainer)
     roles = {"bos": END_OF_TEXT, "eos": END_OF_TEXT}
-    config = (json.dumps(_CONFIG, indent=2, ensure_ascii=False) + "\n").encode()
-    return FastTokenizer(tokenizer.to_str(pretty=True).encode(), roles, {CONFIG_FILE: config})
+    settings = (json.dumps(_CONFIG, indent=2, ensure_ascii=False) + "\n").encode()
+    return FastTokenizer(tokenizer.to_str(pretty=True).encode(), roles, {CONFIG_FILE: settings})
 
 
 def check_bpe(vocab_size: int, config: BpeConfig) -> None:

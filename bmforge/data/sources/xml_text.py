@@ -134,7 +134,7 @@ class _HtmlWalker(HTMLParser):
         text: Callable[[str], None],
     ) -> None:
         super().__init__(convert_charrefs=True)
-        self._begin, self._end, self.handle_data = begin, end, text  # type: ignore[method-assign]
+        self._begin, self._end, self.handle_data = begin, end, text  # type: ignore[method-assign, assignment]
 
     def walk(self, page: str) -> None:
         """Parse a whole page."""

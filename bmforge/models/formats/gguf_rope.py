@@ -73,6 +73,7 @@ def _read_scaling(
     """Return config.json's rope_scaling and the keys behind "rope." that it accounts for."""
     # A factor without a type is linear scaling in llama.cpp.
     name = str(values.get("scaling.type", "linear" if "scaling.factor" in values else "none"))
+    fields: dict[str, Any]
     frequencies = _factors(header, "rope_freqs.weight", head_dim)
     short = _factors(header, "rope_factors_short.weight", head_dim)
     if name not in ("none", "linear", "yarn", "longrope") or (name == "longrope" and short is None):

@@ -104,7 +104,7 @@ def find_auto_class(raw: dict[str, Any]) -> str:
     Raises:
         ConfigError: no auto class of transformers has the architecture.
     """
-    kind, classes = raw.get("model_type"), raw.get("architectures") or ()
+    kind, classes = str(raw.get("model_type")), raw.get("architectures") or ()
     tables = {head: _table(names) for head, (_, names) in AUTO_CLASSES.items()}
     for name in classes:
         for head, table in tables.items():
