@@ -321,7 +321,7 @@ def test_bad_inputs(tiny: T5) -> None:
         with pytest.raises(ShapeError, match="vocab_size=40"):
             tiny(**wrong)
     classifier = T5.from_config(tiny.config.replace(head="sequence_classification"))
-    with pytest.raises(ShapeError, match=r"rows \[0, 1\] have no end token"):
+    with pytest.raises(ShapeError, match=r"sequences \[0, 1\] have no end token"):
         classifier(ids)
 
 

@@ -197,7 +197,7 @@ def test_wrong_images(shape: tuple[int, ...], words: str) -> None:
         model(torch.zeros(shape))
     with pytest.raises(ShapeError, match="smaller than a patch"):
         model(torch.zeros(1, 3, 3, 16), interpolate_pos_encoding=True)
-    with pytest.raises(ShapeError, match="2 rows"):
+    with pytest.raises(ShapeError, match="batch size 2"):
         model(torch.zeros(1, 3, 16, 16), labels=torch.zeros(2, dtype=torch.long))
 
 
