@@ -96,7 +96,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
         lambda out: (out / "tokenizer" / "tokenizer.json").write_bytes(b"{}"),
         "tokenizer.json has 2 bytes",
     ),
-    ("count", lambda out: edit(out, "tokens = ", "tokens = 1"), "tokens, prepared.toml says 1"),
+    ("count", lambda out: edit(out, "\ntokens = ", "\ntokens = 1"), "tokens, prepared.toml says 1"),
     (
         "eos",
         lambda out: edit(out, "eos_id = 0", "eos_id = "),
