@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +77,10 @@ def test_a_task_is_one_entry() -> None:
     assert wording.write_prompt(example) == "text: a film\nby: somebody\nanswer:"
     assert wording.options(example) == ("bad", "good")
     assert score_task(task.name, [1, 0], [example, example]) == {"accuracy": 0.5}
+
+
+def test_test_files_have_unique_names() -> None:
+    """The folders of tests are no packages, so pytest imports each file by its base name."""
+    names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("*.py"))
+    repeated = {name for name, count in names.items() if count > 1}
+    assert repeated - {"conftest.py", "__init__.py"} == set()

@@ -228,7 +228,7 @@ RAISED = {
     "missing": (
         MissingDependencyError("wandb", "report", "logging"),
         "MissingDependencyError: logging needs the package 'wandb', which is not installed. "
-        "Install it with: pip install 'bmforge[report]'",
+        "Install it with: pip install 'bmforge[report]'.",
     ),
     "made": (MadeOnceError(), "DistributedError: rank {} failed: MadeOnceError: of its "
     "own kind"),

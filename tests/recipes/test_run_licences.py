@@ -57,12 +57,12 @@ def test_an_export_says_what_it_was_made_of(
     log = (place / "first" / "log.txt").read_text("utf-8")
     for clause in ("section 3(b)", "section 2(a)(1)", "MIT (non-commercial, which does not ask"):
         assert clause in log
-    assert "the licence is unknown of data corpus" in log
+    assert "the license is unknown of data corpus" in log
     card = (place / "first" / "export" / "README.md").read_text("utf-8")
     assert card.startswith("---\nlicense: mit\n")
     assert main(["info", str(place / "first" / "export")]) == 0
     shown = capsys.readouterr().out
-    assert "licence: MIT" in shown
+    assert "license: MIT" in shown
     assert "made of data corpus: CC-BY-NC-4.0, 8 documents" in shown
 
 
