@@ -247,7 +247,7 @@ def check_licence(said: str, name: str) -> str:
     if found is None:
         raise ConfigError(
             f"{name}={said!r} is no licence that is known.{suggest(said, LICENCES)} Needed is an "
-            "id of SPDX, such as CC-BY-4.0; docs/licences.md lists those that are known."
+            "id of SPDX, such as CC-BY-4.0; docs/reference/licences.md lists those that are known."
         )
     return found.id
 

@@ -1,4 +1,4 @@
-"""Write docs/capabilities.md: capabilities of all families, in one table per package.
+"""Write docs/reference/capabilities.md: capabilities of all families, in one table per package.
 
     python dev/capabilities.py
 
@@ -17,7 +17,7 @@ from bmforge.models.hub import FAMILIES
 from bmforge.testing.capability import CAPABILITIES, ROOMS, find_capabilities
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "capabilities.md"
+PAGE = ROOT / "docs" / "reference" / "capabilities.md"
 TESTS = ROOT / "tests" / "parity"
 INTRO = """# Capabilities
 

@@ -1,4 +1,4 @@
-"""Write the table of docs/migrating_cpm_pretrain.md: CPM-Pretrain's arguments and our fields.
+"""Write the table of docs/migrating/cpm_pretrain.md: CPM-Pretrain's arguments and our fields.
 
     python dev/cpm_pretrain_table.py
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, Argument
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrating_cpm_pretrain.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrating" / "cpm_pretrain.md"
 BEGIN = "<!-- table: written by dev/cpm_pretrain_table.py -->\n"
 END = "<!-- end of table -->\n"
 

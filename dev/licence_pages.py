@@ -1,4 +1,4 @@
-"""Write the tables of docs/licences.md: all known licenses, with their clauses.
+"""Write the tables of docs/reference/licences.md: all known licenses, with their clauses.
 
     python dev/licence_pages.py
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bmforge.licence_table import LICENCES, PAIRS, POLICIES, TERMS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "licences.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "licences.md"
 BEGIN = "<!-- licences: written by dev/licence_pages.py -->\n"
 END = "<!-- end of licences -->\n"
 

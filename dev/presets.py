@@ -1,4 +1,4 @@
-"""Write docs/presets.md: every preset with its size, cost and cache.
+"""Write docs/reference/presets.md: every preset with its size, cost and cache.
 
     python dev/presets.py
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from bmforge.models.base import Model
 from bmforge.models.hub import FAMILIES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "presets.md"
 INTRO = """# Presets
 
 A preset is a published size, not weights: `GPT2Config.preset("gpt2-small")`, or

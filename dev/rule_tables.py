@@ -1,4 +1,4 @@
-"""Write the tables of docs/cleaning.md: all rules with their limits, sources and examples.
+"""Write the tables of docs/guides/cleaning.md: all rules with their limits, sources and examples.
 
     python dev/rule_tables.py
 
@@ -14,7 +14,7 @@ from bmforge.data.clean.private import KINDS
 from bmforge.data.clean.rule import Bounds
 from bmforge.data.clean.rules import RULE_SETS, RULES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "cleaning.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "cleaning.md"
 BEGIN = "<!-- rules: written by dev/rule_tables.py -->\n"
 END = "<!-- end of rules -->\n"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/capabilities_transformers.md: which capability holds for which model type.
+"""Write docs/reference/capabilities_transformers.md: which capability holds for which model type.
 
     python dev/transformers_table.py measure rows.jsonl [TYPE ...]
     python dev/transformers_table.py write rows.jsonl
@@ -36,7 +36,7 @@ from bmforge.nn.packed_store import PackedStore
 from bmforge.tune.delta import Lora
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "capabilities_transformers.md"
+PAGE = ROOT / "docs" / "reference" / "capabilities_transformers.md"
 TYPES = tuple(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _SECONDS, _NEW = 240, 6
 _LEAST_PACKED = 0.95

@@ -17,7 +17,7 @@ class CompressCommand:
 
     Args:
         model: directory or hub id of the model.
-        recipe: TOML file with the methods (docs/compression.md), or a JSON file of BMCook.
+        recipe: TOML file with the methods (docs/guides/compression.md), or a JSON file of BMCook.
         out: directory of the compressed model; repeating the command resumes it.
         format: file format of the compressed model: native, or vLLM's, which transformers opens
             too; none takes the recipe's.

@@ -2,7 +2,7 @@
 
 `bmtrain/`, `model_center/`, `bminf/`, `opendelta/`, `openprompt/`, `bmcook/` and `cpm_pretrain/`
 define the names of those tools over bmforge's engine. `upstream.py` resolves their original module
-paths. Start at docs/migrating.md, then `bmtrain/__init__.py`.
+paths. Start at docs/migrating/index.md, then `bmtrain/__init__.py`.
 """
 
 from bmforge.compat.upstream import install

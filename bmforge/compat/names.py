@@ -16,13 +16,13 @@ __all__ = ["PAGES", "STATES", "Row", "Table", "find_gone", "missing_names", "rea
 STATES = ("same", "changed", "gone")
 # Old package -> its page in docs/.
 PAGES = {
-    "bmtrain": "migrating.md",
-    "model_center": "migrating_model_center.md",
-    "cpm_pretrain": "migrating_cpm_pretrain.md",
-    "bminf": "migrating_bminf.md",
-    "bmcook": "migrating_bmcook.md",
-    "openprompt": "migrating_openprompt.md",
-    "opendelta": "migrating_opendelta.md",
+    "bmtrain": "migrating/index.md",
+    "model_center": "migrating/model_center.md",
+    "cpm_pretrain": "migrating/cpm_pretrain.md",
+    "bminf": "migrating/bminf.md",
+    "bmcook": "migrating/bmcook.md",
+    "openprompt": "migrating/openprompt.md",
+    "opendelta": "migrating/opendelta.md",
 }
 
 

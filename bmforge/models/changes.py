@@ -2,7 +2,8 @@
 
 A model is its family's config and an ordered list of changes. `Model.change_` applies one and
 records it in the config; loading a checkpoint replays them on the meta device before weights are
-read. The kinds of changes are in `kinds.py`; `docs/changes.md` shows how to add one.
+read. The kinds of changes are in `kinds.py`; `docs/explanation/changed_models.md` shows how to add
+one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Table of all families; a family is an import line and two names here.
 
 The exports of `bmforge.models`, the checkpoints that `AutoModel` opens, the presets, and the rows
-of docs/capabilities.md and docs/presets.md follow from it.
+of docs/reference/capabilities.md and docs/reference/presets.md follow from it.
 """
 
 from __future__ import annotations

@@ -177,5 +177,5 @@ def _describe_unknown(kind: str, raw: dict[str, Any], backend: str) -> str:
     return (
         f"model_type={kind!r} is neither a native family nor an architecture of transformers "
         f"{version}.{suggest(kind, native)} Install a newer transformers, or see "
-        "docs/own_models.md for a model of your own."
+        "docs/guides/own_models.md for a model of your own."
     )

@@ -82,8 +82,8 @@ def find_start(name: str) -> Start:
         hint = suggest(name, [*presets, *FAMILIES, *(key.lower() for key in FAMILIES)])
         raise ConfigError(
             f"model={name!r} is no preset, no family and no directory.{hint} Families: "
-            f"{', '.join(FAMILIES)}; presets are in docs/presets.md. A model of the hub is named "
-            "with its owner, such as openai-community/gpt2."
+            f"{', '.join(FAMILIES)}; presets are in docs/reference/presets.md. A model of the "
+            "hub is named with its owner, such as openai-community/gpt2."
         )
     directory = find_model(name)
     family = AutoModel.family_of(read_config_file(directory))

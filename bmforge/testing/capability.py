@@ -1,4 +1,4 @@
-"""Capabilities that the tests of every family cover; the tables of docs/capabilities.md."""
+"""Capabilities that every family's tests cover: the tables of docs/reference/capabilities.md."""
 
 from __future__ import annotations
 

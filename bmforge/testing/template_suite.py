@@ -1,7 +1,7 @@
 """Tests for template classes: truncation, and equal outputs alone and in a batch.
 
 A test class for your own template inherits `TemplateSuite` and defines how one is created; see
-docs/prompts.md.
+docs/guides/prompts.md.
 """
 
 from __future__ import annotations

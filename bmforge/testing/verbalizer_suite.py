@@ -1,7 +1,7 @@
 """Tests for verbalizer classes: independent rows, gradients, calibration, state.
 
 A test class for your own verbalizer inherits `VerbalizerSuite` and defines how one is created; see
-docs/prompts.md.
+docs/guides/prompts.md.
 """
 
 from __future__ import annotations

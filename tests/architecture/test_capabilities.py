@@ -1,4 +1,4 @@
-"""The generated pages are up to date, and docs/capabilities.md has no empty cell."""
+"""The generated pages are up to date, and docs/reference/capabilities.md has no empty cell."""
 
 from __future__ import annotations
 

@@ -138,6 +138,19 @@ def test_relative_links_resolve(page: Path) -> None:
     assert not missing
 
 
+def test_pages_that_the_code_names_exist() -> None:
+    """Docstrings and messages name pages by their path from the root."""
+    named = re.compile(r"\bdocs/[\w/-]+\.md\b(?! of ggml)")
+    missing = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for folder in ("bmforge", "dev", "examples", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+        for name in named.findall(file.read_text("utf-8"))
+        if not (ROOT / name).is_file()
+    ]
+    assert not missing
+
+
 def test_both_readmes_say_the_same() -> None:
     """Equal headings by level, equal code apart from comments, and each links the other."""
     english, chinese = ROOT / "README.md", ROOT / "README-ZH.md"

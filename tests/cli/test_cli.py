@@ -138,7 +138,7 @@ def test_info_of_a_preset() -> None:
 
 
 def test_info_is_what_the_page_shows() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "guides" / "models.md"
     (shown,) = re.findall(r"```text\n(gpt2: GPT2\n.*?)```", page.read_text(), re.DOTALL)
     (said,) = bmforge("info", "gpt2")
     assert said.out == shown

@@ -1,7 +1,7 @@
 """What a step sends on each layout, counted, against a closed form of the model's sizes.
 
-The closed forms are those of docs/layouts.md, "What a layout communicates". Each is a list of
-single calls, so that the size of every one is compared, and not only their sum.
+The closed forms are those of docs/explanation/layouts.md, "What a layout communicates". Each is a
+list of single calls, so that the size of every one is compared, and not only their sum.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def test_messages_name_what_would_open_it() -> None:
     assert "Did you mean 'gemma'" not in str(error.value)
     with pytest.raises(ConfigError, match="neither a native family nor") as error:
         AutoModel.family_of({"model_type": "mistrall"})
-    assert "docs/own_models.md" in str(error.value)
+    assert "docs/guides/own_models.md" in str(error.value)
     with pytest.raises(ConfigError, match="does not run"):
         AutoModel.family_of({"model_type": "own", "auto_map": {"AutoModel": "m.M"}})
     with pytest.raises(ConfigError, match="backend='other' is unknown"):

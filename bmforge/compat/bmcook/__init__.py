@@ -1,7 +1,7 @@
 """BMCook's API over bmforge, for programs with changed import lines.
 
 Start at `trainer.py` (`CookTrainer` sets everything up); `config.py` reads the JSON files.
-docs/migrating_bmcook.md lists every difference and its reason.
+docs/migrating/bmcook.md lists every difference and its reason.
 """
 
 from bmforge.compat.bmcook.config import ConfigParser

@@ -221,7 +221,7 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"pruning.sprune.training_mask={section['training_mask']} must name some of "
             f"{', '.join(_GATES)}; other widths are given as sizes in a recipe of ours "
-            "(docs/compression.md)."
+            "(docs/guides/compression.md)."
         )
     problems = []
     if section["mask_path"]:

@@ -51,7 +51,7 @@ class BMDistill:
         if section["mse_att_scale"]:
             raise ConfigError(
                 "distillation.mse_att_scale had no effect in BMCook. Set it to 0, or learn "
-                'attention by a recipe: kind="attention" (docs/compression.md).'
+                'attention by a recipe: kind="attention" (docs/guides/compression.md).'
             )
         if teacher is None:
             raise ConfigError("the config distils, and no teacher was given.")

@@ -2,7 +2,7 @@
 
 Start at `wrap` (`wrapper` limits the memory of any module), then `blocks` and `linear` (its parts),
 `models` (CPM-1, CPM-2 and EVA of BMInf 1.0) and `torch` (their differentiable forms).
-docs/migrating_bminf.md lists every difference and its reason.
+docs/migrating/bminf.md lists every difference and its reason.
 """
 
 from __future__ import annotations

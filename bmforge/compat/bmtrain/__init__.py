@@ -3,7 +3,7 @@
     import bmforge.compat.bmtrain as bmt
 
 Start at `runtime.py` (process groups and `config`), then `parameter.py`, `module.py`, `block.py`
-(sharding) and `optim/`. docs/migrating.md lists every difference and its reason.
+(sharding) and `optim/`. docs/migrating/index.md lists every difference and its reason.
 """
 
 from bmforge.compat.bmtrain import (

@@ -1,6 +1,6 @@
 """Every argument of CPM-Pretrain's two programs, and the config field that replaces it.
 
-`docs/migrating_cpm_pretrain.md` shows this table. Arguments that Megatron's parser has for other
+`docs/migrating/cpm_pretrain.md` shows this table. Arguments that Megatron's parser has for other
 programs (REALM's retrieval, an autoresume service) are listed without a field.
 
 Source: ``megatron/arguments.py``, ``run_gpt2.sh`` and ``run_t5.sh`` of TsinghuaAI/CPM-1-Pretrain.

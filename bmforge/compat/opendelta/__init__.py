@@ -3,7 +3,7 @@
     import bmforge.compat.opendelta as opendelta
 
 Start at `basemodel` (the base class), then `delta_configs` (config fields) and `auto_delta`.
-docs/migrating_opendelta.md lists every difference and its reason.
+docs/migrating/opendelta.md lists every difference and its reason.
 """
 
 from __future__ import annotations

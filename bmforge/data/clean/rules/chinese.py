@@ -19,7 +19,7 @@ __all__ = ["CHINESE", "tell_form"]
 
 _WEB_TEXT = "Chen et al. 2023, arXiv:2311.01149 (ChineseWebText)"
 _FINEWEB_2 = "FineWeb-2, configs/cmn_Hani.yml (Penedo et al. 2025, arXiv:2506.20920)"
-_OWN = "own bound; docs/chinese_text.md says how it was found"
+_OWN = "own bound; docs/guides/chinese_text.md says how it was found"
 _STOP_WORDS = frozenset("的年在月是和日了於·為有被人中为他與後也而由")
 _GRAM = 13
 # At most half a phrase per line, ChineseWebText's bound for its word list.
