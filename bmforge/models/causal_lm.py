@@ -269,12 +269,13 @@ class CausalLM(Model):
 
         The loss covers all tokens whose loads `sum_statistics` sums. Each micro-batch and rank adds
         its share, from its own tokens' probabilities, scaled like its share of the main loss.
+        Scores of tokens (a `Measure` as `num_items`) have no balancing loss.
         """
         if not routed:
             return out
         out = out._replace(router_logits=tuple(routed))
         weight = self.spec.balance_weight
-        if weight is None or self.sum_statistics is None:
+        if weight is None or self.sum_statistics is None or callable(num_items):
             return out
         # As in transformers, every token counts that is not masked, with a label or without.
         counted = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask

@@ -6,7 +6,8 @@ Start reading at `block.py`; every family in `models/` is an assembly of these p
 from bmforge.nn.attention import Attention, AttentionSpec, build_mask
 from bmforge.nn.block import Block, BlockSpec
 from bmforge.nn.distillation import HeadInput, linear_distillation
-from bmforge.nn.head import LMHead
+from bmforge.nn.head import LMHead, Measure
+from bmforge.nn.logprobs import linear_logprobs
 from bmforge.nn.losses import linear_cross_entropy
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec, balance_loads, count_loads, load_balancing_loss
@@ -22,6 +23,7 @@ __all__ = [
     "HeadInput",
     "LMHead",
     "MLPSpec",
+    "Measure",
     "MoE",
     "MoESpec",
     "NormSpec",
@@ -31,6 +33,7 @@ __all__ = [
     "build_norm",
     "linear_cross_entropy",
     "linear_distillation",
+    "linear_logprobs",
     "balance_loads",
     "count_loads",
     "load_balancing_loss",

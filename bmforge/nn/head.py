@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,12 @@ from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import beside_parts
 from bmforge.nn.products import multiply_dense
-from bmforge.nn.shard_hooks import PickTokens, Rows, VocabCut
+from bmforge.nn.shard_hooks import JoinTokens, PickTokens, Rows, VocabCut
 
 __all__ = ["LMHead", "Measure"]
 
-# (head inputs, labels (M,), divisor of the sum, sharding of the vocabulary) -> loss
+# (head inputs, labels (M,), divisor of the sum, sharding of the vocabulary) -> loss, or (K, M)
+# scores of every token if it is passed in a call
 Measure = Callable[[HeadInput, Tensor, float | Tensor | None, VocabCut | None], Tensor]
 
 
@@ -31,6 +33,7 @@ class LMHead(nn.Linear):
     Attributes:
         vocab: sharding over the vocabulary; None is unsharded.
         pick_tokens: selects the tokens whose loss this rank computes; None computes all.
+        join_tokens: all-gathers the scores of `pick_tokens`'s tokens; None returns them unchanged.
         measure: loss function; None is the cross-entropy.
 
     Shape:
@@ -39,6 +42,7 @@ class LMHead(nn.Linear):
 
     vocab: VocabCut | None = None
     pick_tokens: PickTokens | None = None
+    join_tokens: JoinTokens | None = None
     measure: Measure | None = None
     # Low-rank adapters take part in the fused loss too, where a forward hook could not add them.
     asks_parts = True
@@ -61,7 +65,7 @@ class LMHead(nn.Linear):
         self,
         x: Tensor,
         labels: Tensor | None = None,
-        num_items: float | Tensor | None = None,
+        num_items: float | Tensor | Measure | None = None,
         *,
         shift: bool = False,
         more_rows: Tensor | None = None,
@@ -71,12 +75,14 @@ class LMHead(nn.Linear):
         Args:
             x: hidden states.
             labels: target tokens, -100 to ignore a position.
-            num_items: divisor of the summed loss; None takes the mean.
+            num_items: divisor of the summed loss; None takes the mean. A `Measure` replaces the
+                cross-entropy in this call: it returns scores of every token, which are returned
+                for the tokens of all ranks.
             shift: position t predicts label t + 1, as in transformers; else label t.
             more_rows: additional rows of the head, for token ids from V on.
 
         Shape:
-            labels: (...), with `shift` (B, T); more_rows: (E, D)
+            labels: (...), with `shift` (B, T); more_rows: (E, D); scores: (K, M), M tokens
         """
         vocab = self.vocab
         if labels is None:
@@ -88,27 +94,42 @@ class LMHead(nn.Linear):
             # Checked against the whole vocabulary, so that all ranks raise and none waits for the
             # others.
             check_classes(labels, vocab.rows + (0 if more_rows is None else more_rows.shape[0]))
+        measure, divisor = (num_items, 1.0) if callable(num_items) else (self.measure, num_items)
+        total = x.shape[0]
         if self.pick_tokens is not None:
-            if num_items is None:
-                num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
-            x, labels, num_items = self.pick_tokens(x, labels, num_items)
+            if divisor is None:
+                divisor = (labels != IGNORE_INDEX).sum().clamp(min=1)
+            x, labels, divisor = self.pick_tokens(x, labels, divisor)
         x = x if vocab is None else vocab.enter(x)
+        inputs = self._inputs(x, more_rows, is_sliced=measure is None or callable(num_items))
+        if measure is None:
+            hidden, rows, bias, added = inputs
+            return linear_cross_entropy(hidden, rows, labels, bias, divisor, vocab, added)
+        scores = measure(inputs, labels, divisor, vocab)
+        is_whole = not callable(num_items) or self.join_tokens is None
+        return scores if is_whole else self.join_tokens(scores, total)
+
+    def _inputs(self, x: Tensor, more_rows: Tensor | None, is_sliced: bool) -> HeadInput:
+        """Return this rank's hidden states, rows, bias and low-rank adapters for a loss.
+
+        Args:
+            x: hidden states, (M, D).
+            more_rows: additional rows of the head.
+            is_sliced: the loss slices some rows at a time, so that quantized ones stay quantized.
+        """
+        vocab = self.vocab
         bias, added = self._whole_bias(x.dtype), self._added(x)
-        if more_rows is None and self.measure is None:
-            rows = self.sliced(x.dtype)
-            return linear_cross_entropy(x, rows, labels, bias, num_items, vocab, added)
+        if more_rows is None:
+            rows: Any = self.sliced(x.dtype) if is_sliced else self.matrix(x.dtype)
+            return HeadInput(x, rows, bias, tuple(added))
         weight = self.matrix(x.dtype)
-        if more_rows is not None:
-            if vocab is not None:
-                # They follow the last row of the last rank. The other ranks take an empty slice,
-                # which keeps the gradient's all-reduce in their graphs.
-                more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
-            weight = torch.cat((weight, more_rows))
-            bias = None if bias is None else F.pad(bias, (0, more_rows.shape[0]))
-            added = [(low, _lengthen(up, weight)) for low, up in added]
-        if self.measure is not None:
-            return self.measure(HeadInput(x, weight, bias, tuple(added)), labels, num_items, vocab)
-        return linear_cross_entropy(x, weight, labels, bias, num_items, vocab, added)
+        if vocab is not None:
+            # They follow the last row of the last rank. The other ranks take an empty slice,
+            # which keeps the gradient's all-reduce in their graphs.
+            more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
+        weight = torch.cat((weight, more_rows))
+        bias = None if bias is None else F.pad(bias, (0, more_rows.shape[0]))
+        return HeadInput(x, weight, bias, tuple((low, _lengthen(up, weight)) for low, up in added))
 
     def _score(self, x: Tensor, more_rows: Tensor | None) -> Tensor:
         x = x if self.vocab is None else self.vocab.enter(x)

@@ -20,6 +20,7 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.device import is_host, reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
 from bmforge.nn.shard_hooks import Rows, VocabCut
+from bmforge.nn.tiled_softmax import TiledSoftmax
 
 __all__ = [
     "TiledHead",
@@ -120,7 +121,7 @@ class _LinearCrossEntropy(TiledLoss):
         total = torch.zeros_like(scale)
         for start, count in split_chunks(hidden.shape[0], tiling.tokens):
             tokens = slice(start, start + count)
-            softmax = _Softmax(labels[tokens], vocab, scale.dtype)
+            softmax = TiledSoftmax(labels[tokens], vocab, scale.dtype)
             for first, size in split_chunks(columns, tiling.columns):
                 softmax.add_(logits.make(tokens, first, size), first)
             total += softmax.finish()
@@ -237,7 +238,7 @@ class TiledLogits:
         return tile.copy_(logits)
 
     def again(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Return a stored tile as `_Softmax.add_` left it, or recompute the logits."""
+        """Return a stored tile as `TiledSoftmax.add_` left it, or recompute the logits."""
         make = self._tile if self._tiling.keeps else self.make
         return make(tokens, first, size)
 
@@ -255,60 +256,6 @@ class TiledLogits:
         # fp16: apply the scale here, in the wide dtype. Most values are far below fp16's smallest
         # number and would be rounded to zero before the loss scale is applied.
         return torch.mul(tile, scale, out=out) if out.dtype == torch.float16 else out.copy_(tile)
-
-
-class _Softmax:
-    """Loss and gradient of some tokens, from tiles of their logits.
-
-    Source: the running maximum and sum are those of Milakov and Gimelshein, "Online normalizer
-    calculation for softmax" (2018).
-    """
-
-    def __init__(self, target: Tensor, vocab: VocabCut | None, wide: torch.dtype) -> None:
-        self._vocab = vocab
-        self._kept = (target != IGNORE_INDEX)[:, None]
-        target = target[:, None] if vocab is None else target[:, None] - vocab.first
-        self._target = target.where(self._kept, -1)
-        shape = {"size": self._kept.shape, "dtype": wide, "device": target.device}
-        # The smallest number, not -inf: a whole tile may be -inf, and -inf - -inf is NaN.
-        self._top = torch.full(fill_value=torch.finfo(wide).min, **shape)
-        self._mass, self._picked = torch.zeros(**shape), torch.zeros(**shape)
-        self._tops: dict[int, Tensor] = {}
-
-    def add_(self, logits: Tensor, first: int) -> None:
-        """Add a tile, the columns from `first` on; turns it into exponentials in place."""
-        index, is_inside = self._find(logits, first)
-        self._picked += logits.gather(1, index).where(is_inside, 0)
-        top = torch.maximum(self._top, logits.amax(-1, keepdim=True))
-        # One exponential and in place: `torch.logsumexp` costs as much as a small product.
-        mass = logits.sub_(top).exp_().sum(-1, keepdim=True)
-        self._mass = self._mass * (self._top - top).exp_() + mass
-        self._top = self._tops[first] = top
-
-    def finish(self) -> Tensor:
-        """Return the summed loss over all tiles and ranks."""
-        if self._vocab is not None:
-            top = self._vocab.max_(self._top.clone())
-            sums = torch.stack((self._mass * (self._top - top).exp_(), self._picked))
-            self._mass, self._picked = self._vocab.sum_(sums).unbind()
-            self._top = top
-        return ((self._mass.log() + self._top - self._picked).where(self._kept, 0)).sum()
-
-    def differentiate_(self, tile: Tensor, first: int, is_exponential: bool) -> None:
-        """Turn a tile, exponentials from `add_` or logits, into the gradient of its logits."""
-        weight = self._kept / self._mass
-        if is_exponential:
-            tile.mul_((self._tops[first] - self._top).exp_().mul_(weight))
-        else:
-            tile.sub_(self._top).exp_().mul_(weight)
-        index, is_inside = self._find(tile, first)
-        tile.scatter_add_(1, index, -is_inside.to(tile.dtype))
-
-    def _find(self, tile: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return each token's target column in a tile, and whether it is in the tile."""
-        index = self._target - first
-        is_inside = (index >= 0) & (index < tile.shape[1]) & self._kept
-        return index.where(is_inside, 0), is_inside
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

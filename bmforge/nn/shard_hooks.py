@@ -8,11 +8,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Pass", "PickTokens", "Rows", "TokenCut", "TokenShare", "VocabCut", "pass_on"]
+__all__ = [
+    "JoinTokens",
+    "Pass",
+    "PickTokens",
+    "Rows",
+    "TokenCut",
+    "TokenShare",
+    "VocabCut",
+    "pass_on",
+]
 
 Pass = Callable[[Tensor], Tensor]
 # (tokens (M, D), labels (M,), divisor of the summed loss) -> those of this rank
 PickTokens = Callable[[Tensor, Tensor, float | Tensor], tuple[Tensor, Tensor, float | Tensor]]
+# (scores of this rank's tokens (K, m), number of all tokens M) -> (K, M)
+JoinTokens = Callable[[Tensor, int], Tensor]
 
 
 def pass_on(x: Tensor) -> Tensor:

@@ -24,9 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "compress": {"nn", "models"},
     "infer": {"nn", "memory", "parallel", "models", "tune", "compress", "data", "tokenizers"},
     "serve": {"infer", "models", "tokenizers"},
+    "align": {
+        *("nn", "memory", "tokenizers", "models", "data", "parallel", "train", "tune"),
+        *("compress", "infer"),
+    },
     "testing": {
         *("nn", "tokenizers", "memory", "models", "parallel", "data", "train", "tune"),
-        *("compress", "infer"),
+        *("compress", "infer", "align"),
     },
     "compat": {"*"},
     "recipes": {"*"},

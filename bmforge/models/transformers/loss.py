@@ -26,7 +26,7 @@ from bmforge.models.transformers.calls import (
 )
 from bmforge.models.transformers.probe import Behavior
 from bmforge.models.transformers.structure import Structure
-from bmforge.nn.losses import linear_cross_entropy
+from bmforge.nn import HeadInput, Measure, linear_cross_entropy
 from bmforge.nn.part import beside_parts
 
 __all__ = ["LanguageLoss", "head_loss"]
@@ -50,14 +50,16 @@ class LanguageLoss:
     behavior: Behavior
 
     def __call__(
-        self, given: dict[str, Any], labels: Tensor, num_items: float | Tensor | None
+        self, given: dict[str, Any], labels: Tensor, num_items: float | Tensor | Measure | None
     ) -> Tensor:
-        """Return the summed cross-entropy divided by `num_items`.
+        """Return the summed cross-entropy divided by `num_items`, or the scores of a `Measure`.
 
         Shape:
-            labels: (B, T), not shifted
+            labels: (B, T), not shifted; scores: (K, B * T)
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if callable(num_items):
+            return self._measure(given, targets, num_items)
         own_items = (targets != IGNORE_INDEX).sum()
         num_items = own_items.clamp(min=1) if num_items is None else num_items
         if self._balances() or self.behavior.head == "whole":
@@ -77,14 +79,34 @@ class LanguageLoss:
         head = self.foreign.get_submodule(self.structure.head)
         return type(head) is nn.Linear and not list(beside_parts(head))
 
+    def _measure(self, given: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
+        """Return the scores of every token; the load-balancing loss of experts is left out.
+
+        Raises:
+            ConfigError: the head is not a plain linear layer.
+        """
+        if self.behavior.head != "linear" or not self._is_plain_head():
+            raise ConfigError(
+                f"{type(self.foreign).__name__} computes its logits by more than one linear layer, "
+                "so log-probabilities of tokens cannot be computed in the transformers backend. "
+                "Use a family of bmforge, and leave adapters off the head."
+            )
+        body = self.foreign.get_submodule(self.structure.body)
+        hidden = hidden_of(body(**call_arguments(body, given, cached=False)))
+        return measure(HeadInput(*self._head_inputs(hidden)), targets.flatten(), 1.0, None)
+
     def _linear(self, hidden: Tensor, targets: Tensor, num_items: float | Tensor) -> Tensor:
+        flat, weight, bias = self._head_inputs(hidden)
+        return linear_cross_entropy(flat, weight, targets.flatten(), bias, num_items)
+
+    def _head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the flattened hidden states, the weight and the bias of a linear head."""
         head: Any = self.foreign.get_submodule(self.structure.head)
         factor = self.behavior.factor
-        flat = hidden.flatten(0, 1)
-        bias = head.bias
+        flat, bias = hidden.flatten(0, 1), head.bias
         if factor != 1.0:
             flat, bias = flat * factor, None if bias is None else bias * factor
-        return linear_cross_entropy(flat, head.weight, targets.flatten(), bias, num_items)
+        return flat, head.weight, bias
 
     def _by_chunks(
         self, out: Any, given: dict[str, Any], targets: Tensor, num_items: float | Tensor

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bmforge.parallel.collectives import exchange_rows
+from bmforge.parallel.collectives import exchange_rows, sum_backward, sum_forward
 from bmforge.parallel.context.ring import attend_causally, attend_in_ring
 from bmforge.parallel.context.token_share import Rows, TokenCut, TokenShare
 from bmforge.records import as_stack_, fill_slot_
@@ -79,6 +80,8 @@ def apply_context_parallel_(
     for module in model.modules():
         if hasattr(module, "pick_tokens"):
             fill_slot_(module, "pick_tokens", partial(_pick_tokens, group))
+        if hasattr(module, "join_tokens"):
+            fill_slot_(module, "join_tokens", partial(_join_tokens, group))
 
 
 @torch.compiler.disable
@@ -274,6 +277,26 @@ def _pick_tokens(
     Shape:
         x: (M, D); labels: (M,)
     """
-    size, rank, total = group.size(), group.rank(), x.shape[0]
-    mine = slice(total * rank // size, total * (rank + 1) // size)
-    return x[mine], labels[mine], num_items / size
+    own = _own_tokens(group, x.shape[0])
+    return x[own], labels[own], num_items / group.size()
+
+
+def _own_tokens(group: dist.ProcessGroup, total: int) -> slice:
+    """Return the tokens of `total` whose loss this process computes."""
+    size, rank = group.size(), group.rank()
+    return slice(total * rank // size, total * (rank + 1) // size)
+
+
+def _join_tokens(group: dist.ProcessGroup, scores: Tensor, total: int) -> Tensor:
+    """All-gather the scores that every process computed of its own tokens.
+
+    All processes then compute the same loss of the whole rows, so the gradients of a token's scores
+    are summed over processes: its share counts as often as there are processes.
+
+    Shape:
+        scores: (K, m); returns (K, M)
+
+    Comm: an all-reduce of K x M numbers, forward and backward.
+    """
+    own = _own_tokens(group, total)
+    return sum_backward(sum_forward(F.pad(scores, (own.start, total - own.stop)), group), group)

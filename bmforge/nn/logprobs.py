@@ -1,0 +1,219 @@
+"""Log-probabilities of labels straight from hidden states, without the full logits.
+
+`linear_logprobs` is used where the loss is not a plain mean of cross-entropies, as in preference
+optimization and reinforcement learning. The weight of a token is then known only after the forward
+of all tokens, so the gradient cannot be computed in forward as `linear_cross_entropy` does:
+backward recomputes the logits tile by tile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmforge.device import wide_dtype
+from bmforge.errors import ConfigError
+from bmforge.nn.distillation import HeadInput
+from bmforge.nn.losses import (
+    TiledHead,
+    TiledLogits,
+    Tiling,
+    check_classes,
+    find_tiling,
+    split_chunks,
+)
+from bmforge.nn.shard_hooks import VocabCut
+from bmforge.nn.tiled_softmax import TiledSoftmax
+
+__all__ = ["linear_logprobs"]
+
+
+class _Options(NamedTuple):
+    """The arguments of `linear_logprobs` that need no gradient."""
+
+    temperature: float
+    vocab: VocabCut | None
+    with_entropy: bool
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """(3, M): log-probability of the label, entropy, and 1 if the label has the largest logit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Any,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: _Options,
+        unused: None,
+        *added: Tensor,
+    ) -> Tensor:
+        wide = wide_dtype(hidden.dtype)
+        tiling = find_tiling(hidden, weight, options.vocab)._replace(keeps=False)
+        head = TiledHead(hidden, weight, bias, added, (False,) * (6 + len(added)), wide)
+        out, log_mass = _score_tiles(head, labels, options, tiling)
+        is_tensor = isinstance(weight, Tensor)  # quantized rows are an object of their own
+        ctx.rows = None if is_tensor else weight
+        saved = (hidden, weight if is_tensor else None, bias, labels, log_mass, out[1], *added)
+        ctx.save_for_backward(*saved)
+        ctx.options, ctx.tiling = options, tiling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, log_mass, entropy, *added = ctx.saved_tensors
+        weight = ctx.rows if weight is None else weight
+        wide = wide_dtype(hidden.dtype)
+        head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
+        each = _Derivative(labels, grads[0].to(wide), log_mass, entropy, ctx.options)
+        logits, one = TiledLogits(head, ctx.tiling), torch.ones((), dtype=wide)
+        for start, count in split_chunks(hidden.shape[0], ctx.tiling.tokens):
+            tokens = slice(start, start + count)
+            for first, size in split_chunks(weight.shape[0], ctx.tiling.columns):
+                tile = logits.make(tokens, first, size)
+                each.differentiate_(tile, tokens, first)
+                columns = slice(first, first + size)
+                head.collect_(logits.narrow(tile, one.to(tile.device)), tokens, columns)
+            head.finish_tokens_(tokens)
+        inputs = (hidden, weight, bias, *added)
+        cast = [
+            None if grad is None or tensor is None else grad.to(tensor.dtype)
+            for grad, tensor in zip(head.grads, inputs, strict=True)
+        ]
+        return *cast[:3], None, None, None, *cast[3:]
+
+
+def _score_tiles(
+    head: TiledHead, labels: Tensor, options: _Options, tiling: Tiling
+) -> tuple[Tensor, Tensor]:
+    """Return the scores of all tokens, (3, M), and the logarithm of the softmax's sum, (M,)."""
+    hidden, weight = head.pairs[0]
+    out = hidden.new_empty((3, hidden.shape[0]), dtype=head.wide)
+    log_mass = torch.empty_like(out[0])
+    logits = TiledLogits(head, tiling)
+    for start, count in split_chunks(hidden.shape[0], tiling.tokens):
+        tokens = slice(start, start + count)
+        scores = _TokenScores(labels[tokens], options, head.wide)
+        for first, size in split_chunks(weight.shape[0], tiling.columns):
+            tile = logits.make(tokens, first, size)
+            scores.add_(tile if options.temperature == 1 else tile.div_(options.temperature), first)
+        out[:, tokens], log_mass[tokens] = scores.finish_scores()
+    return out, log_mass
+
+
+class _TokenScores(TiledSoftmax):
+    """Log-probability of the label and entropy of some tokens, from tiles of their logits."""
+
+    def __init__(self, target: Tensor, options: _Options, wide: torch.dtype) -> None:
+        super().__init__(target, options.vocab, wide)
+        self._with_entropy = options.with_entropy
+        # Sum of exp(z - top) (z - top) over the logits z, with the running maximum `top`.
+        self._moment = torch.zeros_like(self._mass)
+
+    def add_(self, logits: Tensor, first: int) -> None:
+        """Add a tile, the columns from `first` on; turns it into exponentials in place."""
+        before, mass = self._top, self._mass
+        shifted = logits.clone() if self._with_entropy else None
+        super().add_(logits, first)
+        if shifted is not None:
+            shifted.sub_(self._top).mul_(logits).masked_fill_(logits == 0, 0)  # 0 * -inf is NaN
+            self._moment = self._rescale(before, mass, self._top) + shifted.sum(-1, keepdim=True)
+
+    def _rescale(self, before: Tensor, mass: Tensor, top: Tensor) -> Tensor:
+        """Return the moment about `top` in place of the maximum `before`."""
+        return (before - top).exp_() * (self._moment + mass * (before - top))
+
+    def finish_scores(self) -> tuple[Tensor, Tensor]:
+        """Return the scores, (3, M), and the logarithm of the softmax's sum, (M,)."""
+        if self._vocab is not None:
+            top = self._vocab.max_(self._top.clone())
+            moment = self._rescale(self._top, self._mass, top)
+            sums = torch.stack((self._mass * (self._top - top).exp_(), moment, self._picked))
+            self._mass, self._moment, self._picked = self._vocab.sum_(sums).unbind()
+            self._top = top
+        log_mass = self._mass.log() + self._top
+        entropy = self._mass.log() - self._moment / self._mass
+        is_best = (self._picked >= self._top).to(log_mass.dtype)
+        scores = torch.stack((self._picked - log_mass, entropy, is_best))
+        return scores.where(self._kept, 0)[..., 0], log_mass[:, 0]
+
+
+class _Derivative:
+    """Gradient of the logits of all tokens, tile by tile.
+
+    With p the softmax, y the label, g and e the gradients of log-probability and entropy H:
+    dL/dz_j = (g 1[j = y] - p_j (g + e (log p_j + H))) / temperature.
+    """
+
+    def __init__(
+        self, labels: Tensor, grad: Tensor, log_mass: Tensor, entropy: Tensor, options: _Options
+    ) -> None:
+        self._labels, self._options, self._log_mass = labels, options, log_mass
+        self._grad = (grad[0] / options.temperature)[:, None]
+        has_entropy = options.with_entropy and bool(grad[1].any())
+        self._entropy_grad = (grad[1] / options.temperature)[:, None] if has_entropy else None
+        self._entropy = entropy
+
+    def differentiate_(self, tile: Tensor, tokens: slice, first: int) -> None:
+        """Turn a tile of logits into their gradient, in place."""
+        vocab, labels = self._options.vocab, self._labels[tokens]
+        softmax = TiledSoftmax(labels, vocab, tile.dtype)
+        grad = self._grad[tokens] * softmax.is_kept
+        tile.div_(self._options.temperature).sub_(self._log_mass[tokens, None])
+        if self._entropy_grad is None:
+            tile.exp_().mul_(-grad)
+        else:
+            of_entropy = self._entropy_grad[tokens] * softmax.is_kept
+            # The smallest log-probabilities may be -inf, whose product with p = 0 is NaN.
+            weight = tile.clamp(min=torch.finfo(tile.dtype).min / 4)
+            weight.add_(self._entropy[tokens, None]).mul_(of_entropy).add_(grad)
+            tile.exp_().mul_(weight.neg_())
+        index, is_inside = softmax.find(tile, first)
+        tile.scatter_add_(1, index, grad * is_inside)
+
+
+def linear_logprobs(
+    inputs: HeadInput,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab: VocabCut | None = None,
+    with_entropy: bool = False,
+) -> Tensor:
+    """Return the log-probability of every label, without the full logits.
+
+    Args:
+        inputs: hidden states and the head's weights, as `LMHead` passes them to a `Measure`.
+        labels: token ids; -100 ignores a position, whose scores are 0.
+        temperature: divisor of the logits (default: 1).
+        vocab: sharding of the weight over the vocabulary, see `linear_cross_entropy`.
+        with_entropy: compute the entropy of every position too, which costs one more pass over
+            each tile (default: off, entropy 0).
+
+    Returns:
+        log-probability, entropy in nats, and 1 if the label has the largest logit (else 0); the
+        first two have gradients
+
+    Shape:
+        labels: (M,); returns (3, M) in fp32 or wider
+
+    Raises:
+        ConfigError: the temperature is not above 0.
+        ShapeError: a label is neither -100 nor a row of the head.
+
+    Memory: some logits (16 MiB on a CPU), and in backward one gradient the size of the weight in
+        fp32.
+    """
+    if not temperature > 0:
+        raise ConfigError(f"temperature={temperature} must be above 0.")
+    if vocab is None:
+        check_classes(labels, inputs.weight.shape[0])
+    hidden, weight, bias, added = inputs if torch.is_grad_enabled() else inputs.detach()
+    options = _Options(temperature, vocab, with_entropy)
+    flat = itertools.chain.from_iterable(added)
+    return _LinearLogprobs.apply(hidden, weight, bias, labels, options, None, *flat)
