@@ -25,8 +25,9 @@ plms.load_plm_from_config plms.add_special_tokens plms.get_model_class | gone | 
 # data_utils
 data_utils.InputExample data_utils.InputFeatures | changed | nothing is unpickled
 data_utils.FewShotSampler data_utils.data_sampler.FewShotSampler | same
-data_utils.load_dataset data_utils.DataProcessor data_utils.PROCESSORS | gone | \
-bmforge.data.tasks.read_task
+data_utils.DataProcessor data_utils.load_dataset | same
+data_utils.PROCESSORS | changed | `super_glue.*` reads what `save_to_disk` wrote; COPA's mirrored \
+labels, WSC's training split and ReCoRD are right; ChnSentiCorp is the only dataset of `ZH`
 
 # prompts
 prompts.ManualTemplate prompts.MixedTemplate prompts.PTRTemplate | same
@@ -53,7 +54,9 @@ ClassificationRunner GenerationRunner LMBFFClassificationRunner ProtoVerbClassif
 gone | `bmforge train prompt-classify` and `bmforge train prompt-generate`
 config default_config trainer pipeline_base prompt_base lm_bff_trainer protoverb_trainer | gone | \
 `bmforge train prompt-classify`
-utils.metrics | gone | bmforge.data.tasks.metrics
-utils.crossfit_metrics utils.logging utils.cuda utils.custom_tqdm utils.utils | gone | \
+utils.metrics.classification_metrics utils.crossfit_metrics.evaluate | changed | ROUGE-L, \
+correlations and loose precision are missing
+utils.metrics.generation_metric | changed | words are split by an expression, not by NLTK
+utils.logging utils.cuda utils.custom_tqdm utils.utils | gone | \
 bmforge.logging and bmforge.data.tasks.metrics
 """)

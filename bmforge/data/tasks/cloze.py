@@ -13,7 +13,7 @@ from bmforge.data.sources.text_files import read_lines
 from bmforge.data.tasks.task import Record, Task, TaskExample, read_json, read_records
 from bmforge.errors import DataError
 
-__all__ = ["CLOZE", "FEW_NERD_TYPES"]
+__all__ = ["CLOZE", "FEW_NERD_TYPES", "read_few_nerd"]
 
 _TYPES = {
     "person": "actor director artist/author athlete politician scholar soldier other",
@@ -30,7 +30,7 @@ _TYPES = {
 FEW_NERD_TYPES = tuple(f"{coarse}-{fine}" for coarse, row in _TYPES.items() for fine in row.split())
 
 
-def _read_few_nerd(path: Path) -> Iterator[TaskExample]:
+def read_few_nerd(path: Path) -> Iterator[TaskExample]:
     """Yield one example for each entity: adjacent tokens of one type."""
     numbers = {name: number for number, name in enumerate(FEW_NERD_TYPES)}
     tokens: list[str] = []
@@ -121,7 +121,7 @@ def _files(ending: str, folder: str = "") -> dict[str, tuple[str, ...]]:
 
 
 CLOZE = (
-    Task("Few-NERD", FEW_NERD_TYPES, _files("txt", "supervised"), _read_few_nerd),
+    Task("Few-NERD", FEW_NERD_TYPES, _files("txt", "supervised"), read_few_nerd),
     Task("LAMA", (), _files("jsonl"), _read_lama),
     Task("WebNLG", (), _files("json"), _read_webnlg, True),
 )

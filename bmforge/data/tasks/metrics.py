@@ -25,9 +25,11 @@ __all__ = [
     "corpus_bleu",
     "loose_f1",
     "multirc_scores",
+    "n_grams",
     "normalize_answer",
     "relation_scores",
     "score_task",
+    "split_words",
     "token_f1",
 ]
 
@@ -170,15 +172,15 @@ def corpus_bleu(
     right, total = [0] * longest, [0] * longest
     length = nearest = 0
     for text, accepted in zip(predicted, answers, strict=True):
-        mine = _WORDS.findall(text.lower())
-        theirs = [_WORDS.findall(answer.lower()) for answer in accepted]
+        mine = split_words(text)
+        theirs = [split_words(answer) for answer in accepted]
         length += len(mine)
         nearest += min(map(len, theirs), key=lambda one: (abs(one - len(mine)), one))
         for n in range(1, longest + 1):
             known: Counter[tuple[str, ...]] = Counter()
             for other in theirs:
-                known |= _n_grams(other, n)
-            found = _n_grams(mine, n)
+                known |= n_grams(other, n)
+            found = n_grams(mine, n)
             right[n - 1] += (found & known).total()
             total[n - 1] += found.total()
     if not all(right):
@@ -187,7 +189,13 @@ def corpus_bleu(
     return math.exp(mean + min(0.0, 1 - nearest / length))
 
 
-def _n_grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+def split_words(text: str) -> list[str]:
+    """Return the lowercased words and punctuation marks of a text."""
+    return _WORDS.findall(text.lower())
+
+
+def n_grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    """Return the number of occurrences of each run of `n` words."""
     return Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
 
 

@@ -18,14 +18,14 @@ from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.data.tasks.task import Record, Task, TaskExample, read_json, read_records
 from bmforge.errors import DataError
 
-__all__ = ["SENTENCES"]
+__all__ = ["SENTENCES", "YAHOO_TOPICS"]
 
 _DBPEDIA_NAMES = """
 Company EducationalInstitution Artist Athlete OfficeHolder MeanOfTransportation Building
 NaturalPlace Village Animal Plant Album Film WrittenWork
 """
 _DBPEDIA = tuple(_DBPEDIA_NAMES.split())
-_YAHOO = (
+YAHOO_TOPICS = (
     "Society & Culture", "Science & Mathematics", "Health", "Education & Reference",
     "Computers & Internet", "Sports", "Business & Finance", "Entertainment & Music",
     "Family & Relationships", "Politics & Government",
@@ -194,7 +194,7 @@ _JSON: dict[str, tuple[str, ...]] = {s: (f"{s}.json",) for s in ("train", "dev",
 
 SENTENCES = (
     _csv_task("dbpedia", _DBPEDIA, ("title", "content")),
-    _csv_task("yahoo_answers", _YAHOO, ("title", "question", "answer")),
+    _csv_task("yahoo_answers", YAHOO_TOPICS, ("title", "question", "answer")),
     _csv_task("amazon_polarity", ("negative", "positive"), ("title", "text")),
     _tsv_task("SST-2", ("negative", "positive"), "sentence"),
     _tsv_task("ChnSentiCorp", ("negative", "positive"), "text_a"),
