@@ -8,7 +8,7 @@ reports and inspects a model.
 from bmforge.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, save_checkpoint
 from bmforge.train.config import TrainConfig
 from bmforge.train.evaluate import EvalResult, evaluate
-from bmforge.train.objective import causal_lm, count_labels
+from bmforge.train.objective import ItemObjective, LossAndMetrics, causal_lm, count_labels
 from bmforge.train.optim.build import (
     OptimConfig,
     OptimGroup,
@@ -29,6 +29,8 @@ __all__ = [
     "Checkpointer",
     "DivergenceError",
     "EvalResult",
+    "ItemObjective",
+    "LossAndMetrics",
     "LossScaler",
     "MetricsWriter",
     "Muon",

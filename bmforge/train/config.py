@@ -25,6 +25,7 @@ class TrainConfig:
         precision: fp32, or bf16 / fp16 compute with fp32 parameters; must match the model.
         master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them in
             16 bits, which loses updates below 1/256 of a bf16 weight.
+        disable_dropout: train in evaluation mode, without dropout and layer drop (default: off).
         grad_clip: maximum gradient norm; None does not clip.
         spike_sigmas: skip a step whose loss is this many standard deviations above the recent mean;
             None skips non-finite steps only.
@@ -44,6 +45,7 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     master_weights: bool = True
+    disable_dropout: bool = False
     grad_clip: float | None = 1.0
     spike_sigmas: float | None = None
     eval_every_steps: int | None = None

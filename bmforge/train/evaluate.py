@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,15 @@ from bmforge.parallel import (
     sum_over_axes,
 )
 from bmforge.surgery import evaluating
-from bmforge.train.objective import Batch, Objective, causal_lm, count_labels
+from bmforge.train.objective import (
+    Batch,
+    LossAndMetrics,
+    Objective,
+    causal_lm,
+    count_items,
+    metric_sums_of,
+    prepare_batches,
+)
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -34,11 +42,13 @@ class EvalResult:
 
     Args:
         loss: mean loss over all predicted tokens, in nats.
-        tokens: number of predicted tokens.
+        tokens: number of predicted tokens, or of the items that the objective counts.
+        metrics: metrics of the objective over all batches.
     """
 
     loss: float
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -72,13 +82,19 @@ def evaluate(
     """
     mesh = mesh or mesh_of(model)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
+    metrics = metric_sums_of(objective)
     with evaluating(model), leave_out_balance(model):
         for batch in batches:
             moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
-            sums[0] += objective(model, moved, 1.0).double()
-            sums[1] += count_labels(batch, model)
+            (moved,) = prepare_batches(objective, model, [moved])
+            result = objective(model, moved, 1.0)
+            if isinstance(result, LossAndMetrics):
+                metrics.add(result.metrics)
+                result = result.loss
+            sums[0] += result.double()
+            sums[1] += count_items(objective, batch, model)
     reshard_(model)
     # Processes that share a row's tokens average to its loss and all count its labels.
     total = sum_over_axes(sums[0], mesh, *TOKEN_AXES).item() / axis_size(mesh, *CONTEXT_AXES)
     tokens = int(sum_over_axes(sums[1], mesh, *ROW_AXES))
-    return EvalResult(total / max(tokens, 1), tokens)
+    return EvalResult(total / max(tokens, 1), tokens, metrics.finish(mesh, device, *ROW_AXES))

@@ -1,30 +1,137 @@
-"""Training objectives: plain functions (model, batch, num_items) -> loss.
+"""Training objectives: functions or objects (model, batch, num_items) -> loss.
 
 An objective returns the sum of the item losses of a micro-batch divided by `num_items`. The Trainer
 passes the number of items of the whole global batch, so the loss is averaged over tokens, not over
 ranks or micro-batches, and every layout gets the same mean.
+
+An objective may be an object that also has any of the following (`ItemObjective` has them all):
+
+- ``count(batch)``: number of items of a micro-batch, such as pairs or answers (default: labels).
+- ``metrics``: name -> kind of the metrics that it returns with the loss, as `LossAndMetrics`.
+- ``prepare(model, micro_batches)``: called before the forward of a step; returns the micro-batches
+  with further tensors, such as log-probabilities of a reference model.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.batch import IGNORE_INDEX, Batch, count_labels
 from bmforge.errors import ConfigError
+from bmforge.parallel import ROW_AXES, STAGE_AXES, run_step
+from bmforge.train.metric_sums import MetricKind, MetricSums, MetricValue
 
 __all__ = [
+    "ItemObjective",
+    "LossAndMetrics",
     "Objective",
     "causal_lm",
     "check_model",
+    "count_items",
     "count_labels",
     "count_tokens",
+    "metric_sums_of",
+    "prepare_batches",
     "rename_inputs",
+    "run_objective",
 ]
 
-Objective = Callable[[nn.Module, Batch, float], Tensor]
+
+class LossAndMetrics(NamedTuple):
+    """Result of an objective with metrics.
+
+    Args:
+        loss: sum of the item losses divided by `num_items`.
+        metrics: name -> value of this micro-batch; see `MetricSums.add`.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, MetricValue]
+
+
+# On an earlier stage of a pipeline, which has no loss, an objective returns None.
+Objective = Callable[[nn.Module, Batch, float], "Tensor | LossAndMetrics | Any"]
+
+
+class ItemObjective(Protocol):
+    """An objective that counts items of its own and returns metrics.
+
+    Attributes:
+        metrics: name of each metric -> how its values are combined.
+    """
+
+    metrics: Mapping[str, MetricKind]
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of items of a micro-batch."""
+
+    def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return the micro-batches of a step with further tensors; all ranks call this together."""
+
+    def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
+        """Return the loss and metrics of a micro-batch."""
+
+
+def count_items(objective: Objective, batch: Batch, model: nn.Module) -> int:
+    """Return the number of items of a micro-batch: the objective's own count, or its labels."""
+    count = getattr(objective, "count", None)
+    return count_labels(batch, model) if count is None else int(count(batch))
+
+
+def prepare_batches(
+    objective: Objective, model: nn.Module, micro_batches: Sequence[Batch]
+) -> Sequence[Batch]:
+    """Return the micro-batches of a step as the objective's `prepare` completes them."""
+    prepare = getattr(objective, "prepare", None)
+    return micro_batches if prepare is None else prepare(model, micro_batches)
+
+
+def metric_sums_of(objective: Objective) -> MetricSums:
+    """Return empty sums of an objective's metrics."""
+    return MetricSums(getattr(objective, "metrics", {}))
+
+
+def run_objective(
+    objective: Objective,
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    num_items: float,
+    mesh: DeviceMesh | None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Run forward and backward of a step's micro-batches.
+
+    Args:
+        objective: loss function.
+        model: model whose gradients are computed.
+        micro_batches: micro-batches of this process's rows, on the device of the model.
+        num_items: divisor of the summed loss.
+        mesh: mesh of the model.
+
+    Returns:
+        the summed loss of this process's micro-batches in fp64, and the metrics over all processes
+    """
+    sums = metric_sums_of(objective)
+
+    def run(batch: Batch) -> Any:
+        result = objective(model, batch, num_items)
+        if not isinstance(result, LossAndMetrics):
+            return result
+        if torch.is_grad_enabled():  # not in the extra pass that counts the loads of experts
+            sums.add(result.metrics)
+        return result.loss
+
+    device = next(iter(micro_batches[0].values())).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for loss in run_step(model, run, prepare_batches(objective, model, micro_batches)):
+        total += loss.double()
+    # Only the last stage of a pipeline computes the loss and the metrics.
+    return total, sums.finish(mesh, device, *ROW_AXES, *STAGE_AXES)
 
 
 def check_model(model: nn.Module, objective: Objective) -> None:

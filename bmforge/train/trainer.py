@@ -34,7 +34,6 @@ from bmforge.parallel import (
     random_stream,
     reshard_,
     run_on_first,
-    run_step,
     sum_over_axes,
 )
 from bmforge.train.batch_reader import BatchReader, Loader
@@ -47,8 +46,9 @@ from bmforge.train.objective import (
     Objective,
     causal_lm,
     check_model,
-    count_labels,
+    count_items,
     count_tokens,
+    run_objective,
 )
 from bmforge.train.offload.states import StateOffload
 from bmforge.train.optim.build import build_optimizers, clip_grad_norm_, restore_settings_
@@ -60,6 +60,7 @@ from bmforge.train.report.metrics import (
     Throughput,
     format_progress,
     measure_memory,
+    validation_row,
 )
 from bmforge.train.run_lock import hold_run_dir
 from bmforge.train.same_rows import check_same_count, check_same_rows
@@ -153,8 +154,7 @@ class Trainer:
         Args:
             until_step: step to stop at instead; the schedule stays that of the whole run.
         """
-        last_step = self.config.steps if until_step is None else until_step
-        last_step = min(self.config.steps, last_step)
+        last_step = min(self.config.steps, self.config.steps if until_step is None else until_step)
         # Processes that share a block use the same random numbers, except where the layout differs.
         self._stream = random_stream(self.mesh, self._rank)
         reseed_rng(self.config.seed, self.step, self._stream)
@@ -185,7 +185,7 @@ class Trainer:
         return self
 
     def _resume(self, checkpointer: Checkpointer) -> int | None:
-        settings = [[dict(g) for g in optimizer.param_groups] for optimizer in self.optimizers]
+        settings = [[dict(g) for g in each.param_groups] for each in self.optimizers]
         found = checkpointer.load_newest(self.model, self.optimizers)
         if found is None:
             return None
@@ -208,7 +208,7 @@ class Trainer:
         watch: MemoryWatch | None,
     ) -> None:
         config = self.config
-        self.model.train()
+        self.model.train(not config.disable_dropout)
         with (
             ProgressBar("train", config.steps) as bar,
             trace_steps(config.profile_steps, self.run_dir, self._rank, self.device) as note_step,
@@ -228,7 +228,7 @@ class Trainer:
                     watch.note_step()
                 due = config.eval_every_steps and self.step % config.eval_every_steps == 0
                 if self.evaluator is not None and (due or self.step == config.steps):
-                    row["val_loss"] = self.evaluator(self.model).loss
+                    row.update(validation_row(self.evaluator(self.model)))
                 if writer is not None:
                     writer.write(self.step, row)
                 self._show(row, bar)
@@ -274,17 +274,16 @@ class Trainer:
             check_same_rows(micro_batches, self.mesh)
             self._knows_rows = True
         counts = [
-            sum(count_labels(b, self.model) for b in micro_batches),
+            sum(count_items(self.objective, b, self.model) for b in micro_batches),
             sum(count_tokens(b) for b in micro_batches),
         ]
         place = f"step {self.step + 1}"
         with self._detector.naming_failures(f"{place}, counting labels"):
             items, tokens, stops = self._sum(counts, stop_asked, len(micro_batches), place)
         with self._detector.naming_failures(f"{place}, forward and backward"):
-            loss, norm, applied_scale = self._backward(micro_batches, max(items, 1))
+            loss, norm, scale, metrics = self._backward(micro_batches, max(items, 1))
         skipped = self.guard.check(loss, norm)
-        multiplier = self.schedule(self.step)
-        set_learning_rate_(self.optimizers, multiplier)
+        set_learning_rate_(self.optimizers, multiplier := self.schedule(self.step))
         if self.state_offload is not None:
             self.state_offload.settle()
         for optimizer in self.optimizers:
@@ -303,26 +302,29 @@ class Trainer:
             "tokens_per_s": self._throughput.tokens_per_s,
             **measure_memory(lambda: device_memory_bytes(self.device)),
         }
-        optional = {"mfu": self._throughput.mfu, "skipped": skipped, "loss_scale": applied_scale}
-        row.update({name: value for name, value in optional.items() if value is not None})
+        optional = {"mfu": self._throughput.mfu, "skipped": skipped, "loss_scale": scale}
+        row |= {n: value for n, value in optional.items() if value is not None} | metrics
         return row, stops > 0
 
     def _backward(
         self, micro_batches: Sequence[Batch], items: int
-    ) -> tuple[float, float, float | None]:
-        """Accumulate the mean loss's gradient; return the loss, the norm and the loss scale."""
+    ) -> tuple[float, float, float | None, dict[str, float]]:
+        """Accumulate the mean loss's gradient; return loss, norm, loss scale and metrics."""
         scale = None if self.scaler is None else self.scaler.current_scale
         # Gradients are averaged over the data-parallel processes, so each divides by its share.
         divisor = items / data_parallel_size(self.mesh) / (scale or 1.0)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         moved = [{n: t.to(self.device) for n, t in batch.items()} for batch in micro_batches]
-        for loss in run_step(self.model, lambda b: self.objective(self.model, b, divisor), moved):
-            total += loss.double()
+        total, metrics = run_objective(self.objective, self.model, moved, divisor, self.mesh)
         total = sum_over_axes(total, self.mesh, *LOSS_AXES)
         if self.scaler is not None:
             self.scaler.unscale_(self.model.parameters())
         norm = clip_grad_norm_(self.model, self.config.grad_clip)
-        return total.item() / gradient_ranks(self.mesh) / (scale or 1.0), norm.item(), scale
+        return (
+            total.item() / gradient_ranks(self.mesh) / (scale or 1.0),
+            norm.item(),
+            scale,
+            metrics,
+        )
 
     def _sum(self, counts: list[int], asked: bool, passes: int, place: str) -> list[int]:
         """Sum the counts over the rows of a batch, and stop requests over all processes."""
@@ -348,8 +350,8 @@ class Trainer:
             get_logger().warning("step %d was skipped: %s", self.step, row["skipped"])
         if "val_loss" in row:
             text += f"  val_loss {row['val_loss']:.4f}"
-        is_last = self.step == self.config.steps
-        if is_last or self.step % self.config.log_every_steps == 0 or "val_loss" in row:
+        due = self.step % self.config.log_every_steps == 0 or self.step == self.config.steps
+        if due or "val_loss" in row:
             bar.log(text)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A row of ``metrics.jsonl`` is one JSON object with ``step`` (completed optimizer steps) and any of
 ``loss lr grad_norm tokens_per_s mfu tokens memory_bytes`` (training), ``val_loss`` (validation) and
-``skipped`` (reason why the step was not applied). A number that is not finite is written as null.
+``skipped`` (reason why the step was not applied), and the metrics of the objective, in validation
+with the prefix ``val_``. A number that is not finite is written as null.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "format_progress",
     "measure_memory",
     "read_metrics",
+    "validation_row",
 ]
 
 Row = dict[str, Any]
@@ -265,6 +267,11 @@ class Throughput:
         if not self._flops_per_token or not self._peak_flops:
             return None
         return self.tokens_per_s * self._flops_per_token / self._peak_flops
+
+
+def validation_row(result: Any) -> Row:
+    """Return the row entries of an `EvalResult`: ``val_loss``, and its metrics as ``val_NAME``."""
+    return {"val_loss": result.loss, **{f"val_{n}": v for n, v in result.metrics.items()}}
 
 
 def measure_memory(device_memory: Callable[[], int | None] | None = None) -> dict[str, int]:

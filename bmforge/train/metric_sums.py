@@ -1,0 +1,81 @@
+"""Metrics that an objective returns with its loss, added over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from bmforge.parallel import sum_over_axes
+
+__all__ = ["MetricKind", "MetricSums", "MetricValue"]
+
+MetricKind = Literal["mean", "sum", "max", "min"]
+# A pair (sum, count) for a mean, else one value.
+MetricValue: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | float]"
+
+
+class MetricSums:
+    """Accumulates the metrics of an optimizer step; divides sums by counts once, at the end.
+
+    Args:
+        kinds: name of each metric -> how its values are combined; the same on all ranks.
+    """
+
+    def __init__(self, kinds: Mapping[str, MetricKind]) -> None:
+        self._kinds = kinds
+        self._added = {name: [0.0, 0.0] for name, kind in kinds.items() if kind in ("mean", "sum")}
+        self._extremes = dict.fromkeys(kinds.keys() - self._added.keys(), -torch.inf)
+
+    def add(self, values: Mapping[str, MetricValue]) -> None:
+        """Add the metrics of one micro-batch; names that `kinds` does not have are an error.
+
+        Args:
+            values: name -> (sum, count) of a mean, the value of a sum, or the extreme value.
+        """
+        for name, value in values.items():
+            kind = self._kinds[name]
+            if kind in ("mean", "sum"):
+                pair = value if isinstance(value, tuple) else (value, 1.0)
+                for number, part in enumerate(pair):
+                    self._added[name][number] += float(part)
+            else:
+                assert not isinstance(value, tuple)
+                number = float(value) if kind == "max" else -float(value)
+                self._extremes[name] = max(self._extremes[name], number)
+
+    def finish(
+        self, mesh: DeviceMesh | None, device: torch.device | str, *axes: str
+    ) -> dict[str, float]:
+        """Return each metric over all ranks; a mean of nothing is left out.
+
+        Args:
+            mesh: mesh of the model.
+            device: device of the collectives.
+            axes: mesh axes whose ranks have different values; along the others they are equal.
+
+        Comm: an all-reduce of two numbers per mean and sum, and one of a number per extreme.
+        """
+        result: dict[str, float] = {}
+        if self._added:
+            sums = torch.tensor([*self._added.values()], dtype=torch.float64, device=device)
+            sums = sum_over_axes(sums, mesh, *axes)
+            for name, (total, count) in zip(self._added, sums.tolist(), strict=True):
+                if self._kinds[name] == "sum":
+                    result[name] = total
+                elif count:
+                    result[name] = total / count
+        if self._extremes:
+            names = sorted(self._extremes)
+            values = [self._extremes[name] for name in names]
+            extremes = torch.tensor(values, dtype=torch.float64, device=device)
+            if mesh is not None and mesh.size() > 1:
+                dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+            for name, value in zip(names, extremes.tolist(), strict=True):
+                if value != -torch.inf:
+                    result[name] = value if self._kinds[name] == "max" else -value
+        return {name: result[name] for name in self._kinds if name in result}
