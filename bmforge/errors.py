@@ -57,11 +57,11 @@ class MissingDependencyError(BmforgeError, ImportError):
         return type(self), self._arguments
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, candidates: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name most similar to `name`, or ``""``.
 
     The name itself is never suggested.
     """
-    others = [other for other in known if other != name]
+    others = [other for other in candidates if other != name]
     close = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -67,7 +67,7 @@ _KINDS = {
     "MXFP4": (39, 32, 17),
     "NVFP4": (40, 64, 36),
 }
-BLOCKS: dict[str, tuple[int, int]] = {kind: place[1:] for kind, place in _KINDS.items()}
+BLOCKS: dict[str, tuple[int, int]] = {kind: layout[1:] for kind, layout in _KINDS.items()}
 _BY_NUMBER = {number: kind for kind, (number, _, _) in _KINDS.items()}
 # Names of unsupported kinds, for error messages.
 _OTHERS = {
@@ -184,9 +184,9 @@ def _read(file: BinaryIO, size: int, path: Path) -> GgufHeader:
     version = cursor.number("<I")
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-        found = "in big-endian order" if swapped else f"of version {version}"
+        variant = "in big-endian order" if swapped else f"of version {version}"
         raise CheckpointError(
-            f"{str(path)!r} is GGUF {found}; supported are versions {_VERSIONS}, little-endian. "
+            f"{str(path)!r} is GGUF {variant}; supported are versions {_VERSIONS}, little-endian. "
             "Convert the model again with a current llama.cpp."
         )
     tensor_count = cursor.count(_LEAST_TENSOR_BYTES, "tensors")
@@ -225,9 +225,9 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
     number, start = cursor.number("<I"), cursor.number("<Q")
     kind = _BY_NUMBER.get(number)
     if kind is None:
-        known = _OTHERS.get(number, f"number {number}")
+        type_name = _OTHERS.get(number, f"number {number}")
         raise CheckpointError(
-            f"{name!r} in {str(cursor.path)!r} is stored as {known}; supported are "
+            f"{name!r} in {str(cursor.path)!r} is stored as {type_name}; supported are "
             f"{', '.join(_KINDS)}. Use a file of the model in one of them, such as Q4_K_M or Q8_0."
         )
     values, block_bytes = BLOCKS[kind]

@@ -252,5 +252,5 @@ def find_devices_by_name(name: str) -> tuple[Device, ...]:
 
 def peak_flops_by_name(name: str, precision: str = "bf16") -> float | None:
     """Return the dense peak in FLOP/s of a GPU by the name that its driver reports, if known."""
-    found = find_devices_by_name(name)
-    return found[0].peak_flops(precision) if found else None
+    devices = find_devices_by_name(name)
+    return devices[0].peak_flops(precision) if devices else None

@@ -233,7 +233,8 @@ def _of_models() -> list[Licence]:
 
 
 LICENCES: Mapping[str, Licence] = {
-    one.id: one for one in (*_creative_commons(), *_gnu(), *_of_code(), *_of_data(), *_of_models())
+    licence.id: licence
+    for licence in (*_creative_commons(), *_gnu(), *_of_code(), *_of_data(), *_of_models())
 }
 
 # Conflicting pairs that the terms above do not explain.

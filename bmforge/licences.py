@@ -55,7 +55,7 @@ class Conflict:
         )
 
 
-_BY_ID = {id.lower(): one for id, one in LICENCES.items()}
+_BY_ID = {id.lower(): licence for id, licence in LICENCES.items()}
 _ALIASES = {
     "public domain": "CC-PDDC",
     "publicdomain": "CC-PDDC",
@@ -92,7 +92,7 @@ _EXCEPTION = re.compile(r"[a-z0-9.-]*exception[a-z0-9.-]*", re.I)
 _MOST_ALTERNATIVES = 4096
 
 
-def find_licence(said: str) -> Licence | None:
+def find_licence(name: str) -> Licence | None:
     """Return the licence that a source names, or None if it is unknown.
 
     An expression such as ``CC-BY-4.0 AND CC-BY-NC-4.0`` gives a licence with the terms of both; of
@@ -100,26 +100,26 @@ def find_licence(said: str) -> Licence | None:
     expression unknown, unless OR leaves a choice.
 
     Args:
-        said: an SPDX expression or id in any case, a common name, or the address of the text.
+        name: an SPDX expression or id in any case, a common name, or the address of the text.
     """
-    parts = _choose_parts(said)
-    if parts is None or (len(parts) == 1 and not _is_expression(said)):
+    parts = _choose_parts(name)
+    if parts is None or (len(parts) == 1 and not _is_expression(name)):
         return parts[0] if parts else None
     terms = {term: clause for part in parts for term, clause in part.terms.items()}
-    return Licence(_normalize(said), parts[0].url, terms)
+    return Licence(_normalize(name), parts[0].url, terms)
 
 
-def _choose_parts(said: str) -> tuple[Licence, ...] | None:
+def _choose_parts(name: str) -> tuple[Licence, ...] | None:
     """Return the licences that apply together, of the alternative that restricts least."""
-    return min(_alternatives(said), key=_restriction, default=None)
+    return min(_alternatives(name), key=_restriction, default=None)
 
 
-def _alternatives(said: str) -> list[tuple[Licence, ...]]:
+def _alternatives(name: str) -> list[tuple[Licence, ...]]:
     """Return the known choices that a source leaves, each as licences that apply together."""
-    known = _find_one(said)
-    if known is not None:
-        return [(known,)]
-    return _parse_expression(said) if _is_expression(said) else []
+    licence = _find_one(name)
+    if licence is not None:
+        return [(licence,)]
+    return _parse_expression(name) if _is_expression(name) else []
 
 
 def _restriction(parts: tuple[Licence, ...]) -> tuple[int, int]:
@@ -127,37 +127,37 @@ def _restriction(parts: tuple[Licence, ...]) -> tuple[int, int]:
     return len(terms & set(RESTRICTS)), len(terms)
 
 
-def _is_expression(said: str) -> bool:
-    return _find_one(said) is None and _OPERATOR.search(said) is not None
+def _is_expression(name: str) -> bool:
+    return _find_one(name) is None and _OPERATOR.search(name) is not None
 
 
-def _normalize(said: str) -> str:
+def _normalize(expression: str) -> str:
     """Write an expression with the ids of SPDX."""
     parts = []
-    for part in _OPERATOR.split(" ".join(said.split())):
-        known = _find_one(part) if part else None
+    for part in _OPERATOR.split(" ".join(expression.split())):
+        licence = _find_one(part) if part else None
         parts.append(
-            known.id if known else part.upper() if _OPERATOR.fullmatch(f" {part} ") else part
+            licence.id if licence else part.upper() if _OPERATOR.fullmatch(f" {part} ") else part
         )
     joined = " ".join(part for part in parts if part)
     return joined.replace("( ", "(").replace(" )", ")")
 
 
-def _parse_expression(said: str) -> list[tuple[Licence, ...]]:
+def _parse_expression(expression: str) -> list[tuple[Licence, ...]]:
     """Return the alternatives of an expression, each as the licences that apply together.
 
     Source: SPDX specification 2.3, annex D: WITH binds before AND, AND before OR. An alternative
     with an unknown licence is left out; text that is no expression has no alternative.
     """
-    tokens = [token for token in _OPERATOR.split(" ".join(said.split())) if token]
+    tokens = [token for token in _OPERATOR.split(" ".join(expression.split())) if token]
     tokens = [
         token.upper() if token.upper() in ("AND", "OR", "WITH") else token for token in tokens
     ]
     try:
-        alternatives, rest = _parse_or(tokens)
+        alternatives, unparsed = _parse_or(tokens)
     except (IndexError, ValueError, RecursionError):
         return []
-    return alternatives if not rest else []
+    return alternatives if not unparsed else []
 
 
 Alternatives = list[tuple[Licence, ...]]
@@ -175,7 +175,7 @@ def _parse_and(tokens: list[str]) -> tuple[Alternatives, list[str]]:
     alternatives, tokens = _parse_operand(tokens)
     while tokens and tokens[0] == "AND":
         more, tokens = _parse_operand(tokens[1:])
-        alternatives = [(*one, *other) for one in alternatives for other in more]
+        alternatives = [(*licences, *other) for licences in alternatives for other in more]
         if len(alternatives) > _MOST_ALTERNATIVES:
             raise ValueError("too many alternatives")
     return alternatives, tokens
@@ -190,17 +190,17 @@ def _parse_operand(tokens: list[str]) -> tuple[Alternatives, list[str]]:
         return alternatives, tokens[1:]
     if first in (")", "AND", "OR", "WITH"):
         raise ValueError("an operand is missing")
-    known = _find_one(first)
+    licence = _find_one(first)
     if tokens and tokens[0] == "WITH":  # an exception gives rights, it takes none
         if not _EXCEPTION.fullmatch(tokens[1]):
             raise ValueError("no exception follows WITH")
         tokens = tokens[2:]
-    return [(known,)] if known else [], tokens
+    return [(licence,)] if licence else [], tokens
 
 
-def _find_one(said: str) -> Licence | None:
+def _find_one(licence_text: str) -> Licence | None:
     """Return the licence of one id, name or address."""
-    text = " ".join(said.strip().lower().split())
+    text = " ".join(licence_text.strip().lower().split())
     if text in _BY_ID:
         return _BY_ID[text]
     if text in _ALIASES:
@@ -224,17 +224,17 @@ def _find_by_address(text: str) -> Licence | None:
 
     if "/" not in text:
         return None
-    wanted = bare(text).replace("opensource.org/licenses/", "opensource.org/license/")
-    return next((one for one in LICENCES.values() if bare(one.url) == wanted), None)
+    address = bare(text).replace("opensource.org/licenses/", "opensource.org/license/")
+    return next((licence for licence in LICENCES.values() if bare(licence.url) == address), None)
 
 
-def licence_name(said: str) -> str:
+def licence_name(name: str) -> str:
     """Return the id of the licence that a source names; what it says where that is not known."""
-    found = find_licence(said)
-    return found.id if found else " ".join(said.split()) or UNKNOWN
+    licence = find_licence(name)
+    return licence.id if licence else " ".join(name.split()) or UNKNOWN
 
 
-def check_licence(said: str, name: str) -> str:
+def check_licence(value: str, name: str) -> str:
     """Return the id of a licence that a setting names.
 
     Args:
@@ -243,23 +243,23 @@ def check_licence(said: str, name: str) -> str:
     Raises:
         ConfigError: it is not known; the nearest is named.
     """
-    found = find_licence(said)
-    if found is None:
+    licence = find_licence(value)
+    if licence is None:
         raise ConfigError(
             f"{name}={said!r} is no licence that is known.{suggest(said, LICENCES)} Needed is an "
             "id of SPDX, such as CC-BY-4.0; docs/reference/licences.md lists those that are known."
         )
-    return found.id
+    return licence.id
 
 
-def obeys(said: str, policy: str) -> bool:
+def obeys(name: str, policy: str) -> bool:
     """Return True if a policy of `POLICIES` allows the licence that a source names.
 
     Of a choice between licences, one that is allowed is enough.
     """
     refused = POLICIES[policy]
     return any(
-        all(not refused & set(part.terms) for part in parts) for parts in _alternatives(said)
+        all(not refused & set(part.terms) for part in parts) for parts in _alternatives(name)
     )
 
 
@@ -274,63 +274,63 @@ def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflic
         handed_on: the licence under which what is made of all is to be handed on: it must ask for
             what restricts the parts.
     """
-    known = {one.id: one for said in licences for one in _choose_parts(said) or ()}
-    found = []
-    for first, second in combinations(sorted(known), 2):
-        conflict = _compare(known[first], known[second])
+    by_id = {part.id: part for reported in licences for part in _choose_parts(reported) or ()}
+    conflicts = []
+    for first, second in combinations(sorted(by_id), 2):
+        conflict = _compare(by_id[first], by_id[second])
         if conflict is not None:
-            found.append(conflict)
-    whole = find_licence(handed_on) if handed_on else None
-    if whole is None:
-        return found
-    said = [{one.first, one.second} for one in found]
-    covers = (_cover(known[id], whole) for id in sorted(known) if {id, whole.id} not in said)
-    return [*found, *(one for one in covers if one is not None)]
+            conflicts.append(conflict)
+    target = find_licence(handed_on) if handed_on else None
+    if target is None:
+        return conflicts
+    reported = [{part.first, part.second} for part in conflicts]
+    covers = (_cover(by_id[id], target) for id in sorted(by_id) if {id, target.id} not in reported)
+    return [*conflicts, *(part for part in covers if part is not None)]
 
 
 def _compare(first: Licence, second: Licence) -> Conflict | None:
     """Return why what is made of both has no licence that both allow."""
     both = ((first, second), (second, first))
-    for one, other in both:
-        if (one.id, other.id) in PAIRS:
-            what, clauses = PAIRS[one.id, other.id]
-            return Conflict(one.id, other.id, (what, what), clauses)
+    for this, other in both:
+        if (this.id, other.id) in PAIRS:
+            what, clauses = PAIRS[this.id, other.id]
+            return Conflict(this.id, other.id, (what, what), clauses)
     if _joinable(first, second):
         return None
     # What one asks for in addition says more than that both want their own terms.
-    for added in (_added, lambda theirs, ours: ["share-alike"]):
-        for one, other in both:
-            if "share-alike" not in one.terms:
+    for added in (_added, lambda other_terms, own_terms: ["share-alike"]):
+        for this, other in both:
+            if "share-alike" not in this.terms:
                 continue
-            for term in added(other.terms, one.terms):
+            for term in added(other.terms, this.terms):
                 if term in other.terms:
-                    clauses = (one.terms["share-alike"], other.terms[term])
-                    return Conflict(one.id, other.id, ("share-alike", term), clauses)
+                    clauses = (this.terms["share-alike"], other.terms[term])
+                    return Conflict(this.id, other.id, ("share-alike", term), clauses)
     return None
 
 
 def _joinable(first: Licence, second: Licence) -> bool:
     """Tell whether there is a licence under which what is made of both may be handed on."""
-    ways = [{one.id, *one.compatible} for one in (first, second) if "share-alike" in one.terms]
+    ways = [{this.id, *this.compatible} for this in (first, second) if "share-alike" in this.terms]
     if len(ways) == 2:
         return bool(ways[0] & ways[1])
     if not ways:
         return True
-    one, other = (first, second) if "share-alike" in first.terms else (second, first)
-    return not _added(other.terms, one.terms)
+    this, other = (first, second) if "share-alike" in first.terms else (second, first)
+    return not _added(other.terms, this.terms)
 
 
-def _added(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Sequence[str]:
+def _added(other_terms: Mapping[str, str], own_terms: Mapping[str, str]) -> Sequence[str]:
     """Return the terms that restrict, and would come in addition to ours."""
-    return [term for term in RESTRICTS if term in theirs and term not in ours]
+    return [term for term in RESTRICTS if term in other_terms and term not in own_terms]
 
 
-def _cover(part: Licence, whole: Licence) -> Conflict | None:
+def _cover(part: Licence, target: Licence) -> Conflict | None:
     """Return a term of a part that the licence of the whole does not ask for."""
-    if whole.id in (part.id, *part.compatible):
+    if target.id in (part.id, *part.compatible):
         return None
     for term in RESTRICTS:
-        if term in part.terms and (term not in whole.terms or term == "share-alike"):
-            clause = whole.terms.get(term, "which does not ask for it")
-            return Conflict(part.id, whole.id, (term, term), (part.terms[term], clause))
+        if term in part.terms and (term not in target.terms or term == "share-alike"):
+            clause = target.terms.get(term, "which does not ask for it")
+            return Conflict(part.id, target.id, (term, term), (part.terms[term], clause))
     return None

@@ -236,22 +236,22 @@ def model_card(provenance: Provenance, name: str) -> str:
     lines += [f"License: {provenance.licence or UNKNOWN}.", "", "## Made of", ""]
     lines += _parts(provenance.parts)
     lines += ["", "## Data by license", "", *_by_licence(provenance.parts)]
-    asked = [
+    requirements = [
         (licence.id, f"{term}: {TERMS[term]}", clause)
         for licence in provenance.licences()
         for term, clause in licence.terms.items()
     ]
-    if asked:
+    if requirements:
         heads = ("license", "what it asks for", "where")
-        lines += ["", "## What the licenses ask for", "", *_table(heads, asked)]
+        lines += ["", "## What the licenses ask for", "", *_table(heads, requirements)]
     if conflicts := provenance.conflicts():
         lines += ["", "## Conflicts", "", *(f"- {conflict}" for conflict in conflicts)]
     return "\n".join([*lines, "", "## Use", "", *_use(provenance), ""])
 
 
 def _tag(licence: str) -> str:
-    known = find_licence(licence) if licence else None
-    return known.id.lower() if known else "other" if licence else UNKNOWN
+    known_licence = find_licence(licence) if licence else None
+    return known_licence.id.lower() if known_licence else "other" if licence else UNKNOWN
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -295,8 +295,8 @@ def _use(provenance: Provenance) -> list[str]:
             by_term.setdefault(term, []).append(licence.id)
     lines = [f"- {TERMS[term]} ({', '.join(by_term[term])})" for term in TERMS if term in by_term]
     lines += [f"- text of {licence.id}: {licence.url}" for licence in provenance.licences()]
-    asked = [part.licence for part in provenance.parts if part.kind == "terms"]
-    lines += [f"- a source's own terms: {licence}" for licence in dict.fromkeys(asked)]
+    own_terms = [part.licence for part in provenance.parts if part.kind == "terms"]
+    lines += [f"- a source's own terms: {licence}" for licence in dict.fromkeys(own_terms)]
     if provenance.unknown():
         lines.append("- the license of some parts is unknown: ask before you hand the model on")
     return [

@@ -228,8 +228,8 @@ class _Wrapping:
     composed: Callable[..., Any] | None = None
 
 
-def wrap_forward_(module: nn.Module, wrapper: Wrapper, place: str) -> None:
-    """Wrap a module's forward; `place` defines the order among several wrappers.
+def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
+    """Wrap a module's forward; `order_key` defines the order among several wrappers.
 
     Hooks, `module.compile()` and FSDP stay outside of all wrappers; copies of the module copy its
     wrappers.
@@ -237,33 +237,34 @@ def wrap_forward_(module: nn.Module, wrapper: Wrapper, place: str) -> None:
     Args:
         module: module to wrap; its class and parameter names do not change.
         wrapper: module-level function, or a `partial` that binds the arguments before `inner`.
-        place: one of `PLACES`, each for at most one wrapper.
+        order_key: one of `PLACES`, each for at most one wrapper.
 
     Raises:
         ConfigError: there already is a wrapper at this place.
     """
-    if place in (wrapping := _wrapping_of(module)).wrappers:
+    if order_key in (wrapping := _wrapping_of(module)).wrappers:
         raise ConfigError(
-            f"{type(module).__name__} already has a wrapper at place={place!r}. Remove it first "
+            f"{type(module).__name__} already has a wrapper at place={order_key!r}. Remove it "
+            "first "
             "(unwrap_forward_), or lay out a new model."
         )
-    wrapping.wrappers[place] = wrapper
+    wrapping.wrappers[order_key] = wrapper
     _compose_(module, wrapping)
 
 
-def unwrap_forward_(module: nn.Module, place: str) -> Wrapper:
+def unwrap_forward_(module: nn.Module, order_key: str) -> Wrapper:
     """Remove and return the wrapper at a place; without wrappers the forward is the original one.
 
     Raises:
         ConfigError: there is none.
     """
     wrapping = _wrapping_of(module)
-    if place not in wrapping.wrappers:
+    if order_key not in wrapping.wrappers:
         raise ConfigError(
-            f"{type(module).__name__} has no wrapper at place={place!r}, only at "
+            f"{type(module).__name__} has no wrapper at place={order_key!r}, only at "
             f"{[name for name, _ in wrappers_of(module)]}."
         )
-    wrapper = wrapping.wrappers.pop(place)
+    wrapper = wrapping.wrappers.pop(order_key)
     _compose_(module, wrapping)
     return wrapper
 
@@ -310,18 +311,18 @@ def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
     module.__dict__["forward"] = wrapping.composed = forward
 
 
-def view_parameters_(module: nn.Module, views: Mapping[str, View], place: str) -> None:
+def view_parameters_(module: nn.Module, views: Mapping[str, View], order_key: str) -> None:
     """Replace parameters by views during a module's forward.
 
     Args:
         module: module whose parameters stay what they are.
         views: parameter name -> function that computes the view.
-        place: one of `PLACES`, the order among wrappers.
+        order_key: one of `PLACES`, the order among wrappers.
 
     Raises:
         ConfigError: there already is a wrapper at this place.
     """
-    wrap_forward_(module, partial(_on_views, module, views), place)
+    wrap_forward_(module, partial(_on_views, module, views), order_key)
 
 
 def _on_views(
@@ -333,13 +334,13 @@ def _on_views(
     **kwargs: Any,
 ) -> Any:
     own = module._parameters
-    whole = {key: own[key] for key in views}
+    originals = {key: own[key] for key in views}
     try:
         for key, view in views.items():
-            own[key] = view(whole[key])  # type: ignore[assignment,arg-type]
+            own[key] = view(originals[key])  # type: ignore[assignment,arg-type]
         return inner(*args, **kwargs)
     finally:
-        own.update(whole)
+        own.update(originals)
 
 
 @contextmanager

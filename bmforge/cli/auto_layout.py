@@ -48,20 +48,20 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
             "--layout auto chooses micro-batches, so data.grad_accum_steps would change the global "
             "batch. Give data.global_batch_size instead."
         )
-    found: list[Any] = [None]
+    outcome: list[Any] = [None]
     if not joins or os.environ.get("RANK", "0") == "0":
         try:
             cluster = find_cluster_here(world_size)
             # Offloading from the host to the host saves nothing.
-            found[0] = auto_layout(config, cluster, offload=not is_host(default_device()))
+            outcome[0] = auto_layout(config, cluster, offload=not is_host(default_device()))
         except ConfigError as error:
-            found[0] = error
+            outcome[0] = error
     if joins and world_size > 1:
         init_distributed()
-        dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    layout, recompute, offloaded, rows = found[0]
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    layout, recompute, offloaded, rows = outcome[0]
     get_logger().info(
         "layout: %s, micro-batches of %d rows%s%s",
         layout,
@@ -92,9 +92,9 @@ def find_cluster_here(world_size: int) -> Cluster:
 def _measure_host(processes: int) -> Device:
     """Benchmark the CPU: data sheets do not give its throughput in torch."""
     side = 1024
-    one, other = torch.randn(side, side), torch.randn(side, side)
-    torch.mm(one, other)
-    rate = max(2 * side**3 / _seconds(lambda: torch.mm(one, other)) for _ in range(3))
+    left, other = torch.randn(side, side), torch.randn(side, side)
+    torch.mm(left, other)
+    rate = max(2 * side**3 / _seconds(lambda: torch.mm(left, other)) for _ in range(3))
     source = torch.empty(64 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
     copied = max(2 * source.numel() / _seconds(lambda: target.copy_(source)) for _ in range(3))

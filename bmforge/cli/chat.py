@@ -88,23 +88,25 @@ class ThoughtFilter:
         shown = ""
         while True:
             mark = _CLOSE if self._is_inside else _OPEN
-            before, found, behind = self._held.partition(mark)
-            if not found:
+            before, matched, behind = self._held.partition(mark)
+            if not matched:
                 break
             shown += "" if self._is_inside else before
             self._held = behind.lstrip("\n") if self._is_inside else behind
             self._is_inside = not self._is_inside
         # The text may end with a partial mark.
-        held = next((n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0)
-        cut = len(self._held) - held
+        held_length = next(
+            (n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0
+        )
+        cut = len(self._held) - held_length
         shown += "" if self._is_inside else self._held[:cut]
         self._held = self._held[cut:]
         return shown
 
     def finish(self) -> str:
         """Return the rest of the text."""
-        rest, self._held = ("" if self._is_inside else self._held), ""
-        return rest
+        remainder, self._held = ("" if self._is_inside else self._held), ""
+        return remainder
 
 
 class _Session:
@@ -186,10 +188,12 @@ def _load(chat: Conversation, file: Path) -> None:
     """Continue a conversation from a file written by /save."""
     try:
         messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
-        known = all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages)
+        is_valid = all(
+            isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot load {str(file)!r} ({error}).") from error
-    if not known:
+    if not is_valid:
         raise ConfigError(f"cannot load {str(file)!r} (messages need the texts role and content).")
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     chat.set_system(system[0] if system else None)

@@ -110,8 +110,8 @@ COMMANDS: Mapping[str, Command] = {
 def run_command(name: str, arguments: Sequence[str]) -> None:
     """Run a command with its arguments."""
     command = COMMANDS[name]
-    given: Any = arguments
+    parsed: Any = arguments
     if command.options is not None:
-        given = parse.parse_options(command.options, arguments, name)
+        parsed = parse.parse_options(command.options, arguments, name)
     module, _, function = command.run.partition(":")
-    getattr(importlib.import_module(f"bmforge.cli.{module}"), function)(given)
+    getattr(importlib.import_module(f"bmforge.cli.{module}"), function)(parsed)

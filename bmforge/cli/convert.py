@@ -41,9 +41,9 @@ def _export(command: ConvertCommand) -> None:
     """Write a GGUF file. The options of the other formats do not apply."""
     usual = ConvertCommand(source=command.source, target=command.target)
     names = ("dtype", "max_file_gb", "family", "preset", "megatron_degree")
-    given = [name for name in names if getattr(command, name) != getattr(usual, name)]
-    if given:
-        raise ConfigError(f"{', '.join(given)} has no effect on a GGUF file; leave it out.")
+    ineffective = [name for name in names if getattr(command, name) != getattr(usual, name)]
+    if ineffective:
+        raise ConfigError(f"{', '.join(ineffective)} has no effect on a GGUF file; leave it out.")
     kind = command.type or "q8_0"
     with merged_model(command.source, command.target) as source:
         export_gguf(source, command.target, kind, allow_unknown=command.allow_unknown)

@@ -62,15 +62,15 @@ def _explain(command: DataExplainCommand) -> None:
             broken = "" if line.passed else "  <- dropped"
             print(f"  {line.rule:<46}{line.value:>10.4g}  {bounds}{broken}")
     if not shown:
-        place = f" at {command.place!r}" if command.place else ""
-        raise DataError(f"{command.file!r} has no document{place}")
+        location = f" at {command.place!r}" if command.place else ""
+        raise DataError(f"{command.file!r} has no document{location}")
 
 
 def _chosen(command: DataExplainCommand) -> Iterator[Any]:
     from bmforge.data import read_documents
 
-    found = read_documents(command.file, text_field=command.text_field, skip_bad=True)
-    return (one for one in found if command.place in (None, one.place))
+    documents = read_documents(command.file, text_field=command.text_field, skip_bad=True)
+    return (document for document in documents if command.place in (None, document.place))
 
 
 def _show(command: DataShowCommand) -> None:
@@ -98,8 +98,8 @@ def _collect(command: DataCollectCommand) -> None:
     from bmforge.data.collect import collect
 
     report = collect(command.urls, command.out, command.config)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items()))
-    print(f"{report.out_dir}: {report.requests} requests, {report.body_bytes} bytes: {said}")
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items()))
+    print(f"{report.out_dir}: {report.requests} requests, {report.body_bytes} bytes: {outcomes}")
 
 
 def _quality(command: DataQualityCommand) -> None:

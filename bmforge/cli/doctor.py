@@ -76,8 +76,8 @@ def _find_machine() -> Iterator[Finding]:
     room = "" if memory is None else f", {memory / 2**30:.1f} GiB"
     yield Finding("device", f"{device_name(device)}{room}")
     free, total = available_host_bytes(), host_memory_bytes()
-    known = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
-    yield Finding("memory", f"{known} available of {total / 2**30:.1f} GiB")
+    available = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
+    yield Finding("memory", f"{available} available of {total / 2**30:.1f} GiB")
     threads, cores, advice = torch.get_num_threads(), _count_cores(), ""
     if threads > cores:
         advice = f"more threads than cores slow every product down: export OMP_NUM_THREADS={cores}"

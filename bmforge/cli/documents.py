@@ -62,10 +62,10 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
             )
         tokenizer = CPMBeeTokenizer.from_pretrained(directory)
         filled = fill_each(opened, tokenizer, chain([first], documents), **options)
-        for place, document in enumerate(filled):
+        for index, document in enumerate(filled):
             if isinstance(document, DataError):
                 wrong += 1
-                print(f"line {numbers[place]}: {document}", file=sys.stderr, flush=True)
+                print(f"line {numbers[index]}: {document}", file=sys.stderr, flush=True)
             else:
                 print(json.dumps(document, ensure_ascii=False), flush=True)
     if wrong:

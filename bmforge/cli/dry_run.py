@@ -21,8 +21,8 @@ def parse_world(text: str | None) -> int:
         ConfigError: it is missing, or not a positive integer.
     """
     if text is None or not text.isdecimal() or int(text) < 1:
-        given = "is missing" if text is None else f"{text} is no number of processes"
-        raise ConfigError(f"--world {given}. Say how many there are to be: --dry-run --world 64.")
+        problem = "is missing" if text is None else f"{text} is no number of processes"
+        raise ConfigError(f"--world {problem}. Say how many there are to be: --dry-run --world 64.")
     return int(text)
 
 
@@ -48,7 +48,7 @@ def show_dry_run(config: Any, world_size: int) -> str:
         attach_adapter(model, config)
         return model
 
-    found = dry_run(
+    result = dry_run(
         build,
         config.layout,
         world_size,
@@ -56,16 +56,16 @@ def show_dry_run(config: Any, world_size: int) -> str:
         recompute=config.recompute,
         prefetch=config.prefetch,
     )
-    return _describe(family.__name__, found, world_size)
+    return _describe(family.__name__, result, world_size)
 
 
-def _describe(family: str, found: DryRun, world_size: int) -> str:
-    axes = " x ".join(f"{name}={length}" for name, length in found.axes.items() if length > 1)
+def _describe(family: str, result: DryRun, world_size: int) -> str:
+    axes = " x ".join(f"{name}={length}" for name, length in result.axes.items() if length > 1)
     lines = [
-        f"{family}, {found.parameters:,} parameters, on {world_size} processes: {axes or 'one'}",
+        f"{family}, {result.parameters:,} parameters, on {world_size} processes: {axes or 'one'}",
         f"{'rank':>10}{'blocks':>8}{'parameters':>16}{'weights':>12}{'with AdamW':>12}  stages",
     ]
-    for share in found.shares:
+    for share in result.shares:
         weights = share.parameter_bytes / 2**30
         # Gradients and AdamW's two states have the weights' size and layout.
         lines.append(

@@ -44,5 +44,5 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _draw_table(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return one line per metric."""
     cells = [(m, n, f"{v:.4f}") for m, values in results.items() for n, v in values.items()]
-    widths = [max(len(cell[place]) for cell in cells) for place in range(3)]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
     return [f"{m:<{widths[0]}}  {n:<{widths[1]}}  {v:>{widths[2]}}" for m, n, v in cells]

@@ -39,8 +39,8 @@ def describe_delta(directory: Path) -> str:
     """Return an adapter's card, or its config if it has no card."""
     card = directory / "README.md"
     file = card if card.exists() else directory / "adapter_config.json"
-    said = describe_provenance(read_provenance(directory))
-    return "\n".join((file.read_text(encoding="utf-8").strip(), "", *said))
+    provenance = describe_provenance(read_provenance(directory))
+    return "\n".join((file.read_text(encoding="utf-8").strip(), "", *provenance))
 
 
 def describe_model(name: str, seq_len: int | None = None, backend: Backend = "auto") -> str:

@@ -21,24 +21,27 @@ def run_migrate(command: MigrateCommand) -> None:
         raise ConfigError(f"there is no script {command.script!r}.")
     if source.suffix in (".yaml", ".yml") and not is_line:
         out = command.out or Path(f"{source.stem}.toml")
-        found = read_config(source, out.parent)
+        migrated = read_config(source, out.parent)
     else:
-        found = migrate_text(command.script if is_line else source.read_text("utf-8", "replace"))
-        out = command.out or Path(f"{found.task if is_line else source.stem}.toml")
-    _write(out, found)
-    print(f"{out}: a run of {found.task}. Start it with\n\n  {found.command.format(config=out)}\n")
-    for title, rows in (("not placed", found.unplaced), ("not needed", found.dropped)):
+        migrated = migrate_text(command.script if is_line else source.read_text("utf-8", "replace"))
+        out = command.out or Path(f"{migrated.task if is_line else source.stem}.toml")
+    _write(out, migrated)
+    print(
+        f"{out}: a run of {migrated.task}. Start it with\n\n  "
+        f"{migrated.command.format(config=out)}\n"
+    )
+    for title, rows in (("not placed", migrated.unplaced), ("not needed", migrated.dropped)):
         if rows:
             print(f"{title}:")
             print("".join(f"  {name}: {why}\n" for name, why in rows))
 
 
-def _write(out: Path, found: Migrated) -> None:
+def _write(out: Path, migrated: Migrated) -> None:
     """Write the config and its accompanying files without overwriting any."""
-    places = [out, *(out.parent / name for name in found.files)]
-    for place in places:
-        if place.exists():
-            raise ConfigError(f"{str(place)!r} is there already: name another file with --out.")
+    places = [out, *(out.parent / name for name in migrated.files)]
+    for path in places:
+        if path.exists():
+            raise ConfigError(f"{str(path)!r} is there already: name another file with --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    for place, text in zip(places, (found.toml(), *found.files.values()), strict=True):
-        replace_file(place, text)
+    for path, text in zip(places, (migrated.toml(), *migrated.files.values()), strict=True):
+        replace_file(path, text)

@@ -68,9 +68,9 @@ def put_deltas_(
     Raises:
         ConfigError: a weight is not a number; or see `load_delta`.
     """
-    for number, given in enumerate(deltas):
-        where, is_weighed, weight = given.rpartition("=")
-        where = where if is_weighed else given
+    for number, option in enumerate(deltas):
+        where, is_weighed, weight = option.rpartition("=")
+        where = where if is_weighed else option
         delta = load_delta(
             model,
             where,
@@ -82,7 +82,7 @@ def put_deltas_(
             try:
                 delta.weigh_(float(weight))
             except ValueError:
-                raise ConfigError(f"--adapter {given!r}: {weight!r} is no number.") from None
+                raise ConfigError(f"--adapter {option!r}: {weight!r} is no number.") from None
 
 
 def find_names(deltas: Sequence[str]) -> dict[str, str]:
@@ -91,11 +91,12 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: only some have a name, two have the same, or a directory has no adapter.
     """
-    parts = [given.partition("=") for given in deltas]
-    for given, (_, is_told, where) in zip(deltas, parts, strict=True):
-        if is_told and not (is_delta_dir(where) or is_delta_dir(given) or _is_number(where)):
+    parts = [option.partition("=") for option in deltas]
+    for option, (_, is_told, where) in zip(deltas, parts, strict=True):
+        if is_told and not (is_delta_dir(where) or is_delta_dir(option) or _is_number(where)):
             raise ConfigError(
-                f"--adapter {given!r}: {where!r} is neither a weight nor a directory with a delta. "
+                f"--adapter {option!r}: {where!r} is neither a weight nor a directory with a "
+                "delta. "
                 "Give DIR, DIR=WEIGHT, or NAME=DIR."
             )
     named = [(name, where) for name, _, where in parts if where and is_delta_dir(where)]
@@ -139,8 +140,8 @@ def delta_bytes(deltas: Sequence[str]) -> int:
         deltas: adapters as given by the user: DIR, DIR=WEIGHT, or NAME=DIR.
     """
     count = 0
-    for given in find_names(deltas).values() or (g.rpartition("=")[0] or g for g in deltas):
-        for file in Path(given).glob("*.safetensors"):
+    for directory in find_names(deltas).values() or (g.rpartition("=")[0] or g for g in deltas):
+        for file in Path(directory).glob("*.safetensors"):
             with safe_open(file, "pt") as opened:
                 shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
             count += sum(math.prod(shape) for shape in shapes)

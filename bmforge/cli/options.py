@@ -97,8 +97,8 @@ class GenerateCommand:
     def options(self) -> dict[str, Any]:
         """Return the given fields of `GenerationConfig`."""
         others = {"model", "prompt", "chat", "document", "seed", "adapter", "memory"}
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value for name, value in given.items()
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in values.items()
                 if name not in others and value not in (None, ())}  # fmt: skip
 
 

@@ -116,10 +116,10 @@ def take_switch(arguments: list[str], name: str) -> bool:
     is_on = False
     off = f"--no-{name.removeprefix('--')}"
     while True:
-        found = [i for i, a in enumerate(arguments) if a.partition("=")[0] in (name, off)]
-        if not found:
+        positions = [i for i, a in enumerate(arguments) if a.partition("=")[0] in (name, off)]
+        if not positions:
             return is_on
-        at = found[0]
+        at = positions[0]
         word, _, value = arguments.pop(at).partition("=")
         if not value and arguments[at : at + 1] and arguments[at] in _WORDS:
             value = arguments.pop(at)

@@ -112,25 +112,25 @@ def run_plan_command(command: PlanCommand) -> None:
         check_place(command.plot, "plot")
     layouts = tuple(sensible_layouts(request))
     with ProgressBar("plan", len(layouts)) as bar:
-        found = plan(
+        result = plan(
             request,
             note=lambda layout: bar.advance(text=layout),
             layouts=layouts,
             processes=os.cpu_count() or 1,
             keep=default_directory(),
         )
-    describe_plan(found, command, console)
+    describe_plan(result, command, console)
     if command.plot is not None:
         command.plot.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(command.plot, draw_memory(found, command.rows))
+        replace_file(command.plot, draw_memory(result, command.rows))
         get_logger().info("memory: %s", command.plot)
-    if not found.rows or not found.rows[0].fits:
-        _ = found.winner  # raises an error that names the missing memory
+    if not result.rows or not result.rows[0].fits:
+        _ = result.winner  # raises an error that names the missing memory
 
 
-def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
+def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
     """Print the request, the table, and the launch command of the fastest layout."""
-    request = found.request
+    request = result.request
     cluster, device = request.cluster, request.cluster.device
     console.print(
         f"{request.workload.name}: {request.batch} rows of {request.workload.row_tokens} tokens a "
@@ -138,8 +138,8 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
         f"({device.memory_bytes / _GIB:.1f} GiB usable, {cluster.per_node} a node, "
         f"{cluster.network_gbit_s:g} Gb/s per GPU between nodes)"
     )
-    console.print(make_table(found, command.rows))
-    for reason, layouts in _by_reason(found)[:3]:
+    console.print(make_table(result, command.rows))
+    for reason, layouts in _by_reason(result)[:3]:
         more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
         console.print(f"not possible: {layouts[0]}{more}: {reason}", highlight=False)
     console.print(
@@ -148,30 +148,30 @@ def describe_plan(found: Plan, command: PlanCommand, console: Console) -> None:
         f"{device.source}",
         highlight=False,
     )
-    if not found.rows or not found.rows[0].fits:
+    if not result.rows or not result.rows[0].fits:
         return
     if command.tokens is not None:
-        console.print(cost_line(found.winner, request, command), highlight=False)
-    line = launch_line(request, found.winner, _model_options(command))
+        console.print(cost_line(result.winner, request, command), highlight=False)
+    line = launch_line(request, result.winner, _model_options(command))
     console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _by_reason(found: Plan) -> list[tuple[str, list[Layout]]]:
+def _by_reason(result: Plan) -> list[tuple[str, list[Layout]]]:
     """Return the rejected layouts grouped by reason."""
     reasons: dict[str, list[Layout]] = {}
-    for layout, reason in found.refused:
+    for layout, reason in result.refused:
         reasons.setdefault(reason, []).append(layout)
     return list(reasons.items())
 
 
-def make_table(found: Plan, count: int) -> Table:
+def make_table(result: Plan, count: int) -> Table:
     """Return the first `count` rows as a table."""
     table = Table(box=None, pad_edge=False)
     columns = ("layout", "rows", "recompute", "offload", "GiB", "state", "activ.", "other")
     for name in (*columns, "s/step", "tokens/s", "MFU", ""):
         table.add_column(name, justify="left" if name in ("layout", "") else "right")
-    for row in found.rows[:count]:
-        table.add_row(*_cells(row, found.request))
+    for row in result.rows[:count]:
+        table.add_row(*_cells(row, result.request))
     return table
 
 
@@ -225,9 +225,9 @@ def launch_line(request: Request, row: Row, model: Sequence[str] = ()) -> str:
         model: command line options for the planned model.
     """
     cluster, choice = request.cluster, row.choice
-    here = min(cluster.per_node, cluster.count)
-    nodes = cluster.count // here
-    start = f"torchrun --nproc-per-node {here}"
+    per_node = min(cluster.per_node, cluster.count)
+    nodes = cluster.count // per_node
+    start = f"torchrun --nproc-per-node {per_node}"
     if nodes > 1:
         first = "${FIRST_NODE:?its name or address}"
         start += f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{first}:29500"'

@@ -20,10 +20,10 @@ _COLOURS = {
 _LEFT, _WIDTH, _BAR, _GAP, _TOP = 330, 560, 20, 8, 58
 
 
-def draw_memory(found: Plan, count: int) -> str:
+def draw_memory(result: Plan, count: int) -> str:
     """Return an SVG with a bar for each of the first `count` rows."""
-    rows = found.rows[:count]
-    room = found.request.cluster.device.memory_bytes
+    rows = result.rows[:count]
+    room = result.request.cluster.device.memory_bytes
     # Bars are cut at twice the device memory, or the largest would squeeze the others.
     widest = min(max([room, *(row.memory.total for row in rows)]), 2 * room)
     scale = _WIDTH / widest
@@ -31,7 +31,7 @@ def draw_memory(found: Plan, count: int) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 90}" '
         f'height="{bottom + 30}" font-family="sans-serif" font-size="11">',
-        f"<title>{escape(found.request.workload.name)}: memory per device</title>",
+        f"<title>{escape(result.request.workload.name)}: memory per device</title>",
         *_legend(),
     ]
     for number, row in enumerate(rows):

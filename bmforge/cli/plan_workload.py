@@ -45,14 +45,14 @@ def read_model(name: str, changes: Sequence[str] = ()) -> tuple[type[Model], Mod
     family, config = find_config(name)
     if not changes:
         return family, config
-    known = {f.name for f in fields(config)} - {"raw"}
+    field_names = {f.name for f in fields(config)} - {"raw"}
     values = {}
     for change in changes:
         key, equals, text = change.partition("=")
-        if not equals or key not in known:
+        if not equals or key not in field_names:
             raise ConfigError(
-                f"--set {change!r}: write field=value.{suggest(key, known)} Fields: "
-                f"{', '.join(sorted(known))}."
+                f"--set {change!r}: write field=value.{suggest(key, field_names)} Fields: "
+                f"{', '.join(sorted(field_names))}."
             )
         values[key] = _parse_value(text)
     return family, config.with_implied().replace(**values)
@@ -114,7 +114,7 @@ def workload_of(
             order[number] = kind
     frozen = None if trained is None else sorted(trained)
     sizes = config_to_dict(config.replace(raw={}))
-    told = (family.__name__, sizes, row_tokens, frozen, str(frozen_dtype))
+    key_values = (family.__name__, sizes, row_tokens, frozen, str(frozen_dtype))
     return Workload(
         name,
         _Short(make, first[0]),
@@ -129,7 +129,7 @@ def workload_of(
         tuple((_Short(make, numbers[0]), len(numbers)) for numbers in others),
         seen_as_plain,
         tuple(order),
-        json.dumps(told, sort_keys=True, default=str),
+        json.dumps(key_values, sort_keys=True, default=str),
     )
 
 
@@ -190,8 +190,8 @@ class _Short:
             stack: Any = model.get_submodule(name)
             block = stack[str(self.number)]
             stack.clear()
-            for place in range(depth):
-                stack[str(place)] = copy.deepcopy(block)
+            for index in range(depth):
+                stack[str(index)] = copy.deepcopy(block)
             number_places_(stack)
         spec = getattr(model, "spec", None)
         if isinstance(spec, StackSpec):

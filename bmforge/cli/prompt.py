@@ -54,19 +54,19 @@ def _show(
 ) -> None:
     """Print one rendered example."""
     console.print(Text(f"\nexample {number}", style="bold"))
-    said = Text("pieces    ", style="dim")
+    legend = Text("pieces    ", style="dim")
     for piece in template.wrap(example):
         shown = piece.text or f"<soft {piece.soft}>"
         style = _COLOURS[piece.kind] or ("green" if piece.shortenable else "default")
-        said.append(shown, style=f"not dim {style}")
-    console.print(said)
-    asked = ask_example(template, words, example, command.seq_len, command.cut)
-    for prompt in asked.prompts:
+        legend.append(shown, style=f"not dim {style}")
+    console.print(legend)
+    question = ask_example(template, words, example, command.seq_len, command.cut)
+    for prompt in question.prompts:
         ids = Text("ids       ", style="dim")
-        for place, id in enumerate(prompt.input_ids):
-            here = place in prompt.mask_at and not prompt.decoder_input_ids
+        for position, id in enumerate(prompt.input_ids):
+            is_mask = position in prompt.mask_at and not prompt.decoder_input_ids
             soft = bool(template.rows) and id >= template.vocab_size
-            style = "bold red" if here else "bold blue" if soft else "default"
+            style = "bold red" if is_mask else "bold blue" if soft else "default"
             ids.append(f"{id} ", style=f"not dim {style}")
         console.print(ids)
         if prompt.decoder_input_ids:

@@ -64,10 +64,10 @@ def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
 
 def _name_layers(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
     """Return lines with the median quantization error and the layers with the largest errors."""
-    found = measure_layers(before, after, texts)
-    median = statistics.median(one.error for one in found)
-    width = max(len(one.name) for one in found[:_MOST_LAYERS])
+    layers = measure_layers(before, after, texts)
+    median = statistics.median(layer.error for layer in layers)
+    width = max(len(layer.name) for layer in layers[:_MOST_LAYERS])
     return [
-        f"what {len(found)} layers give is off by {median:.3%} of it (median); the most:",
-        *(f"  {one.name:{width}}  {one.error:.3%}" for one in found[:_MOST_LAYERS]),
+        f"what {len(layers)} layers give is off by {median:.3%} of it (median); the most:",
+        *(f"  {layer.name:{width}}  {layer.error:.3%}" for layer in layers[:_MOST_LAYERS]),
     ]

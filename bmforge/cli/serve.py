@@ -58,8 +58,8 @@ def run_serve(command: ServeCommand) -> None:
         listener = stack.enter_context(bind_address(command.config))
         embedder = None
         if command.embedding_model is not None:
-            place = find_model(command.embedding_model)
-            embedder = stack.enter_context(Engine(place, device_budget_bytes=budget))
+            directory = find_model(command.embedding_model)
+            embedder = stack.enter_context(Engine(directory, device_budget_bytes=budget))
             budget = None if budget is None else budget - embedder.plan.used_bytes
         engine: Engine | SleepingEngine
         if command.unload_after_s is None:
@@ -71,8 +71,8 @@ def run_serve(command: ServeCommand) -> None:
         stack.enter_context(engine)
         console = Console(file=sys.stderr)
         console.print(engine.plan.table())
-        known = read_provenance(source.adapter or source.model)
-        console.print("\n".join(describe_provenance(known)), markup=False)
+        provenance = read_provenance(source.adapter or source.model)
+        console.print("\n".join(describe_provenance(provenance)), markup=False)
         names = delta_names(find_names(command.adapter))
         serve(engine, command.config, source.tokenizer, embedder, listener, names)
 

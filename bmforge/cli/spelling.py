@@ -32,16 +32,16 @@ def name_options(message: str, options: Collection[str]) -> str:
         message: error message with Python field names (`micro_batch_size`).
         options: options of the command, without dashes (`data.micro-batch-size`).
     """
-    found: dict[str, None] = {}
+    named: dict[str, None] = {}
     for field in _FIELD.findall(message):
         name = field.replace("_", "-")
         if name == field:
             continue
         hits = [name] if name in options else sorted(o for o in options if o.endswith(f".{name}"))
         if len(hits) <= _MOST:
-            found.update((f"--{hit}", None) for hit in hits if f"--{hit}" not in message)
-    if not found:
+            named.update((f"--{hit}", None) for hit in hits if f"--{hit}" not in message)
+    if not named:
         return message
-    return f"{message}\nHere the command's {'options are' if len(found) > 1 else 'option is'} " + (
-        f"{', '.join(found)}."
+    return f"{message}\nHere the command's {'options are' if len(named) > 1 else 'option is'} " + (
+        f"{', '.join(named)}."
     )

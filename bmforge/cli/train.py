@@ -33,13 +33,13 @@ def run_train(arguments: Sequence[str]) -> None:
 
 def _check_names(arguments: Sequence[str]) -> None:
     """Raise `ConfigError` for an option that no task has; others are checked by their task."""
-    known = [f"--{name}" for name in FIELDS] + SWITCHES
+    options = [f"--{name}" for name in FIELDS] + SWITCHES
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         spellings = {name, name.replace("--no-", "--", 1), name.replace(".no-", ".", 1)}
-        if name.startswith("--") and spellings.isdisjoint(known):
+        if name.startswith("--") and spellings.isdisjoint(options):
             raise ConfigError(
-                f"{name} is no option of bmforge train.{suggest(name, [*known, *SHORT_NAMES])} "
+                f"{name} is no option of bmforge train.{suggest(name, [*options, *SHORT_NAMES])} "
                 "--help says what is set most often; with a model, --help-all lists every option."
             )
 

@@ -32,20 +32,20 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
         task: name of the task.
         arguments: command line arguments after the task name.
     """
-    rest = list(arguments)
-    file, model = take_option(rest, "--config"), take_option(rest, "--model")
-    recipe = find_recipe(task, model, _see_option(rest, "--init-from"), file)
-    shows, tries = take_switch(rest, "--print-config"), take_switch(rest, "--dry-run")
-    traces = take_switch(rest, "--profile")
-    old_file, plans = take_option(rest, "--ds-config"), take_option(rest, "--layout")
-    world, changes = take_option(rest, "--world"), take_option(rest, "--changes")
+    remaining = list(arguments)
+    file, model = take_option(remaining, "--config"), take_option(remaining, "--model")
+    recipe = find_recipe(task, model, _see_option(remaining, "--init-from"), file)
+    shows, tries = take_switch(remaining, "--print-config"), take_switch(remaining, "--dry-run")
+    traces = take_switch(remaining, "--profile")
+    old_file, plans = take_option(remaining, "--ds-config"), take_option(remaining, "--layout")
+    world, changes = take_option(remaining, "--world"), take_option(remaining, "--changes")
     command = f"train {task}" + ("" if model is None else f" --model {model}")
     default = read_config(recipe, file)
     # Derived fields (heads from widths) are recomputed from the changed ones.
     default.model = default.model.with_implied()
-    _set_adapter_rate(default, rest, file)
-    config = _parse_run(recipe, rest, command, default)
-    config = record_given(config, file, parse.spell_switches(recipe.config, rest))
+    _set_adapter_rate(default, remaining, file)
+    config = _parse_run(recipe, remaining, command, default)
+    config = record_given(config, file, parse.spell_switches(recipe.config, remaining))
     if changes is not None:
         config.changes = read_changes(changes)
     if shows or tries or plans is not None:

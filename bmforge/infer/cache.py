@@ -100,8 +100,11 @@ class KVCache:
             for layer, buffer in enumerate(buffers):
                 buffers[layer] = self._pick(buffer, indices)
         for layer, pair in self._memory.items():
-            here = indices.to(pair[0].device)
-            self._memory[layer] = pair[0].index_select(0, here), pair[1].index_select(0, here)
+            on_device = indices.to(pair[0].device)
+            self._memory[layer] = (
+                pair[0].index_select(0, on_device),
+                pair[1].index_select(0, on_device),
+            )
 
     def _pick(self, buffer: Tensor | None, indices: Tensor) -> Tensor | None:
         if buffer is None:
@@ -124,8 +127,8 @@ class KVCache:
     @property
     def size_bytes(self) -> int:
         """Size of the buffers in bytes, cross-attention included."""
-        found = [*self._keys, *self._values, *(t for pair in self._memory.values() for t in pair)]
-        return sum(t.numel() * t.element_size() for t in found if t is not None)
+        tensors = [*self._keys, *self._values, *(t for pair in self._memory.values() for t in pair)]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     @property
     def stored(self) -> int:

@@ -87,9 +87,9 @@ class Conversation:
         """
         if not text.strip():
             raise ConfigError("there is nothing to answer; say something.")
-        said: list[Message] = [*self.history, {"role": "user", "content": text}]
-        answer = self._write(self._read(said), on_text)
-        self.history = [*said, {"role": "assistant", "content": answer}]
+        turns: list[Message] = [*self.history, {"role": "user", "content": text}]
+        answer = self._write(self._read(turns), on_text)
+        self.history = [*turns, {"role": "assistant", "content": answer}]
         return answer
 
     def clear(self) -> None:
@@ -115,13 +115,13 @@ class Conversation:
         """The conversation so far, its system message included."""
         return [*self._system, *self.history]
 
-    def _read(self, said: Sequence[Message]) -> list[int]:
+    def _read(self, turns: Sequence[Message]) -> list[int]:
         """Return the prompt's token ids; the oldest turns are dropped until an answer fits."""
-        limit, wanted = self._limit, self.options.max_new_tokens
-        for first in range(0, len(said), 2):  # drop a question together with its answer
-            messages = [*self._system, *said[first:]]
+        limit, new_tokens = self._limit, self.options.max_new_tokens
+        for first in range(0, len(turns), 2):  # drop a question together with its answer
+            messages = [*self._system, *turns[first:]]
             ids = encode_messages(self.template, messages, self.model, self.tokenizer)
-            if limit is None or len(ids) + wanted <= limit:
+            if limit is None or len(ids) + new_tokens <= limit:
                 return ids
         if limit is not None and len(ids) < limit:
             return ids
@@ -134,14 +134,14 @@ class Conversation:
         """Generate the answer to a prompt; pieces of its text are passed to `on_text`."""
         model, tokenizer = self.model, self.tokenizer
         traits, ends = model.traits, find_ends(model, tokenizer, self._mark)
-        found: dict[str, Any] = {"eos_token_id": tuple(ends)} if ends else {}
+        stops: dict[str, Any] = {"eos_token_id": tuple(ends)} if ends else {}
         if self._limit is not None:
             most = min(self.options.max_new_tokens, self._limit - len(ids))
-            found |= {
+            stops |= {
                 "max_new_tokens": most,
                 "min_new_tokens": min(self.options.min_new_tokens, most),
             }
-        options = self.options.replace(**found)
+        options = self.options.replace(**stops)
         if options.num_return_sequences > 1:
             raise ConfigError(
                 f"num_return_sequences={options.num_return_sequences}: a conversation goes on with "

@@ -104,8 +104,8 @@ class Decoder:
             mask = self._mask[:, :end]
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
         self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
-        found = self.model.row_positions(self._tokens, mask)  # type: ignore[union-attr]
-        positions = positions if found is None else found[..., start:]
+        own_positions = self.model.row_positions(self._tokens, mask)  # type: ignore[union-attr]
+        positions = positions if own_positions is None else own_positions[..., start:]
         out = self.model(
             tokens,
             attention_mask=mask,

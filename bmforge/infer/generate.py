@@ -237,8 +237,8 @@ def complete_config(
         eos = config.eos_tokens
     pad = config.pad_token_id
     if pad is None:
-        known = {**model.config.raw, **vars(model.config), **model.config.generation_defaults}
-        pad = known.get("pad_token_id")
+        values = {**model.config.raw, **vars(model.config), **model.config.generation_defaults}
+        pad = values.get("pad_token_id")
     pad = None if pad is None or pad < 0 else pad  # older configs write -1 for no padding token
     if pad is None and eos:
         pad = eos[0]

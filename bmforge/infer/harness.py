@@ -88,12 +88,12 @@ class TextModel:
             raise ConfigError("an encoder-decoder gives no likelihood of a text by itself.")
         pairs, owners = [], []
         for number, text in enumerate(texts):
-            found = list(roll_windows(self._encode(text), self._begin(), self.max_length + 1))
-            pairs += found
-            owners += [number] * len(found)
+            windows = list(roll_windows(self._encode(text), self._begin(), self.max_length + 1))
+            pairs += windows
+            owners += [number] * len(windows)
         sums = [0.0] * len(texts)
-        for owner, one in zip(owners, self._score(pairs), strict=True):
-            sums[owner] += one.log_prob
+        for owner, likelihood in zip(owners, self._score(pairs), strict=True):
+            sums[owner] += likelihood.log_prob
         return sums
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -153,17 +153,17 @@ class TextModel:
         ordered = [pairs[n] for n in order]
         if not ordered:
             return []
-        found = score_pairs(self.model, ordered, self.batch_size, self._rows, self.max_length)
-        back = dict(zip(order, found, strict=True))
+        likelihoods = score_pairs(self.model, ordered, self.batch_size, self._rows, self.max_length)
+        back = dict(zip(order, likelihoods, strict=True))
         return [back[number] for number in range(len(pairs))]
 
     def _write(self, context: str, options: Mapping[str, Any]) -> str:
-        given = dict(options)
-        marks = given.pop("until", None) or []
+        settings = dict(options)
+        marks = settings.pop("until", None) or []
         marks = [marks] if isinstance(marks, str) else [mark for mark in marks if mark]
-        most = int(given.pop("max_gen_toks", _MAX_NEW_TOKENS))
-        if not given.get("do_sample"):
-            given = {name: value for name, value in given.items() if name not in _DRAWN}
+        most = int(settings.pop("max_gen_toks", _MAX_NEW_TOKENS))
+        if not settings.get("do_sample"):
+            settings = {name: value for name, value in settings.items() if name not in _DRAWN}
         ids = [*self.tokenizer.prompt_prefix, *self._encode(context)] or self._begin()
         traits = self.model.traits
         if self._is_apart:
@@ -188,9 +188,9 @@ class TextModel:
         model: Any = self.model
         ends = find_end_tokens(model.config, self.tokenizer)
         # lm-eval's default is greedy decoding, whatever generation_config.json says.
-        given = {"do_sample": False, **given, "max_new_tokens": most, "eos_token_id": ends}
+        settings = {"do_sample": False, **settings, "max_new_tokens": most, "eos_token_id": ends}
         with suppress(_MarkedError):
-            generate(model, prompt, torch.ones_like(prompt), on_token=collect, **given)
+            generate(model, prompt, torch.ones_like(prompt), on_token=collect, **settings)
         del written[next((at for at, id in enumerate(written) if id in ends), len(written)) :]
         text = read()
         return text[: min((text.find(mark) for mark in marks if mark in text), default=len(text))]
@@ -224,16 +224,18 @@ def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
             self.inner, self._name = inner, name
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            found = self.inner.loglikelihood([request.args for request in requests])
-            return self._keep("loglikelihood", requests, [tuple(one) for one in found])
+            results = self.inner.loglikelihood([request.args for request in requests])
+            return self._keep(
+                "loglikelihood", requests, [tuple(likelihood) for likelihood in results]
+            )
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            found = self.inner.loglikelihood_rolling([request.args[0] for request in requests])
-            return self._keep("loglikelihood_rolling", requests, found)
+            results = self.inner.loglikelihood_rolling([request.args[0] for request in requests])
+            return self._keep("loglikelihood_rolling", requests, results)
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            found = self.inner.generate_until([request.args for request in requests])
-            return self._keep("generate_until", requests, found)
+            results = self.inner.generate_until([request.args for request in requests])
+            return self._keep("generate_until", requests, results)
 
         def _keep(self, kind: str, requests: list[Any], answers: list[Any]) -> list[Any]:
             for request, answer in zip(requests, answers, strict=True):

@@ -133,8 +133,8 @@ class GenerationConfig:
     def given(self, *names: str) -> list[str]:
         """Return ``name=value`` for each of these fields that differs from its default."""
         plain = type(self)()
-        found = [(name, getattr(self, name)) for name in names]
-        return [f"{name}={value!r}" for name, value in found if value != getattr(plain, name)]
+        values = [(name, getattr(self, name)) for name in names]
+        return [f"{name}={value!r}" for name, value in values if value != getattr(plain, name)]
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with fields changed.
@@ -149,8 +149,8 @@ class GenerationConfig:
                     f"generate has no option {name!r}.{suggest(name, fields)} "
                     f"It has: {', '.join(fields)}."
                 )
-        given = {name: getattr(self, name) for name in self.fields_set}
-        return type(self)(**given | changes)
+        own_fields = {name: getattr(self, name) for name in self.fields_set}
+        return type(self)(**own_fields | changes)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """Return a copy that takes a model's published options for the fields that are not given.
@@ -164,13 +164,13 @@ class GenerationConfig:
         Returns:
             a copy all of whose fields count as given.
         """
-        given = {name: getattr(self, name) for name in self.fields_set}
-        free = {name: value for name, value in defaults.items() if name not in given}
-        if given.get("num_beams", 1) > 1:
+        own_fields = {name: getattr(self, name) for name in self.fields_set}
+        free = {name: value for name, value in defaults.items() if name not in own_fields}
+        if own_fields.get("num_beams", 1) > 1:
             free.pop("do_sample", None)
-        if given.get("do_sample"):
+        if own_fields.get("do_sample"):
             free.pop("num_beams", None)
-        merged = free | given
+        merged = free | own_fields
         unused = set[str]()
         if not merged.get("do_sample"):
             unused |= {name for name, _ in _SAMPLING}
@@ -181,11 +181,11 @@ class GenerationConfig:
         shortest = min(merged.get("min_new_tokens", 0), merged.get("max_new_tokens", 20))
         if "min_new_tokens" in free:
             free["min_new_tokens"] = shortest
-        kept = {name: value for name, value in free.items() if name not in unused}
+        used = {name: value for name, value in free.items() if name not in unused}
         try:
-            return dataclasses.replace(type(self)(**kept | given))
+            return dataclasses.replace(type(self)(**used | own_fields))
         except ConfigError as error:
-            if not kept:
+            if not used:
                 raise
             raise ConfigError(
                 f"{error} Some of these values are from the model's generation_config.json."

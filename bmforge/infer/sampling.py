@@ -52,8 +52,8 @@ def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Te
         scores: (B, V); ids: (B, S); padding: (B,), number of leading ids of a row to ignore
     """
     vocab_size = scores.shape[1]
-    place = torch.arange(ids.shape[1], device=ids.device)
-    ids = ids.masked_fill(place < padding[:, None], vocab_size).clamp(max=vocab_size)
+    position = torch.arange(ids.shape[1], device=ids.device)
+    ids = ids.masked_fill(position < padding[:, None], vocab_size).clamp(max=vocab_size)
     seen = torch.zeros(ids.shape[0], vocab_size + 1, dtype=torch.bool, device=ids.device)
     seen = seen.scatter(1, ids, True)[:, :vocab_size]
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
@@ -73,9 +73,9 @@ def penalize_written(scores: Tensor, written: Tensor, presence: float, frequency
 
 def add_biases(scores: Tensor, biases: Mapping[int, float]) -> Tensor:
     """Add a bias to the scores of some tokens; ids outside the vocabulary are ignored."""
-    known = {id: bias for id, bias in biases.items() if id < scores.shape[1]}
-    ids = torch.tensor(list(known), dtype=torch.int64, device=scores.device)
-    return scores.index_add(1, ids, scores.new_tensor(list(known.values())).expand(len(scores), -1))
+    valid = {id: bias for id, bias in biases.items() if id < scores.shape[1]}
+    ids = torch.tensor(list(valid), dtype=torch.int64, device=scores.device)
+    return scores.index_add(1, ids, scores.new_tensor(list(valid.values())).expand(len(scores), -1))
 
 
 def forbid_tokens(scores: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -95,12 +95,12 @@ def find_repeats(ids: Sequence[int], ngram: int) -> list[int]:
 
 def find_bad_words(ids: Sequence[int], words: Sequence[Sequence[int]]) -> list[int]:
     """Return the tokens that would complete one of `words`."""
-    found = []
+    completing = []
     for word in words:
         begin = len(word) - 1
         if begin <= len(ids) and list(ids[len(ids) - begin :]) == list(word[:-1]):
-            found.append(word[-1])
-    return found
+            completing.append(word[-1])
+    return completing
 
 
 def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
@@ -149,10 +149,10 @@ def process_scores(
     if config.no_repeat_ngram_size or config.bad_words_ids:
         scores = scores.clone()
         for row, first in enumerate(padding.tolist()):
-            known = ids[row, first:].tolist()
-            found = find_repeats(known, config.no_repeat_ngram_size)
-            found += find_bad_words(known, config.bad_words_ids)
-            scores[row, [id for id in found if id < scores.shape[1]]] = -torch.inf
+            generated = ids[row, first:].tolist()
+            banned = find_repeats(generated, config.no_repeat_ngram_size)
+            banned += find_bad_words(generated, config.bad_words_ids)
+            scores[row, [id for id in banned if id < scores.shape[1]]] = -torch.inf
     if new_tokens < config.min_new_tokens:
         scores = forbid_tokens(scores, config.eos_tokens)
     return scores
@@ -244,7 +244,7 @@ def draw_token(probabilities: Tensor, number: float) -> int:
         probabilities: (V,), which need not sum to 1
     """
     sums = probabilities.double().cumsum(0)
-    place = int(torch.searchsorted(sums, number * sums[-1], right=True))
-    if place == len(sums) or not probabilities[place] > 0:  # rounding error at the end of the sums
-        place = int(probabilities.nonzero()[-1])
-    return place
+    token = int(torch.searchsorted(sums, number * sums[-1], right=True))
+    if token == len(sums) or not probabilities[token] > 0:  # rounding error at the end of the sums
+        token = int(probabilities.nonzero()[-1])
+    return token

@@ -167,8 +167,11 @@ def score_answers(
     model: Any, pairs: Sequence[Pair], size: int, rows: World, width: int
 ) -> list[float]:
     """Return the mean log-probability of every answer's tokens; see `score_pairs`."""
-    found = score_pairs(model, pairs, size, rows, width)
-    return [one.log_prob / len(pair.answer) for one, pair in zip(found, pairs, strict=True)]
+    likelihoods = score_pairs(model, pairs, size, rows, width)
+    return [
+        likelihood.log_prob / len(pair.answer)
+        for likelihood, pair in zip(likelihoods, pairs, strict=True)
+    ]
 
 
 def score_pairs(
@@ -187,9 +190,9 @@ def score_pairs(
     def read(numbers: Sequence[int]) -> Tensor:
         return _score(model, [pairs[n] for n in numbers], rows.device, width)
 
-    found = collect_rows(model, len(pairs), read, size, rows).tolist()
+    scores = collect_rows(model, len(pairs), read, size, rows).tolist()
     lengths = (len(pair.answer) for pair in pairs)
-    return [Likelihood(p, hits == n) for (p, hits), n in zip(found, lengths, strict=True)]
+    return [Likelihood(p, hits == n) for (p, hits), n in zip(scores, lengths, strict=True)]
 
 
 def roll_windows(ids: Sequence[int], begin: Sequence[int], longest: int) -> Iterator[Pair]:
@@ -250,18 +253,20 @@ def collect_rows(
     Shape:
         returns (count, ...)
     """
-    found: Tensor | None = None
+    gathered: Tensor | None = None
     with evaluating(model), torch.no_grad():
         for numbers in _share(count, size, rows):
             part = read([min(number, count - 1) for number in numbers])
-            if found is None:
-                found = torch.zeros(count, *part.shape[1:], dtype=torch.float64, device=rows.device)
-            mine = [number for number in numbers if number < count]
-            if mine:
-                found[mine] = part[: len(mine)].to(found)
+            if gathered is None:
+                gathered = torch.zeros(
+                    count, *part.shape[1:], dtype=torch.float64, device=rows.device
+                )
+            own_rows = [number for number in numbers if number < count]
+            if own_rows:
+                gathered[own_rows] = part[: len(own_rows)].to(gathered)
     reshard_(model)
-    assert found is not None
-    return sum_over_axes(found, mesh_of(model), *ROW_AXES)
+    assert gathered is not None
+    return sum_over_axes(gathered, mesh_of(model), *ROW_AXES)
 
 
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
@@ -279,9 +284,9 @@ def _pad(
     ids = torch.zeros(len(lines), length, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for number, line in enumerate(lines):
-        place = slice(length - len(line), length) if left else slice(len(line))
-        ids[number, place] = torch.tensor(list(line))
-        mask[number, place] = 1
+        span = slice(length - len(line), length) if left else slice(len(line))
+        ids[number, span] = torch.tensor(list(line))
+        mask[number, span] = 1
     return ids.to(device), mask.to(device)
 
 

@@ -65,11 +65,11 @@ class _Documents:
 
     def reply(self, text: str) -> str:
         """Send a user message and return the answer; both are appended to the history."""
-        said = [*self._said, text]
-        document = {"input": self.tokenizer.escape("\n".join(said)), "<ans>": ""}
+        turns = [*self._said, text]
+        document = {"input": self.tokenizer.escape("\n".join(turns)), "<ans>": ""}
         (filled,) = fill_documents(self.model, self.tokenizer, [document], **self.options)
         answer = str(filled["<ans>"]).replace("<<", "<")
-        self._said = [*said, answer]
+        self._said = [*turns, answer]
         return answer
 
     def clear(self) -> None:

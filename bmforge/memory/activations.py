@@ -33,8 +33,8 @@ class _Pool:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        kept = self._free.setdefault((numel, dtype), [])
-        return kept.pop() if kept else self._engine.new_host((numel,), dtype)
+        buffers = self._free.setdefault((numel, dtype), [])
+        return buffers.pop() if buffers else self._engine.new_host((numel,), dtype)
 
     def give(self, buffer: Tensor) -> None:
         self._free[buffer.numel(), buffer.dtype].append(buffer)
@@ -69,8 +69,8 @@ class _Slot:
     def fetch(self) -> None:
         """Start the copy back to the device."""
         if self._back is None and self._source is None:
-            here = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
-            self._back = here, self._engine.copy_(here, self._host, f"in {self._label}")
+            on_device = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+            self._back = on_device, self._engine.copy_(on_device, self._host, f"in {self._label}")
 
     def get(self) -> Tensor:
         """Return the tensor on the device."""
@@ -78,9 +78,9 @@ class _Slot:
             return self._source
         self.fetch()
         assert self._back is not None
-        here, ticket = self._back
+        on_device, ticket = self._back
         ticket.wait()
-        return self._shaped(here)
+        return self._shaped(on_device)
 
     def __del__(self) -> None:
         # Pending copies of a buffer precede those of its next user, as copies run in order.
@@ -169,10 +169,10 @@ class _Offload:
         return record, seen[key]
 
 
-def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    record, slot = kept
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    record, slot = packed
     record.turn()
     return slot.get()
 

@@ -70,8 +70,8 @@ class DirectReads:
         while done < len(target):
             skipped = (offset + done) % _ALIGN_BYTES
             start = offset + done - skipped
-            wanted = min(len(buffer), _round_up(skipped + len(target) - done))
-            got = _read_once(descriptor, buffer[:wanted], start) - skipped
+            num_bytes = min(len(buffer), _round_up(skipped + len(target) - done))
+            got = _read_once(descriptor, buffer[:num_bytes], start) - skipped
             if got <= 0:
                 raise OSError(f"it ends at byte {offset + done}, {len(target) - done} bytes early")
             count = min(got, len(target) - done)

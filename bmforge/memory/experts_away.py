@@ -49,7 +49,7 @@ class _Layer(NamedTuple):
     """An MoE layer: its name, and a copy with one expert whose memory is set per call."""
 
     name: str
-    one: PackedBlock
+    single: PackedBlock
 
 
 def expert_bytes(experts: nn.Module) -> int:
@@ -107,12 +107,12 @@ class ExpertStreamer:
         for number, (name, module) in enumerate(layers):
             for key, parameter in dict(module.named_parameters()).items():
                 give_device_(module, key, parameter, device)
-            one = _shrink(module, device)
-            parameters = dict(one.named_parameters())
-            self._layers.append(_Layer(name, PackedBlock(name, one, parameters, device)))
-            whole = {f"{name}.{key}": tensor for key, tensor in module.named_parameters()}
-            PackedBlock(name, module, whole, device).hide()
-            for key, tensor in whole.items():
+            template = _shrink(module, device)
+            parameters = dict(template.named_parameters())
+            self._layers.append(_Layer(name, PackedBlock(name, template, parameters, device)))
+            weights = {f"{name}.{key}": tensor for key, tensor in module.named_parameters()}
+            PackedBlock(name, module, weights, device).hide()
+            for key, tensor in weights.items():
                 note_(tensor, origin=_Away(self, key, tensor))
             wrap_forward_(module, partial(self._run, number), "weights")
 
@@ -136,15 +136,15 @@ class ExpertStreamer:
                 "(stream_blocks_), or switch gradients off."
             )
         rows = list(_rows_of(ends))
-        found = [expert for expert, (start, stop) in enumerate(rows) if stop > start]
-        order = sorted(found, key=lambda expert: _Key(layer, expert) not in self._here)
+        used = [expert for expert, (start, stop) in enumerate(rows) if stop > start]
+        order = sorted(used, key=lambda expert: _Key(layer, expert) not in self._here)
         parts: dict[int, Tensor] = {}
-        for place, expert in enumerate(order):
-            wanted = [_Key(layer, e) for e in order[place : place + self.num_slots]]
-            self._ask_for(wanted)
+        for index, expert in enumerate(order):
+            upcoming = [_Key(layer, e) for e in order[index : index + self.num_slots]]
+            self._ask_for(upcoming)
             start, stop = rows[expert]
-            parts[expert] = self._work(wanted[0], x[start:stop])
-        return torch.cat([parts[expert] for expert in found]) if found else x[:0]
+            parts[expert] = self._work(upcoming[0], x[start:stop])
+        return torch.cat([parts[expert] for expert in used]) if used else x[:0]
 
     def _work(self, key: _Key, x: Tensor) -> Tensor:
         """Run one expert that was requested."""
@@ -160,13 +160,13 @@ class ExpertStreamer:
                 raise
             if slot.copied is not None:
                 slot.copied.wait()
-        one = self._layers[key.layer].one
+        single = self._layers[key.layer].single
         self.engine.note("computes", f"expert {key.layer}.{key.expert}")
-        one.show(slot.memory)
+        single.show(slot.memory)
         try:
-            return one.module(x, torch.tensor([x.shape[0]], device=x.device))
+            return single.module(x, torch.tensor([x.shape[0]], device=x.device))
         finally:
-            one.hide()
+            single.hide()
 
     def _drop_pending(self) -> None:
         """Drop all pending experts after an error; they are requested again when needed."""
@@ -177,12 +177,12 @@ class ExpertStreamer:
             slot.ticket = None
             self._free.append(slot)
 
-    def _ask_for(self, wanted: Sequence[_Key]) -> None:
+    def _ask_for(self, keys: Sequence[_Key]) -> None:
         """Start copying missing experts into slots of experts that are not needed."""
-        for key in wanted:
+        for key in keys:
             if key not in self._here:
                 if not self._free:
-                    oldest = next(k for k in self._here if k not in wanted)
+                    oldest = next(k for k in self._here if k not in keys)
                     self._free.append(self._here.pop(oldest))
                 self._fetch(key, self._free.pop())
 
@@ -194,7 +194,7 @@ class ExpertStreamer:
         def work() -> None:
             if before is not None:
                 before.wait_on_host()  # the previous copy out of the slot's host buffer is done
-            for name, view in layer.one.views(slot.host):
+            for name, view in layer.single.views(slot.host):
                 self.read(f"{layer.name}.{name}", key.expert, view[0])
                 self.read_bytes += view.numel() * view.element_size()
             if slot.memory is not slot.host:
@@ -221,8 +221,10 @@ def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of the layer with one expert and almost no memory."""
     memo: dict[int, Any] = {}
     for tensor in experts.parameters():
-        one = torch.empty((), dtype=tensor.dtype, device=device).expand(1, *tensor.shape[1:])
-        memo[id(tensor)] = nn.Parameter(one, requires_grad=False)
+        placeholder = torch.empty((), dtype=tensor.dtype, device=device).expand(
+            1, *tensor.shape[1:]
+        )
+        memo[id(tensor)] = nn.Parameter(placeholder, requires_grad=False)
     return copy.deepcopy(experts, memo)
 
 
@@ -266,7 +268,7 @@ def stream_experts_(
     Raises:
         ConfigError: the model has no experts, or the budget is too small for two.
     """
-    found = find_experts(model)
-    if not found:
+    layers = find_experts(model)
+    if not layers:
         raise ConfigError(f"{type(model).__name__} has no layer of experts.")
-    return ExpertStreamer(found, read, device, budget_bytes, engine)
+    return ExpertStreamer(layers, read, device, budget_bytes, engine)

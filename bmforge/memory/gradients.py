@@ -207,8 +207,8 @@ def wait_before_use(
     ahead = 1 + (1 if record is None else record.prefetch)
     owned = [list(unit.parameters()) for unit in units]
     inside = {id(parameter) for part in owned for parameter in part}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-    handles = [_hook(model, rest, wait)]
+    others = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    handles = [_hook(model, others, wait)]
     for index, unit in enumerate(units):
         needed = [parameter for part in owned[index : index + ahead] for parameter in part]
         handles.append(_hook(unit, needed, wait))
@@ -226,6 +226,6 @@ def _hook(
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules that are not inside another one of them."""
-    found = list(modules)
-    inner = {id(m) for outer in found for m in outer.modules() if m is not outer}
-    return [module for module in found if id(module) not in inner]
+    candidates = list(modules)
+    inner = {id(m) for outer in candidates for m in outer.modules() if m is not outer}
+    return [module for module in candidates if id(module) not in inner]

@@ -76,8 +76,8 @@ class Home:
             scales = self._bytes.read(*self._scale_range(start, stop)).view(torch.float32)
             return _dequantize(codes, scales, self._signed).to(self.dtype)
         width = home_bytes(1, self._kind, self.dtype)
-        kept = self._bytes.read(start * width, stop * width)
-        return kept.view(torch.bfloat16).to(self.dtype) if width == 2 else kept.view(self.dtype)
+        stored = self._bytes.read(start * width, stop * width)
+        return stored.view(torch.bfloat16).to(self.dtype) if width == 2 else stored.view(self.dtype)
 
     def fill(self, target: Tensor) -> None:
         """Copy all elements into a contiguous host tensor, part by part."""
@@ -95,8 +95,8 @@ class Home:
             self._bytes.write(start, codes)
             self._bytes.write(first, scales.view(torch.uint8))
             return
-        kept = values.to(torch.bfloat16 if self._kind == "bf16" else self.dtype)
-        self._bytes.write(start * kept.element_size(), kept.contiguous().view(torch.uint8))
+        stored = values.to(torch.bfloat16 if self._kind == "bf16" else self.dtype)
+        self._bytes.write(start * stored.element_size(), stored.contiguous().view(torch.uint8))
 
     def _scale_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the byte range of the scales of some elements; scales follow the codes."""

@@ -57,23 +57,23 @@ class RunOrder:
         """
         if self._now is None:
             return list(range(min(count, self._last_block + 1)))
-        found = [self._now.block] if with_this else []
+        blocks = [self._now.block] if with_this else []
         step, seen = self._now, {self._now}
-        while len(found) < count:
+        while len(blocks) < count:
             step = self._after(step)
             if step in seen:  # the predicted cycle is complete
                 break
             seen.add(step)
-            if step.block not in found:
-                found.append(step.block)
-        if not with_this and len(found) < count and self._now.block not in found:
-            found.append(self._now.block)
-        return found
+            if step.block not in blocks:
+                blocks.append(step.block)
+        if not with_this and len(blocks) < count and self._now.block not in blocks:
+            blocks.append(self._now.block)
+        return blocks
 
     def _after(self, step: Step) -> Step:
-        known = self._followers.get(step)
-        if known is not None:
-            return known
+        follower = self._followers.get(step)
+        if follower is not None:
+            return follower
         phase, block = step
         if phase == "backward":
             return Step(phase, block - 1) if block else Step("forward", 0)

@@ -56,15 +56,15 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
         left = room_bytes - NUM_SLOTS * largest - sum(size for size in sizes if size > largest)
         if left < 0:
             continue
-        kept, moved = [], []
+        resident, moved = [], []
         for stack in stacks:
             ids = _fill(stack, largest, left)
             used = sum(stack[i] for i in ids)
             left -= sum(stack[i] for i in ids if stack[i] <= largest)
-            kept.append(ids)
+            resident.append(ids)
             moved.append(sum(stack) - used)
         if best is None or moved < best[0]:
-            best = moved, kept
+            best = moved, resident
     return None if best is None else best[1]
 
 
@@ -72,7 +72,7 @@ def _fill(stack: Sequence[int], largest: int, room_bytes: int) -> list[int]:
     """Return the resident blocks of one stack: all above `largest`, and as many others as fit."""
     movable = [i for i, size in enumerate(stack) if size <= largest]
     for count in range(len(movable), -1, -1):
-        chosen = [movable[place] for place in spread_resident(len(movable), count)]
+        chosen = [movable[index] for index in spread_resident(len(movable), count)]
         if sum(stack[i] for i in chosen) <= room_bytes:
             break
     return sorted({*chosen, *(i for i, size in enumerate(stack) if size > largest)})

@@ -116,10 +116,10 @@ class Streamer:
             slot.is_shown = True
         self.engine.note("computes", f"block {number}")
 
-    def _ask_for(self, wanted: Sequence[int]) -> None:
+    def _ask_for(self, numbers: Sequence[int]) -> None:
         """Start copying missing blocks into slots of blocks that are not needed."""
-        free = [slot for slot in self._slots if slot.block not in wanted]
-        missing = [number for number in wanted if self._slot_of(number) is None]
+        free = [slot for slot in self._slots if slot.block not in numbers]
+        missing = [number for number in numbers if self._slot_of(number) is None]
         for number, slot in zip(missing, free, strict=False):
             self._fetch(number, slot)
 
@@ -234,9 +234,9 @@ def stream_blocks_(
     Memory: `NUM_SLOTS` times the weights of the largest streamed block on the device, and on an
         accelerator as much page-locked host memory.
     """
-    found = _find_blocks(model, blocks, resident, on_host)
+    found_blocks = _find_blocks(model, blocks, resident, on_host)
     stays = partial(_stays_here, shared_tensors(model), stays)
-    for name, module in found:
+    for name, module in found_blocks:
         for own, parameter in persistent_tensors(module).items():
             if local_tensor(parameter) is not parameter:
                 raise ConfigError(
@@ -245,8 +245,8 @@ def stream_blocks_(
                 )
             if not _keeps(stays, f"{name}.{own}", parameter):
                 give_device_(module, own, parameter, device)
-    streamer = Streamer(found, read, device, engine, on_host, stays)
-    apply_recompute_([module for _, module in found])
+    streamer = Streamer(found_blocks, read, device, engine, on_host, stays)
+    apply_recompute_([module for _, module in found_blocks])
     record = record_of(model)
     record.streamers = (*record.streamers, streamer)
     for block in streamer.blocks:
@@ -263,16 +263,16 @@ def _find_blocks(
 ) -> list[tuple[str, nn.Module]]:
     """Return name and module of the streamed blocks."""
     if blocks is None:
-        found = [(unit.name, unit.module) for unit in units_of(model) if unit.is_block]
+        selected = [(unit.name, unit.module) for unit in units_of(model) if unit.is_block]
     else:
-        found = [(name, model.get_submodule(name)) for name in blocks]
-    unknown = sorted({*resident, *on_host} - {name for name, _ in found})
+        selected = [(name, model.get_submodule(name)) for name in blocks]
+    unknown = sorted({*resident, *on_host} - {name for name, _ in selected})
     if unknown:
         raise ConfigError(f"{', '.join(unknown)}: {type(model).__name__} has no such blocks.")
-    found = [(name, module) for name, module in found if name not in resident]
-    if not found:
+    selected = [(name, module) for name, module in selected if name not in resident]
+    if not selected:
         raise ConfigError(f"{type(model).__name__} has no repeated blocks that could be streamed.")
-    return found
+    return selected
 
 
 class _Streamed:

@@ -281,8 +281,8 @@ class CausalLM(Model):
         counted = None if attention_mask is None or attention_mask.dim() != 2 else attention_mask
         if counted is not None and out.last_hidden_state is not None:
             counted = counted[:, -out.last_hidden_state.shape[1] :]
-        share, whole, labelled, parts = self._find_balance(routed, counted, labels)
-        aux_loss = whole + parts * (share - share.detach())  # gradient averaged over the parts
+        share, balance, labelled, parts = self._find_balance(routed, counted, labels)
+        aux_loss = balance + parts * (share - share.detach())  # gradient averaged over the parts
         if out.loss is None or labels is None:
             return out._replace(aux_loss=aux_loss)
         own_loss = aux_loss if num_items is None else share * (labelled / num_items)
@@ -310,13 +310,13 @@ class CausalLM(Model):
         summed = self.sum_statistics(torch.cat((*local, labelled, unit)))
         lengths = [tensor.shape[0] for tensor in local]
         *totals, labelled, parts = summed.split([*lengths, 1, 1])
-        share, whole = unit.new_zeros(()), unit.new_zeros(())
+        share, balance = unit.new_zeros(()), unit.new_zeros(())
         for number, (kind, (_, sums, _)) in enumerate(loads_of.items()):
             loads, all_sums, tokens = totals[3 * number : 3 * number + 3]
             weight = kinds.count(kind) / len(kinds)
             share = share + weight * balance_loads(loads, sums, tokens)
-            whole = whole + weight * balance_loads(loads, all_sums, tokens)
-        return share, whole, labelled.squeeze(), parts.squeeze()
+            balance = balance + weight * balance_loads(loads, all_sums, tokens)
+        return share, balance, labelled.squeeze(), parts.squeeze()
 
     def _leave(self, x: Tensor) -> Tensor:
         """Scale the last hidden state for the language-model head."""

@@ -185,13 +185,13 @@ class ModelConfig:
             ConfigError: unknown fields, or values that this family does not support; all are
                 listed.
         """
-        values, rest = cls._take_special(without_changes(raw))
+        values, others = cls._take_special(without_changes(raw))
         if CHANGES_KEY in raw:
             values["changes"] = changes_from_json(raw[CHANGES_KEY], cls.__name__)
         values = {**cls._take_head(raw), **values}
         own_names = {published: own for own, published in cls.hf_names.items()}
         problems = []
-        for name, value in rest.items():
+        for name, value in others.items():
             if name in own_names:
                 if value is not None:
                     values[own_names[name]] = value

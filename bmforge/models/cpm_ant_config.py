@@ -112,8 +112,8 @@ class CPMAntConfig(CPMLiveConfig):
                 if not {name, *(t for t, live in HF_FIELDS.items() if live == name)} & set(raw):
                     raw[name] = value
             raw.pop("tie_word_embeddings", None)
-        values, rest = super()._take_special(raw)
-        return {**values, "folded": folded, "tie_word_embeddings": not folded}, rest
+        values, others = super()._take_special(raw)
+        return {**values, "folded": folded, "tie_word_embeddings": not folded}, others
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config with CPM-Live's names, or transformers' if the weights are folded."""

@@ -143,9 +143,9 @@ class CPMLiveConfig(ModelConfig):
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
         """Return the base's sizes, without the sublayers that layers lack."""
-        whole = self.layer_sizes()
+        full_sizes = self.layer_sizes()
         masks = self.mask_modules or ((False, False),) * self.num_layers
-        return {"layers": [whole.without(no_attn, no_mlp) for no_attn, no_mlp in masks]}
+        return {"layers": [full_sizes.without(no_attn, no_mlp) for no_attn, no_mlp in masks]}
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

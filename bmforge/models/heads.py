@@ -159,21 +159,21 @@ def finish_spans(
     return out._replace(start_logits=logits[..., 0], end_logits=logits[..., 1], loss=loss)
 
 
-def find_last_token(given: Tensor, attention_mask: Tensor | None, padding: int | None) -> Tensor:
+def find_last_token(inputs: Tensor, attention_mask: Tensor | None, padding: int | None) -> Tensor:
     """Return the index of every sequence's last real token, (B,).
 
     It is the last one in `attention_mask`; without a mask the last that is no padding, if there is
     a padding token; else, and for embeddings, the last one.
 
     Shape:
-        given: (B, T) ids or (B, T, D) embeddings
+        inputs: (B, T) ids or (B, T, D) embeddings
     """
-    real, (rows, length) = attention_mask, given.shape[:2]
-    if real is None and padding is not None and given.dim() == 2:
-        real = given != padding
+    real, (rows, length) = attention_mask, inputs.shape[:2]
+    if real is None and padding is not None and inputs.dim() == 2:
+        real = inputs != padding
     if real is None:
-        return torch.full((rows,), length - 1, device=given.device)
-    positions = torch.arange(length, device=given.device)
+        return torch.full((rows,), length - 1, device=inputs.device)
+    positions = torch.arange(length, device=inputs.device)
     return (positions * (real != 0)).argmax(-1)
 
 

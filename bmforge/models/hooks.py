@@ -41,7 +41,7 @@ class ModelHooks:
     def is_of_head(self, name: str) -> bool:
         """Return True for a tensor of the head, changed or not."""
         names = self.config.heads[self.config.head].names
-        owners = {ours.rpartition(".")[0] for ours in names}
+        owners = {own_name.rpartition(".")[0] for own_name in names}
         return name in names or any(name.startswith(f"{owner}.") for owner in owners if owner)
 
     def is_unused(self, name: str) -> bool:

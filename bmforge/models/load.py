@@ -95,52 +95,52 @@ class WeightReader:
         for rule, name in pairs:
             self._rules.setdefault(rule.ours, []).append((rule, name))
 
-    def __call__(self, ours: str, target: Tensor) -> None:
-        """Read the tensor `ours` into a contiguous CPU tensor."""
-        self.read_all({ours: target})
+    def __call__(self, tensor_name: str, target: Tensor) -> None:
+        """Read a tensor into a contiguous CPU tensor."""
+        self.read_all({tensor_name: target})
 
     def read_all(self, targets: Mapping[str, Tensor]) -> None:
         """Read several tensors, which is faster than one after the other."""
-        for ours in self._fresh & targets.keys():
-            init_tensor_(self._model, targets[ours], ours, seed=0)
+        for tensor_name in self._fresh & targets.keys():
+            init_tensor_(self._model, targets[tensor_name], tensor_name, seed=0)
         reads = [
             read
-            for ours, target in targets.items()
-            for rule, name in self._rules.get(ours, ())
+            for tensor_name, target in targets.items()
+            for rule, name in self._rules.get(tensor_name, ())
             for read in _plan_reads(target, rule, name, self._files)
         ]
         run_reads(reads, threads=self._threads)
 
-    def stored_spec(self, ours: str) -> QuantSpec | None:
+    def stored_spec(self, tensor_name: str) -> QuantSpec | None:
         """Return a stored tensor's integer format; None for floats or another layout."""
-        rules = self._rules.get(ours, ())
+        rules = self._rules.get(tensor_name, ())
         if any(rule.transpose for rule, _ in rules):
             return None
         specs = {self._files.stored_spec(name) for _, name in rules}
         return next(iter(specs)) if len(specs) == 1 else None
 
-    def read_groups(self, ours: str, box: Box) -> Groups:
+    def read_groups(self, tensor_name: str, box: Box) -> Groups:
         """Return the stored integers of whole rows of a tensor that has a `stored_spec`.
 
         Args:
-            ours: name of the tensor.
+            tensor_name: name of the tensor.
             box: part of the tensor; of a stacked one, rows of one entry.
         """
-        for rule, name in self._rules[ours]:
+        for rule, name in self._rules[tensor_name]:
             slices = rule.source_slices(box)
             if slices is not None:
                 return self._files.read_groups(name, slices)
-        raise AssertionError(f"no rule of {ours} has {box}")
+        raise AssertionError(f"no rule of {tensor_name} has {box}")
 
-    def read_expert(self, ours: str, expert: int, target: Tensor) -> None:
+    def read_expert(self, tensor_name: str, expert: int, target: Tensor) -> None:
         """Read one entry of a stacked tensor into a contiguous CPU tensor.
 
         Shape:
-            target: shape of `ours` without its first dim
+            target: shape of `tensor_name` without its first dim
         """
         box = Box((expert,) + (0,) * target.dim(), (1, *target.shape))
         reads = []
-        for rule, name in self._rules[ours]:
+        for rule, name in self._rules[tensor_name]:
             slices = rule.source_slices(box)
             if slices is not None:
                 view = rule.source_view(rule.target(target[None], box))

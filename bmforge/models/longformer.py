@@ -99,9 +99,9 @@ class LongformerConfig(EncoderConfig):
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         window = raw.pop("attention_window", 512)
-        values, rest = super()._take_special(raw)
+        values, others = super()._take_special(raw)
         values["windows"] = tuple(window) if isinstance(window, list) else (window,)
-        return values, rest
+        return values, others
 
     def _give_special(self) -> dict[str, Any]:
         return {**super()._give_special(), "attention_window": list(self.windows)}
@@ -135,7 +135,7 @@ class Longformer(EncoderModel):
 
     def build_masks(
         self,
-        given: Tensor,
+        inputs: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         global_attention_mask: Tensor | None = None,
@@ -144,7 +144,7 @@ class Longformer(EncoderModel):
         """Return window size -> mask.
 
         Args:
-            given: token ids, or their embeddings.
+            inputs: token ids, or their embeddings.
             attention_mask: 1 for tokens, 0 for padding.
             document_ids: document of each token in packed sequences; tokens attend within a
                 document.
@@ -155,16 +155,16 @@ class Longformer(EncoderModel):
                 needs for linear cost.
 
         Shape:
-            given: (B, T) or (B, T, D); all other tensors: (B, T)
+            inputs: (B, T) or (B, T, D); all other tensors: (B, T)
         """
         if global_attention_mask is None:
-            global_attention_mask = self._default_globals(given)
+            global_attention_mask = self._default_globals(inputs)
             if self.config.head == "sequence_classification":
                 max_global_tokens = 1
         return {
             window: build_window_mask(
-                (given.shape[0], given.shape[1]),
-                given.device,
+                (inputs.shape[0], inputs.shape[1]),
+                inputs.device,
                 window,
                 attention_mask=attention_mask,
                 global_mask=global_attention_mask,
@@ -174,20 +174,20 @@ class Longformer(EncoderModel):
             for window in {layer.attn.window for layer in self.layers.values() if layer.attn}
         }
 
-    def _default_globals(self, given: Tensor) -> Tensor | None:
+    def _default_globals(self, inputs: Tensor) -> Tensor | None:
         """Return True for the tokens that are global by default, as in transformers."""
-        position = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
+        position = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
         if self.config.head == "sequence_classification":
             return position == 0
         if self.config.head != "question_answering":
             return None
-        if given.dim() != 2:
+        if inputs.dim() != 2:
             raise ShapeError(
                 "the end of the question is found in input_ids. With inputs_embeds pass "
                 "global_attention_mask."
             )
-        separators = given == self.config.sep_token_id
-        if reads_are_free(given) and not bool((separators.sum(1) == 3).all()):
+        separators = inputs == self.config.sep_token_id
+        if reads_are_free(inputs) and not bool((separators.sum(1) == 3).all()):
             raise ShapeError(
                 f"every sequence needs three separators (sep_token_id={self.config.sep_token_id}): "
                 "after the question, before and after the text; these have "

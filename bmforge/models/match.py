@@ -100,8 +100,8 @@ def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
     a missing head is the embedding, unless the config says otherwise.
     """
     config = model.config
-    head, embed = (_their_name(model, ours) for ours in model.tied_head)
-    is_changed = any(OWN_PREFIX + ours in files.shapes for ours in model.tied_head)
+    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
+    is_changed = any(OWN_PREFIX + own_name in files.shapes for own_name in model.tied_head)
     stems = [name.removesuffix("weight") for name in (head, embed) if name is not None]
     is_changed = is_changed or any(f"{stem}packed" in files.shapes for stem in stems)
     if head is None or embed is None or is_changed:
@@ -175,7 +175,7 @@ def _find_extra(
 def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
     """Return True if a tensor is stored twice and equals its original, such as a tied head."""
     copies = dict(model.tied_copies())
-    head, embed = (_their_name(model, ours) for ours in model.tied_head)
+    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     if head is not None and embed is not None and model.config.tie_word_embeddings:
         copies[head] = embed
     original = copies.get(name)
@@ -186,8 +186,8 @@ def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
     return source is not None and _are_equal(files, name, source)
 
 
-def _their_name(model: Any, ours: str) -> str | None:
-    return next((rule.theirs for rule in model.all_rules() if rule.ours == ours), None)
+def _their_name(model: Any, name: str) -> str | None:
+    return next((rule.theirs for rule in model.all_rules() if rule.ours == name), None)
 
 
 def _are_equal(files: WeightFiles, first: str, second: str) -> bool:

@@ -139,8 +139,8 @@ class MixtralConfig(RotaryConfig):
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
         """Return the base's sizes, with the experts or MLP of every layer."""
-        whole = self.layer_sizes()
-        return {"layers": [replace(whole, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
+        full_sizes = self.layer_sizes()
+        return {"layers": [replace(full_sizes, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

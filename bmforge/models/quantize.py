@@ -77,8 +77,8 @@ def quantize_directory(
         )
         read = PackedReader(plain, files, spec)
         total = write_packed(read.model, read, partial, max_file_bytes)
-        rest = str(kind).removeprefix("torch.")
-        return f"{family.__name__}, quantized to {total / 1e6:,.1f} MB, the rest in {rest}"
+        other_dtype = str(kind).removeprefix("torch.")
+        return f"{family.__name__}, quantized to {total / 1e6:,.1f} MB, the rest in {other_dtype}"
 
     return write_directory(source, target, write)
 

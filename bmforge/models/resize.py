@@ -237,8 +237,8 @@ def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
         if parameter.is_meta:
             continue
         if source is None or any(a > b for a, b in zip(parameter.shape, source.shape, strict=True)):
-            whole = f"{name}.{key}"
-            init_tensor_(model, parameter, whole, 0)
+            full_name = f"{name}.{key}"
+            init_tensor_(model, parameter, full_name, 0)
         if source is None:
             continue
         part, _, leaf = key.partition(".")

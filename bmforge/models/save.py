@@ -51,9 +51,9 @@ def write_model(
         dist.barrier()  # no rank writes before all have checked
     out.mkdir(parents=True, exist_ok=True)
     tensors = persistent_tensors(model)
-    whole = model.whole()
-    gather, meta_tensors = _Whole(tensors), persistent_tensors(whole)
-    groups = group_by_source(whole.active_rules())
+    full_model = model.whole()
+    gather, meta_tensors = _Whole(tensors), persistent_tensors(full_model)
+    groups = group_by_source(full_model.active_rules())
     sizes = {
         name: sum(
             _source_bytes(

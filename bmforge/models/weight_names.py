@@ -48,7 +48,7 @@ class WeightNames:
                 else rule
                 for rule in rules
             ]
-        return rules + [WeightRule(ours, theirs) for ours, theirs in head.names.items()]
+        return rules + [WeightRule(name, published) for name, published in head.names.items()]
 
     def active_rules(self) -> list[WeightRule]:
         """Return the expanded rules of this model's tensors (a tied tensor once)."""

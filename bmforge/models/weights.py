@@ -55,10 +55,10 @@ class WeightRule:
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the published tensor for the shape of our whole tensor."""
         shape = shape if self.index is None else shape[1:]
-        whole = list(shape)
+        full_shape = list(shape)
         if self.part is not None:
-            whole[self.part_dim] = self.part[1]
-        return tuple(reversed(whole)) if self.transpose else tuple(whole)
+            full_shape[self.part_dim] = self.part[1]
+        return tuple(reversed(full_shape)) if self.transpose else tuple(full_shape)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
         """Return the slices of `theirs` for a box of our tensor; None if they do not overlap."""
@@ -89,9 +89,9 @@ class WeightRule:
         """True if the published tensor is our whole tensor with another name."""
         return not self.transpose and self.part is None and self.index is None
 
-    def to_source(self, whole: Tensor) -> Tensor:
+    def to_source(self, tensor: Tensor) -> Tensor:
         """Return the published tensor, not yet transposed, from our whole tensor."""
-        return whole if self.index is None else whole[self.index]
+        return tensor if self.index is None else tensor[self.index]
 
 
 def linear_rules(
@@ -167,19 +167,19 @@ def _expand_family(
         if not matches:
             raise TypeError(f"no weight rule for {name}")
         for match, rule in matches:
-            theirs = _fill_numbers(rule.theirs, match)
+            published = _fill_numbers(rule.theirs, match)
             if rule.part is not None:
-                fused.setdefault((rule.theirs, theirs), []).append(len(out))
-            count = range(shape[0]) if "{e}" in theirs else (None,)
+                fused.setdefault((rule.theirs, published), []).append(len(out))
+            count = range(shape[0]) if "{e}" in published else (None,)
             out += [
-                replace(rule, ours=name, theirs=theirs.replace("{e}", str(e)), index=e)
+                replace(rule, ours=name, theirs=published.replace("{e}", str(e)), index=e)
                 for e in count
             ]
     members = Counter(rule.theirs for _, rule in patterns if rule.part is not None)
     broken = set()
-    for (template, theirs), indices in fused.items():
+    for (template, published), indices in fused.items():
         if len(indices) < members[template]:
-            broken.add(theirs)
+            broken.add(published)
         elif "{i}" in template:
             _fit_parts_(out, indices, shapes)
     return [rule for rule in out if rule.theirs not in broken]
@@ -203,8 +203,8 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
     return {n: sorted(g, key=lambda r: r.part[0] if r.part else 0) for n, g in groups.items()}
 
 
-def assemble_source(rules: list[WeightRule], whole: Callable[[str], Tensor]) -> Tensor:
-    """Assemble a published tensor from ours; `whole` returns our whole tensor by name."""
-    parts = [rule.to_source(whole(rule.ours)) for rule in rules]
+def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
+    """Assemble a published tensor from ours; `find_tensor` returns our whole tensor by name."""
+    parts = [rule.to_source(find_tensor(rule.ours)) for rule in rules]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, rules[0].part_dim)
     return joined.t().contiguous() if rules[0].transpose else joined.contiguous()

@@ -316,10 +316,10 @@ class Attention(nn.Module):
         attend = getattr(cache, "attend", None)
         query = self._heads(self.thin_query(self.q_proj(x)), self.q_norm)
         if memory is not None:
-            kept = self.enter_memory(memory)
+            states = self.enter_memory(memory)
 
             def make() -> tuple[Tensor, Tensor]:
-                return self._keys_and_values(kept, None)
+                return self._keys_and_values(states, None)
 
             key, value = make() if cache is None else cache.remember(self.layer_index, make)
         else:

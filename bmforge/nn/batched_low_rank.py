@@ -76,8 +76,8 @@ def batch_choices(
     weights = [choices[part].weight for part in plain]
     batched = BatchedLowRank(plain, [samples[part] for part in plain], weights, batch_size)  # type: ignore[arg-type]
     first, *others = plain
-    made = {first: choices[first]._replace(batched=batched)}
-    return made | {part: choices[part]._replace(batched=_InBatch) for part in others}
+    batched_choices = {first: choices[first]._replace(batched=batched)}
+    return batched_choices | {part: choices[part]._replace(batched=_InBatch) for part in others}
 
 
 def _is_plain(part: BesidePart) -> bool:

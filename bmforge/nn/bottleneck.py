@@ -117,15 +117,15 @@ def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) ->
         first = math.sqrt(2 / (ins + rank))
         last = math.sqrt(2 / (rank + outs)) if stem == "down" else last
         return {f"{stem}_left": ((ins, rank), first), f"{stem}_right": ((rank, outs), last), **bias}
-    made: Notes = {}
+    notes: Notes = {}
     if stem == "down" or not options.shared_rule:
-        made[f"{stem}_rule"] = ((n, n, n), 0.01)
+        notes[f"{stem}_rule"] = ((n, n, n), 0.01)
     spread = math.sqrt(2 * n / (ins + outs))
     last = spread if stem == "down" else "zeros"
     if rank == 0:
-        return {**made, f"{stem}_whole": ((n, ins // n, outs // n), last), **bias}
+        return {**notes, f"{stem}_whole": ((n, ins // n, outs // n), last), **bias}
     return {
-        **made,
+        **notes,
         f"{stem}_left": ((n, ins // n, rank), spread),
         f"{stem}_right": ((n, rank, outs // n), last),
         **bias,
@@ -166,8 +166,8 @@ class Bottleneck(BesidePart):
             **_matrix_notes(options, "up", options.width, outs),
         }
         for key, (shape, _) in self.shapes.items():
-            made = torch.empty(shape, dtype=like.dtype, device=like.device)
-            self.register_parameter(key, nn.Parameter(made))
+            tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self.register_parameter(key, nn.Parameter(tensor))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the notes: all tensors are replicated."""
@@ -246,10 +246,10 @@ class Reader(BesidePart):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         """Return a copy without a held input."""
-        made = memo[id(self)] = Reader()
-        made.is_delta, made.adapter_weight = self.is_delta, self.adapter_weight
-        made.training = self.training
-        return made
+        copied = memo[id(self)] = Reader()
+        copied.is_delta, copied.adapter_weight = self.is_delta, self.adapter_weight
+        copied.training = self.training
+        return copied
 
 
 def build_bottleneck(name: str, module: nn.Module, options: BottleneckOptions) -> Bottleneck:
@@ -268,5 +268,5 @@ def in_width(name: str, module: nn.Module) -> int:
     sizes = linear_sizes(module)
     if sizes is not None:
         return sizes[0]
-    linear = [s for one in module.modules() if (s := linear_sizes(one)) is not None]
+    linear = [s for child in module.modules() if (s := linear_sizes(child)) is not None]
     return linear[0][0] if linear else out_width(name, module)

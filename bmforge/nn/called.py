@@ -32,9 +32,9 @@ def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> 
         unused: include modules of parts that a row of tokens does not use at all, such as the
             cross-attention of a decoder without an encoder.
     """
-    if callable(known := getattr(model, "uncalled", None)):
-        idle = list(known(names))
-        owners = set(known([name.rpartition(".")[0] for name in idle]))
+    if callable(list_uncalled := getattr(model, "uncalled", None)):
+        idle = list(list_uncalled(names))
+        owners = set(list_uncalled([name.rpartition(".")[0] for name in idle]))
         return [name for name in idle if unused or name.rpartition(".")[0] not in owners]
     reads_ids = getattr(model, "main_input_name", None) == "input_ids"
     if not reads_ids or any(tensor.is_meta for tensor in model.parameters()):

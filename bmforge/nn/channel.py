@@ -139,17 +139,17 @@ def out_width(name: str, module: Any) -> int:
     if sizes is not None:
         return sizes[1]
     for last in ("o_proj", "down_proj", "experts.down_proj"):
-        found = _find(module, last)
-        if isinstance(found, Tensor):
-            return int(found.shape[1])
-        if found is not None:
-            return out_width(f"{name}.{last}", found)
+        last_part = _find(module, last)
+        if isinstance(last_part, Tensor):
+            return int(last_part.shape[1])
+        if last_part is not None:
+            return out_width(f"{name}.{last}", last_part)
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Embedding):
         return module.embedding_dim
     if isinstance(weight, Tensor) and weight.dim() == 1:
         return int(weight.shape[0])
-    linear = [s for one in module.modules() if (s := linear_sizes(one)) is not None]
+    linear = [s for child in module.modules() if (s := linear_sizes(child)) is not None]
     if linear:
         return linear[-1][1]
     raise ConfigError(

@@ -147,13 +147,13 @@ class _Pair:
     ) -> None:
         """Turn the student's tile into the gradient of its logits, in place."""
         weight = self._kept * self._temperature / self._mass
-        for tile, top, whole, part in zip(
+        for tile, top, normalizer, part in zip(
             (student, teacher), self._tops[first], self._top, weight, strict=True
         ):
             if is_exponential:
-                tile.mul_((top - whole).exp_().mul_(part))
+                tile.mul_((top - normalizer).exp_().mul_(part))
             else:
-                tile.div_(self._temperature).sub_(whole).exp_().mul_(part)
+                tile.div_(self._temperature).sub_(normalizer).exp_().mul_(part)
         student.sub_(teacher)
 
 

@@ -115,7 +115,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(query: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     return _empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -145,7 +145,9 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: object
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(query), _empty_like(key), _empty_like(value)
 
 

@@ -155,10 +155,10 @@ def _compile(flags: str) -> ctypes.CDLL | None:
     library = load_kernels_of("host_rows", _FOLDER, _SOURCES, flags)
     if library is None:
         return None
-    word, size, place = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-    library.gelu.argtypes = [word, word, size, *[place] * 3]
-    library.norm_forward.argtypes = [word, word, size, size, ctypes.c_float, *[place] * 4]
-    library.norm_backward.argtypes = [word, word, size, size, ctypes.c_float, *[place] * 6]
+    word, size, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    library.gelu.argtypes = [word, word, size, *[pointer] * 3]
+    library.norm_forward.argtypes = [word, word, size, size, ctypes.c_float, *[pointer] * 4]
+    library.norm_backward.argtypes = [word, word, size, size, ctypes.c_float, *[pointer] * 6]
     library.norm_scratch.argtypes = [size, size, word]
     for name in ("gelu", "norm_forward", "norm_backward"):
         getattr(library, name).restype = None

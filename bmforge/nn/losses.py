@@ -210,9 +210,9 @@ class TiledHead:
 
     def finish_tokens_(self, tokens: slice) -> None:
         """Cast the sums of these tokens to the dtype of the hidden states and reset them."""
-        for number, (total, whole) in enumerate(zip(self._sums, self._of_states, strict=True)):
-            if total is not None and whole is not None and total.dtype != whole.dtype:
-                whole[tokens] = total
+        for number, (total, gradient) in enumerate(zip(self._sums, self._of_states, strict=True)):
+            if total is not None and gradient is not None and total.dtype != gradient.dtype:
+                gradient[tokens] = total
             self._sums[number] = None
 
 

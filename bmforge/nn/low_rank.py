@@ -139,14 +139,14 @@ class LowRank(BesidePart):
     ) -> None:
         super().__init__()
         self.scale, self.dropout = options.scale_of((in_features, out_features)), options.dropout
-        made: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        self.down = nn.Parameter(torch.empty(options.rank, in_features, **made))
-        self.up = nn.Parameter(torch.empty(out_features, options.rank, **made))
+        like_options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        self.down = nn.Parameter(torch.empty(options.rank, in_features, **like_options))
+        self.up = nn.Parameter(torch.empty(out_features, options.rank, **like_options))
         self.bias = self.magnitude = None
         if options.bias:
-            self.bias = nn.Parameter(torch.empty(out_features, **made))
+            self.bias = nn.Parameter(torch.empty(out_features, **like_options))
         if options.magnitude:
-            self.magnitude = nn.Parameter(torch.empty(out_features, **made))
+            self.magnitude = nn.Parameter(torch.empty(out_features, **like_options))
         # A bias cannot be added to an output that is still to be all-reduced.
         if options.bias or options.magnitude:
             self.cut_styles = frozenset({"", "column", "key_value"})  # type: ignore[misc]
@@ -245,8 +245,8 @@ def join_with_magnitude(
                 f"magnitude=True beside a layer of {weight.shape[0]} rows, of which this process "
                 f"uses {up.shape[0]}: more processes than key-value heads. Use a smaller layout.tp."
             )
-        whole = weight.to(down.dtype) + part.scale * (up @ down)
-        length = torch.linalg.vector_norm(whole, dim=1)
+        full_weight = weight.to(down.dtype) + part.scale * (up @ down)
+        length = torch.linalg.vector_norm(full_weight, dim=1)
     factor = magnitude / length
     plain = out if bias is None else out - bias
     changed = (factor * (plain.to(low.dtype) + F.linear(low, up))).to(out.dtype)
@@ -266,10 +266,10 @@ def settle_magnitude_(module: nn.Module, part: nn.Module) -> None:
         return
     weight, _ = view_weight(module)
     if not weight.is_meta:
-        whole = weight.to(magnitude.dtype) + part.scale * (
+        full_weight = weight.to(magnitude.dtype) + part.scale * (
             local_tensor(part.up) @ local_tensor(part.down)
         )
-        local_tensor(magnitude).copy_(torch.linalg.vector_norm(whole, dim=1))
+        local_tensor(magnitude).copy_(torch.linalg.vector_norm(full_weight, dim=1))
 
 
 def view_weight(module: Any) -> tuple[Tensor, Tensor | None]:
@@ -330,11 +330,11 @@ class ExpertsLowRank(BesidePart):
         scales = {options.scale_of((ins, outs)) for _, outs, ins in sizes.values()}
         self.scale, self.dropout, self.keys = scales.pop(), options.dropout, tuple(sizes)
         rank = options.rank
-        made = {"dtype": like.dtype, "device": like.device}
+        like_options = {"dtype": like.dtype, "device": like.device}
         for key, (experts, outs, ins) in sizes.items():
             down, up = (experts, rank, ins), (experts, outs, rank)
-            self.register_parameter(f"{key}_down", nn.Parameter(torch.empty(down, **made)))
-            self.register_parameter(f"{key}_up", nn.Parameter(torch.empty(up, **made)))
+            self.register_parameter(f"{key}_down", nn.Parameter(torch.empty(down, **like_options)))
+            self.register_parameter(f"{key}_up", nn.Parameter(torch.empty(up, **like_options)))
 
     @classmethod
     def beside(cls, experts: nn.Module, options: LowRankOptions) -> ExpertsLowRank:

@@ -135,8 +135,8 @@ class PackedStore(nn.Module):
         for key, sizes in packed_shapes(rows, columns, self.spec).items():
             each = 1 if key == "packed" else self.spec.scale_type.itemsize
             shape = (*stack, *sizes[:-1], sizes[-1] * each)
-            made = torch.zeros(shape, dtype=torch.uint8, device=device)
-            self.register_parameter(prefix + key, nn.Parameter(made, requires_grad=False))
+            empty = torch.zeros(shape, dtype=torch.uint8, device=device)
+            self.register_parameter(prefix + key, nn.Parameter(empty, requires_grad=False))
         if self.spec.symmetric:
             self.register_parameter(f"{prefix}minima", None)
 
@@ -178,17 +178,17 @@ class PackedStore(nn.Module):
             self.put_(prefix, pack_weights(part, self.spec), first // PANEL_ROWS, number)
 
     def put_(
-        self, prefix: str, found: PackedMatrix, panel: int = 0, number: int | None = None
+        self, prefix: str, source: PackedMatrix, panel: int = 0, number: int | None = None
     ) -> None:
         """Copy panels that were packed elsewhere with the same scheme.
 
         Args:
             prefix: prefix of the parameters' names.
-            found: the panels.
+            source: the panels.
             panel: index of the first panel.
             number: index of the matrix in a stack; None without a stack.
         """
-        for key, values in found._asdict().items():
+        for key, values in source._asdict().items():
             if values is not None:
                 target = getattr(self, prefix + key)
                 target = target.data if number is None else target.data[number]
@@ -205,8 +205,8 @@ def _packed_rows(key: str, spec: QuantSpec, outliers: int, rows: Tensor) -> Tens
     if rows.dim() == 3:
         return torch.stack([_packed_rows(key, spec, outliers, matrix) for matrix in rows])
     rows = torch.cat((torch.zeros_like(rows[:, :outliers]), rows[:, outliers:]), 1)
-    found: Tensor = getattr(pack_weights(rows, spec), key)
-    return found.view(torch.uint8)
+    packed: Tensor = getattr(pack_weights(rows, spec), key)
+    return packed.view(torch.uint8)
 
 
 def _first_columns(count: int, rows: Tensor) -> Tensor:
@@ -236,10 +236,10 @@ class MatrixStore(PackedStore):
         self.outlier_columns = self.outlier_weight = None
         if spec.outlier_ratio:
             count = max(1, count)
-            made = torch.zeros(self.rows, 2 * count, dtype=torch.uint8, device=weight.device)
+            empty = torch.zeros(self.rows, 2 * count, dtype=torch.uint8, device=weight.device)
             columns = torch.arange(count, dtype=torch.int32, device=weight.device)
             self.outlier_columns = nn.Parameter(columns, requires_grad=False)
-            self.outlier_weight = nn.Parameter(made, requires_grad=False)
+            self.outlier_weight = nn.Parameter(empty, requires_grad=False)
 
     def fill_(self, weight: Tensor) -> None:
         """Quantize a plain weight (rows, columns) into the parameters."""
@@ -248,8 +248,8 @@ class MatrixStore(PackedStore):
             return
         columns = _find_outliers(weight, self.spec, self.outlier_columns.numel())
         self.outlier_columns.data.copy_(columns)
-        kept = weight[:, columns].to(torch.float16)
-        self.outlier_weight.data.copy_(kept.view(torch.uint8))
+        space = weight[:, columns].to(torch.float16)
+        self.outlier_weight.data.copy_(space.view(torch.uint8))
         self._take("", weight.index_fill(1, columns, 0))
 
     def take_packed_(self, matrix: PackedMatrix) -> None:
@@ -269,10 +269,10 @@ class MatrixStore(PackedStore):
         if self.outlier_columns is None:
             return self._notes("", "weight", shape)
         count = self.outlier_columns.numel()
-        kept = Derived("weight", shape, partial(_first_columns, count))
+        outlier_init = Derived("weight", shape, partial(_first_columns, count))
         return self._notes("", "weight", shape, count) | {
             "outlier_columns": TensorNote("numbers", trains=False),
-            "outlier_weight": TensorNote(kept, trains=False),
+            "outlier_weight": TensorNote(outlier_init, trains=False),
         }
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -327,8 +327,8 @@ class MatrixStore(PackedStore):
     def _with_outliers(self, rows: Tensor, dim: int, index: Tensor | slice) -> Tensor:
         if self.outlier_weight is None or self.outlier_columns is None:
             return rows
-        kept = self.outlier_weight.view(torch.float16)[index].float()
-        return rows.index_copy(dim, self.outlier_columns.long(), kept)
+        outliers = self.outlier_weight.view(torch.float16)[index].float()
+        return rows.index_copy(dim, self.outlier_columns.long(), outliers)
 
 
 @dataclass(frozen=True)
@@ -373,8 +373,8 @@ def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:
     total = torch.zeros(columns, dtype=torch.float64, device=weight.device)
     first = torch.arange(0, columns, spec.group_of(columns), device=weight.device)
     for part in weight.detach().split(_rows_at_once(weight)):
-        found = pack_weights(part, spec)
-        error = part.float() - unpack_matrix(found, part.shape[0], spec)
+        packed = pack_weights(part, spec)
+        error = part.float() - unpack_matrix(packed, part.shape[0], spec)
         by_group = (part.shape[0], -1, spec.group_of(columns))
         largest = part.reshape(by_group).abs().argmax(-1) + first
         total.index_add_(

@@ -218,13 +218,13 @@ def narrow_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
     Raises:
         ConfigError: a value is not finite in it.
     """
-    kept = scales.to(spec.scale_type)
-    if not bool(kept.isfinite().all()):
+    narrowed = scales.to(spec.scale_type)
+    if not bool(narrowed.isfinite().all()):
         raise ConfigError(
             f"a weight is not finite, or too large for scales in {spec.scale_dtype} (up to "
             f"{torch.finfo(spec.scale_type).max:.0f} times 127)."
         )
-    return kept
+    return narrowed
 
 
 def _quantize_symmetric(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor]:

@@ -154,10 +154,10 @@ def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     If the output is a tuple (experts' logits, attention weights), its first item is changed.
     """
     inputs = args or tuple(kwargs.values())
-    main, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
+    main, extras = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
     for _, part in beside_parts(module):
         main = part.join_to(module, inputs, main)
-    return main if rest is None else (main, *rest)
+    return main if extras is None else (main, *extras)
 
 
 def enter_parts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -196,13 +196,13 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
             f"a {type(module).__name__} already has {name!r}: give the change another name, or "
             "take the other part away first."
         )
-    known = list(beside_parts(module))
+    attached = list(beside_parts(module))
     module.add_module(name, part)
     if getattr(module, "asks_parts", False):
         return
-    if not known:
+    if not attached:
         module.register_forward_hook(join_parts, with_kwargs=True)
-    if part.enters and not any(one.enters for _, one in known):
+    if part.enters and not any(other.enters for _, other in attached):
         module.register_forward_pre_hook(enter_parts)
 
 
@@ -210,10 +210,10 @@ def detach_part_(module: nn.Module, name: str) -> BesidePart:
     """Remove a part and return it; the module is as before the attachment."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
-    left = [one for _, one in beside_parts(module)]
+    left = [other for _, other in beside_parts(module)]
     if not left:
         _drop_hook_(module, module._forward_hooks, join_parts)
-    if not any(one.enters for one in left):
+    if not any(other.enters for other in left):
         _drop_hook_(module, module._forward_pre_hooks, enter_parts)
     return part
 
@@ -225,6 +225,6 @@ def move_parts_(old: nn.Module, new: nn.Module) -> None:
 
 
 def _drop_hook_(module: nn.Module, hooks: dict[int, Any], hook: Any) -> None:
-    for key in [key for key, found in hooks.items() if found is hook]:
+    for key in [key for key, entry in hooks.items() if entry is hook]:
         del hooks[key]
         module._forward_hooks_with_kwargs.pop(key, None)

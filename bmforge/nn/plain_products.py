@@ -68,8 +68,8 @@ def multiply_plain(
     exact = values.to(wide)
     weights = unpack_values(matrix.packed, spec)[:rows].to(wide)
     scales, minima = (
-        None if found is None else found.float().transpose(1, 2).flatten(0, 1)[:rows]
-        for found in (matrix.scales, matrix.minima)
+        None if scale is None else scale.float().transpose(1, 2).flatten(0, 1)[:rows]
+        for scale in (matrix.scales, matrix.minima)
     )
     assert scales is not None
     out = x.new_zeros(x.shape[0], rows)
@@ -122,7 +122,7 @@ def gives_torchs_bits(kernels: Kernels) -> bool:
             return False
     many, few = (x, dense), (draw(4, _LONG_ROW), draw(3, _LONG_ROW))
     return all(
-        _rows_alike(kernels, *given, dtype) for given in (many, few) for dtype in PLAIN_KINDS
+        _rows_alike(kernels, *shape, dtype) for shape in (many, few) for dtype in PLAIN_KINDS
     )
 
 

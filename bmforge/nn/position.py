@@ -211,14 +211,16 @@ def narrow_rope(
     Shape:
         table: two tensors (B or 1, 1, T, rotary_dim); returns the same, at most `width` wide
     """
-    whole = table[0].shape[-1]
-    if whole <= width:
+    table_width = table[0].shape[-1]
+    if table_width <= width:
         return table
     if interleaved:
         cos, sin = (t[..., :width] for t in table)
     else:
         cos, sin = (
-            torch.cat((t[..., : width // 2], t[..., whole // 2 : whole // 2 + width // 2]), -1)
+            torch.cat(
+                (t[..., : width // 2], t[..., table_width // 2 : table_width // 2 + width // 2]), -1
+            )
             for t in table
         )
     return cos, sin
@@ -232,7 +234,7 @@ def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = Fals
     """
     cos, sin = table
     width = cos.shape[-1]
-    rotated, rest = x[..., :width], x[..., width:]
+    rotated, unrotated = x[..., :width], x[..., width:]
     if interleaved:
         even, odd = rotated[..., 0::2], rotated[..., 1::2]
         swapped = torch.stack((-odd, even), dim=-1).flatten(-2)
@@ -240,4 +242,4 @@ def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = Fals
         first, second = rotated.chunk(2, dim=-1)
         swapped = torch.cat((-second, first), dim=-1)
     rotated = add_temporary(rotated * cos, multiply_temporary(swapped, sin))
-    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
+    return rotated if unrotated.shape[-1] == 0 else torch.cat((rotated, unrotated), dim=-1)

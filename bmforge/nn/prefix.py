@@ -167,9 +167,11 @@ def mix_behind(
     rows, heads = query.shape[0], key.shape[1]
     front_key, front_value = (part.to(key.dtype) for part in prefix)
     length = front_key.shape[1]
-    asked = query.reshape(rows, heads, -1, query.shape[-1])  # N / K queries of each head of keys
-    front = _times(asked, front_key.transpose(1, 2))
-    own = asked @ key.transpose(2, 3)
+    grouped_query = query.reshape(
+        rows, heads, -1, query.shape[-1]
+    )  # N / K queries of each head of keys
+    front = _times(grouped_query, front_key.transpose(1, 2))
+    own = grouped_query @ key.transpose(2, 3)
     if mask is not None:
         own = own.masked_fill(~mask, float("-inf"))
     scores = torch.cat((front, own), -1) * (query.shape[-1] ** -0.5 if scale is None else scale)

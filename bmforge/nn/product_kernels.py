@@ -139,8 +139,8 @@ class Kernels:
         columns = matrix.packed.shape[1] * 32 // spec.bits
         out = torch.empty(index.numel(), columns, dtype=torch.float32)
         product, places = _describe(matrix, rows, columns, spec, out), index.data_ptr()
-        given = ctypes.c_void_p(places), ctypes.c_int64(index.numel())
-        return out if self._pick(ctypes.byref(product), *given) else None
+        index_arguments = ctypes.c_void_p(places), ctypes.c_int64(index.numel())
+        return out if self._pick(ctypes.byref(product), *index_arguments) else None
 
     def pack(self, matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         """Return a matrix (rows, columns) in fp32 packed, and its scales in fp32, by panels."""
@@ -190,8 +190,8 @@ def _describe(
 
 def runnable_variants() -> list[str]:
     """Return the variants that this processor runs, the fastest first."""
-    known = processor_features()
-    return [name for name, (_, needs) in _VARIANTS.items() if needs <= known]
+    features = processor_features()
+    return [name for name, (_, needs) in _VARIANTS.items() if needs <= features]
 
 
 def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:

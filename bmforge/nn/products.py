@@ -163,10 +163,10 @@ def _is_slow(dtype: torch.dtype) -> bool:
         return False
     if not torch.backends.mkldnn.is_available():
         return True
-    asked = torch.ops.mkldnn
+    mkldnn = torch.ops.mkldnn
     supports = {
-        torch.float16: asked._is_mkldnn_fp16_supported,
-        torch.bfloat16: asked._is_mkldnn_bf16_supported,
+        torch.float16: mkldnn._is_mkldnn_fp16_supported,
+        torch.bfloat16: mkldnn._is_mkldnn_bf16_supported,
     }
     return not supports[dtype]()
 
@@ -253,11 +253,11 @@ def _multiply_stacked_op(
     first = 0
     for number, last in enumerate(ends.tolist()):
         if last > first:
-            one = None if minima is None else minima[number]
-            found = _multiply_op(
-                x[first:last], packed[number], scales[number], one, rows, spec, None
+            minimum = None if minima is None else minima[number]
+            product = _multiply_op(
+                x[first:last], packed[number], scales[number], minimum, rows, spec, None
             )
-            out[first:last] = found
+            out[first:last] = product
         first = last
     return out
 

@@ -124,17 +124,17 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
     if type(index) is not Tensor or not index.is_cpu or is_watched() or not runs_here(*matrix):
         return pick_rows(matrix, index, spec)
     flat, kernels = index.long().flatten().contiguous(), load_kernels()
-    found: Tensor | None = None
+    picked: Tensor | None = None
     if kernels is not None:
-        found = kernels.pick(matrix, flat, rows, spec)
+        picked = kernels.pick(matrix, flat, rows, spec)
     elif not ((flat < 0) | (flat >= rows)).any():
-        found = pick_rows(matrix, flat, spec)
-    if found is None:
+        picked = pick_rows(matrix, flat, spec)
+    if picked is None:
         raise IndexError(
             f"ids from {int(flat.min())} to {int(flat.max())} were looked up in a table with rows "
             f"0 to {rows - 1}."
         )
-    return found.view(*index.shape, found.shape[1])
+    return picked.view(*index.shape, picked.shape[1])
 
 
 class QuantizedExperts(PackedStore, Experts):

@@ -52,11 +52,11 @@ def fill_(tensor: Tensor, value: float) -> None:
 
 
 @torch.no_grad()
-def copy_part_(tensor: Tensor, whole: Tensor) -> None:
+def copy_part_(tensor: Tensor, source: Tensor) -> None:
     """Copy this process's part of a whole tensor."""
     box = local_box(tensor)
     if box.numel:
-        local_tensor(tensor).copy_(whole[box.slices] if whole.dim() else whole)
+        local_tensor(tensor).copy_(source[box.slices] if source.dim() else source)
 
 
 @torch.no_grad()

@@ -71,17 +71,17 @@ def compare_answers(logits: Tensor, answers: Answers, temperature: float = 1.0) 
         logits: (M, V); returns (M,)
     """
     scaled = logits / temperature
-    whole = torch.logsumexp(scaled, -1, keepdim=True)
-    log_probs = scaled.gather(-1, answers.ids) - whole
+    log_normalizer = torch.logsumexp(scaled, -1, keepdim=True)
+    log_probs = scaled.gather(-1, answers.ids) - log_normalizer
     targets = answers.log_probs.to(log_probs)
     top_loss = _kl_terms(targets, log_probs).sum(-1)
-    rest = answers.rest.to(log_probs)
-    has_rest = rest > -torch.inf
+    rest_logit = answers.rest.to(log_probs)
+    has_rest = rest_logit > -torch.inf
     others = scaled.scatter(-1, answers.ids, -torch.inf)
     # Without any other token, logsumexp would have the gradient of log(0); the `where` removes it.
     others = torch.where(has_rest[:, None], others, torch.zeros_like(others))
-    mass = torch.logsumexp(others, -1) - whole[:, 0]
-    rest_loss = _kl_terms(rest.masked_fill(~has_rest, 0), mass).masked_fill(~has_rest, 0)
+    mass = torch.logsumexp(others, -1) - log_normalizer[:, 0]
+    rest_loss = _kl_terms(rest_logit.masked_fill(~has_rest, 0), mass).masked_fill(~has_rest, 0)
     return (top_loss + rest_loss) * temperature**2
 
 

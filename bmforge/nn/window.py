@@ -99,8 +99,8 @@ class WindowAttention(Attention):
     def _mix_blocks(self, query: Tensor, key: Tensor, value: Tensor, mask: WindowMask) -> Tensor:
         """Attend block by block: (B, T, D)."""
         rows, length, _ = query.shape
-        rest = -length % mask.block
-        blocks = F.pad(query, (0, 0, 0, rest)).flatten(0, 1).unflatten(0, (-1, mask.block))
+        padding = -length % mask.block
+        blocks = F.pad(query, (0, 0, 0, padding)).flatten(0, 1).unflatten(0, (-1, mask.block))
         heads = self._heads(blocks, None)
 
         def mix(keys: Tensor, values: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class WindowAttention(Attention):
                 keys(),
                 keys,
             )
-        return mixed.transpose(1, 2).reshape(rows, length + rest, -1)[:, :length]
+        return mixed.transpose(1, 2).reshape(rows, length + padding, -1)[:, :length]
 
     def _in_reach(self, x: Tensor, mask: WindowMask) -> Tensor:
         """View (B, T, D) as each block's keys: (B * blocks, N, block + 2 * reach, H).
@@ -130,8 +130,8 @@ class WindowAttention(Attention):
         Sequences are concatenated, so the first block of one reaches into the previous one;
         `allowed` masks these keys.
         """
-        rest = -x.shape[1] % mask.block
-        x = F.pad(x, (0, 0, 0, rest)) if rest else x
+        padding = -x.shape[1] % mask.block
+        x = F.pad(x, (0, 0, 0, padding)) if padding else x
         wide = F.pad(x.flatten(0, 1), (0, 0, mask.reach, mask.reach))
         blocks = wide.unfold(0, mask.block + 2 * mask.reach, mask.block)
         return blocks.unflatten(1, (-1, self.head_dim)).movedim(-1, 2)

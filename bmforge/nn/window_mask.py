@@ -150,12 +150,12 @@ def _allow_whole(p: _MaskInputs) -> Tensor:
 def _allow_in_blocks(p: _MaskInputs) -> Tensor:
     """Build the mask block by block: (B * blocks, 1, block, G + block + 2 * reach)."""
     length = p.near.shape[1]
-    rest = -length % p.block
+    padding = -length % p.block
     span = p.block + 2 * p.reach
 
     def cut(flags: Tensor, fill: int) -> tuple[Tensor, Tensor]:
         """Return each block's own values, (B, blocks, block), and keys, (B, blocks, span)."""
-        own = F.pad(flags, (0, rest), value=fill)
+        own = F.pad(flags, (0, padding), value=fill)
         wide = F.pad(own, (p.reach, p.reach), value=fill)
         return own.unflatten(1, (-1, p.block)), wide.unfold(1, span, p.block)
 

@@ -134,10 +134,10 @@ class Reading:
             return
         if self._count == self._tools.max_calls:
             return
-        rest = self._start if self._begins else ""
-        rest = "".join([rest, self._calls.end() if self._calls else ""])
-        if rest:
-            yield rest
+        buffered = self._start if self._begins else ""
+        buffered = "".join([buffered, self._calls.end() if self._calls else ""])
+        if buffered:
+            yield buffered
 
 
 def chat_choice(answer: Completion, tools: ToolUse, begins: str, tells: bool) -> dict[str, Any]:

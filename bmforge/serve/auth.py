@@ -77,12 +77,12 @@ def _digest(text: str) -> bytes:
 
 def _read_header(value: str) -> str:
     """Return the key in an Authorization header, "" if there is none."""
-    scheme, _, rest = value.partition(" ")
+    scheme, _, credentials = value.partition(" ")
     if scheme.lower() == "bearer":
-        return rest.strip()
+        return credentials.strip()
     if scheme.lower() == "basic":
         try:
-            return base64.b64decode(rest.strip(), validate=True).decode().partition(":")[2]
+            return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
         except (binascii.Error, UnicodeDecodeError, ValueError):
             return ""
     return ""

@@ -90,9 +90,9 @@ class Prompter:
                 "messages",
                 code="unsupported_model",
             )
-        said = [normalize_message(m.model_dump(exclude_none=True)) for m in messages]
+        turns = [normalize_message(m.model_dump(exclude_none=True)) for m in messages]
         try:
-            ids = encode_messages(self.template, said, model, tokenizer, tools, begin, **variables)
+            ids = encode_messages(self.template, turns, model, tokenizer, tools, begin, **variables)
             mark = self.template.end_mark()
         except BmforgeError as error:
             raise RequestError(str(error), "messages", code="invalid_value") from error
@@ -112,7 +112,7 @@ class Prompter:
             raise RequestError(
                 "EVA's form has room for what user and assistant said alone", "messages"
             )
-        said = [tokenizer.encode(message.text) for message in messages]
+        utterances = [tokenizer.encode(message.text) for message in messages]
         end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)
-        ids = join_history(said, end, blank, ChatConfig().window)
+        ids = join_history(utterances, end, blank, ChatConfig().window)
         return Prompt(ids, (end,))

@@ -87,8 +87,8 @@ def explain_types(error: RequestValidationError) -> RequestError:
         and "content" in problem["loc"]
         for problem in problems
     ):
-        place = next(p for p in problems if p["loc"][-1] == "type")
-        number = next((str(part) for part in place["loc"] if isinstance(part, int)), "0")
+        type_problem = next(p for p in problems if p["loc"][-1] == "type")
+        number = next((str(part) for part in type_problem["loc"] if isinstance(part, int)), "0")
         return RequestError(
             f"messages.{number}.content has a part that is no text; this model reads text only",
             f"messages.{number}.content",

@@ -171,8 +171,8 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         most = longest_answer(body.most_tokens, len(prompt.ids), engine, config)
         likeliest = (body.top_logprobs or 0) if body.logprobs else None
         options = to_options(body, engine, most, prompt.ends or None, likeliest, prompt.stops)
-        told = options, rule, key_of(request), config.request_s, served.delta
-        live = await start(serving, [EngineRequest(prompt.ids, *told)], len(prompt.ids))
+        request_options = options, rule, key_of(request), config.request_s, served.delta
+        live = await start(serving, [EngineRequest(prompt.ids, *request_options)], len(prompt.ids))
         stack.callback(serving.end, live)
         if body.stream:
             events = chat_events(serving, live, body, tools, prompt.begins, begin)
@@ -199,17 +199,17 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         stack.enter_context(serving.admission.enter(client_of(request), len(body.prompts)))
         if rule is not None:
             await serving.rules.check(rule, client_of(request))
-        asked, prompt_tokens = [], 0
+        requests, prompt_tokens = [], 0
         for prompt in body.prompts:
             ids = prompt
             if isinstance(prompt, str):
                 ids = await serving.tokenize(partial(engine.tokenizer.encode_prompt, prompt))
             most = longest_answer(body.max_tokens or _COMPLETION_TOKENS, len(ids), engine, config)
             options = to_options(body, engine, most, None, body.logprobs)
-            told = options, rule, key_of(request), config.request_s, served.delta
-            asked.append(EngineRequest(prompt, *told))
+            request_options = options, rule, key_of(request), config.request_s, served.delta
+            requests.append(EngineRequest(prompt, *request_options))
             prompt_tokens += len(ids)
-        live = await start(serving, asked, prompt_tokens)
+        live = await start(serving, requests, prompt_tokens)
         stack.callback(serving.end, live)
         if body.stream:
             events = text_events(serving, live, body, begin)
@@ -226,8 +226,8 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
                 else None,
                 "finish_reason": finish_name(answer.finish_reason),
             }
-            for number, found in enumerate(answers)
-            for answer in found
+            for number, completions in enumerate(answers)
+            for answer in completions
         ]
         head = Head("text_completion", body.model, "cmpl")
         return JSONResponse(head.as_json(choices, usage=usage_of(answers)))
@@ -246,6 +246,8 @@ async def whole_answers(
     except GoneError:
         return None
     serving.metrics.note_answers(answers)
-    if any(answer.finish_reason == "cancelled" for found in answers for answer in found):
+    if any(
+        answer.finish_reason == "cancelled" for completions in answers for answer in completions
+    ):
         raise overloaded("the server is stopping", serving.config.grace_s)
     return answers

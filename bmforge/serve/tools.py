@@ -177,7 +177,7 @@ class CallReader:
         """Yield text and calls that are complete after the next piece of text."""
         self._held += text
         while True:
-            before, opened, rest = self._held.partition(_OPEN)
+            before, opened, tail = self._held.partition(_OPEN)
             if not opened:
                 size = _begun(self._held)
                 ready, self._held = (
@@ -189,17 +189,17 @@ class CallReader:
                 return
             if before:
                 yield before
-            inner, closed, behind = rest.partition(_CLOSE)
+            inner, closed, behind = tail.partition(_CLOSE)
             if not closed:
-                self._held = opened + rest
+                self._held = opened + tail
                 return
             yield read_call(inner, self._names) or opened + inner + closed
             self._held = behind.removeprefix("\n")
 
     def end(self) -> str:
         """Return the buffered rest, which is text."""
-        rest, self._held = self._held, ""
-        return rest
+        buffered, self._held = self._held, ""
+        return buffered
 
 
 def _begun(text: str) -> int:

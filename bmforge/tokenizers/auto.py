@@ -105,8 +105,8 @@ def _by_files(folder: Path) -> Callable[[Path], Any] | None:
         return GLMTokenizer.from_pretrained
     if (folder / ADDED_FILE).exists() and "<|startofpiece|>" in read_json(folder / ADDED_FILE):
         return GLMTokenizer.from_pretrained
-    if (folder / VOCABULARY_FILE).exists() and (found := _by_vocabulary(folder / VOCABULARY_FILE)):
-        return found
+    if (folder / VOCABULARY_FILE).exists() and (opener := _by_vocabulary(folder / VOCABULARY_FILE)):
+        return opener
     return FastTokenizer.from_pretrained if has_tokenizer_json(folder) else None
 
 

@@ -103,9 +103,9 @@ class Tokenizer(ABC):
     @cached_property
     def prompt_prefix(self) -> list[int]:
         """Special tokens that `encode_prompt` puts in front of a text, such as a begin token."""
-        body, whole = self.encode("a"), self.encode_prompt("a")
-        starts = range(len(whole) - len(body) + 1)
-        return next((whole[:at] for at in starts if whole[at : at + len(body)] == body), [])
+        body, prompt = self.encode("a"), self.encode_prompt("a")
+        starts = range(len(prompt) - len(body) + 1)
+        return next((prompt[:at] for at in starts if prompt[at : at + len(body)] == body), [])
 
     def escape_specials(self, text: str) -> str:
         """Mark the names of special tokens in a text, so that `encode_chat` reads characters."""

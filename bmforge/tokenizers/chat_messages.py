@@ -17,7 +17,7 @@ Tools = Sequence[Mapping[str, Any]]
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
-def normalize_message(values: Mapping[str, Any], place: str = "a message") -> Message:
+def normalize_message(values: Mapping[str, Any], location: str = "a message") -> Message:
     """Return a message as templates expect it.
 
     Content parts of text are joined, a null content becomes an empty text, the arguments of tool
@@ -26,7 +26,7 @@ def normalize_message(values: Mapping[str, Any], place: str = "a message") -> Me
 
     Args:
         values: a message in OpenAI's form.
-        place: file and line, for error messages.
+        location: file and line, for error messages.
 
     Raises:
         DataError: the content is not text, or a tool call has no function name.
@@ -38,10 +38,12 @@ def normalize_message(values: Mapping[str, Any], place: str = "a message") -> Me
     if message.pop("function_call", None):  # OpenAI's form before tools
         calls = [*calls, {"type": "function", "function": values["function_call"]}]
     if "content" not in message and not (calls or _has_thought(message)):
-        raise DataError(f"{place} has a message without the text 'content'; it needs 'messages'.")
-    message["content"] = _join_parts(message.get("content", ""), place)
+        raise DataError(
+            f"{location} has a message without the text 'content'; it needs 'messages'."
+        )
+    message["content"] = _join_parts(message.get("content", ""), location)
     if calls:
-        message["tool_calls"] = [_normalize_call(call, place) for call in calls]
+        message["tool_calls"] = [_normalize_call(call, location) for call in calls]
     return message
 
 
@@ -49,7 +51,7 @@ def _has_thought(message: Message) -> bool:
     return any(message.get(name) for name in THOUGHT_FIELDS)
 
 
-def _join_parts(content: Any, place: str) -> str:
+def _join_parts(content: Any, location: str) -> str:
     """Return a content as text; OpenAI's list of text parts is joined."""
     if isinstance(content, str):
         return content
@@ -62,15 +64,16 @@ def _join_parts(content: Any, place: str) -> str:
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise DataError(
-                f"{place} has content of type {kind!r} (needed is a text, or parts of type 'text')."
+                f"{location} has content of type {kind!r} (needed is a text, or parts of type "
+                "'text')."
             )
     return "".join(texts)
 
 
-def _normalize_call(call: Any, place: str) -> dict[str, Any]:
+def _normalize_call(call: Any, location: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{place} has a tool call without the name of a function.")
+        raise DataError(f"{location} has a tool call without the name of a function.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_arguments(arguments)

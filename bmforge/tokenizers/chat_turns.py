@@ -82,22 +82,22 @@ def _render_answer(
     variables: Mapping[str, Any],
 ) -> AnswerText:
     before, message = messages[:number], messages[number]
-    whole = template.render(messages[: number + 1], tools=tools, **variables)
+    rendered = template.render(messages[: number + 1], tools=tools, **variables)
     prompt = template.render(before, add_generation_prompt=True, tools=tools, **variables)
     plain = _render_history(template, before, tools, variables)
-    if whole.startswith(prompt):
+    if rendered.startswith(prompt):
         start = prompt
-    elif whole.startswith(plain):
+    elif rendered.startswith(plain):
         # The generation prompt opens something that this answer does not have (DeepSeek-R1 opens a
         # thought): learn from the first character on in which the two differ.
-        start = _common_start(prompt, whole)
+        start = _common_start(prompt, rendered)
     else:
         raise DataError(
             f"the chat template does not write messages 1 to {number} as the beginning of messages "
             f"1 to {number + 1}, so the answer cannot be separated from its prompt. Give another "
             "template with --template."
         )
-    answer = whole[len(start) :]
+    answer = rendered[len(start) :]
     missing = _find_missing(message, answer)
     if missing == "thoughts" and _CLOSE in template.source + prompt:
         return AnswerText(number, prompt, _write_thoughts(message, prompt, answer))
@@ -118,13 +118,13 @@ def _render_history(
     return template.render(before, tools=tools, **variables)
 
 
-def _common_start(prompt: str, whole: str) -> str:
+def _common_start(prompt: str, rendered: str) -> str:
     """Return the longest common beginning, without a special token that was begun only."""
     length = next(
-        (n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b),
-        min(len(prompt), len(whole)),
+        (n for n, (a, b) in enumerate(zip(prompt, rendered, strict=False)) if a != b),
+        min(len(prompt), len(rendered)),
     )
-    start = whole[:length]
+    start = rendered[:length]
     cut = start.rfind("<")
     # "<|im_start|>" whole is kept; a "<" that is not closed may be half of two different tokens.
     return start if cut < 0 or ">" in start[cut:] else start[:cut]

@@ -156,14 +156,14 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
             f"{', '.join(_KINDS)}. Give the tokenizer of the model's own directory."
         )
     _check_keys(header, kind)
-    found = _read_vocabulary(header)
+    vocabulary = _read_vocabulary(header)
     try:
-        tokenizer = build(found)
+        tokenizer = build(vocabulary)
     except DataError:
         raise
     except Exception as error:  # the library raises a bare Exception
-        raise found.damaged(str(error)) from error
-    _add_special(tokenizer, found)
+        raise vocabulary.damaged(str(error)) from error
+    _add_special(tokenizer, vocabulary)
     ids = {role: header.metadata.get(f"tokenizer.ggml.{key}_token_id")
            for role, key in ROLE_KEYS.items()}  # fmt: skip
     if kind == "bert":
@@ -173,7 +173,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
         if id is not None:
             token = tokenizer.id_to_token(id) if type(id) is int and 0 <= id < 1 << 31 else None
             if token is None:
-                raise found.damaged(f"its {role} token has the id {id!r}, which no token has")
+                raise vocabulary.damaged(f"its {role} token has the id {id!r}, which no token has")
             roles[role] = token
     settings: dict[str, Any] = {
         name: header.metadata.get(f"tokenizer.ggml.{name}", default)
@@ -216,69 +216,69 @@ def _read_vocabulary(header: GgufHeader) -> _Vocabulary:
     count = len(tokens) if isinstance(tokens, list) else 0
     types = _numbers(metadata.get("tokenizer.ggml.token_type"), [NORMAL] * count)
     scores = _numbers(metadata.get("tokenizer.ggml.scores"), [0.0] * count)
-    found = _Vocabulary(header.path, metadata, tokens or [], types, scores)
+    vocabulary = _Vocabulary(header.path, metadata, tokens or [], types, scores)
     if not count or not (len(types) == len(scores) == count):
-        raise found.damaged(f"{count} tokens, {len(types)} types, {len(scores)} scores")
-    if len(set(found.tokens)) != count:
-        raise found.damaged("a token is there twice")
+        raise vocabulary.damaged(f"{count} tokens, {len(types)} types, {len(scores)} scores")
+    if len(set(vocabulary.tokens)) != count:
+        raise vocabulary.damaged("a token is there twice")
     if not all(math.isfinite(score) for score in scores):
-        raise found.damaged("a score is no number")
-    return found
+        raise vocabulary.damaged("a score is no number")
+    return vocabulary
 
 
-def _numbers(found: Any, default: list[Any]) -> list[Any]:
-    return default if found is None else found.tolist() if hasattr(found, "tolist") else []
+def _numbers(array: Any, default: list[Any]) -> list[Any]:
+    return default if array is None else array.tolist() if hasattr(array, "tolist") else []
 
 
-def _add_special(tokenizer: Any, found: _Vocabulary) -> None:
+def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
     """Add what is found in a text as it stands, in the order of ids."""
     from tokenizers import AddedToken
 
-    for id, token in enumerate(found.tokens):
-        if found.types[id] not in (CONTROL, OWN):
+    for id, token in enumerate(vocabulary.tokens):
+        if vocabulary.types[id] not in (CONTROL, OWN):
             continue
         added = [AddedToken(token, normalized=False)]
-        if found.types[id] == CONTROL:
+        if vocabulary.types[id] == CONTROL:
             tokenizer.add_special_tokens(added)
         else:
             tokenizer.add_tokens(added)
         if (got := tokenizer.token_to_id(token)) != id:
-            raise found.damaged(f"{token!r} has the id {id} and would get {got}")
+            raise vocabulary.damaged(f"{token!r} has the id {id} and would get {got}")
 
 
-def _model_vocabulary(found: _Vocabulary, *types: int) -> dict[str, int]:
+def _model_vocabulary(vocabulary: _Vocabulary, *types: int) -> dict[str, int]:
     """Return token -> id of what the model itself knows.
 
     Added tokens that follow behind all others stay out of it, as in published files; where they are
     in between, only the model can give them their ids.
     """
-    own = found.of(*types)
-    added = found.of(CONTROL, OWN)
+    own = vocabulary.of(*types)
+    added = vocabulary.of(CONTROL, OWN)
     first = max(own.values(), default=-1) + 1
     is_tail = sorted(added.values()) == list(range(first, first + len(added)))
     return own if is_tail else {**own, **added}
 
 
-def _byte_pairs(found: _Vocabulary) -> Any:
+def _byte_pairs(gguf: _Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models
     from tokenizers import normalizers as norm
     from tokenizers import pre_tokenizers as pre
 
-    name = found.metadata.get("tokenizer.ggml.pre")
+    name = gguf.metadata.get("tokenizer.ggml.pre")
     rules = PRE.get(name) if isinstance(name, str) else None
     if rules is None:
         raise DataError(
-            f"{str(found.path)!r} cuts text in the way tokenizer.ggml.pre={name!r}, which is not "
+            f"{str(gguf.path)!r} cuts text in the way tokenizer.ggml.pre={name!r}, which is not "
             f"supported (supported: {', '.join(PRE)}). Give the tokenizer of the model's own "
             "directory."
         )
-    merges = found.metadata.get("tokenizer.ggml.merges", [])
+    merges = gguf.metadata.get("tokenizer.ggml.merges", [])
     # A part of a pair may begin with a space, and never ends with one.
     places = [(text, text.find(" ", 1)) for text in merges]
-    if any(place < 0 for _, place in places):
-        raise found.damaged("a merge is no pair")
-    pairs = [(text[:place], text[place + 1 :]) for text, place in places]
-    vocabulary = _model_vocabulary(found, NORMAL, BYTE)
+    if any(space < 0 for _, space in places):
+        raise gguf.damaged("a merge is no pair")
+    pairs = [(text[:space], text[space + 1 :]) for text, space in places]
+    vocabulary = _model_vocabulary(gguf, NORMAL, BYTE)
     model = models.BPE(vocabulary, pairs, ignore_merges=rules.takes_words)
     tokenizer = Tokenizer(model)
     if rules.composes:
@@ -316,20 +316,20 @@ def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple
     return pairs
 
 
-def _sentence_pairs(found: _Vocabulary) -> Any:
+def _sentence_pairs(gguf: _Vocabulary) -> Any:
     from tokenizers import Tokenizer, decoders, models
     from tokenizers import normalizers as norm
 
-    ids = found.of(NORMAL)
-    pairs = pairs_of_scores({piece: found.scores[id] for piece, id in ids.items()}, ids)
-    unknown = next(iter(found.of(UNKNOWN)), None)
-    falls_back = len(found.of(BYTE)) == 256
-    vocabulary = _model_vocabulary(found, NORMAL, UNKNOWN, BYTE)
+    ids = gguf.of(NORMAL)
+    pairs = pairs_of_scores({piece: gguf.scores[id] for piece, id in ids.items()}, ids)
+    unknown = next(iter(gguf.of(UNKNOWN)), None)
+    falls_back = len(gguf.of(BYTE)) == 256
+    vocabulary = _model_vocabulary(gguf, NORMAL, UNKNOWN, BYTE)
     model = models.BPE(
         vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back
     )
     tokenizer = Tokenizer(model)
-    leads = found.metadata.get("tokenizer.ggml.add_space_prefix", True) is True
+    leads = gguf.metadata.get("tokenizer.ggml.add_space_prefix", True) is True
     spaces = norm.Replace(" ", SPACE)
     tokenizer.normalizer = norm.Sequence([norm.Prepend(SPACE), spaces] if leads else [spaces])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -337,37 +337,37 @@ def _sentence_pairs(found: _Vocabulary) -> Any:
     return tokenizer
 
 
-def _unigram(found: _Vocabulary) -> Any:
+def _unigram(gguf: _Vocabulary) -> Any:
     # Rows that a model has beyond its vocabulary are called unused.
-    last = max(found.of(NORMAL, UNKNOWN, CONTROL, OWN, BYTE).values(), default=-1)
-    pieces = list(zip(found.tokens, found.scores, found.types, strict=True))[: last + 1]
-    unknown = next(iter(found.of(UNKNOWN).values()), None)
+    last = max(gguf.of(NORMAL, UNKNOWN, CONTROL, OWN, BYTE).values(), default=-1)
+    pieces = list(zip(gguf.tokens, gguf.scores, gguf.types, strict=True))[: last + 1]
+    unknown = next(iter(gguf.of(UNKNOWN).values()), None)
     if unknown is None:
-        raise found.damaged("it has no unknown token")
-    characters = found.metadata.get("tokenizer.ggml.precompiled_charsmap")
+        raise gguf.damaged("it has no unknown token")
+    characters = gguf.metadata.get("tokenizer.ggml.precompiled_charsmap")
     model = UnigramModel(
         pieces,
         1,
         unknown,
-        len(found.of(BYTE)) == 256,
+        len(gguf.of(BYTE)) == 256,
         b"" if characters is None else characters.tobytes(),
-        found.metadata.get("tokenizer.ggml.add_space_prefix", True) is True,
-        found.metadata.get("tokenizer.ggml.remove_extra_whitespaces", True) is True,
+        gguf.metadata.get("tokenizer.ggml.add_space_prefix", True) is True,
+        gguf.metadata.get("tokenizer.ggml.remove_extra_whitespaces", True) is True,
     )
     return build_unigram(model, extra_ids=0)
 
 
-def _word_pieces(found: _Vocabulary) -> Any:
+def _word_pieces(vocabulary: _Vocabulary) -> Any:
     """Undo how word pieces are written: with a mark before words instead of before the rest."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    named = [_as_word_piece(token) for token in found.tokens]
-    ids = {token: id for id, token in enumerate(named) if found.types[id] != UNUSED}
-    if len(ids) != sum(kind != UNUSED for kind in found.types):
-        raise found.damaged("two of its tokens are one word piece")
-    unknown = _as_word_piece(next(iter(found.of(UNKNOWN)), "[UNK]"))
+    named = [_as_word_piece(token) for token in vocabulary.tokens]
+    ids = {token: id for id, token in enumerate(named) if vocabulary.types[id] != UNUSED}
+    if len(ids) != sum(kind != UNUSED for kind in vocabulary.types):
+        raise vocabulary.damaged("two of its tokens are one word piece")
+    unknown = _as_word_piece(next(iter(vocabulary.of(UNKNOWN)), "[UNK]"))
     if unknown not in ids:
-        raise found.damaged("it has no unknown token")
+        raise vocabulary.damaged("it has no unknown token")
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown))
     # The file does not say whether upper case counts, but a vocabulary without it does.
     is_lower = not any(token != token.lower() for token in named if not _is_name(token))

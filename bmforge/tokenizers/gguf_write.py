@@ -46,7 +46,7 @@ def describe_tokenizer(
         raise _unsaid(type(tokenizer).__name__)
     tokens, types = _list_tokens(tokenizer, settings, rows)
     own = _KINDS[name](settings, tokens, types)
-    found = {
+    metadata = {
         "tokenizer.ggml.model": name,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
@@ -54,12 +54,12 @@ def describe_tokenizer(
     }
     for role, id in tokenizer.special_ids.items():
         if role in ROLE_KEYS:
-            found[f"tokenizer.ggml.{ROLE_KEYS[role]}_token_id"] = id
+            metadata[f"tokenizer.ggml.{ROLE_KEYS[role]}_token_id"] = id
     if name == "bert" and "cls" in tokenizer.special_ids:
-        found["tokenizer.ggml.bos_token_id"] = tokenizer.special_ids["cls"]
+        metadata["tokenizer.ggml.bos_token_id"] = tokenizer.special_ids["cls"]
     first, last = _ends(tokenizer, settings)
-    found |= {"tokenizer.ggml.add_bos_token": first, "tokenizer.ggml.add_eos_token": last}
-    return {**found, "tokenizer.chat_template": template} if template else found
+    metadata |= {"tokenizer.ggml.add_bos_token": first, "tokenizer.ggml.add_eos_token": last}
+    return {**metadata, "tokenizer.chat_template": template} if template else metadata
 
 
 def _unsaid(what: str) -> ConfigError:
@@ -108,8 +108,8 @@ def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """Yield the steps of a normalizer, pre-tokenizer or decoder, those of sequences one by one."""
     for key in ("normalizers", "pretokenizers", "decoders", "processors"):
         if part is not None and key in part:
-            for one in part[key]:
-                yield from _steps(one)
+            for child in part[key]:
+                yield from _steps(child)
             return
     if part is not None:
         yield part
@@ -131,9 +131,11 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     if len(letters) != 1 or letters[0].get("add_prefix_space") or len(cuts) != 1 + len(splits):
         raise _unsaid(f"its pre-tokenizer {[step['type'] for step in cuts]}")
     takes_words = bool(settings["model"].get("ignore_merges"))
-    wanted = PreTokenizer(tuple(splits) if splits else None, composes, takes_words)
+    target = PreTokenizer(tuple(splits) if splits else None, composes, takes_words)
     # Whether a begin token is added has a key of its own.
-    names = (name for name, known in PRE.items() if known._replace(adds_begin=False) == wanted)
+    names = (
+        name for name, candidate in PRE.items() if candidate._replace(adds_begin=False) == target
+    )
     name = next(names, None)
     if name is None:
         raise _unsaid(f"it cuts text by {splits or 'GPT-2'!r}")
@@ -174,7 +176,7 @@ def _unigram(settings: dict[str, Any], tokens: list[str], types: list[int]) -> d
     scores += [-1000.0 if kind == UNUSED else 0.0 for kind in types[len(scores) :]]
     steps = list(_steps(settings.get("normalizer")))
     spaces = [s for s in _steps(settings.get("pre_tokenizer")) if s["type"] == "Metaspace"]
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "pre": "default",
         "scores": scores,
         "add_space_prefix": any(s.get("prepend_scheme") != "never" for s in spaces),
@@ -182,8 +184,8 @@ def _unigram(settings: dict[str, Any], tokens: list[str], types: list[int]) -> d
     }
     for step in steps:
         if step["type"] == "Precompiled":
-            found["precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
-    return found
+            metadata["precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+    return metadata
 
 
 def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:

@@ -29,12 +29,12 @@ class TemplateLimits:
     characters: int
 
 
-def run_template(template: Any, given: Mapping[str, Any], limits: TemplateLimits | None) -> str:
+def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLimits | None) -> str:
     """Render a compiled template.
 
     Args:
         template: Jinja template.
-        given: its variables.
+        variables: its variables.
         limits: limits; None is none.
 
     Raises:
@@ -43,10 +43,10 @@ def run_template(template: Any, given: Mapping[str, Any], limits: TemplateLimits
         Exception: an error of the template.
     """
     if limits is None:
-        return template.render(**given)
+        return template.render(**variables)
     pieces, length = [], 0
     with _stopping_after(limits.seconds):
-        for piece in template.generate(**given):
+        for piece in template.generate(**variables):
             pieces.append(piece)
             length += len(piece)
             if length > limits.characters:

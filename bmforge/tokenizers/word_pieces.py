@@ -61,9 +61,9 @@ def _inside(vocabulary: Mapping[str, int]) -> dict[str, int]:
     """Return piece -> id for positions inside of a word."""
     inside = {piece: id for piece, id in vocabulary.items() if has_chinese(piece)}
     for piece, id in vocabulary.items():
-        rest = piece.removeprefix(CONTINUES)
-        if rest != piece and rest and not has_chinese(rest):
-            inside[rest] = id
+        suffix = piece.removeprefix(CONTINUES)
+        if suffix != piece and suffix and not has_chinese(suffix):
+            inside[suffix] = id
     return inside
 
 

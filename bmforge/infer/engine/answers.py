@@ -141,9 +141,9 @@ class Answer:
 
     def _pick(self, scores: Tensor) -> int:
         config, row = self.config, scores[None]
-        known = torch.tensor([self._known()], dtype=torch.int64, device=scores.device)
+        seen_ids = torch.tensor([self._known()], dtype=torch.int64, device=scores.device)
         nothing = torch.zeros(1, dtype=torch.int64, device=scores.device)
-        row = process_scores(row, known, len(self.ids), nothing, config)
+        row = process_scores(row, seen_ids, len(self.ids), nothing, config)
         if self._allowed is not None:
             count = min(len(self._allowed), row.shape[1])
             barred = torch.ones_like(row, dtype=torch.bool)
@@ -172,7 +172,7 @@ class Answer:
 
     def write(self, ids: Sequence[int]) -> None:
         """Set the whole answer, cut after its first end token."""
-        ends = [place for place, id in enumerate(ids) if id in self.config.eos_tokens]
+        ends = [index for index, id in enumerate(ids) if id in self.config.eos_tokens]
         self.ids = list(ids[: ends[0] + 1] if ends else ids)
         self._fresh += self._stream.add(self.ids)
         self.end("stop" if ends else "length")
@@ -194,9 +194,9 @@ class Answer:
         if not ids and not self._fresh and self.finish_reason is None:
             return None
         logprobs = tuple(self._logprobs[self._told :]) if tells else None
-        made = Piece(self.index, self._fresh, ids, logprobs, self.finish_reason)
+        new_piece = Piece(self.index, self._fresh, ids, logprobs, self.finish_reason)
         self._told, self._fresh = len(self.ids), ""
-        return made
+        return new_piece
 
     def completion(self, prompt_tokens: int) -> Completion:
         """Return the whole answer after its end."""

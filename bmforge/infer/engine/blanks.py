@@ -59,10 +59,10 @@ def fill_blanks(
             f"{len(ends)} blanks, and the text has {count}: needed is an encoder-decoder that was "
             "trained to fill spans."
         )
-    found = complete_config(model, GenerationConfig(**options))
-    if found.num_beams > 1 or found.num_return_sequences > 1:
+    completed = complete_config(model, GenerationConfig(**options))
+    if completed.num_beams > 1 or completed.num_return_sequences > 1:
         raise ConfigError("blanks are filled one after the other: leave beams out.")
-    config = found.replace(eos_token_id=tuple(dict.fromkeys((*found.eos_tokens, *ends))))
+    config = completed.replace(eos_token_id=tuple(dict.fromkeys((*completed.eos_tokens, *ends))))
     source = _read(model, tokenizer, pieces, ends)
     check_prompt(model, source, torch.ones_like(source), config)
     with evaluating(model), torch.no_grad():
@@ -76,8 +76,8 @@ def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
     """Return the sentinel id of a blank; None if the model has none."""
     if model.traits.reads != "apart" or not model.traits.sentinel:
         return None
-    found: int | None = tokenizer.token_to_id(model.traits.sentinel.format(number))
-    return found
+    id: int | None = tokenizer.token_to_id(model.traits.sentinel.format(number))
+    return id
 
 
 def _read(model: Any, tokenizer: Any, pieces: list[str], marks: list[int]) -> Tensor:

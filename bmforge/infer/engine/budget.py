@@ -110,17 +110,17 @@ def plan_memory(
         for device, budget in zip(devices, budgets, strict=True)
     ]
     if config.stream_experts:
-        found = _plan_experts(model, blocks, rooms, work)
+        divided = _plan_experts(model, blocks, rooms, work)
     else:
-        found = divide_blocks(model, blocks, rooms, host_budget_bytes, work)
-    if found.plan is None:
-        given = _name_given(device_budget_bytes, devices, budgets)
-        raise ConfigError(_too_small(given, len(devices), found, beside, work, tokens))
-    least = found.smallest_bytes + beside
+        divided = divide_blocks(model, blocks, rooms, host_budget_bytes, work)
+    if divided.plan is None:
+        limits = _name_given(device_budget_bytes, devices, budgets)
+        raise ConfigError(_too_small(limits, len(devices), divided, beside, work, tokens))
+    least = divided.smallest_bytes + beside
     first, *others = (
-        replace(one, budget_bytes=one.budget_bytes + beside, smallest_bytes=least,
+        replace(device_plan, budget_bytes=device_plan.budget_bytes + beside, smallest_bytes=least,
                 beside_bytes=beside)
-        for one in found.plan.each()
+        for device_plan in divided.plan.each()
     )  # fmt: skip
     return replace(first, others=tuple(others))
 
@@ -145,15 +145,15 @@ def plan_weights(
         ConfigError: the limit is too small; the message names the smallest that works.
     """
     room, nothing = DeviceRoom(device, limit_bytes), Workspace(0, 0)
-    found = divide_blocks(model, blocks, [room], None, nothing)
-    if found.plan is None:
-        smallest, fixed = found.smallest_bytes, found.outside_bytes
+    divided = divide_blocks(model, blocks, [room], None, nothing)
+    if divided.plan is None:
+        smallest, fixed = divided.smallest_bytes, divided.outside_bytes
         raise ConfigError(
             f"{option}={limit_bytes} ({format_bytes(limit_bytes)}) is too small: {smallest} "
             f"({format_bytes(smallest)}) is the smallest that works. {format_bytes(fixed)} of it "
             "are weights and buffers outside of the blocks."
         )
-    return found.plan
+    return divided.plan
 
 
 def _plan_experts(
@@ -178,16 +178,16 @@ def _plan_experts(
     away = {id(t) for _, module in layers for t in module.parameters()}
     everything = {id(t): t for t in (*model.parameters(), *model.buffers())}
     fixed = sum(packed_bytes(t) for key, t in everything.items() if key not in away)
-    one = max(expert_bytes(module) for _, module in layers)
+    slot_bytes = max(expert_bytes(module) for _, module in layers)
     count = sum(next(module.parameters()).shape[0] for _, module in layers)
-    rest = fixed + work.cache_bytes + work.step_bytes + room.runtime_bytes
-    kept = min(count, (room.room_bytes - rest) // one)
-    smallest = rest + LEAST_EXPERTS * one
-    if kept < LEAST_EXPERTS:
+    other_bytes = fixed + work.cache_bytes + work.step_bytes + room.runtime_bytes
+    num_slots = min(count, (room.room_bytes - other_bytes) // slot_bytes)
+    smallest = other_bytes + LEAST_EXPERTS * slot_bytes
+    if num_slots < LEAST_EXPERTS:
         return Divided(None, smallest, fixed)
     plan = MemoryPlan(
         room.device, room.room_bytes, smallest, fixed, 0, work.cache_bytes, work.step_bytes,
-        room.runtime_bytes, tuple(blocks), (), (), 0, kept * one,
+        room.runtime_bytes, tuple(blocks), (), (), 0, num_slots * slot_bytes,
     )  # fmt: skip
     return Divided(plan, smallest, fixed)
 
@@ -197,18 +197,18 @@ def _name_given(
 ) -> str:
     if device_budget_bytes is not None:
         return f"device_budget_bytes={device_budget_bytes} ({format_bytes(device_budget_bytes)})"
-    free = (f"{format_bytes(b)} on {one}" for one, b in zip(devices, budgets, strict=True))
+    free = (f"{format_bytes(b)} on {device}" for device, b in zip(devices, budgets, strict=True))
     return f"what is free ({', '.join(free)})"
 
 
 def _too_small(
-    given: str, count: int, found: Divided, beside: int, work: Workspace, tokens: int
+    budget: str, count: int, divided: Divided, beside: int, work: Workspace, tokens: int
 ) -> str:
-    smallest = found.smallest_bytes + beside
+    smallest = divided.smallest_bytes + beside
     enough = "is the smallest that works" if count == 1 else "on every device is enough"
     return (
-        f"{given} is too small: {smallest} "
-        f"({format_bytes(smallest)}) {enough}. {format_bytes(found.outside_bytes)} of it are "
+        f"{budget} is too small: {smallest} "
+        f"({format_bytes(smallest)}) {enough}. {format_bytes(divided.outside_bytes)} of it are "
         f"weights outside of the blocks, {format_bytes(work.cache_bytes + work.step_bytes)} what "
         f"a step of {tokens} tokens needs. Give more, or plan for less: EngineConfig(max_tokens=)."
     )
@@ -236,10 +236,10 @@ def check_budgets(
     if device_budget_bytes is None:
         return [_free_bytes(device) // devices.count(device) for device in devices]
     size = min(device_size_bytes(device) // devices.count(device) for device in devices)
-    given = {"device_budget_bytes": (device_budget_bytes, size)}
+    budgets_given = {"device_budget_bytes": (device_budget_bytes, size)}
     if host_budget_bytes is not None:
-        given["host_budget_bytes"] = host_budget_bytes, host_memory_bytes()
-    for name, (size, limit) in given.items():
+        budgets_given["host_budget_bytes"] = host_budget_bytes, host_memory_bytes()
+    for name, (size, limit) in budgets_given.items():
         if size < 1:
             raise ConfigError(f"{name}={size} must be above 0, or None for what is free.")
         if size > limit:

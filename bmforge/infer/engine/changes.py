@@ -50,7 +50,7 @@ class Changes:
     def _remember(self, facts: list[Any]) -> None:
         self._facts = facts
         # An id is unique only while its object lives, so weak references detect freed objects.
-        self._objects = [weakref.ref(one) for one in _find_objects(self._model)]
+        self._objects = [weakref.ref(item) for item in _find_objects(self._model)]
 
     def _is_whole(self) -> bool:
         return all(reference() is not None for reference in self._objects)
@@ -69,9 +69,9 @@ def _find_facts(model: nn.Module, is_shared: bool) -> list[Any]:
     while left:
         module = left.pop()
         facts += (id(module), type(module))
-        for name, one in vars(module).items():
+        for name, value in vars(module).items():
             if name[0] != "_":
-                facts += (name, one if type(one) in _PLAIN else id(one))
+                facts += (name, value if type(value) in _PLAIN else id(value))
         if module is not model:  # batched steps do not call the model itself
             facts += module._forward_hooks  # keys are unique numbers
             facts += module._forward_pre_hooks
@@ -105,10 +105,10 @@ def _checksum(tensor: Tensor, is_sampled: bool) -> int:
     data = data.contiguous().view(torch.uint8)
     if data.data_ptr() % 8:
         data = data.clone()
-    whole = data.numel() // 8
-    total = data[8 * whole :].long().sum()
-    rows = whole // _COLUMNS
-    words = data[: 8 * whole].view(torch.int64)
+    num_words = data.numel() // 8
+    total = data[8 * num_words :].long().sum()
+    rows = num_words // _COLUMNS
+    words = data[: 8 * num_words].view(torch.int64)
     table = words[: rows * _COLUMNS].view(rows, _COLUMNS)
     for sums in (table.sum(1), table.sum(0), words[rows * _COLUMNS :]):
         total = total + (sums * _weights(sums)).sum()

@@ -45,10 +45,10 @@ class Constraint:
         """Return the constraint to JSON that is valid under a schema; ``{}`` allows all JSON."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"the JSON schema is no JSON: {error}.") from error
-        if not isinstance(found, dict):
+        if not isinstance(parsed, dict):
             raise ConfigError(f"the JSON schema is {text[:60]!r}; it must be an object.")
         return cls("json", text)
 

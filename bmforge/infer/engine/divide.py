@@ -109,21 +109,23 @@ def divide_blocks(
     free = [room.room_bytes - need for room, need in zip(rooms, needs, strict=True)]
     while True:
         shares = _share_out(stacks, work.cache_bytes, free)
-        found = {
+        results = {
             number: _plan_device(_only(stacks, names), stacks, room, 0 if number else outside, work)
             for number, (room, names) in enumerate(zip(rooms, shares, strict=True))
             if names or not number
         }
-        plans = [plan for plan, _ in found.values() if plan is not None]
-        tight = [number for number, (plan, _) in found.items() if plan is None and free[number] > 0]
+        plans = [plan for plan, _ in results.values() if plan is not None]
+        tight = [
+            number for number, (plan, _) in results.items() if plan is None and free[number] > 0
+        ]
         if len(rooms) == 1 or not tight:
             break
         free[min(tight, key=free.__getitem__)] = 0  # the other devices take its blocks
-    smallest = found[0][1]
+    smallest = results[0][1]
     if len(rooms) > 1:  # other budgets divide differently; this suffices for any
         sizes = [[block.moving for block in stack] for stack in stacks]
         smallest = max(needs) + staying + work.cache_bytes + smallest_room(sizes)
-    if len(plans) < len(found):
+    if len(plans) < len(results):
         return Divided(None, smallest, outside + staying)
     smallest = min(smallest, max(room.room_bytes for room in rooms))
     first, *others = _fill_host(plans, stacks, _host_room(rooms, plans, host_budget_bytes))
@@ -145,12 +147,12 @@ def _plan_device(
     sizes = [[block.moving for block in stack] for stack in own]
     fixed = outside + sum(block.staying for stack in own for block in stack)
     cache_bytes = _share_of(work.cache_bytes, own, stacks)
-    rest = fixed + cache_bytes + work.step_bytes + room.runtime_bytes
-    smallest = rest + smallest_room(sizes)
-    kept = choose_resident(sizes, room.room_bytes - rest)
-    if kept is None:
+    other_bytes = fixed + cache_bytes + work.step_bytes + room.runtime_bytes
+    smallest = other_bytes + smallest_room(sizes)
+    resident_ids = choose_resident(sizes, room.room_bytes - other_bytes)
+    if resident_ids is None:
         return None, smallest
-    resident = {stack[i].name for stack, ids in zip(own, kept, strict=True) for i in ids}
+    resident = {stack[i].name for stack, ids in zip(own, resident_ids, strict=True) for i in ids}
     moved = [block for stack in own for block in stack if block.name not in resident]
     order = [block.name for stack in reversed(own) for block in stack]
     moved_bytes = sum(block.moving for block in moved)

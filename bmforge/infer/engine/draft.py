@@ -60,9 +60,9 @@ def open_draft(
     draft = draft.eval()
     if budget_bytes is None:
         return draft, tokens, 0
-    held = {id(tensor): tensor for tensor in (*draft.parameters(), *draft.buffers())}
+    tensors = {id(tensor): tensor for tensor in (*draft.parameters(), *draft.buffers())}
     work = find_workspace(draft, config.max_rows, config.tokens_of(draft))
-    size = sum(map(packed_bytes, held.values())) + work.cache_bytes + work.step_bytes
+    size = sum(map(packed_bytes, tensors.values())) + work.cache_bytes + work.step_bytes
     if size >= budget_bytes:
         raise ConfigError(
             f"draft: the small model takes {size} bytes, and device_budget_bytes={budget_bytes} is "
@@ -71,26 +71,29 @@ def open_draft(
     return draft, tokens, size
 
 
-def check_draft(model: Any, draft: Any, known: Any = None, drafts: Any = None) -> None:
+def check_draft(model: Any, draft: Any, vocabulary: Any = None, drafts: Any = None) -> None:
     """Raise `ConfigError` if the draft model does not fit the target model.
 
     Args:
         model: target model.
         draft: draft model.
-        known: vocabulary of the target (token to id); None if unknown.
+        vocabulary: vocabulary of the target (token to id); None if unknown.
         drafts: vocabulary of the draft; None if unknown.
     """
     sizes = model.config.vocab_size, draft.config.vocab_size
-    if sizes[0] != sizes[1] or (known is not None and drafts is not None and known != drafts):
+    if sizes[0] != sizes[1] or (
+        vocabulary is not None and drafts is not None and vocabulary != drafts
+    ):
         raise ConfigError(
             f"the draft's vocabulary of {sizes[1]} tokens is not that of the model, of {sizes[0]}: "
             "a draft guesses tokens of the model. Take a small model of the same family, or leave "
             "draft out."
         )
-    for one, what in ((model, "model"), (draft, "draft")):
-        if not can_pack(one):
+    for checked, what in ((model, "model"), (draft, "draft")):
+        if not can_pack(checked):
             raise ConfigError(
-                f"draft: the {what}, a {type(one).__name__}, does not write in steps that several "
+                f"draft: the {what}, a {type(checked).__name__}, does not write in steps that "
+                "several "
                 "requests share. Leave draft out."
             )
 
@@ -121,7 +124,7 @@ class Draft:
         alive = {part.sequence for part in parts}
         self._known = {s: n for s, n in self._known.items() if s in alive or s.pages}
         guessed: dict[int, list[int]] = {}
-        rows, tokens, wanted = [], [], []
+        rows, tokens, last_counts = [], [], []
         for number, part in enumerate(parts):
             later, sequence = GUESSED_LATER in part.guessed, part.sequence
             start = min(self._known.setdefault(sequence, part.start), part.start)
@@ -131,16 +134,16 @@ class Draft:
                 continue  # its keys are computed when it is drafted for again
             rows.append(StepRow(sequence.pages, start, end))
             tokens.append(sequence.tokens[start:end])
-            wanted.append(int(later))
+            last_counts.append(int(later))
             self._known[sequence] = end + max(0, len(part.guessed) - 1 if later else 0)
             if later:
                 guessed[number] = []
         if not rows:
             return list(parts)
-        scores = [s for s in self._step.run(rows, tokens, wanted) if len(s)]
+        scores = [s for s in self._step.run(rows, tokens, last_counts) if len(s)]
         while True:
-            for found, one in zip(self._open(parts, guessed), scores, strict=True):
-                guessed[found].append(int(one[-1].argmax()))
+            for index, logits in zip(self._open(parts, guessed), scores, strict=True):
+                guessed[index].append(int(logits[-1].argmax()))
             left = self._open(parts, guessed)
             if not left:
                 break
@@ -152,7 +155,7 @@ class Draft:
 
     def _open(self, parts: Several[Part], guessed: dict[int, list[int]]) -> list[int]:
         """Return the indices of parts that need more draft tokens."""
-        return [n for n, found in guessed.items() if len(found) < len(parts[n].guessed)]
+        return [n for n, tokens in guessed.items() if len(tokens) < len(parts[n].guessed)]
 
     def _write(
         self, parts: Several[Part], guessed: dict[int, list[int]], left: Several[int]
@@ -161,7 +164,7 @@ class Draft:
         rows = []
         for number in left:
             part = parts[number]
-            place = part.end - len(part.guessed) + len(guessed[number]) - 1
-            rows.append(StepRow(part.sequence.pages, place, place + 1))
+            position = part.end - len(part.guessed) + len(guessed[number]) - 1
+            rows.append(StepRow(part.sequence.pages, position, position + 1))
         tokens = [[guessed[number][-1]] for number in left]
         return self._step.run(rows, tokens, [1] * len(left))

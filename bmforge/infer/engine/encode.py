@@ -119,14 +119,14 @@ def _read_together(
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(next(iter(row.values())).shape, []).append(number)
-    found: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
     with evaluating(model):
         for numbers in groups.values():
             for start in range(0, len(numbers), max_rows):
                 some = numbers[start : start + max_rows]
                 joined = {n: torch.cat([rows[i][n] for i in some]) for n in rows[some[0]]}
-                found.update(zip(some, read(joined), strict=True))
-    return torch.stack([found[number] for number in range(len(rows))])
+                results.update(zip(some, read(joined), strict=True))
+    return torch.stack([results[number] for number in range(len(rows))])
 
 
 @torch.no_grad()
@@ -182,7 +182,7 @@ def fill_mask(
             f"a {type(model).__name__} with the head {model.config.head!r} and a tokenizer whose "
             f"mask token is {tokenizer.mask_id} fills no masks. Open it with head='masked_lm'."
         )
-    found = []
+    predictions = []
     with evaluating(model):
         for text in [texts] if isinstance(texts, str) else texts:
             (row,) = read_rows(model, [(text, tokenizer)])
@@ -192,13 +192,13 @@ def fill_mask(
                 raise ConfigError(f"{text[:60]!r} has no mask token to fill.")
             scores = model(**row).logits[0, places].float().softmax(-1)
             best = scores.topk(min(top, scores.shape[-1]), -1)
-            found.append(
+            predictions.append(
                 [
                     [Filled(tokenizer.decode_written([i]), p) for p, i in zip(*pair, strict=True)]
                     for pair in zip(best.values.tolist(), best.indices.tolist(), strict=True)
                 ]
             )
-    return found[0] if isinstance(texts, str) else found
+    return predictions[0] if isinstance(texts, str) else predictions
 
 
 def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
@@ -213,7 +213,9 @@ def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
         rows = [{name: row[None]} for row in inputs]
     else:
         device = next(model.parameters()).device
-        spelled = [one if isinstance(one, list) else encode_text(model, *one) for one in inputs]
+        spelled = [
+            entry if isinstance(entry, list) else encode_text(model, *entry) for entry in inputs
+        ]
         rows = [{"input_ids": torch.tensor([ids], device=device)} for ids in spelled]
     for row in rows:
         if "input_ids" in row:
@@ -258,7 +260,7 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
     """
     if isinstance(inputs, Tensor):
         return inputs.to(device)
-    given = [inputs] if isinstance(inputs, str) else list(inputs)
-    if not given or not all(one.strip() if isinstance(one, str) else len(one) for one in given):
+    items = [inputs] if isinstance(inputs, str) else list(inputs)
+    if not items or not all(item.strip() if isinstance(item, str) else len(item) for item in items):
         raise ConfigError("give at least one text, and no empty ones.")
-    return [(one, open_tokenizer()) if isinstance(one, str) else list(one) for one in given]
+    return [(item, open_tokenizer()) if isinstance(item, str) else list(item) for item in items]

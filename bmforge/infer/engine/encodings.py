@@ -142,5 +142,5 @@ class Encodings:
             for row in rows if len(rows) > 1 else ():  # rerun alone: only the row at fault fails
                 self._run([row])
             return
-        for row, one in zip(rows, states, strict=True):
-            row.encoding.put(row.number, pool(one[None], row.encoding.pooling)[0])
+        for row, state in zip(rows, states, strict=True):
+            row.encoding.put(row.number, pool(state[None], row.encoding.pooling)[0])

@@ -123,12 +123,12 @@ class Engine:
         )
         try:
             prepare: Any = self._take if isinstance(model, nn.Module) else self._open
-            self.model, place = prepare(model, plan, quantize, dtype, options)
+            self.model, place_weights = prepare(model, plan, quantize, dtype, options)
             if self._draft is not None:
-                known = self.tokenizer.get_vocab() if spelled and self._directory else None
-                check_draft(self.model, self._draft, known, spelled)
+                vocabulary = self.tokenizer.get_vocab() if spelled and self._directory else None
+                check_draft(self.model, self._draft, vocabulary, spelled)
             self.plan = plan(self.model)
-            self._streamers, give_back = place(plan=self.plan)
+            self._streamers, give_back = place_weights(plan=self.plan)
             self._given.callback(give_back)
         except BaseException:
             self._given.close()
@@ -162,10 +162,10 @@ class Engine:
             allowed = options.get("allow_unknown", ())
             with reporting_full_disk(packed, persistent_tensors(described.model).values()):
                 source = quantize_directory(source, packed / "m", quantize, allow_unknown=allowed)
-        made, files = AutoModel.describe_pretrained(
+        empty_model, files = AutoModel.describe_pretrained(
             source, dtype=dtype or torch.float32, reads=DirectReads(), **options
         )
-        return made.eval().requires_grad_(False), partial(read_weights_, made, files)
+        return empty_model.eval().requires_grad_(False), partial(read_weights_, empty_model, files)
 
     def _take(
         self,
@@ -301,8 +301,8 @@ class Engine:
         """Queue a `fill_documents` request next to all others; see `submit_embed`."""
         self._check("submit_documents", writes=True)
         deltas = check_names(self.model, options.pop("delta", None))
-        given = {"batch_size": min(8, self.config.max_rows), **options}
-        fill = partial(fill_documents, self.model, self.tokenizer, documents, **given)
+        arguments = {"batch_size": min(8, self.config.max_rows), **options}
+        fill = partial(fill_documents, self.model, self.tokenizer, documents, **arguments)
         return self._queue().add(Work(self.model, fill, deadline_s, deltas))
 
     def embed(self, inputs: Any, *, delta: DeltaChoice = None, **options: Any) -> Tensor:
@@ -334,8 +334,8 @@ class Engine:
     ) -> Any:
         """Fill CPM-Bee's documents; see `bmforge.infer.openbmb.documents.fill_documents`."""
         with self.turn("fill_documents", delta=delta) as model:
-            given = {"batch_size": min(8, self.config.max_rows), **options}
-            return fill_documents(model, self.tokenizer, documents, **given)
+            arguments = {"batch_size": min(8, self.config.max_rows), **options}
+            return fill_documents(model, self.tokenizer, documents, **arguments)
 
     def fill_blanks(self, text: str, *, delta: DeltaChoice = None, **options: Any) -> list[str]:
         """Return the model's text for every ``<span>`` of a text; see `blanks.fill_blanks`."""

@@ -84,9 +84,9 @@ class Job:
             if piece is None:
                 continue
             answer.is_told = piece.finish_reason is not None
-            whole = answer.completion(len(self.ready.ids)) if answer.is_told else None
+            completion = answer.completion(len(self.ready.ids)) if answer.is_told else None
             try:
-                self.handle.put(piece, whole)
+                self.handle.put(piece, completion)
             except Exception as error:  # the callback is user code
                 self.handle.fail(error)
 
@@ -156,11 +156,11 @@ class PackedJobs:
         if not self.jobs:  # the model may have changed while idle
             self.notice_changes()
         ready = job.ready
-        told = repr(self._model.config) + tell_choice(self._model, ready.deltas)
-        keys = PrefixKeys(told, ready.request.salt)
+        choice = repr(self._model.config) + tell_choice(self._model, ready.deltas)
+        keys = PrefixKeys(choice, ready.request.salt)
         longest = len(ready.ids) + ready.config.max_new_tokens
-        known = NgramSpeculator() if self._config.speculates else None
-        lookup = known if self._small is None else DraftSpeculator(self._cost, known)
+        ngrams = NgramSpeculator() if self._config.speculates else None
+        lookup = ngrams if self._small is None else DraftSpeculator(self._cost, ngrams)
         sequence = Sequence((job.number, 0), list(ready.ids), keys, longest, lookup)
         job.sequences[sequence] = ready.answers[0]
         self._scheduler.add(sequence)
@@ -214,12 +214,12 @@ class PackedJobs:
         jobs = [owners[part.sequence] for part in parts]
         try:
             parts = parts if self._draft is None else self._draft.fill(parts)
-            found = self._compute(self._step, parts, [job.ready.deltas for job in jobs])
+            logits = self._compute(self._step, parts, [job.ready.deltas for job in jobs])
         except Exception as error:
             for job in dict.fromkeys(jobs):
                 self._fail(job, error)
             return
-        for job, part, scores in zip(jobs, parts, found, strict=True):
+        for job, part, scores in zip(jobs, parts, logits, strict=True):
             if job in self.jobs:
                 self._go_on(job, part, scores)
         for job in dict.fromkeys(jobs):
@@ -232,8 +232,8 @@ class PackedJobs:
         self, step: PackedStep, parts: list[Part], deltas: list[DeltaNames]
     ) -> list[Tensor]:
         rows = [StepRow(part.sequence.pages, part.start, part.end) for part in parts]
-        wanted = [1 + len(part.guessed) if part.is_last else 0 for part in parts]
-        return step.run(rows, [part.tokens for part in parts], wanted, deltas)
+        counts = [1 + len(part.guessed) if part.is_last else 0 for part in parts]
+        return step.run(rows, [part.tokens for part in parts], counts, deltas)
 
     def _go_on(self, job: Job, part: Part, scores: Tensor) -> None:
         """Choose the next tokens of a sequence from a part's logits; errors end the job."""
@@ -245,9 +245,11 @@ class PackedJobs:
         except Exception as error:
             self._fail(job, error)
             return
-        for one in [s for s, answer in job.sequences.items() if answer.finish_reason is not None]:
-            del job.sequences[one]
-            self._scheduler.remove(one)
+        for sequence in [
+            s for s, answer in job.sequences.items() if answer.finish_reason is not None
+        ]:
+            del job.sequences[sequence]
+            self._scheduler.remove(sequence)
 
     def _choose(self, job: Job, part: Part, scores: Tensor) -> None:
         """Choose the next tokens of a sequence; after a prompt, one for each answer."""

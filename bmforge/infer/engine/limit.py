@@ -28,11 +28,11 @@ def check_size(
     Raises:
         ConfigError: the call exceeds the limits; the message names both.
     """
-    given = {"input_ids": args[0]} if args and isinstance(args[0], Tensor) else {}
-    given |= {name: kwargs[name] for name in _ROWS_OF_TOKENS if kwargs.get(name) is not None}
-    for name, tensor in given.items():
+    inputs = {"input_ids": args[0]} if args and isinstance(args[0], Tensor) else {}
+    inputs |= {name: kwargs[name] for name in _ROWS_OF_TOKENS if kwargs.get(name) is not None}
+    for name, tensor in inputs.items():
         past = getattr(kwargs.get("cache"), "length", 0)
-        if name.startswith("input") and "decoder_input_ids" in given:
+        if name.startswith("input") and "decoder_input_ids" in inputs:
             past = 0  # the source is not in the target's cache
         rows, tokens = tensor.shape[0], past + (tensor.shape[1] if tensor.dim() > 1 else 1)
         if tensor.dim() == 4:  # images
@@ -69,10 +69,10 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
     """Raise `ConfigError` if a tokenizer has more tokens than the model."""
-    size, known = len(tokenizer), getattr(getattr(model, "config", None), "vocab_size", None)
-    if known is not None and size > known:
+    size, vocab_size = len(tokenizer), getattr(getattr(model, "config", None), "vocab_size", None)
+    if vocab_size is not None and size > vocab_size:
         raise ConfigError(
-            f"the tokenizer has {size} tokens, the model vocab_size={known}: it is of another "
+            f"the tokenizer has {size} tokens, the model vocab_size={vocab_size}: it is of another "
             "model. Open both from the same directory."
         )
 
@@ -83,16 +83,16 @@ def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] 
     Raises:
         ConfigError: the configured capacity exceeds the planned memory.
     """
-    asked = config.requests.total_tokens
+    requested = config.requests.total_tokens
     if limit is None:
-        return asked or _ROWS * config.tokens_of(model)
+        return requested or _ROWS * config.tokens_of(model)
     planned = limit[0] * limit[1]
-    if asked is not None and asked > planned:
+    if requested is not None and requested > planned:
         raise ConfigError(
-            f"RequestsConfig: total_tokens={asked} is more than the {planned} that memory was "
+            f"RequestsConfig: total_tokens={requested} is more than the {planned} that memory was "
             f"planned for, max_rows={limit[0]} of max_tokens={limit[1]}. Give less, or raise these."
         )
-    return asked or planned
+    return requested or planned
 
 
 def check_asked(model: nn.Module, what: str, writes: bool) -> None:

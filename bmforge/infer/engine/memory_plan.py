@@ -89,8 +89,8 @@ class MemoryPlan:
     def line(self) -> str:
         """Return the plan in one line."""
         if self.others:
-            alone = (replace(one, others=()) for one in self.each())
-            return "; ".join(f"{one.device}: {one.line()}" for one in alone)
+            alone = (replace(device_plan, others=()) for device_plan in self.each())
+            return "; ".join(f"{device_plan.device}: {device_plan.line()}" for device_plan in alone)
         blocks = len(self.resident) + len(self.moving)
         moved = format_bytes(self.moved_bytes)
         return (
@@ -101,11 +101,11 @@ class MemoryPlan:
 
     def table(self) -> RenderableType:
         """Return the plan for a terminal: a line and a bar for every part, of every device."""
-        return Group(*(one._own_table(bool(self.others)) for one in self.each()))
+        return Group(*(device_plan._own_table(bool(self.others)) for device_plan in self.each()))
 
     def _own_table(self, is_named: bool) -> Table:
-        place = f" of {self.device}" if is_named else ""
-        title = f"memory{place}: {format_bytes(self.budget_bytes)}"
+        location = f" of {self.device}" if is_named else ""
+        title = f"memory{location}: {format_bytes(self.budget_bytes)}"
         table = Table(title=title, title_justify="left")
         table.add_column("part")
         table.add_column("size", justify="right")

@@ -160,8 +160,8 @@ class Watch:
             same = all(map(eq, self._modules, self._kept))
         except (RuntimeError, ValueError):  # a tensor attribute was replaced
             return True
-        found = list(chain.from_iterable(map(dict.values, self._full)))
-        same = same and len(found) == len(self._inside) and all(map(is_, found, self._inside))
+        values = list(chain.from_iterable(map(dict.values, self._full)))
+        same = same and len(values) == len(self._inside) and all(map(is_, values, self._inside))
         return not same or list(_places(self._tensors)) != self._places
 
 
@@ -179,8 +179,8 @@ _BYTES, _DTYPE = attrgetter("nbytes"), attrgetter("dtype")
 
 
 def _forwards_changed() -> bool:
-    known: dict[Any, Any] = _FORWARDS
-    return any(kind.forward is not forward for kind, forward in known.items())
+    forwards: dict[Any, Any] = _FORWARDS
+    return any(kind.forward is not forward for kind, forward in forwards.items())
 
 
 def describe_block(block: nn.Module, watch: Watch) -> Any:
@@ -200,11 +200,11 @@ def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[s
     """Raise `_UnknownError` unless a module has one of these classes and exactly these children."""
     attributes = vars(module)
     kind: Any = type(module)
-    known = kind in kinds and not _forwards_changed()
+    is_known = kind in kinds and not _forwards_changed()
     # No instance attribute shadows the class: no patched method, no compiled forward.
-    known = known and not module.training and not attributes.keys() & _defined_by(kind)
-    known = known and not any(attributes.get(key) for key in _HOOKS)
-    if not known or any(module._modules[name] for name in module._modules.keys() - {*children}):
+    is_known = is_known and not module.training and not attributes.keys() & _defined_by(kind)
+    is_known = is_known and not any(attributes.get(key) for key in _HOOKS)
+    if not is_known or any(module._modules[name] for name in module._modules.keys() - {*children}):
         raise _UnknownError
     watch.add(module)
 
@@ -329,15 +329,15 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
         _require(alike, (shared.gate_proj is not None) == experts.has_gate())
     stacks = {key: _describe_stack(experts, key) for key in ("gate_proj", "up_proj", "down_proj")}
     watch.kept += stacks.values()
-    made = _Experts(
+    description = _Experts(
         _describe_matrix(mlp.router, watch),
         _describe_matrix(mlp.shared_gate, watch),
         *(None if stack is None else ctypes.addressof(stack) for stack in stacks.values()),
         mlp.experts_per_token,
         *(mlp.normalize_weights, mlp.weighs and mlp.choice != "balanced"),
     )
-    watch.kept.append(made)
-    return ctypes.addressof(made)
+    watch.kept.append(description)
+    return ctypes.addressof(description)
 
 
 def _describe_stack(experts: Any, key: str) -> Any:
@@ -392,8 +392,8 @@ def _describe_block(block: Any, watch: Watch) -> Any:
     parts = ("attn", "cross_attn", "mlp")
     _know(block, watch, (Block,), (*parts, *(f"{part}_norm" for part in parts)))
     attn, cross = (_describe_attention(block, name, watch) for name in parts[:2])
-    feed, place = _describe_feed(block, watch), _NORM_PLACES[block.norm_place]
-    _require(place != 2 or (not cross.exists and attn.exists and feed.exists))
+    feed, norm_place = _describe_feed(block, watch), _NORM_PLACES[block.norm_place]
+    _require(norm_place != 2 or (not cross.exists and attn.exists and feed.exists))
     _require(all(getattr(block, f"{name}_share") is None for name in ("attn", "mlp", "block")))
     experts = _describe_experts(block.mlp, watch)
-    return Layer(attn, cross, feed, experts, block.sum_scale, place, 0)
+    return Layer(attn, cross, feed, experts, block.sum_scale, norm_place, 0)

@@ -142,10 +142,10 @@ class _AnyCall:
 
     def _place(self, pages: Iterable[tuple[Tensor, int]]) -> Any:
         """Store every token's place: the page table of its sequence, int32, and its position."""
-        found = list(pages)
-        self._kept += [tensor for tensor, _ in found]
-        places = (_Place * len(found))(
-            *(_Place(tensor.data_ptr(), position) for tensor, position in found)
+        page_list = list(pages)
+        self._kept += [tensor for tensor, _ in page_list]
+        places = (_Place * len(page_list))(
+            *(_Place(tensor.data_ptr(), position) for tensor, position in page_list)
         )
         self._kept.append(places)
         return places
@@ -221,8 +221,8 @@ class Call(_AnyCall):
     def _key(self) -> tuple[Any, ...]:
         """Return the state that `_find_pasts` depends on besides the blocks."""
         cache = self._cache
-        known = weakref.ref(cache), cache.moves
-        return *known, self._rows, tuple(self._windows), tuple(self._heads)
+        identity = weakref.ref(cache), cache.moves
+        return *identity, self._rows, tuple(self._windows), tuple(self._heads)
 
     def _find_pasts(self, segment: Segment) -> Pasts | None:
         """Collect the blocks' keys, values and masks; None if any is missing."""
@@ -310,8 +310,8 @@ class PackedCall(_AnyCall):
                 if not layer.attn.causal:
                     return False
                 heads, width = layer.attn.shared_heads, layer.attn.width
-                held = self._cache.hold(block.attn.layer_index, heads, width)
-                if not _fits(held, (held[0].shape[0], heads, width), PAGE_TOKENS):
+                buffers = self._cache.hold(block.attn.layer_index, heads, width)
+                if not _fits(buffers, (buffers[0].shape[0], heads, width), PAGE_TOKENS):
                     return False
         return True
 
@@ -325,8 +325,8 @@ class PackedCall(_AnyCall):
             if layer.attn.exists:
                 layer.attn.mask = numbers.setdefault(block.attn.window, len(numbers))
                 layer.bias = 0
-                place = block.attn.layer_index
-                own[number] = _past(self._cache.held(place), self._cache.scales(place))
+                layer_index = block.attn.layer_index
+                own[number] = _past(self._cache.held(layer_index), self._cache.scales(layer_index))
         windows = (ctypes.c_int64 * max(1, len(numbers)))(*(window or 0 for window in numbers))
         masks = (_Mask * max(1, len(numbers)))()
         self._kept.append(masks)

@@ -196,19 +196,19 @@ class NativeStep:
         self._layers, self._watch, self._segments = layers, Watch(), []
         self._watch.add(layers)
         blocks: list[Any] = []
-        found: list[Any] = []
+        descriptions: list[Any] = []
         for number, block in enumerate(layers.values()):
             layer = describe_block(block, self._watch)
             if layer is not None:
                 blocks.append(block)
-                found.append(layer)
+                descriptions.append(layer)
                 continue
-            if found:
-                self._segments.append(_Segment(number - len(found), blocks, found))
-                blocks, found = [], []
+            if descriptions:
+                self._segments.append(_Segment(number - len(descriptions), blocks, descriptions))
+                blocks, descriptions = [], []
             self._segments.append(_Segment(number, [block], []))
-        if found:
-            self._segments.append(_Segment(len(layers) - len(found), blocks, found))
+        if descriptions:
+            self._segments.append(_Segment(len(layers) - len(descriptions), blocks, descriptions))
 
     def _run(
         self, library: ctypes.CDLL, call: Call | PackedCall, segment: _Segment, x: Tensor

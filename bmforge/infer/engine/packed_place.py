@@ -42,23 +42,23 @@ def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
     _remove_abandoned(parent)
     while True:
         try:
-            place = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         except OSError as error:
             raise ConfigError(
                 f"EngineConfig.spill_directory={str(parent)!r} cannot be used ({error.strerror}). "
                 "Name a directory that exists and can be written."
             ) from error
-        descriptor = None if fcntl is None else os.open(place, os.O_RDONLY)
-        if descriptor is None or _hold(place, descriptor):
+        descriptor = None if fcntl is None else os.open(directory, os.O_RDONLY)
+        if descriptor is None or _hold(directory, descriptor):
             break
         os.close(descriptor)
 
     def give_back() -> None:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         if descriptor is not None:
             os.close(descriptor)
 
-    return place, give_back
+    return directory, give_back
 
 
 @contextmanager
@@ -85,27 +85,27 @@ def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[Non
         ) from error
 
 
-def _hold(place: Path, descriptor: int) -> bool:
+def _hold(directory: Path, descriptor: int) -> bool:
     """Lock a new directory; return False if another process has removed it meanwhile."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:  # no locks on this file system, for other processes neither
         return True
-    return place.exists()
+    return directory.exists()
 
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove the directories of processes that have ended."""
-    for place in parent.glob(f"{_PREFIX}*") if fcntl is not None else ():
+    for directory in parent.glob(f"{_PREFIX}*") if fcntl is not None else ():
         try:
-            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:  # another user's, or already removed
             continue
         try:
             if os.fstat(descriptor).st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(place, ignore_errors=True)
-                get_logger().info("removed %s, which a process that ended has left", place)
+                shutil.rmtree(directory, ignore_errors=True)
+                get_logger().info("removed %s, which a process that ended has left", directory)
         except OSError:  # its process is alive
             continue
         finally:

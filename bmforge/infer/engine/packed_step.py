@@ -96,7 +96,7 @@ class PackedStep:
         self,
         rows: Sequence[StepRow],
         tokens: Sequence[Sequence[int]],
-        wanted: Sequence[int],
+        num_scored: Sequence[int],
         deltas: Sequence[DeltaNames] | None = None,
     ) -> list[Tensor]:
         """Compute tokens of sequences; return the logits of the last tokens of each row.
@@ -104,32 +104,32 @@ class PackedStep:
         Args:
             rows: sequence and positions of the tokens.
             tokens: token ids of each row.
-            wanted: number of last tokens of each row whose logits are returned.
+            num_scored: number of last tokens of each row whose logits are returned.
             deltas: adapter names of each row; None uses the model's active adapters.
 
         Shape:
             returns (wanted, V) of each row, in fp32
         """
-        given = list(zip(rows, tokens, wanted, strict=True))
-        names = [None] * len(given) if deltas is None else list(deltas)
-        found: dict[int, Tensor] = {}
+        row_inputs = list(zip(rows, tokens, num_scored, strict=True))
+        names = [None] * len(row_inputs) if deltas is None else list(deltas)
+        scores: dict[int, Tensor] = {}
         for numbers in self._divide(names):
-            some = zip(*(given[number] for number in numbers), strict=True)
+            some = zip(*(row_inputs[number] for number in numbers), strict=True)
             with choosing_deltas(self.model, names[numbers[0]]):
-                found.update(zip(numbers, self._run_together(*some), strict=True))
-        return [found[number] for number in range(len(given))]
+                scores.update(zip(numbers, self._run_together(*some), strict=True))
+        return [scores[number] for number in range(len(row_inputs))]
 
     def _divide(self, names: Sequence[DeltaNames]) -> list[list[int]]:
         """Group rows into forward passes: rows with the same adapters, or single rows."""
         if not self._is_together:
             return [[number] for number in range(len(names))]
         groups: dict[DeltaNames, list[int]] = {}
-        for number, one in enumerate(names):
-            groups.setdefault(one, []).append(number)
+        for number, name in enumerate(names):
+            groups.setdefault(name, []).append(number)
         return list(groups.values())
 
     def _run_together(
-        self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]], wanted: Sequence[int]
+        self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]], num_scored: Sequence[int]
     ) -> list[Tensor]:
         model, device = self.model, self.cache.device
         ids = torch.tensor([[id for row in tokens for id in row]], device=device)
@@ -145,15 +145,15 @@ class PackedStep:
             out = run_layers(model.layers, x, masks, False, rope=table, cache=self.cache)[0]
         ends = [sum(row.length for row in rows[: n + 1]) for n in range(len(rows))]
         places = [
-            place
-            for end, count in zip(ends, wanted, strict=True)
-            for place in range(end - count, end)
+            position
+            for end, count in zip(ends, num_scored, strict=True)
+            for position in range(end - count, end)
         ]
-        return list(self._score(out[0, places]).split(list(wanted)))
+        return list(self._score(out[0, places]).split(list(num_scored)))
 
     def _windows(self) -> set[int | None]:
-        found = (layer.attn for layer in self.model.layers.values())
-        return {attn.window for attn in found if attn is not None}
+        attentions = (layer.attn for layer in self.model.layers.values())
+        return {attn.window for attn in attentions if attn is not None}
 
     def _enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the first block; an embedding projection runs token by token."""
@@ -166,7 +166,7 @@ class PackedStep:
         """Return the logits of hidden states after the last block: (M, D) -> (M, V) in fp32."""
         if not len(x):
             return x.new_empty(0, self.model.lm_head.out_features, dtype=torch.float32)
-        left = torch.cat([self.model.leave(one[None, None]) for one in x], 1)[0]
+        left = torch.cat([self.model.leave(state[None, None]) for state in x], 1)[0]
         return _score_rows(self.model.lm_head, left).float()
 
 
@@ -177,12 +177,12 @@ def _score_rows(head: LMHead, x: Tensor) -> Tensor:
         x: (M, D) -> (M, V)
     """
     if any(True for _ in beside_parts(head)) or head.vocab is not None or head._forward_hooks:
-        return torch.cat([head(one[None]) for one in x])
+        return torch.cat([head(state[None]) for state in x])
     if type(head) is QuantizedHead:
         return torch.cat([head(some) for some in x.split(_FEW_TOKENS)])
     weight, kernels = head.weight, load_kernels()
     plain = type(head) is LMHead and type(weight) is torch.nn.Parameter and x.is_cpu
     if kernels is None or not plain or weight.dtype not in PLAIN_KINDS or not x.is_cpu:
-        return torch.cat([head(one[None]) for one in x])
+        return torch.cat([head(state[None]) for state in x])
     out = kernels.multiply_rows(x.float().contiguous(), weight.contiguous())
     return (out if head.bias is None else out + head.bias.float()).to(x.dtype)

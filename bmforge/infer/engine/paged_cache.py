@@ -107,10 +107,10 @@ class PagedCache:
 
     def _read(self, layer: int, part: int, pages: Tensor) -> Tensor:
         """Return the keys or values of pages, (K, tokens, H)."""
-        found = self._pairs[layer][part][pages]
+        stored = self._pairs[layer][part][pages]
         if layer in self._scales:
-            found = found.float() * self._scales[layer][part][pages][..., None]
-        return found.transpose(0, 1).flatten(1, 2)
+            stored = stored.float() * self._scales[layer][part][pages][..., None]
+        return stored.transpose(0, 1).flatten(1, 2)
 
     def attend(
         self,
@@ -141,25 +141,25 @@ class PagedCache:
         out, first = [], 0
         for row in self.rows:
             near = 0 if window is None else max(0, row.start + 1 - window) // PAGE_TOKENS
-            held = torch.tensor(row.pages[near : -(-row.end // PAGE_TOKENS)], device=device)
+            row_pages = torch.tensor(row.pages[near : -(-row.end // PAGE_TOKENS)], device=device)
             past = row.start - near * PAGE_TOKENS
-            seen, known = (
-                self._read(layer, part, held)[None, :, : past + row.length] for part in (0, 1)
+            seen, values = (
+                self._read(layer, part, row_pages)[None, :, : past + row.length] for part in (0, 1)
             )
             own = query[:, :, first : first + row.length]
             mask = build_mask((1, row.length), device, past=past, window=window)
-            out.append(mix(own, seen.to(own.dtype), known.to(own.dtype), mask, None))
+            out.append(mix(own, seen.to(own.dtype), values.to(own.dtype), mask, None))
             first += row.length
         return torch.cat(out, 2)
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return page and offset of every token of the step."""
-        found = [
+        slots = [
             (row.pages[n // PAGE_TOKENS], n % PAGE_TOKENS)
             for row in self.rows
             for n in range(row.start, row.end)
         ]
-        pages, offsets = torch.tensor(found, device=device).unbind(1)
+        pages, offsets = torch.tensor(slots, device=device).unbind(1)
         return pages, offsets
 
     def copy_page(self, source: int, target: int) -> None:

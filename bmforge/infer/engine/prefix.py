@@ -39,8 +39,8 @@ class PrefixKeys:
             first = (len(self._keys) - 1) * PAGE_TOKENS
             numbers = array("q", tokens[first : first + PAGE_TOKENS])
             assert len(numbers) == PAGE_TOKENS, "only full pages have keys"
-            made = hashlib.blake2b(self._keys[-1] + numbers.tobytes(), digest_size=24)
-            self._keys.append(made.digest())
+            digest = hashlib.blake2b(self._keys[-1] + numbers.tobytes(), digest_size=24)
+            self._keys.append(digest.digest())
         return self._keys[page + 1]
 
 
@@ -55,20 +55,20 @@ def find_prefix(pages: Pages, keys: PrefixKeys, tokens: Sequence[int], unit: int
         tokens: token ids of the sequence.
         unit: granularity in tokens, a multiple of the page size.
     """
-    found: list[int] = []
+    cached: list[int] = []
     for number in range((len(tokens) - 1) // PAGE_TOKENS):
         page = pages.find(keys.of(tokens, number))
         if page is None:
             break
-        found.append(page)
-    whole = len(found) * PAGE_TOKENS // unit * unit // PAGE_TOKENS
-    for page in found[:whole]:
+        cached.append(page)
+    num_pages = len(cached) * PAGE_TOKENS // unit * unit // PAGE_TOKENS
+    for page in cached[:num_pages]:
         pages.share(page)
-    return found[:whole]
+    return cached[:num_pages]
 
 
 def register_prefix(
-    pages: Pages, keys: PrefixKeys, tokens: Sequence[int], held: Sequence[int], known: range
+    pages: Pages, keys: PrefixKeys, tokens: Sequence[int], own_pages: Sequence[int], numbers: range
 ) -> None:
     """Register pages of a sequence in the prefix cache.
 
@@ -76,8 +76,8 @@ def register_prefix(
         pages: page allocator.
         keys: page keys of the sequence.
         tokens: token ids of the sequence.
-        held: page table of the sequence.
-        known: indices of the pages that became full.
+        own_pages: page table of the sequence.
+        numbers: indices of the pages that became full.
     """
-    for number in known:
-        pages.register(held[number], keys.of(tokens, number))
+    for number in numbers:
+        pages.register(own_pages[number], keys.of(tokens, number))

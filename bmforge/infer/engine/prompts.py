@@ -84,18 +84,18 @@ class Reader:
         self._check(request, config)
         deltas = check_names(model, request.delta)
         ids: tuple[int, ...] = ()
-        told = ids
+        read_ids = ids
         hidden: Sequence[int] = ()
         if not is_document(model, request):
             ids, config, hidden = self._read_prompt(request.prompt, config)
-            told = ids
+            read_ids = ids
             if model.traits.objective != "hidden tokens":  # which need further inputs per token
                 ids = put_rows_before(model, ids, deltas)
             row = torch.tensor([ids])
             check_prompt(model, row, torch.ones_like(row), config)
         is_packed = self._can_pack and config.num_beams == 1
         self._check_size(len(ids), config, is_packed)
-        answers = self._answers(request, config, told, hidden)
+        answers = self._answers(request, config, read_ids, hidden)
         return Ready(request, tuple(ids), config, answers, is_packed, deltas)
 
     def _read_prompt(
@@ -136,8 +136,8 @@ class Reader:
         """Raise `ConfigError` for options that contradict each other."""
         fills = is_document(self._model, request)
         has_beams = config.num_beams > 1
-        told = request.constraint is not None or config.logprobs is not None
-        if (has_beams or fills) and (told or config.stop_strings):
+        needs_text = request.constraint is not None or config.logprobs is not None
+        if (has_beams or fills) and (needs_text or config.stop_strings):
             what = "documents, which CPM-Bee fills" if fills else "beams"
             raise ConfigError(
                 f"a constraint, stop strings and logprobs are for answers that are written token "
@@ -187,15 +187,15 @@ class Reader:
             if ends not in self._rules:
                 self._rules[ends] = Rules(self._tokenizer, self._model.config.vocab_size, ends)
             matcher = self._rules[ends].open(request.constraint)
-        known: Sequence[int] = ids
+        penalized_ids: Sequence[int] = ids
         before = () if self._model.traits.reads == "apart" else ids
         if self._model.traits.reads == "apart":
-            known = (self._model.config.decoder_start_token_id,)
+            penalized_ids = (self._model.config.decoder_start_token_id,)
         return tuple(
             Answer(
                 index,
                 config,
-                known,
+                penalized_ids,
                 self._vocabulary,
                 hidden,
                 before,

@@ -240,21 +240,21 @@ class Handle:
             Exception: the request failed, and all earlier pieces were read.
         """
         with self._changed:
-            found = list(self._pieces)
+            pieces = list(self._pieces)
             self._pieces.clear()
-            if not found and self._error is not None:
+            if not pieces and self._error is not None:
                 raise self._error
-            return found
+            return pieces
 
     def __iter__(self) -> Iterator[Piece]:
         """Yield pieces as they are written, until every answer has ended."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pieces or self.done)
-            found = self.take()
-            if not found:
+            pieces = self.take()
+            if not pieces:
                 return
-            yield from found
+            yield from pieces
 
     def wait(self, timeout_s: float | None = None) -> list[Completion]:
         """Wait for the end of all answers and return them.
@@ -270,12 +270,12 @@ class Handle:
                 raise self._error
             return [self._whole[index] for index in range(self._answers)]
 
-    def put(self, piece: Piece, whole: Completion | None = None) -> None:
+    def put(self, piece: Piece, completion: Completion | None = None) -> None:
         """Add a piece, with an answer's last piece its completion; called by the engine."""
         with self._changed:
             self._pieces.append(piece)
-            if whole is not None:
-                self._whole[whole.index] = whole
+            if completion is not None:
+                self._whole[completion.index] = completion
             self._changed.notify_all()
         self._tell()
 

@@ -89,11 +89,11 @@ class Rows:
         """Run a beam search; the answers are complete at its end."""
         ready = self._ready
         if self._model.traits.objective == "hidden tokens" and self._tokenizer is not None:
-            found = [search_hypotheses(decoder, start, ready.config)]
+            rows = [search_hypotheses(decoder, start, ready.config)]
         else:
             nothing = torch.zeros_like(start[:, 0])
-            found = run_decoder(decoder, start, nothing, ready.config).tolist()
-        for answer, row in zip(ready.answers, found, strict=False):
+            rows = run_decoder(decoder, start, nothing, ready.config).tolist()
+        for answer, row in zip(ready.answers, rows, strict=False):
             answer.write(row[start.shape[1] :])
 
     def _fill_document(self, prompt: Any) -> None:

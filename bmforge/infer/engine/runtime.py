@@ -42,12 +42,12 @@ def runtime_bytes(model: nn.Module, work_bytes: int, device: torch.device) -> in
     if not is_host(device):
         return _ACCELERATOR_BYTES
     sizes = [packed_bytes(tensor) for tensor in tensors]
-    found = _LEAST_BYTES + READ_THREADS * min(BUFFER_BYTES, max(sizes, default=0))
-    found += min(_MOST_BYTES, int(_SHARE * (sum(sizes) + work_bytes)))
+    total = _LEAST_BYTES + READ_THREADS * min(BUFFER_BYTES, max(sizes, default=0))
+    total += min(_MOST_BYTES, int(_SHARE * (sum(sizes) + work_bytes)))
     if any(_multiplies_floats(module) for module in model.modules()):
-        found += _PRODUCTS_BYTES
+        total += _PRODUCTS_BYTES
     has_half = any(t.is_floating_point() and t.element_size() == 2 for t in tensors)
-    return found + has_half * _HALF_BYTES
+    return total + has_half * _HALF_BYTES
 
 
 def _multiplies_floats(module: nn.Module) -> bool:

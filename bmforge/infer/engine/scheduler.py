@@ -47,8 +47,8 @@ class Cut:
             return 0
         if self.unit is None:
             return sequence.stored
-        known = min(sequence.stored, sequence.prompt_length)
-        return known // self.unit * self.unit
+        reusable = min(sequence.stored, sequence.prompt_length)
+        return reusable // self.unit * self.unit
 
 
 @dataclass(eq=False)
@@ -112,8 +112,8 @@ class Part:
     @property
     def tokens(self) -> list[int]:
         """Token ids, draft tokens included."""
-        known = self.sequence.tokens[self.start : self.end - len(self.guessed)]
-        return [*known, *self.guessed]
+        tokens = self.sequence.tokens[self.start : self.end - len(self.guessed)]
+        return [*tokens, *self.guessed]
 
 
 class Scheduler:
@@ -220,8 +220,8 @@ class Scheduler:
         sequence = part.sequence
         sequence.stored = min(part.end, len(sequence.tokens) - 1)
         full = self.cut.keeps(sequence) // PAGE_TOKENS
-        known = range(sequence.registered, full)
-        register_prefix(self.pages, sequence.keys, sequence.tokens, sequence.pages, known)
+        new_pages = range(sequence.registered, full)
+        register_prefix(self.pages, sequence.keys, sequence.tokens, sequence.pages, new_pages)
         sequence.registered = max(sequence.registered, full)
 
     def _plan_one(self, sequence: Sequence, room: int, parts: list[Part]) -> int:
@@ -254,18 +254,18 @@ class Scheduler:
     def _begin(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if there are enough pages for all its tokens."""
         unit = self.cut.unit or PAGE_TOKENS
-        found = []
+        cached = []
         if self.cut.shares:
-            found = find_prefix(self.pages, sequence.keys, sequence.tokens, unit)
-        needed = pages_of(len(sequence.tokens) + 1) - len(found)
-        needed = min(needed, pages_of(sequence.longest) - len(found))
+            cached = find_prefix(self.pages, sequence.keys, sequence.tokens, unit)
+        needed = pages_of(len(sequence.tokens) + 1) - len(cached)
+        needed = min(needed, pages_of(sequence.longest) - len(cached))
         if needed > self.pages.available:
-            for page in reversed(found):
+            for page in reversed(cached):
                 self.pages.give_back(page)
             return False
-        sequence.stored, sequence.registered = len(found) * PAGE_TOKENS, len(found)
+        sequence.stored, sequence.registered = len(cached) * PAGE_TOKENS, len(cached)
         taken = [self.pages.take() for _ in range(needed)]
-        sequence.pages = [*found, *(page for page in taken if page is not None)]
+        sequence.pages = [*cached, *(page for page in taken if page is not None)]
         if sequence.cached is None:
             sequence.cached = min(sequence.stored, sequence.prompt_length)
         self.waiting.remove(sequence)

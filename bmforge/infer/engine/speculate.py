@@ -70,10 +70,10 @@ class DraftSpeculator(_Guesses):
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens of an n-gram match, or placeholders for the draft model's tokens."""
-        found = [] if self._lookup is None else self._lookup.guess(tokens)
-        self._looked_up = bool(found)
-        if found or len(tokens) < self._pause_until:
-            return found
+        draft = [] if self._lookup is None else self._lookup.guess(tokens)
+        self._looked_up = bool(draft)
+        if draft or len(tokens) < self._pause_until:
+            return draft
         return [GUESSED_LATER] * _AHEAD
 
     def fresh(self) -> DraftSpeculator:
@@ -101,8 +101,8 @@ class NgramSpeculator(_Guesses):
         self._read(tokens)
         if len(tokens) < max(_NGRAM, self._pause_until):
             return []
-        place = self._places.get(tuple(tokens[-_NGRAM:]))
-        return [] if place is None else list(tokens[place : place + _MOST])
+        start = self._places.get(tuple(tokens[-_NGRAM:]))
+        return [] if start is None else list(tokens[start : start + _MOST])
 
     def fresh(self) -> NgramSpeculator:
         """Return a new speculator of the same kind for a forked sequence."""

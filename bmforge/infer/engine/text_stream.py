@@ -58,19 +58,23 @@ class TextStream:
         The ids start at a character boundary if one of the last tokens does.
         """
         ids = [id for id in prompt if id not in self._hidden]
-        known = len(ids)
-        while known and len(ids) - known < _BEFORE and self._is_broken(ids[:known][-_BEFORE:], -1):
-            known -= 1
-        if self._is_broken(ids[:known][-_BEFORE:], -1):
-            known = len(ids)
-        starts = range(max(0, known - _BEFORE), max(-1, known - 2 * _BEFORE), -1)
-        begin = next((at for at in starts if not self._is_broken(ids[at:known], 0)), starts[0])
-        return ids[begin:], known - begin
+        boundary = len(ids)
+        while (
+            boundary
+            and len(ids) - boundary < _BEFORE
+            and self._is_broken(ids[:boundary][-_BEFORE:], -1)
+        ):
+            boundary -= 1
+        if self._is_broken(ids[:boundary][-_BEFORE:], -1):
+            boundary = len(ids)
+        starts = range(max(0, boundary - _BEFORE), max(-1, boundary - 2 * _BEFORE), -1)
+        begin = next((at for at in starts if not self._is_broken(ids[at:boundary], 0)), starts[0])
+        return ids[begin:], boundary - begin
 
-    def _is_broken(self, ids: Sequence[int], place: int) -> bool:
+    def _is_broken(self, ids: Sequence[int], edge: int) -> bool:
         """Return True if the text of ids begins (0) or ends (-1) with part of a character."""
         text: str = self._tokenizer.decode_written(ids)
-        return bool(text) and text[place] == _BROKEN
+        return bool(text) and text[edge] == _BROKEN
 
     def add(self, ids: Sequence[int]) -> str:
         """Add tokens; return the text that can be emitted now."""
@@ -108,14 +112,14 @@ class TextStream:
 
     def _show(self, is_last: bool) -> str:
         """Return the text up to a stop string or its possible beginning."""
-        found = [place for stop in self._stops if (place := self._written.find(stop)) >= 0]
-        held = 0
-        if found:
+        stops_at = [at for stop in self._stops if (at := self._written.find(stop)) >= 0]
+        withheld = 0
+        if stops_at:
             self.is_stopped = True
-            end = min(found)
+            end = min(stops_at)
         else:
-            held = 0 if is_last else max(map(self._overlap, self._stops), default=0)
-            end = len(self._written) - held
+            withheld = 0 if is_last else max(map(self._overlap, self._stops), default=0)
+            end = len(self._written) - withheld
         shown, self._written = self._written[:end], self._written[end:]
         self.text += shown
         return shown

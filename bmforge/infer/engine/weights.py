@@ -40,20 +40,20 @@ def read_weights_(
     """
     read = weight_reader(model, files, READ_THREADS)
     streamers: Sequence[Streamer | ExpertStreamer]
-    with ExitStack() as given:
+    with ExitStack() as cleanup:
         if plan.experts_bytes:
             streamer = stream_experts_(
                 model, read.read_expert, device=plan.device, budget_bytes=plan.experts_bytes
             )
-            given.callback(streamer.close)
+            cleanup.callback(streamer.close)
             streamers = [streamer]
         else:
-            streamers = _stream_(model, [read] * len(plan.each()), plan, given)
+            streamers = _stream_(model, [read] * len(plan.each()), plan, cleanup)
         load_weights_(
             model, files, device=plan.device, threads=READ_THREADS, elsewhere=plan.elsewhere
         )
-        _spread_(model, plan, given)
-        return streamers, given.pop_all().close
+        _spread_(model, plan, cleanup)
+        return streamers, cleanup.pop_all().close
 
 
 def place_(
@@ -77,19 +77,19 @@ def place_(
     Raises:
         ConfigError: the directory cannot be used, or its disk is too small.
     """
-    with ExitStack() as given:
-        reads = [_keep(model, one, directory, given) for one in plan.each()]
-        streamers = _stream_(model, reads, plan, given)
+    with ExitStack() as cleanup:
+        reads = [_keep(model, device_plan, directory, cleanup) for device_plan in plan.each()]
+        streamers = _stream_(model, reads, plan, cleanup)
         for name, device in plan.elsewhere.items():
             _move_(model.get_submodule(name), device)
         away = {id(t) for name in plan.elsewhere for t in _tensors_of(model.get_submodule(name))}
         _move_(model, plan.device, away)
-        _spread_(model, plan, given)
-        return streamers, given.pop_all().close
+        _spread_(model, plan, cleanup)
+        return streamers, cleanup.pop_all().close
 
 
 def _keep(
-    model: nn.Module, plan: MemoryPlan, directory: Path | None, given: ExitStack
+    model: nn.Module, plan: MemoryPlan, directory: Path | None, cleanup: ExitStack
 ) -> ReadWeights:
     """Move one device's streamed blocks to the host or the file; return their reader.
 
@@ -97,49 +97,49 @@ def _keep(
         model: the model.
         plan: plan of the device.
         directory: directory of the file.
-        given: exit stack that receives the deletion of the file.
+        cleanup: exit stack that receives the deletion of the file.
     """
     stays = find_staying(model)
-    kept = {
+    streamed = {
         name: tensor.detach()
         for name, tensor in persistent_tensors(model).items()
         if any(name.startswith(f"{block}.") for block in plan.moving) and not stays(name, tensor)
     }
-    if not kept or not is_host(plan.device):
-        return _Kept(kept)
-    sizes = (tensor.numel() * tensor.element_size() for tensor in kept.values())
+    if not streamed or not is_host(plan.device):
+        return _Kept(streamed)
+    sizes = (tensor.numel() * tensor.element_size() for tensor in streamed.values())
     size = sum(map(SpillFile.rounded, sizes))
     file = SpillFile(directory, size, "EngineConfig.spill_directory")
-    given.callback(file.close)
-    return _Spilled(file, kept)
+    cleanup.callback(file.close)
+    return _Spilled(file, streamed)
 
 
 def _stream_(
-    model: nn.Module, reads: Sequence[ReadWeights], plan: MemoryPlan, given: ExitStack
+    model: nn.Module, reads: Sequence[ReadWeights], plan: MemoryPlan, cleanup: ExitStack
 ) -> list[Streamer]:
     """Start a streamer on each device with streamed blocks."""
     streamers = []
-    for one, read in zip(plan.each(), reads, strict=True):
-        if one.moving:
+    for device_plan, read in zip(plan.each(), reads, strict=True):
+        if device_plan.moving:
             streamer = stream_blocks_(
                 model,
                 read,
-                device=one.device,
-                blocks=one.moving,
-                on_host=one.on_host,
+                device=device_plan.device,
+                blocks=device_plan.moving,
+                on_host=device_plan.on_host,
                 stays=find_staying(model),
             )
-            given.callback(streamer.close)
+            cleanup.callback(streamer.close)
             streamers.append(streamer)
     return streamers
 
 
-def _spread_(model: nn.Module, plan: MemoryPlan, given: ExitStack) -> None:
+def _spread_(model: nn.Module, plan: MemoryPlan, cleanup: ExitStack) -> None:
     """Make blocks on several devices move their inputs to their own device."""
     if elsewhere := plan.elsewhere:
         blocks = (unit.name for unit in units_of(model) if unit.is_block)
         places = {name: elsewhere.get(name, plan.device) for name in blocks}
-        given.callback(spread_blocks_(model, places, plan.device))
+        cleanup.callback(spread_blocks_(model, places, plan.device))
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
@@ -156,8 +156,8 @@ def _move_(module: nn.Module, device: torch.device, but: Collection[int] = ()) -
 class _Kept:
     """Reader of tensors in host memory, by name."""
 
-    def __init__(self, kept: dict[str, Tensor]) -> None:
-        self._kept = kept
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._kept = tensors
 
     def __call__(self, name: str, target: Tensor) -> None:
         target.copy_(self._kept[name])
@@ -166,13 +166,13 @@ class _Kept:
 class _Spilled:
     """Reader of tensors in an unnamed file, by name."""
 
-    def __init__(self, file: SpillFile, kept: dict[str, Tensor]) -> None:
+    def __init__(self, file: SpillFile, tensors: dict[str, Tensor]) -> None:
         self._reads = DirectReads()
         self._places = {}
-        for name, tensor in kept.items():
-            place = file.reserve(tensor.numel() * tensor.element_size())
-            place.write(0, tensor.cpu().contiguous())
-            self._places[name] = place
+        for name, tensor in tensors.items():
+            region = file.reserve(tensor.numel() * tensor.element_size())
+            region.write(0, tensor.cpu().contiguous())
+            self._places[name] = region
 
     def __call__(self, name: str, target: Tensor) -> None:
         self._places[name].fill(target, self._reads.read_into)

@@ -56,9 +56,9 @@ def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
     if not isinstance(described, Model) or not described.traces_memory:
         return _guess(described, rows, tokens)
     with evaluating(described), torch.no_grad():
-        found = [_follow(described, run, rows, tokens) for run in largest_runs(described)]
-    cache = max(one.cache_bytes for one in found)
-    peak = max(one.cache_bytes + one.step_bytes for one in found)
+        runs = [_follow(described, run, rows, tokens) for run in largest_runs(described)]
+    cache = max(need.cache_bytes for need in runs)
+    peak = max(need.cache_bytes + need.step_bytes for need in runs)
     drawing = rows * described.config.vocab_size * _BYTES_PER_SCORE * described.traits.writes
     return Workspace(cache, max(peak, cache + drawing) - cache)
 
@@ -135,9 +135,9 @@ class _Follower(TorchDispatchMode):
         peak_bytes: peak size of live storages.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self._held = [tensor.untyped_storage() for tensor in known]
+        self._held = [tensor.untyped_storage() for tensor in tensors]
         self._alive: dict[int, tuple[Any, int]] = {s._cdata: (s, 0) for s in self._held}
         self._now = self.peak_bytes = 0
 
@@ -151,8 +151,8 @@ class _Follower(TorchDispatchMode):
 
     def _note(self, out: Any) -> None:
         if isinstance(out, (list, tuple)):
-            for one in out:
-                self._note(one)
+            for item in out:
+                self._note(item)
         elif isinstance(out, Tensor):
             storage = out.untyped_storage()
             key, size = storage._cdata, storage.nbytes()

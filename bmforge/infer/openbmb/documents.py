@@ -122,11 +122,11 @@ def fill_each(
     config = _check(model, tokenizer, config, options, batch_size)
     longest, left = longest_document(model), iter(documents)
     while group := list(islice(left, batch_size)):
-        found = [_encode(document, tokenizer, longest) for document in group]
-        prompts = [prompt for prompt in found if isinstance(prompt, Prompt)]
+        encoded = [_encode(document, tokenizer, longest) for document in group]
+        prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
         with evaluating(model), torch.no_grad():
             answered = iter(_fill(model, tokenizer, prompts, config) if prompts else ())
-        for prompt in found:
+        for prompt in encoded:
             yield next(answered) if isinstance(prompt, Prompt) else prompt
 
 
@@ -176,8 +176,8 @@ def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> Gener
     plain = GenerationConfig()
     idle = [name for name in _FIXED if getattr(config, name) != getattr(plain, name)]
     if idle:
-        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in idle)
-        raise ConfigError(f"documents have no room for {given}. Leave that out.")
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in idle)
+        raise ConfigError(f"documents have no room for {values}. Leave that out.")
     return config
 
 
@@ -236,16 +236,16 @@ class _DocumentDecoder(Decoder):
         self.model, self._batch, self._tokenizer = model, batch, tokenizer
         self.device = next(model.parameters()).device
         self._limit = config.max_new_tokens
-        given = {n: t.to(self.device) for n, t in to_arguments(batch.inputs).items()}
+        inputs = {n: t.to(self.device) for n, t in to_arguments(batch.inputs).items()}
         tables = ("segment_rel", "ext_table_ids", "ext_table_sub")
-        self._tables = {name: given.pop(name) for name in tables}
-        ids, sub = given.pop("input_ids"), given.pop("input_sub")
-        self._seen = given
+        self._tables = {name: inputs.pop(name) for name in tables}
+        ids, sub = inputs.pop("input_ids"), inputs.pop("input_sub")
+        self._seen = inputs
         self.finish = len(tokenizer) + len(self._tables["ext_table_ids"])
         slots = max(len(prompt.encoded.answers) for prompt in batch.prompts)
         self._columns = self.finish + slots
-        held = [texts for row in batch.allowed for texts in row if texts is not None]
-        longest = max([self._limit + 1, *(len(text) for texts in held for text in texts)])
+        answer_texts = [texts for row in batch.allowed for texts in row if texts is not None]
+        longest = max([self._limit + 1, *(len(text) for texts in answer_texts for text in texts)])
         self.max_new_tokens = slots * longest
         self._banned = torch.zeros(len(ids), self._columns, dtype=torch.bool, device=self.device)
         self._banned[:, tokenizer.eos_id] = True
@@ -296,12 +296,12 @@ class _DocumentDecoder(Decoder):
     def _next_input(self, row: _Row) -> tuple[int, int, int, int, int]:
         """Return a row's model input: (id, sub id, position, segment, number of segments)."""
         prompt = self._batch.prompts[row.document]
-        place = len(row.written), prompt.encoded.answers[row.slot].segment, prompt.num_segments
+        place_ids = len(row.written), prompt.encoded.answers[row.slot].segment, prompt.num_segments
         if not row.written:
-            return self._tokenizer.bos_id, 0, *place
+            return self._tokenizer.bos_id, 0, *place_ids
         extra = row.written[-1] - len(self._tokenizer)
         token = (row.written[-1], 0) if extra < 0 else self._batch.ext_rows[extra]
-        return *token, *place
+        return *token, *place_ids
 
     def _choose_among(self, logits: Tensor) -> Tensor:
         """Return the logits with -inf for forbidden outputs, and scores for the end outputs."""

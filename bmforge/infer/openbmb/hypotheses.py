@@ -66,8 +66,8 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
         if len(ended) == width and min(map(_score, ended)) >= possible:
             break
         going: list[int] = []
-        for at, place in enumerate(places.tolist()):
-            row, token = divmod(place, scores.shape[1])
+        for at, index in enumerate(places.tolist()):
+            row, token = divmod(index, scores.shape[1])
             if step == limit or token in config.eos_tokens:
                 score = _per_token(float(best[at]), step, config)
                 _keep_best(ended, (score, rows[row].tolist()), width)
@@ -86,15 +86,15 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
 
 
 def _keep_best(
-    ended: list[tuple[float, list[int]]], found: tuple[float, list[int]], count: int
+    ended: list[tuple[float, list[int]]], ended_row: tuple[float, list[int]], count: int
 ) -> None:
     """Add an ended row to the `count` best; drop the worst if there are more."""
     if len(ended) == count:
         worst = min(ended, key=_score)
-        if found[0] <= worst[0]:
+        if ended_row[0] <= worst[0]:
             return
         ended.remove(worst)
-    ended.append(found)
+    ended.append(ended_row)
 
 
 def _per_token(log_probability: float, tokens: int, config: GenerationConfig) -> float:

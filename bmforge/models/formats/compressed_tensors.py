@@ -85,10 +85,10 @@ def find_compression(directory: Path) -> Compression | None:
 
 
 def _find(raw: Mapping[str, Any]) -> Compression | None:
-    found = raw.get("quantization_config")
-    if not isinstance(found, dict) or found.get("quant_method") != METHOD:
+    quantization = raw.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return None
-    groups = found.get("config_groups")
+    groups = quantization.get("config_groups")
     problems: list[str] = []
     forms: set[tuple[Any, Any, bool, bool]] = set()
     if not isinstance(groups, dict) or not groups:
@@ -102,19 +102,19 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
         tokens = group.get("input_activations") or {}
         is_symmetric = weights.get("symmetric", True) is not False
         forms.add((weights.get("num_bits"), weights.get("group_size"), bool(tokens), is_symmetric))
-        problems += [f"{name}: {said}" for said in _weight_problems(weights)]
-        problems += [f"{name}: input_activations.{said}" for said in _token_problems(tokens)]
+        problems += [f"{name}: {problem}" for problem in _weight_problems(weights)]
+        problems += [f"{name}: input_activations.{problem}" for problem in _token_problems(tokens)]
         if group.get("output_activations"):
             problems.append(f"{name}: output_activations")
-    form = found.get("format")
+    form = quantization.get("format")
     if form not in (INT_FORMAT, PACKED_FORMAT):
         problems.append(f"format={form!r}")
-    if found.get("quantization_status", "compressed") != "compressed":
-        problems.append(f"quantization_status={found['quantization_status']!r}")
+    if quantization.get("quantization_status", "compressed") != "compressed":
+        problems.append(f"quantization_status={quantization['quantization_status']!r}")
     problems += [
-        f"{name}={found[name]!r}"
+        f"{name}={quantization[name]!r}"
         for name in ("kv_cache_scheme", "sparsity_config", "transform_config")
-        if found.get(name)
+        if quantization.get(name)
     ]
     if len(forms) > 1:
         problems.append(
@@ -133,13 +133,19 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
 
 def _token_problems(tokens: Mapping[str, Any]) -> list[str]:
     """Return the fields of a scheme of activations that are not dynamic 8-bit integer tokens."""
-    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    required = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
     usual = {"type": "int", "symmetric": True}
     if not tokens:
         return []
     return [
         f"{name}={value!r}"
-        for name, want in wanted.items()
+        for name, want in required.items()
         if (value := tokens.get(name, usual.get(name))) != want
     ]
 
@@ -153,14 +159,14 @@ def _weight_problems(weights: Mapping[str, Any]) -> list[str]:
         "dynamic": (False,),
     }
     usual = {"type": "int", "symmetric": True, "dynamic": False}
-    found = [
+    problems = [
         f"{name}={value!r}"
-        for name, known in allowed.items()
-        if (value := weights.get(name, usual.get(name))) not in known
+        for name, supported in allowed.items()
+        if (value := weights.get(name, usual.get(name))) not in supported
     ]
     if weights.get("actorder") in ("group", True):
-        found.append(f"actorder={weights['actorder']!r}")
-    return found
+        problems.append(f"actorder={weights['actorder']!r}")
+    return problems
 
 
 class CompressedLinears:
@@ -192,21 +198,25 @@ class CompressedLinears:
 
     def _check(self, stem: str, kind: _Parts) -> tuple[int, int]:
         """Return the shape of a layer's weight."""
-        held, scale = "weight_packed" if kind.is_packed else "weight", self._shape(stem, "scale")
-        name = f"{stem}.{held}"
-        found = self.files[name].shapes[name] if name in self.files else ()
-        shape = tuple(found)
+        weight_part, scale = (
+            "weight_packed" if kind.is_packed else "weight",
+            self._shape(stem, "scale"),
+        )
+        name = f"{stem}.{weight_part}"
+        stored_shape = self.files[name].shapes[name] if name in self.files else ()
+        shape = tuple(stored_shape)
         if kind.is_packed:
             shape = tuple(self._read(f"{stem}.weight_shape", (slice(0, 2),)).tolist())
             words = -(-shape[1] * kind.bits // _WORD_BITS) if len(shape) == 2 else 0
-            if tuple(found) != (shape[0], words):
+            if tuple(stored_shape) != (shape[0], words):
                 shape = ()
         elif name in self.files and self.files[name].dtype(name) != torch.int8:
             shape = ()
         fits = len(shape) == 2 and len(scale) == 2 and scale[0] == shape[0]
         if not fits or not scale[1] or shape[1] % scale[1]:
             raise CheckpointError(
-                f"the compressed parts of {stem} do not fit each other: {held} of {tuple(found)}, "
+                f"the compressed parts of {stem} do not fit each other: {weight_part} of "
+                f"{tuple(stored_shape)}, "
                 f"weight_scale of {scale}."
             )
         return shape[0], shape[1]
@@ -222,8 +232,8 @@ class CompressedLinears:
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
         rows, columns = slices
-        whole = slice(0, self.shapes[name][1])
-        integers, scales = self._read_integers(name, (rows, whole))
+        all_columns = slice(0, self.shapes[name][1])
+        integers, scales = self._read_integers(name, (rows, all_columns))
         if not self._how.symmetric:
             integers = integers - self._read_zeros(name, rows)[..., None].to(torch.int16)
         target.copy_((integers * scales[..., None]).flatten(1)[:, columns])
@@ -331,5 +341,5 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
         words: (rows, words) int32; returns (rows, columns) int8
     """
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
-    found = words[..., None] >> shifts & (1 << bits) - 1
-    return (found - (1 << (bits - 1))).to(torch.int8).flatten(1)
+    integers = words[..., None] >> shifts & (1 << bits) - 1
+    return (integers - (1 << (bits - 1))).to(torch.int8).flatten(1)

@@ -71,16 +71,16 @@ def save_compressed(
     out.mkdir(parents=True, exist_ok=True)
     sizes: dict[str, int] = {}
     homes: dict[str, str] = {}
-    for place in source.places():
-        tensors = source.read(place)
+    for source_name in source.places():
+        tensors = source.read(source_name)
         sizes |= {name: t.numel() * t.element_size() for name, t in tensors.items()}
-        homes |= dict.fromkeys(tensors, place)
+        homes |= dict.fromkeys(tensors, source_name)
     plan = plan_files(sizes, max_file_bytes)
     for file, names in plan.items():
-        found: dict[str, Tensor] = {}
-        for place in dict.fromkeys(homes[name] for name in names):
-            found |= {name: t for name, t in source.read(place).items() if name in names}
-        write_file(out / file, found)
+        collected: dict[str, Tensor] = {}
+        for source_name in dict.fromkeys(homes[name] for name in names):
+            collected |= {name: t for name, t in source.read(source_name).items() if name in names}
+        write_file(out / file, collected)
     _write_config(model, out, source.stems, spec)
     write_provenance(out, model.provenance)
     write_index(out, plan, sum(sizes.values()))
@@ -103,26 +103,26 @@ class _Source:
         self._model, self._tensors = model, persistent_tensors(model)
         self._groups = group_by_source(model.active_rules())
         self.stems: dict[str, str] = {}
-        for theirs, rules in self._groups.items():
+        for published, rules in self._groups.items():
             owner, _, key = rules[0].ours.rpartition(".")
             if key == "packed":
-                self.stems[owner] = theirs.removesuffix(".packed")
+                self.stems[owner] = published.removesuffix(".packed")
 
     def places(self) -> list[str]:
         """Return the owners of packed layers, and the published names of all other tensors."""
-        found: dict[str, None] = {}
-        for theirs, rules in self._groups.items():
+        names: dict[str, None] = {}
+        for published, rules in self._groups.items():
             owner, _, key = rules[0].ours.rpartition(".")
-            found[owner if owner in self.stems and key in PACKED_KEYS else theirs] = None
-        return list(found)
+            names[owner if owner in self.stems and key in PACKED_KEYS else published] = None
+        return list(names)
 
-    def read(self, place: str) -> dict[str, Tensor]:
+    def read(self, source_name: str) -> dict[str, Tensor]:
         """Return the tensors of one place."""
-        if place not in self.stems:
-            rules = self._groups[place]
-            whole = assemble_source(rules, lambda name: self._tensors[name].detach())
-            return {place: whole.cpu()}
-        store, stem = self._model.get_submodule(place), self.stems[place]
+        if source_name not in self.stems:
+            rules = self._groups[source_name]
+            tensor = assemble_source(rules, lambda name: self._tensors[name].detach())
+            return {source_name: tensor.cpu()}
+        store, stem = self._model.get_submodule(source_name), self.stems[source_name]
         if not isinstance(store, QuantizedLinear):
             return {f"{stem}.weight": store.dense(store.like.dtype).cpu()}
         return dict(_tensors_of(store, stem))
@@ -229,7 +229,7 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
     config["dtype"] = str(next(floats, torch.float32)).removeprefix("torch.")
     config.pop("torch_dtype", None)
     linear = [stems[n] for n, m in model.named_modules() if isinstance(m, QuantizedLinear)]
-    known = [rule.theirs.rpartition(".")[0] for rule in model.active_rules()]
+    modules = [rule.theirs.rpartition(".")[0] for rule in model.active_rules()]
     heads = [stems.get(n, n) for n, m in model.named_modules() if isinstance(m, LMHead)]
     is_rows = _form_of(spec) == (8, 0, True)
     weights = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric, "dynamic": False}
@@ -248,7 +248,7 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {
-                "targets": _as_targets(linear, known),
+                "targets": _as_targets(linear, modules),
                 "weights": weights,
                 "input_activations": tokens if is_rows else None,
                 "output_activations": None,
@@ -264,11 +264,11 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
     (out / "config.json").write_text(text, encoding="utf-8")
 
 
-def _as_targets(names: Sequence[str], known: Sequence[str]) -> list[str]:
+def _as_targets(names: Sequence[str], modules: Sequence[str]) -> list[str]:
     """Return patterns of these published names and no others, few where layers are alike."""
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for name in names:
         pattern = re.escape(re.sub(r"\.\d+(?=\.)", ".#", name)).replace(r"\#", r"\d+")
-        fits = all(other in names for other in known if re.fullmatch(pattern, other))
-        found[f"re:^{pattern if fits else re.escape(name)}$"] = None
-    return list(found)
+        fits = all(other in names for other in modules if re.fullmatch(pattern, other))
+        patterns[f"re:^{pattern if fits else re.escape(name)}$"] = None
+    return list(patterns)

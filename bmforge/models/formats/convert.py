@@ -131,13 +131,13 @@ def write_directory(
             _save_tokenizer(directory, partial)
         for name in find_companions(directory):
             shutil.copyfile(directory / name, partial / name)
-        known = read_provenance(directory)
-        write_provenance(partial, known, name=out.name)
+        provenance = read_provenance(directory)
+        write_provenance(partial, provenance, name=out.name)
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     get_logger().info("%s: %s", out, summary)
-    warn_of_licences(out, known)
+    warn_of_licences(out, provenance)
     return out
 
 

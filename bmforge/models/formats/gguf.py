@@ -159,11 +159,11 @@ class GgufFile(CheckedFile):
             with checked.path.open("rb", buffering=0) as file:
                 checked.check_same(file.fileno())
                 for part in torch.tensor_split(torch.arange(len(rows)), breaks):
-                    wanted = order.values[part]
-                    first = int(wanted[0])
-                    count = int(wanted[-1]) - first + 1
+                    numbers = order.values[part]
+                    first = int(numbers[0])
+                    count = int(numbers[-1]) - first + 1
                     read = self._read_span(file, entry, first * size, count * size)
-                    out[order.indices[part]] = read.view(count, size)[wanted - first]
+                    out[order.indices[part]] = read.view(count, size)[numbers - first]
         except OSError as error:
             raise self.damaged(os.strerror(error.errno or 0)) from error
         return out

@@ -179,7 +179,7 @@ _LIST = (
         rotary=False,
     ),
 )
-ARCHITECTURES = {one.name: one for one in _LIST}
+ARCHITECTURES = {entry.name: entry for entry in _LIST}
 
 
 def find_architecture(header: GgufHeader) -> Architecture:
@@ -189,16 +189,16 @@ def find_architecture(header: GgufHeader) -> Architecture:
         CheckpointError: an unsupported architecture, or none is named.
     """
     kind = header.metadata.get("general.architecture")
-    known = sorted({one.kind for one in _LIST})
-    if not isinstance(kind, str) or kind not in known:
+    kinds = sorted({architecture.kind for architecture in _LIST})
+    if not isinstance(kind, str) or kind not in kinds:
         raise CheckpointError(
             f"{str(header.path)!r} is of the architecture {kind!r}, which is not read."
-            f"{suggest(str(kind), known)} Read are {', '.join(known)}."
+            f"{suggest(str(kind), kinds)} Read are {', '.join(kinds)}."
         )
     experts = header.metadata.get("llama.expert_count", 0)
     if kind == "llama" and (type(experts) is not int or experts > 0):
         return ARCHITECTURES["mixtral"]
-    return next(one for one in _LIST if one.kind == kind)
+    return next(architecture for architecture in _LIST if architecture.kind == kind)
 
 
 def read_gguf_config(path: str | Path) -> dict[str, Any]:
@@ -212,24 +212,24 @@ def read_gguf_config(path: str | Path) -> dict[str, Any]:
 
 def to_raw(header: GgufHeader) -> dict[str, Any]:
     """Return the equivalent of config.json; see `read_gguf_config`."""
-    found = find_architecture(header)
-    own = _Metadata(header, found.kind)
-    raw: dict[str, Any] = dict(found.raw)
-    for key, name in found.keys.items():
+    architecture = find_architecture(header)
+    own = _Metadata(header, architecture.kind)
+    raw: dict[str, Any] = dict(architecture.raw)
+    for key, name in architecture.keys.items():
         value = own.number(key)
         if value is not None:
             raw[name] = value
-    own.check_heads(raw, found)
+    own.check_heads(raw, architecture)
     raw["vocab_size"] = own.size("token_embd.weight", 0)
-    raw |= {name: own.size(*place) for name, place in found.sizes.items()}
-    if found.name != "bert":
+    raw |= {name: own.size(*tensor_dim) for name, tensor_dim in architecture.sizes.items()}
+    if architecture.name != "bert":
         raw["tie_word_embeddings"] = "output.weight" not in header.tensors
-    _SPECIAL.get(found.name, _leave)(raw, own)
-    if found.rotary:
-        rope, keys = read_rope(header, found.kind, raw.get("head_dim") or _head_dim(raw))
+    _SPECIAL.get(architecture.name, _leave)(raw, own)
+    if architecture.rotary:
+        rope, keys = read_rope(header, architecture.kind, raw.get("head_dim") or _head_dim(raw))
         raw |= rope
         own.taken |= keys
-    for key, value in found.alone.items():
+    for key, value in architecture.alone.items():
         if own.number(key, value) != value:
             own.taken.remove(key)
     own.check_layers()
@@ -299,38 +299,38 @@ class _Metadata:
 
     def size(self, tensor: str, dim: int) -> int:
         """Return a tensor's size."""
-        found = self.header.tensors.get(tensor)
-        if found is None or len(found.shape) <= dim:
+        entry = self.header.tensors.get(tensor)
+        if entry is None or len(entry.shape) <= dim:
             raise CheckpointError(
                 f"{str(self.header.path)!r} lacks the tensor {tensor!r} of a {self.kind}. If it is "
                 "one of several parts, join them with llama.cpp's gguf-split --merge."
             )
-        return found.shape[dim]
+        return entry.shape[dim]
 
-    def check_heads(self, raw: dict[str, Any], found: Architecture) -> None:
+    def check_heads(self, raw: dict[str, Any], architecture: Architecture) -> None:
         """Fill in the head size; contradictory fields are kept, so that they are refused later."""
         heads, width = self.number("attention.head_count"), self.number("embedding_length")
         if type(heads) is not int or heads < 1:
             raise CheckpointError(f"{str(self.header.path)!r} has {heads} attention heads.")
         implied = width // heads
-        name = found.keys.get("attention.key_length")
+        name = architecture.keys.get("attention.key_length")
         if name is not None:
             raw.setdefault(name, implied)
         width = implied if name is None else raw[name]
         for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
-            if key not in found.keys and self.number(key, width) != width:
+            if key not in architecture.keys and self.number(key, width) != width:
                 self.taken.remove(key)
         sizes = {"token_embd.weight": (1, self.number("embedding_length"))}
         if name is not None:
-            sizes[f"{'enc.' * (found.name == 't5')}blk.0.attn_q.weight"] = (0, heads * width)
-        if "expert_count" in found.keys:
+            sizes[f"{'enc.' * (architecture.name == 't5')}blk.0.attn_q.weight"] = (0, heads * width)
+        if "expert_count" in architecture.keys:
             sizes["blk.0.ffn_gate_inp.weight"] = (0, self.number("expert_count"))
-        if found.name == "mixtral":
+        if architecture.name == "mixtral":
             sizes["blk.0.ffn_up_exps.weight"] = (1, self.number("feed_forward_length"))
-        for tensor, (dim, said) in sizes.items():
-            if self.size(tensor, dim) != said:
+        for tensor, (dim, expected) in sizes.items():
+            if self.size(tensor, dim) != expected:
                 raise CheckpointError(
-                    f"{str(self.header.path)!r} is damaged: its metadata say {said} where "
+                    f"{str(self.header.path)!r} is damaged: its metadata say {expected} where "
                     f"{tensor} is {self.header.tensors[tensor].shape}. Download it anew."
                 )
 

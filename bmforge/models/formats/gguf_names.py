@@ -27,34 +27,34 @@ _ATTENTION = {
 }
 _LAYER = {
     "attn_norm": "attn_norm",
-    **{f"attn.{ours}": f"attn_{theirs}" for ours, theirs in _ATTENTION.items()},
+    **{f"attn.{name}": f"attn_{short}" for name, short in _ATTENTION.items()},
     "attn.o_proj": "attn_output",
     "mlp_norm": "ffn_norm",
-    **{f"mlp.{ours}": f"ffn_{theirs}" for ours, theirs in _MLP.items()},
+    **{f"mlp.{name}": f"ffn_{short}" for name, short in _MLP.items()},
     "mlp.router": "ffn_gate_inp",
-    **{f"mlp.shared_expert.{ours}": f"ffn_{theirs}_shexp" for ours, theirs in _MLP.items()},
+    **{f"mlp.shared_expert.{name}": f"ffn_{short}_shexp" for name, short in _MLP.items()},
     "mlp.shared_gate": "ffn_gate_inp_shexp",
 }
 _ENDS = {"embed": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
-def _in_layers(names: Mapping[str, str], ours: str = "layers", theirs: str = "blk") -> list:
-    return linear_rules({f"{ours}.{{i}}.{a}": f"{theirs}.{{i}}.{b}" for a, b in names.items()})
+def _in_layers(names: Mapping[str, str], stack: str = "layers", prefix: str = "blk") -> list:
+    return linear_rules({f"{stack}.{{i}}.{a}": f"{prefix}.{{i}}.{b}" for a, b in names.items()})
 
 
 _DECODER = [
     *linear_rules(_ENDS),
     *_in_layers(_LAYER),
     *(
-        WeightRule(f"layers.{{i}}.mlp.experts.{ours}", f"blk.{{i}}.ffn_{theirs}_exps.weight")
-        for ours, theirs in _MLP.items()
+        WeightRule(f"layers.{{i}}.mlp.experts.{name}", f"blk.{{i}}.ffn_{short}_exps.weight")
+        for name, short in _MLP.items()
     ),
 ]
 _FUSED = [
-    WeightRule(f"layers.{{i}}.attn.{part}_proj.{kind}", f"blk.{{i}}.attn_qkv.{kind}", False, place)
+    WeightRule(f"layers.{{i}}.attn.{part}_proj.{kind}", f"blk.{{i}}.attn_qkv.{kind}", False, index)
     for kind in ("weight", "bias")
     # The rows themselves are the layer's own; only their order counts here.
-    for part, place in (("q", (0, 3)), ("k", (1, 3)), ("v", (2, 3)))
+    for part, index in (("q", (0, 3)), ("k", (1, 3)), ("v", (2, 3)))
 ]
 _SPLIT = re.compile(r"layers\.\{i\}\.attn\.[qkv]_proj\.")
 _GPT2 = [
@@ -77,13 +77,13 @@ _BERT = [
 ]
 
 
-def _t5_stack(ours: str, theirs: str) -> list[WeightRule]:
+def _t5_stack(stack: str, prefix: str) -> list[WeightRule]:
     layer = {**_LAYER, "attn.o_proj": "attn_o", "cross_attn_norm": "cross_attn_norm"}
     layer |= {f"cross_attn.{name}_proj": f"cross_attn_{name}" for name in "qkvo"}
     return [
-        *linear_rules({f"{ours}.norm": f"{theirs}.output_norm"}),
-        WeightRule(f"{ours}.rel_bias.weight", f"{theirs}.blk.0.attn_rel_b.weight"),
-        *_in_layers(layer, f"{ours}.layers", f"{theirs}.blk"),
+        *linear_rules({f"{stack}.norm": f"{prefix}.output_norm"}),
+        WeightRule(f"{stack}.rel_bias.weight", f"{prefix}.blk.0.attn_rel_b.weight"),
+        *_in_layers(layer, f"{stack}.layers", f"{prefix}.blk"),
     ]
 
 
@@ -101,10 +101,10 @@ def find_rules(architecture: str, model: Any) -> list[WeightRule]:
     A head that the architecture has not gets names that no such file holds.
     """
     rules = _TABLES.get(architecture, _DECODER)
-    known = {rule.ours for rule in rules}
+    own_names = {rule.ours for rule in rules}
     head = model.config.heads[model.config.head].names
-    rest = [WeightRule(ours, f"bmforge.{ours}") for ours in head if ours not in known]
-    return model.expand([*rules, *rest])
+    head_rules = [WeightRule(name, f"bmforge.{name}") for name in head if name not in own_names]
+    return model.expand([*rules, *head_rules])
 
 
 _PERMUTED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")

@@ -118,18 +118,18 @@ def _number(header: GgufHeader, numbers: dict[str, Any], key: str, default: floa
 
 def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None:
     """Return the factors on the frequencies that a tensor holds, where there is such a one."""
-    place = header.tensors.get(name)
-    if place is None:
+    entry = header.tensors.get(name)
+    if entry is None:
         return None
-    if place.kind != "F32" or place.shape != (head_dim // 2,):
+    if entry.kind != "F32" or entry.shape != (head_dim // 2,):
         raise CheckpointError(
-            f"{name} in {str(header.path)!r} is {place.shape} in {place.kind}; needed is one "
+            f"{name} in {str(header.path)!r} is {entry.shape} in {entry.kind}; needed is one "
             f"number in F32 for each of {head_dim // 2} frequencies."
         )
-    with (place.path or header.path).open("rb") as file:
-        file.seek(place.start)
-        data = bytearray(file.read(place.size))
-    if len(data) != place.size:
+    with (entry.path or header.path).open("rb") as file:
+        file.seek(entry.start)
+        data = bytearray(file.read(entry.size))
+    if len(data) != entry.size:
         raise CheckpointError(f"{str(header.path)!r} ends too early. Download it anew.")
     return torch.frombuffer(data, dtype=torch.float32).tolist()
 
@@ -139,8 +139,8 @@ def _from_frequencies(
 ) -> dict[str, Any]:
     """Return the scaling whose factors these are: Llama 3's, else factors for every length."""
     llama3 = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
-    wanted = llama3_factors(2 * len(factors), theta, llama3)
-    if torch.allclose(torch.tensor(factors), wanted, rtol=_CLOSE, atol=0.0):
+    expected = llama3_factors(2 * len(factors), theta, llama3)
+    if torch.allclose(torch.tensor(factors), expected, rtol=_CLOSE, atol=0.0):
         return llama3
     length = header.metadata.get(f"{kind}.context_length", 1)
     return {
@@ -206,7 +206,7 @@ def _attention_factor(raw: dict[str, Any], scaling: dict[str, Any]) -> float:
     longest = raw["max_position_embeddings"]
     original = scaling.get("original_max_position_embeddings") or longest
     factor = scaling.get("factor") or longest / original
-    given = scaling.get("attention_factor")
-    if given is not None or factor <= 1:
-        return float(1.0 if given is None else given)
+    set_factor = scaling.get("attention_factor")
+    if set_factor is not None or factor <= 1:
+        return float(1.0 if set_factor is None else set_factor)
     return math.sqrt(1 + math.log(factor) / math.log(original))

@@ -77,21 +77,23 @@ def write_gguf(
     """
     out = Path(path)
     check_target(out, kind, overwrite)
-    found = _find(model)
+    architecture = _find(model)
     load = find_values(model, kind)
     if model.config.changes:
         model = describe_plain(model)
-    values = _metadata(model, found)
-    groups, left_out = _split_groups(find_rules(found.name, model))
-    plan = _Plan(model, found, groups, kind, load)
+    values = _metadata(model, architecture)
+    groups, left_out = _split_groups(find_rules(architecture.name, model))
+    plan = _Plan(model, architecture, groups, kind, load)
     plan.extra = values.pop("tensors")
-    _check_said(model, found, values, plan)
+    _check_said(model, architecture, values, plan)
     if left_out:
-        get_logger().warning("GGUF's %s has no place for %s", found.kind, ", ".join(left_out))
+        get_logger().warning(
+            "GGUF's %s has no place for %s", architecture.kind, ", ".join(left_out)
+        )
     values |= to_metadata(model.provenance)
     partial = out.with_name(partial_name(out.name))
     try:
-        _write(partial, found, {**values, **(tokens or _NO_TOKENS)}, plan)
+        _write(partial, architecture, {**values, **(tokens or _NO_TOKENS)}, plan)
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
@@ -124,67 +126,77 @@ def _find(model: Model) -> Architecture:
     """
     kind = model.config.to_hf()["model_type"]
     kind = {"mt5": "t5"}.get(kind, kind)
-    found = next((one for one in ARCHITECTURES.values() if one.raw["model_type"] == kind), None)
+    architecture = next(
+        (candidate for candidate in ARCHITECTURES.values() if candidate.raw["model_type"] == kind),
+        None,
+    )
     name = type(model).__name__
-    if found is None or not name.lower().startswith(_stem(found)):
-        known = sorted(one.raw["model_type"] for one in ARCHITECTURES.values())
+    if architecture is None or not name.lower().startswith(_stem(architecture)):
+        model_types = sorted(candidate.raw["model_type"] for candidate in ARCHITECTURES.values())
         raise ConfigError(
-            f"{name} (model_type={kind!r}) has no place in GGUF. Written are {', '.join(known)}."
+            f"{name} (model_type={kind!r}) has no place in GGUF. Written are "
+            f"{', '.join(model_types)}."
         )
     if any(change.kind != "quantize" for change in model.config.changes):
         raise ConfigError(f"this {name} was changed, which GGUF cannot say. Merge what was added.")
     if laid_out(model) is not None:
         raise ConfigError(f"this {name} is laid out: save_pretrained it, and convert that.")
-    if found.name != "bert" and model.config.head not in _WRITES_TEXT:
+    if architecture.name != "bert" and model.config.head not in _WRITES_TEXT:
         raise ConfigError(
             f"head={model.config.head!r}: GGUF holds models that write. Open it with another head."
         )
-    return found
+    return architecture
 
 
-def _stem(found: Architecture) -> str:
+def _stem(architecture: Architecture) -> str:
     """Return how our family's class begins: EVA and CPM-1 share config names with others."""
-    kind = str(found.raw["model_type"]).replace("_", "")
+    kind = str(architecture.raw["model_type"]).replace("_", "")
     return kind if "moe" in kind else kind.rstrip("23") if kind.startswith("qwen") else kind
 
 
-def _metadata(model: Model, found: Architecture) -> dict[str, Any]:
+def _metadata(model: Model, architecture: Architecture) -> dict[str, Any]:
     """Return the metadata of the file and, as "tensors", the metadata stored as tensors."""
     config = model.config
-    said = {
+    fields_by_hf_name = {
         **config.to_hf(),
-        **{theirs: getattr(config, ours) for ours, theirs in config.hf_names.items()},
+        **{hf_name: getattr(config, field) for field, hf_name in config.hf_names.items()},
         "n_positions": config.max_seq_len,
     }
-    keys = {key: said[name] for key, name in found.keys.items() if said.get(name) is not None}
+    keys = {
+        key: fields_by_hf_name[name]
+        for key, name in architecture.keys.items()
+        if fields_by_hf_name.get(name) is not None
+    }
     keys["vocab_size"] = config.vocab_size
     if "attention.key_length" in keys:
         keys["attention.value_length"] = keys["attention.key_length"]
-    keys |= _more(found, said, keys)
+    keys |= _more(architecture, fields_by_hf_name, keys)
     tensors: dict[str, Tensor] = {}
-    if found.rotary:
-        rope, tensors = write_rope(said, config.head_dim)
+    if architecture.rotary:
+        rope, tensors = write_rope(fields_by_hf_name, config.head_dim)
         keys |= {"rope.dimension_count": config.head_dim, **rope}
-    named = {f"{found.kind}.{key}": _typed(key, value) for key, value in keys.items()}
-    return {"general.architecture": found.kind, **named, "tensors": tensors}
+    named = {f"{architecture.kind}.{key}": _typed(key, value) for key, value in keys.items()}
+    return {"general.architecture": architecture.kind, **named, "tensors": tensors}
 
 
-def _more(found: Architecture, said: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+def _more(
+    architecture: Architecture, hf_fields: dict[str, Any], keys: dict[str, Any]
+) -> dict[str, Any]:
     """Return an architecture's metadata that is not in its table of fields."""
-    if found.name == "minicpm":
+    if architecture.name == "minicpm":
         return {
-            "residual_scale": said["scale_depth"] / math.sqrt(said["num_hidden_layers"]),
-            "logit_scale": said["hidden_size"] / said["dim_model_base"],
+            "residual_scale": hf_fields["scale_depth"] / math.sqrt(hf_fields["num_hidden_layers"]),
+            "logit_scale": hf_fields["hidden_size"] / hf_fields["dim_model_base"],
         }
-    if found.name == "t5":
+    if architecture.name == "t5":
         return {"attention.layer_norm_epsilon": keys["attention.layer_norm_rms_epsilon"]}
-    more = dict(found.alone)
+    more = dict(architecture.alone)
     for name, key in (
         ("moe_intermediate_size", "expert_feed_forward_length"),
         ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
     ):
-        if name in found.sizes:
-            more[key] = said[name]
+        if name in architecture.sizes:
+            more[key] = hf_fields[name]
     return more
 
 
@@ -198,8 +210,8 @@ def _split_groups(
 ) -> tuple[dict[str, list[WeightRule]], list[str]]:
     """Return the tensors to write, and our names without an equivalent in the file."""
     groups = group_by_source(rules)
-    kept = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
-    return kept, [g[0].ours for name, g in groups.items() if name not in kept]
+    with_entry = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
+    return with_entry, [g[0].ours for name, g in groups.items() if name not in with_entry]
 
 
 class _Plan:
@@ -216,14 +228,14 @@ class _Plan:
     def __init__(
         self,
         model: Model,
-        found: Architecture,
+        architecture: Architecture,
         groups: dict[str, list[WeightRule]],
         kind: str,
         values: Callable[[str], Tensor],
     ) -> None:
         self.values = values
         self.tensors = persistent_tensors(model)
-        self.found, self.groups, self.kind = found, groups, kind
+        self.found, self.groups, self.kind = architecture, groups, kind
         self.head_dim = model.config.head_dim
         self.extra: dict[str, Tensor] = {}
         self.head = "output.weight" if "output.weight" in groups else "token_embd.weight"
@@ -242,10 +254,10 @@ class _Plan:
         """Return a tensor whole, in the file's order."""
         if name in self.extra:
             return self.extra[name]
-        whole = assemble_source(self.groups[name], self.values)
+        tensor = assemble_source(self.groups[name], self.values)
         if self.found.permutes and is_permuted(name):
-            whole = permute_rows(whole, self.head_dim)
-        return whole
+            tensor = permute_rows(tensor, self.head_dim)
+        return tensor
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name in self.extra:
@@ -262,7 +274,9 @@ class _Plan:
         return kind.upper() if has_blocks else "F16"
 
 
-def _check_said(model: Model, found: Architecture, values: dict[str, Any], plan: _Plan) -> None:
+def _check_said(
+    model: Model, architecture: Architecture, values: dict[str, Any], plan: _Plan
+) -> None:
     """Raise where the file would be read as another model than this."""
     # Scaling stored in tensors is not written yet; `write_rope` checks it.
     tensors = {n: t for n, t in plan.places().items() if n not in ROPE_TENSORS}
@@ -276,33 +290,34 @@ def _check_said(model: Model, found: Architecture, values: dict[str, Any], plan:
             continue
         if field.name == "rope_scaling" and plan.extra:
             continue
-        wanted, got = getattr(config, field.name), getattr(back, field.name)
-        if not _are_same(wanted, got):
-            problems.append(f"{field.name}={wanted!r} (would be {got!r})")
+        expected, got = getattr(config, field.name), getattr(back, field.name)
+        if not _are_same(expected, got):
+            problems.append(f"{field.name}={expected!r} (would be {got!r})")
     if problems:
         raise ConfigError(
-            f"GGUF cannot say of a {found.kind}: {'; '.join(problems)}. Such a model would be "
+            f"GGUF cannot say of a {architecture.kind}: {'; '.join(problems)}. Such a model "
+            "would be "
             "computed wrongly by others; keep it in Hugging Face's form."
         )
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_same(one[k], other[k]) for k in one)
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=_CLOSE)
-    if isinstance(one, str) and one in ACTIVATIONS:
-        return ACTIVATIONS[one] is ACTIVATIONS.get(other)
-    return bool(one == other)
+def _are_same(first: Any, other: Any) -> bool:
+    if isinstance(first, dict) and isinstance(other, dict):
+        return first.keys() == other.keys() and all(_are_same(first[k], other[k]) for k in first)
+    if isinstance(first, float) and isinstance(other, int | float):
+        return math.isclose(first, other, rel_tol=_CLOSE)
+    if isinstance(first, str) and first in ACTIVATIONS:
+        return ACTIVATIONS[first] is ACTIVATIONS.get(other)
+    return bool(first == other)
 
 
-def _write(path: Path, found: Architecture, values: dict[str, Any], plan: _Plan) -> None:
+def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan: _Plan) -> None:
     """Write it all to `path`, and make it durable."""
     try:
         import gguf
     except ImportError as error:
         raise MissingDependencyError("gguf", "gguf", "Writing GGUF files") from error
-    writer = gguf.GGUFWriter(path, found.kind)
+    writer = gguf.GGUFWriter(path, architecture.kind)
     try:
         writer.add_file_type(_FILE_TYPES[plan.kind])
         writer.add_quantization_version(_QUANTIZATION_VERSION)
@@ -310,19 +325,19 @@ def _write(path: Path, found: Architecture, values: dict[str, Any], plan: _Plan)
             if key != "general.architecture":  # the writer's own
                 _add(writer, key, value)
         places = plan.places()
-        for name, place in places.items():
-            kind = gguf.GGMLQuantizationType[place.kind]
+        for name, entry in places.items():
+            kind = gguf.GGMLQuantizationType[entry.kind]
             writer.add_tensor_info(
-                name, place.shape, np.dtype(np.float32), place.size, raw_dtype=kind
+                name, entry.shape, np.dtype(np.float32), entry.size, raw_dtype=kind
             )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, place in track(list(places.items()), "write tensors"):
-            quantize = _quantizer(gguf, place.kind)
-            stored = np.empty(place.size, np.uint8)
+        for name, entry in track(list(places.items()), "write tensors"):
+            quantize = _quantizer(gguf, entry.kind)
+            stored = np.empty(entry.size, np.uint8)
             done = 0
-            for part in _stored_parts(name, plan.load(name), place.kind, quantize):
+            for part in _stored_parts(name, plan.load(name), entry.kind, quantize):
                 stored[done : done + part.size] = part
                 done += part.size
             writer.write_tensor_data(stored)

@@ -146,29 +146,33 @@ def find_packing(directory: Path) -> Packing | None:
 
 
 def _find(raw: Mapping[str, Any]) -> Packing | None:
-    found = raw.get("quantization_config")
-    if not isinstance(found, dict):
+    quantization = raw.get("quantization_config")
+    if not isinstance(quantization, dict):
         return None
-    method = found.get("quant_method", found.get("method"))
+    method = quantization.get("quant_method", quantization.get("method"))
     if method not in _METHODS:
         return None
-    bits: Any = found.get("bits", found.get("w_bit", 4))
-    group: Any = found.get("group_size", found.get("q_group_size", 128))
-    known = _WITHOUT_EFFECT | _READ
-    problems = [f"{name}={found[name]!r}" for name in found if name not in known and found[name]]
+    bits: Any = quantization.get("bits", quantization.get("w_bit", 4))
+    group: Any = quantization.get("group_size", quantization.get("q_group_size", 128))
+    understood = _WITHOUT_EFFECT | _READ
+    problems = [
+        f"{name}={quantization[name]!r}"
+        for name in quantization
+        if name not in understood and quantization[name]
+    ]
     if bits not in ((4, 8) if method == "gptq" else (4,)):
         problems.append(f"bits={bits!r}")
     if type(group) is not int or (group < 1 and group != -1):
         problems.append(f"group_size={group!r}")
-    form, more = _find_format(found, method)
+    form, more = _find_format(quantization, method)
     problems += more
-    if found.get("pack_dtype", "int32") != "int32":
-        problems.append(f"pack_dtype={found['pack_dtype']!r}")
+    if quantization.get("pack_dtype", "int32") != "int32":
+        problems.append(f"pack_dtype={quantization['pack_dtype']!r}")
     # Layers that a "-:" pattern names are left unquantized; others have bits of their own.
-    overrides = [name for name in found.get("dynamic") or {} if not name.startswith("-:")]
+    overrides = [name for name in quantization.get("dynamic") or {} if not name.startswith("-:")]
     if overrides:
         problems.append(f"dynamic={overrides[0]!r}")
-    if method == "awq" and found.get("zero_point") is False:
+    if method == "awq" and quantization.get("zero_point") is False:
         problems.append("zero_point=False")
     if problems:
         raise ConfigError(
@@ -180,11 +184,15 @@ def _find(raw: Mapping[str, Any]) -> Packing | None:
     return Packing(method, bits, group, int(method == "gptq" and form == "gptq"))
 
 
-def _find_format(found: Mapping[str, Any], method: str) -> tuple[str, list[str]]:
+def _find_format(quantization: Mapping[str, Any], method: str) -> tuple[str, list[str]]:
     """Return the layout of the integers, and what is wrong with the fields that name it."""
     old, usual = ("checkpoint_format", "gptq") if method == "gptq" else ("version", "gemm")
     supported = ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
-    names = {field: str(found[field]).lower() for field in (old, "format") if found.get(field)}
+    names = {
+        field: str(quantization[field]).lower()
+        for field in (old, "format")
+        if quantization.get(field)
+    }
     problems = [f"{field}={name!r}" for field, name in names.items() if name not in supported]
     if len(set(names.values())) > 1 and not problems:
         problems.append(" and ".join(f"{field}={name!r}" for field, name in names.items()))
@@ -284,8 +292,8 @@ class PackedLinears:
     def _read_zeros(self, name: str, groups: slice) -> Tensor:
         """Return the zeros of all outputs of some groups: (groups, outputs)."""
         outputs = slice(0, self.shapes[name][0])
-        found = self._outputs(f"{name.removesuffix('.weight')}.qzeros", groups, outputs)
-        return found + self.packing.zero_offset
+        zeros = self._outputs(f"{name.removesuffix('.weight')}.qzeros", groups, outputs)
+        return zeros + self.packing.zero_offset
 
     def _check(self, stem: str) -> tuple[int, int]:
         """Return the shape of a layer's weight."""
@@ -295,8 +303,8 @@ class PackedLinears:
         outputs, inputs = (columns, rows) if not is_awq else (columns * self.per_word, rows)
         inputs = inputs if is_awq else inputs * self.per_word
         groups = -(-inputs // self._group(inputs))
-        wanted = {"qzeros": (groups, outputs // self.per_word), "scales": (groups, outputs)}
-        if outputs % self.per_word or any(shapes[part] != wanted[part] for part in wanted):
+        expected = {"qzeros": (groups, outputs // self.per_word), "scales": (groups, outputs)}
+        if outputs % self.per_word or any(shapes[part] != expected[part] for part in expected):
             raise CheckpointError(f"the packed parts of {stem} do not fit each other: {shapes}.")
         self._find_order(stem, inputs, groups)
         return outputs, inputs
@@ -317,10 +325,10 @@ class PackedLinears:
         return inputs if self.packing.group_size == -1 else self.packing.group_size
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        found = self.files[name].shapes[name] if name in self.files else ()
-        if len(found) != 2:
-            raise CheckpointError(f"{name} of a packed layer is missing, or of shape {found}.")
-        return found
+        shape = self.files[name].shapes[name] if name in self.files else ()
+        if len(shape) != 2:
+            raise CheckpointError(f"{name} of a packed layer is missing, or of shape {shape}.")
+        return shape
 
     def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         file = self.files[name]
@@ -332,20 +340,20 @@ class PackedLinears:
         """Unpack integers of which a word holds several inputs: (inputs, outputs)."""
         count = self.per_word
         words = slice(inputs.start // count, -(-inputs.stop // count))
-        found = self._unpack(self._read(name, (words, outputs)))
-        whole = found.transpose(1, 2).flatten(0, 1)
+        unpacked = self._unpack(self._read(name, (words, outputs)))
+        integers = unpacked.transpose(1, 2).flatten(0, 1)
         first = words.start * count
-        return whole[inputs.start - first : inputs.stop - first]
+        return integers[inputs.start - first : inputs.stop - first]
 
     def _outputs(self, name: str, rows: slice, outputs: slice) -> Tensor:
         """Unpack integers of which a word holds several outputs: (rows, outputs)."""
         count = self.per_word
         words = slice(outputs.start // count, -(-outputs.stop // count))
-        found = self._unpack(self._read(name, (rows, words)))
+        unpacked = self._unpack(self._read(name, (rows, words)))
         if self.packing.method == "awq":
-            found = found[..., torch.tensor(_AWQ_ORDER).argsort()]
+            unpacked = unpacked[..., torch.tensor(_AWQ_ORDER).argsort()]
         first = words.start * count
-        return found.flatten(1)[:, outputs.start - first : outputs.stop - first]
+        return unpacked.flatten(1)[:, outputs.start - first : outputs.stop - first]
 
     def _unpack(self, words: Tensor) -> Tensor:
         """Return the integers of words, the lowest bits first, in a new last dim."""

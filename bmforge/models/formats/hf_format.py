@@ -192,7 +192,7 @@ class WeightFiles:
         if self._gguf:
             return self._gguf.head_names()
         config = model.config
-        others = {theirs for head in config.heads.values() for theirs in head.names.values()}
+        others = {published for head in config.heads.values() for published in head.names.values()}
         return others - set(config.heads[config.head].names.values())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -216,10 +216,10 @@ class WeightFiles:
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Return a copy of a tensor, or of a slice of its first dimensions."""
-        rest = (slice(0, n) for n in self.shapes[name][len(slices) :])
-        whole = (*slices, *rest)
-        out = torch.empty([s.stop - s.start for s in whole], dtype=self.dtype(name))
-        run_reads([self.plan_read(name, whole, out)])
+        remaining = (slice(0, n) for n in self.shapes[name][len(slices) :])
+        box = (*slices, *remaining)
+        out = torch.empty([s.stop - s.start for s in box], dtype=self.dtype(name))
+        run_reads([self.plan_read(name, box, out)])
         return out
 
 

@@ -132,11 +132,11 @@ class MegatronShards:
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Copy a slice of the unsplit tensor into `target`, from all shards that overlap it."""
-        for shard, source, place in self._pieces(name):
-            parts = [_overlap(want, have) for want, have in zip(slices, place, strict=True)]
+        for shard, source, region in self._pieces(name):
+            parts = [_overlap(want, have) for want, have in zip(slices, region, strict=True)]
             if any(stop <= start for start, stop in parts):
                 continue
-            spans = list(zip(parts, slices, place, source, strict=True))
+            spans = list(zip(parts, slices, region, source, strict=True))
             into = tuple(slice(a - w.start, b - w.start) for (a, b), w, _, _ in spans)
             out_of = tuple(slice(a - h.start + s, b - h.start + s) for (a, b), _, h, s in spans)
             target[into].copy_(self._shards[shard][name][out_of])
@@ -153,9 +153,9 @@ class MegatronShards:
         for shard, part in itertools.product(range(self.degree), range(fused)):
             first = (part * self.degree + shard) * size
             source = tuple(part * size if d == dim else 0 for d in range(len(shape)))
-            place = [slice(0, n) for n in shape]
-            place[dim] = slice(first, first + size)
-            yield shard, source, tuple(place)
+            region = [slice(0, n) for n in shape]
+            region[dim] = slice(first, first + size)
+            yield shard, source, tuple(region)
 
     def _whole_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
         cut = _find_cut(name, len(shape))
@@ -176,8 +176,8 @@ class MegatronShards:
                 )
 
 
-def _are_parts(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _are_parts(first: Tensor, other: Tensor) -> bool:
+    return first.shape == other.shape and first.dtype == other.dtype
 
 
 def _overlap(want: slice, have: slice) -> tuple[int, int]:

@@ -115,8 +115,8 @@ def load_model_center(
     tensors = _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES)
     family = family or tell_family(tensors, raw)
     if family not in OLD_FAMILIES or family not in FAMILIES:
-        known = sorted(OLD_FAMILIES.keys() & FAMILIES.keys())
-        raise ConfigError(f"family={family!r} is not supported; supported: {', '.join(known)}.")
+        supported = sorted(OLD_FAMILIES.keys() & FAMILIES.keys())
+        raise ConfigError(f"family={family!r} is not supported; supported: {', '.join(supported)}.")
     if family not in ("T5", "CPM2"):  # one stack, called "decoder" in old versions
         tensors = _rename(tensors, ((r"^decoder\.", "encoder."),))
     values = read_old_config(family, raw, tensors, allow_unknown)
@@ -181,16 +181,16 @@ def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
     config_class = FAMILIES[family].config_class
     if values.get("head", "") not in ("", *config_class.heads):
         raise ConfigError(f"cls_head: {family} has no token classification head.")
-    known = {f.name for f in fields(config_class) if f.init}
-    return config_class(**{name: value for name, value in values.items() if name in known})
+    field_names = {f.name for f in fields(config_class) if f.init}
+    return config_class(**{name: value for name, value in values.items() if name in field_names})
 
 
 def their_name(model: Model, family: str, name: str) -> str:
     """Return ModelCenter's name of a parameter."""
     if family in OLD_FAMILIES and OLD_FAMILIES[family].needed.get("post_layer_norm"):
         name = _place_post_norm(name, model.config.num_layers)
-    for ours, theirs in NAME_RULES:
-        name = re.sub(ours, theirs, name)
+    for own, old in NAME_RULES:
+        name = re.sub(own, old, name)
     return name.replace("{up}", "w_1" if model.config.is_gated else "w")
 
 
@@ -224,22 +224,22 @@ def _check_fit(
     unused = (
         {"lm_head.decoder.weight"} if getattr(model.config, "tie_word_embeddings", False) else ()
     )
-    rest = [
+    unread = [
         name
         for name in tensors
         if name not in shapes and name not in unused and not _is_copy(name, tensors)
     ]
     lacks_lm_head = model.config.head in ("none", "token_classification")
     others = ("pooler.", "lm_head.", "output_projection.") if lacks_lm_head else ("pooler.",)
-    extra = [name for name in rest if not name.startswith(others)]
+    extra = [name for name in unread if not name.startswith(others)]
     if missing or wrong or extra:
         parts = (("missing", missing), ("unexpected", extra), ("wrong shape", wrong))
         text = "; ".join(f"{title}: {', '.join(n[:_LISTED])}" for title, n in parts if n)
         raise CheckpointError(
             f"{str(directory / _WEIGHTS)!r} does not fit {type(model).__name__}: {text}."
         )
-    if rest:
-        get_logger().info("head %r ignores: %s", model.config.head, ", ".join(rest))
+    if unread:
+        get_logger().info("head %r ignores: %s", model.config.head, ", ".join(unread))
 
 
 def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:

@@ -205,13 +205,13 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
         "w_in.w_0.weight": "Llama",
         "output_projection.bias": "GPTJ",
     }
-    found = next((family for ending, family in signs.items() if has(ending)), None)
-    if found is None:
+    family_name = next((family for ending, family in signs.items() if has(ending)), None)
+    if family_name is None:
         raise ConfigError(
             f"the tensor names ({', '.join(list(tensors)[:3])}, ...) do not identify a family. "
             f"Give its name: one of {', '.join(sorted(OLD_FAMILIES))}."
         )
-    return found
+    return family_name
 
 
 def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
@@ -254,14 +254,14 @@ def read_old_config(
         ConfigError: unknown fields, or unsupported values; all are listed.
     """
     old = OLD_FAMILIES[family]
-    given = {**old.needed, **old.defaults, **raw}
+    old_config = {**old.needed, **old.defaults, **raw}
     if family == "ViT":
-        given["norm_eps"] = old.defaults["norm_eps"]
-    activation = given.get("ffn_activate_fn", "")
+        old_config["norm_eps"] = old.defaults["norm_eps"]
+    activation = old_config.get("ffn_activate_fn", "")
     problems = [
-        f"{name}={given[name]!r} (only {value!r})"
+        f"{name}={old_config[name]!r} (only {value!r})"
         for name, value in old.needed.items()
-        if given[name] != value and name not in allow_unknown
+        if old_config[name] != value and name not in allow_unknown
     ]
     if activation not in old.activations:
         problems.append(f"ffn_activate_fn={activation!r} (only {[*old.activations][1:]})")
@@ -271,48 +271,48 @@ def read_old_config(
         for name, value in raw.items()
         if name not in understood and value not in (None, False, "", [], {})
     ]
-    if family == "CPM2" and given["num_encoder_layers"] != given["num_decoder_layers"]:
+    if family == "CPM2" and old_config["num_encoder_layers"] != old_config["num_decoder_layers"]:
         problems.append("num_encoder_layers and num_decoder_layers (only equal ones)")
     if problems:
         raise ConfigError(
             f"these fields of ModelCenter's config could change results: {', '.join(problems)}. If "
             "you know that they do not, add them to allow_unknown."
         )
-    values = {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS}
+    values = {_FIELDS[name]: value for name, value in old_config.items() if name in _FIELDS}
     values["activation"] = values["feed_forward"] = old.activations[activation]
     values["attn_dropout"] = values["embed_dropout"] = values.get("dropout", 0.0)
     values["num_kv_heads"] = max(0, values.get("num_kv_heads", 0))
     if isinstance(values.get("windows"), int):
         values["windows"] = (values["windows"],)
-    return {**values, **_read_sizes(family, given), **_read_head(family, given, tensors)}
+    return {**values, **_read_sizes(family, old_config), **_read_head(family, old_config, tensors)}
 
 
-def _read_sizes(family: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the maximum sequence length: some position tables have unused rows."""
     if family in ("Roberta", "Longformer"):
-        return {"max_seq_len": given["position_size"] - given["pad_token_id"] - 1}
-    return {"max_seq_len": given["position_size"] - 1} if family == "GLM" else {}
+        return {"max_seq_len": old_config["position_size"] - old_config["pad_token_id"] - 1}
+    return {"max_seq_len": old_config["position_size"] - 1} if family == "GLM" else {}
 
 
 def _read_head(
-    family: str, given: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    family: str, old_config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return head and tied weights as shown by the tensors."""
     out: dict[str, Any] = {}
     embed = tensors.get("input_embedding.weight")
-    if given.get("cls_head"):
-        out |= {"head": "token_classification", "num_labels": given["cls_head"]}
-    elif "type_size" in given and "lm_head.dense.weight" not in tensors:
+    if old_config.get("cls_head"):
+        out |= {"head": "token_classification", "num_labels": old_config["cls_head"]}
+    elif "type_size" in old_config and "lm_head.dense.weight" not in tensors:
         out["head"] = "none"
     if family == "GPT2" and embed is not None and is_padded(embed):
         out["vocab_size"] = embed.shape[0] - 1
-    if "lm_head.decoder.weight" in tensors and given.get("tied", True):
+    if "lm_head.decoder.weight" in tensors and old_config.get("tied", True):
         # ModelCenter's encoders keep this tensor and neither use nor train it when tied.
         return {**out, "tie_word_embeddings": True}
     heads = [tensors.get(f"{name}.weight") for name in ("output_projection", "lm_head.decoder")]
     own = next((tensor for tensor in heads if tensor is not None), None)
     if own is None or embed is None:
-        out["tie_word_embeddings"] = bool(given.get("tied", True))
+        out["tie_word_embeddings"] = bool(old_config.get("tied", True))
     else:
         out["tie_word_embeddings"] = own.shape == embed.shape and torch.equal(own, embed)
     return out

@@ -130,8 +130,8 @@ class SafeFile(CheckedFile):
         self._entries: dict[str, _Entry] = {}
         for name, fields in header.items():
             first, last = fields["data_offsets"]
-            place = 8 + length + first, last - first
-            self._entries[name] = _Entry(fields["dtype"], tuple(fields["shape"]), *place)
+            extent = 8 + length + first, last - first
+            self._entries[name] = _Entry(fields["dtype"], tuple(fields["shape"]), *extent)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -331,16 +331,16 @@ def write_file(
     # size is a multiple of the alignment come before the others.
     order = sorted(tensors, key=lambda name: (*_alignment(tensors[name]), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
+    offset = 0
     for name in order:
         tensor = tensors[name]
-        end = place + tensor.numel() * tensor.dtype.itemsize
+        end = offset + tensor.numel() * tensor.dtype.itemsize
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [place, end],
+            "data_offsets": [offset, end],
         }
-        place = end
+        offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN_BYTES)
     partial = path.with_name(partial_name(path.name))

@@ -74,7 +74,7 @@ def find_class(hf_config: Any, head: str) -> Any:
     library = load_library()
     auto = getattr(library, AUTO_CLASSES[head][0])
     try:
-        found = auto._model_mapping[type(hf_config)]
+        classes = auto._model_mapping[type(hf_config)]
     except KeyError:
         for name in getattr(hf_config, "architectures", None) or ():
             if isinstance(own := getattr(library, name, None), type):
@@ -82,10 +82,10 @@ def find_class(hf_config: Any, head: str) -> Any:
         raise ConfigError(
             f"model_type={hf_config.model_type!r} has no head {head!r} in transformers."
         ) from None
-    if isinstance(found, (tuple, list)):
-        wanted = getattr(hf_config, "architectures", None) or ()
-        return next((c for c in found if c.__name__ in wanted), found[0])
-    return found
+    if isinstance(classes, (tuple, list)):
+        preferred = getattr(hf_config, "architectures", None) or ()
+        return next((c for c in classes if c.__name__ in preferred), classes[0])
+    return classes
 
 
 def fit_config(hf_config: Any, chosen: Any) -> Any:

@@ -29,19 +29,19 @@ def cache_argument(module: nn.Module) -> str:
     return next((name for name in _CACHES if name in names), "")
 
 
-def call_arguments(module: nn.Module, given: dict[str, Any], *, cached: bool) -> dict[str, Any]:
+def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool) -> dict[str, Any]:
     """Return the arguments of a call: those that are set and that the forward takes.
 
     Args:
         module: a transformers model or its body.
-        given: argument -> value; None is left out.
+        arguments: argument -> value; None is left out.
         cached: the call keeps keys and values for the next one.
 
     Raises:
         ConfigError: an argument that the model does not have.
     """
     names, passes_on = accepted_arguments(module)
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in arguments.items() if value is not None}
     if "position_ids" in chosen and not passes_on and "position_ids" not in names:
         chosen.pop("position_ids")  # recurrent models and learned tables count by themselves
     unknown = [name for name in chosen if name not in names and not passes_on]

@@ -63,12 +63,12 @@ class LanguageLoss:
         own_items = (targets != IGNORE_INDEX).sum()
         num_items = own_items.clamp(min=1) if num_items is None else num_items
         if self._balances() or self.behavior.head == "whole":
-            return self._whole(given, targets, num_items, own_items)
+            return self._whole(arguments, targets, num_items, own_items)
         body = self.foreign.get_submodule(self.structure.body)
-        out = body(**call_arguments(body, given, cached=False))
+        out = body(**call_arguments(body, arguments, cached=False))
         if self.behavior.head == "linear" and self._is_plain_head():
             return self._linear(hidden_of(out), targets, num_items)
-        return self._by_chunks(out, given, targets, num_items)
+        return self._by_chunks(out, arguments, targets, num_items)
 
     def _balances(self) -> bool:
         """Whether the model adds a loss of its experts' balance."""
@@ -109,7 +109,7 @@ class LanguageLoss:
         return flat, head.weight, bias
 
     def _by_chunks(
-        self, out: Any, given: dict[str, Any], targets: Tensor, num_items: float | Tensor
+        self, out: Any, arguments: dict[str, Any], targets: Tensor, num_items: float | Tensor
     ) -> Tensor:
         """Let the model make logits of some positions at a time, and again in backward."""
         hidden = hidden_of(out)
@@ -118,7 +118,7 @@ class LanguageLoss:
         for start in range(0, hidden.shape[1], size):
             part = hidden[:, start : start + size]
             goal = targets[:, start : start + size]
-            total = total + checkpoint(self._chunk, out, given, part, goal, use_reentrant=False)
+            total = total + checkpoint(self._chunk, out, arguments, part, goal, use_reentrant=False)
         return total / num_items
 
     def _vocabulary(self) -> int:
@@ -126,17 +126,17 @@ class LanguageLoss:
             getattr(self.foreign.config.get_text_config(decoder=True), "vocab_size", 1 << 17)
         )
 
-    def _chunk(self, out: Any, given: dict[str, Any], hidden: Tensor, goal: Tensor) -> Tensor:
-        ids = {"input_ids": goal.clamp(min=0)} if given.get("input_ids") is not None else {}
+    def _chunk(self, out: Any, arguments: dict[str, Any], hidden: Tensor, goal: Tensor) -> Tensor:
+        ids = {"input_ids": goal.clamp(min=0)} if arguments.get("input_ids") is not None else {}
         with ReplacedChild(self.foreign, self.structure.body, with_hidden(out, hidden)):
-            made = self.foreign(**call_arguments(self.foreign, ids, cached=False))
-        return sum_cross_entropy(made.logits, goal)
+            predicted = self.foreign(**call_arguments(self.foreign, ids, cached=False))
+        return sum_cross_entropy(predicted.logits, goal)
 
     def _whole(
-        self, given: dict[str, Any], targets: Tensor, num_items: float | Tensor, own: Tensor
+        self, arguments: dict[str, Any], targets: Tensor, num_items: float | Tensor, own: Tensor
     ) -> Tensor:
         """Make all logits at once; add the balance of the experts as the model weighs it."""
-        out = self.foreign(**call_arguments(self.foreign, given, cached=False))
+        out = self.foreign(**call_arguments(self.foreign, arguments, cached=False))
         loss = sum_cross_entropy(out.logits, targets) / num_items
         aux = getattr(out, "aux_loss", None)
         if aux is None:
@@ -155,7 +155,7 @@ def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def head_loss(
     foreign: Any,
     config: Any,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     labels: Tensor | None,
     num_items: float | Tensor | None,
 ) -> Tensor:
@@ -164,7 +164,7 @@ def head_loss(
     Args:
         foreign: the transformers model.
         config: its `TransformersConfig`.
-        given: arguments of the call, without labels.
+        arguments: arguments of the call, without labels.
         labels: labels in transformers' form; those of image-text models are shifted here.
         num_items: divisor of the summed loss; None gives the mean.
 
@@ -172,19 +172,19 @@ def head_loss(
         ConfigError: a head without a known loss.
     """
     if config.head == "question_answering":
-        starts, ends = given.pop("start_positions"), given.pop("end_positions")
-        out = foreign(**call_arguments(foreign, given, cached=False))
+        starts, ends = arguments.pop("start_positions"), arguments.pop("end_positions")
+        out = foreign(**call_arguments(foreign, arguments, cached=False))
         return span_loss(
             torch.stack((out.start_logits, out.end_logits), -1), starts, ends, num_items
         )
     if labels is None:
         raise ConfigError(f"head={config.head!r} needs labels to compute a loss.")
     if config.head == "ctc":
-        out = foreign(**call_arguments(foreign, {**given, "labels": labels}, cached=False))
+        out = foreign(**call_arguments(foreign, {**arguments, "labels": labels}, cached=False))
         return out.loss if num_items is None else out.loss * (labels.shape[0] / num_items)
     if config.head in ("sequence_to_sequence", "speech_to_text"):
-        given = {**given, "labels": labels}
-    out = foreign(**call_arguments(foreign, given, cached=False))
+        arguments = {**arguments, "labels": labels}
+    out = foreign(**call_arguments(foreign, arguments, cached=False))
     if getattr(out, "logits", None) is None:
         raise ConfigError(f"head={config.head!r} has no loss in the transformers backend.")
     if config.head in ("sequence_classification", "token_classification", "image_classification"):

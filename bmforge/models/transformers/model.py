@@ -153,8 +153,8 @@ class TransformersModel(Model):
 
     def all_rules(self) -> list[WeightRule]:
         """Return the rules of the unchanged model, and those of tied copies."""
-        known = {rule.ours for rule in self.stored_names.rules}
-        ties = [WeightRule(copy, copy) for copy in self._ties if copy not in known]
+        stored = {rule.ours for rule in self.stored_names.rules}
+        ties = [WeightRule(copy, copy) for copy in self._ties if copy not in stored]
         return [*self.stored_names.rules, *ties]
 
     def active_rules(self) -> list[WeightRule]:
@@ -269,7 +269,7 @@ class TransformersModel(Model):
         """
         self._check_ids(input_ids)
         position_ids, attention_mask = self._separate(document_ids, position_ids, attention_mask)
-        given = {
+        arguments = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -278,10 +278,10 @@ class TransformersModel(Model):
             **inputs,
         }
         if labels is not None or "start_positions" in inputs:
-            return self._compute_loss(given, labels, num_items_in_batch)
+            return self._compute_loss(arguments, labels, num_items_in_batch)
         if logits_to_keep and "logits_to_keep" in self._arguments:
-            given["logits_to_keep"] = logits_to_keep
-        return self._predict(given, cache)
+            arguments["logits_to_keep"] = logits_to_keep
+        return self._predict(arguments, cache)
 
     @cached_property
     def _arguments(self) -> frozenset[str]:
@@ -319,15 +319,15 @@ class TransformersModel(Model):
         dtype = next(p.dtype for p in self.parameters() if p.is_floating_point())
         return positions, document_mask(documents, dtype)
 
-    def _predict(self, given: dict[str, Any], cache: ForeignCache | None) -> ModelOutput:
+    def _predict(self, arguments: dict[str, Any], cache: ForeignCache | None) -> ModelOutput:
         name = cache_argument(self.foreign) if cache is not None else ""
         if cache is not None and name:
-            given[name] = cache.past
-        out = self.foreign(**call_arguments(self.foreign, given, cached=bool(name)))
+            arguments[name] = cache.past
+        out = self.foreign(**call_arguments(self.foreign, arguments, cached=bool(name)))
         if cache is not None:
             cache.past = getattr(out, name, None)
-            ids = given["input_ids"]
-            cache.length += (ids if ids is not None else given["inputs_embeds"]).shape[1]
+            ids = arguments["input_ids"]
+            cache.length += (ids if ids is not None else arguments["inputs_embeds"]).shape[1]
         return ModelOutput(
             logits=getattr(out, "logits", None),
             last_hidden_state=getattr(out, "last_hidden_state", None),
@@ -339,10 +339,10 @@ class TransformersModel(Model):
         )
 
     def _compute_loss(
-        self, given: dict[str, Any], labels: Tensor | None, num_items: float | Tensor | None
+        self, arguments: dict[str, Any], labels: Tensor | None, num_items: float | Tensor | None
     ) -> ModelOutput:
         if self.config.head == "language_model":
             assert labels is not None
             loss = LanguageLoss(self.foreign, self.structure, self.behavior)
-            return ModelOutput(loss(given, labels, num_items))
-        return ModelOutput(head_loss(self.foreign, self.config, given, labels, num_items))
+            return ModelOutput(loss(arguments, labels, num_items))
+        return ModelOutput(head_loss(self.foreign, self.config, arguments, labels, num_items))

@@ -45,21 +45,21 @@ class BoxRule(WeightRule):
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the stored tensor."""
-        whole = self._own_shape()
+        full_shape = self._own_shape()
         if self.part is not None:
-            whole[self.part_dim] = self.part[1]
-        return tuple(whole)
+            full_shape[self.part_dim] = self.part[1]
+        return tuple(full_shape)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
         """Return the slices of the stored tensor that a box of our tensor needs; None for none."""
-        kept = []
+        spans = []
         for dim in range(len(self.box)):
             first, last = self._overlap(dim, box)
             if first >= last:
                 return None
             if self.box[dim][3]:
-                kept.append(slice(first, last))
-        slices = [kept[dim] for dim in self.order]
+                spans.append(slice(first, last))
+        slices = [spans[dim] for dim in self.order]
         if self.part is not None:
             own = slices[self.part_dim]
             slices[self.part_dim] = slice(own.start + self.part[0], own.stop + self.part[0])
@@ -91,10 +91,10 @@ class BoxRule(WeightRule):
         """Return False: the stored tensor differs from ours."""
         return False
 
-    def to_source(self, whole: Tensor) -> Tensor:
+    def to_source(self, tensor: Tensor) -> Tensor:
         """Return the stored tensor of our whole tensor."""
         index = tuple(slice(a, b, s) if keeps else a for a, b, s, keeps in self.box)
-        return whole[index].permute(self.order)
+        return tensor[index].permute(self.order)
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
         """Return how many elements of the stored tensor come from ours."""
@@ -192,12 +192,12 @@ def find_stored_names(module: Any) -> StoredNames:
         files = loading.revert_weight_conversion(module, dict(stored))
     rules: list[WeightRule] = []
     opaque: list[str] = []
-    for theirs, tensor in files.items():
-        found = _rules_of(theirs, tensor, owners, tracking)
-        if found is None:
-            opaque.append(theirs)
+    for published, tensor in files.items():
+        own_rules = _rules_of(published, tensor, owners, tracking)
+        if own_rules is None:
+            opaque.append(published)
         else:
-            rules += found
+            rules += own_rules
     return StoredNames(tuple(rules), tuple(opaque))
 
 
@@ -213,24 +213,24 @@ def _owners(
 
 
 def _rules_of(
-    theirs: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
+    published: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
     """Return the rules of one stored tensor; None if it is no box of ours."""
     if id(tensor) in tracking.joined:
         _, members, dim = tracking.joined[id(tensor)]
-        return _rules_of_parts(theirs, members, dim % tensor.dim(), owners, tracking)
+        return _rules_of_parts(published, members, dim % tensor.dim(), owners, tracking)
     owner = owners.get(tensor.untyped_storage()._cdata)
     if owner is None:
         return None
-    ours, whole = owner
-    if tensor.shape == whole.shape and tensor.stride() == whole.stride():
-        return [WeightRule(ours, theirs)]
-    found = _find_box(tensor, whole)
-    return None if found is None else [BoxRule(ours, theirs, box=found[0], order=found[1])]
+    name, full = owner
+    if tensor.shape == full.shape and tensor.stride() == full.stride():
+        return [WeightRule(name, published)]
+    view = _find_box(tensor, full)
+    return None if view is None else [BoxRule(name, published, box=view[0], order=view[1])]
 
 
 def _rules_of_parts(
-    theirs: str,
+    published: str,
     members: Sequence[Tensor],
     dim: int,
     owners: Mapping[int, tuple[str, Tensor]],
@@ -240,52 +240,52 @@ def _rules_of_parts(
     out: list[WeightRule] = []
     first = 0
     for member in members:
-        found = _rules_of(theirs, member, owners, tracking)
-        if found is None or len(found) > 1:
+        member_rules = _rules_of(published, member, owners, tracking)
+        if member_rules is None or len(member_rules) > 1:
             return None
-        rule = found[0]
+        rule = member_rules[0]
         if not isinstance(rule, BoxRule):
             box = tuple((0, size, 1, True) for size in member.shape)
-            rule = BoxRule(rule.ours, theirs, box=box, order=tuple(range(member.dim())))
+            rule = BoxRule(rule.ours, published, box=box, order=tuple(range(member.dim())))
         out.append(replace(rule, part=(first, total), part_dim=dim))
         first += member.shape[dim]
     return out
 
 
 def _find_box(
-    view: Tensor, whole: Tensor
+    view: Tensor, owner: Tensor
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], tuple[int, ...]] | None:
-    """Return the box of the contiguous tensor `whole` that a view covers; None if it is none."""
+    """Return the box of the contiguous tensor `owner` that a view covers; None if it is none."""
     offset, starts = view.storage_offset(), []
-    for stride in whole.stride():
+    for stride in owner.stride():
         starts.append(offset // stride if stride else 0)
         offset -= starts[-1] * stride
     sizes: list[tuple[int, int, int, bool]] = [(s, s + 1, 1, False) for s in starts]
     owner_of: list[int] = []
     for size, stride in zip(view.shape, view.stride(), strict=True):
-        dim = _dim_of(size, stride, whole, sizes)
+        dim = _dim_of(size, stride, owner, sizes)
         if dim is None:
             return None
-        step = max(1, stride // whole.stride(dim)) if size > 1 else 1
+        step = max(1, stride // owner.stride(dim)) if size > 1 else 1
         stop = starts[dim] + (size - 1) * step + 1
-        if stop > whole.shape[dim]:
+        if stop > owner.shape[dim]:
             return None
         sizes[dim] = (starts[dim], stop, step, True)
         owner_of.append(dim)
-    kept = sorted(owner_of)
-    return tuple(sizes), tuple(kept.index(dim) for dim in owner_of)
+    owner_dims = sorted(owner_of)
+    return tuple(sizes), tuple(owner_dims.index(dim) for dim in owner_of)
 
 
-def _dim_of(size: int, stride: int, whole: Tensor, sizes: Sequence[tuple[Any, ...]]) -> int | None:
+def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ...]]) -> int | None:
     """Return the dim of our tensor that a dim of a view iterates over."""
-    free = [dim for dim in range(whole.dim()) if not sizes[dim][3]]
+    free = [dim for dim in range(owner.dim()) if not sizes[dim][3]]
     for dim in free:
-        own = whole.stride(dim)
-        if size > 1 and stride % own == 0 and (size - 1) * (stride // own) < whole.shape[dim]:
+        own = owner.stride(dim)
+        if size > 1 and stride % own == 0 and (size - 1) * (stride // own) < owner.shape[dim]:
             return dim
     if size > 1:
         return None
-    exact = [dim for dim in free if whole.shape[dim] == 1 or whole.stride(dim) == stride]
+    exact = [dim for dim in free if owner.shape[dim] == 1 or owner.stride(dim) == stride]
     return next(iter(exact or free), None)
 
 

@@ -109,8 +109,8 @@ def _note_call(name: str, called: set[str]) -> Callable[..., None]:
     return lambda module, args: called.add(name)
 
 
-def _run(twin: Any, ids: Tensor, **given: Any) -> Tensor:
-    return twin(**call_arguments(twin, {"input_ids": ids, **given}, cached=False)).logits
+def _run(twin: Any, ids: Tensor, **options: Any) -> Tensor:
+    return twin(**call_arguments(twin, {"input_ids": ids, **options}, cached=False)).logits
 
 
 def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> tuple[str, float]:
@@ -147,9 +147,9 @@ def _find_packing(twin: Any, ids: Tensor) -> str:
     positions = torch.cat((torch.arange(first), torch.arange(_TOKENS - first)))[None]
     alone = torch.cat((_run(twin, ids[:, :first]), _run(twin, ids[:, first:])), 1)
     mask = document_mask(documents, torch.float32)
-    for kind, given in (("positions", {}), ("mask", {"attention_mask": mask})):
+    for kind, mask_options in (("positions", {}), ("mask", {"attention_mask": mask})):
         try:
-            packed = _run(twin, ids, position_ids=positions, **given)
+            packed = _run(twin, ids, position_ids=positions, **mask_options)
         except Exception:  # the model takes no such mask
             continue
         if packed.shape == alone.shape and torch.allclose(packed, alone, atol=_ATOL):
@@ -175,10 +175,10 @@ def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
             return kind
     try:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        whole = _run(twin, padded, attention_mask=mask, position_ids=positions)
+        batched = _run(twin, padded, attention_mask=mask, position_ids=positions)
     except Exception:  # the model takes no such mask
         return ""
-    return "whole" if torch.allclose(whole[:, first:], alone[:, first:], atol=_ATOL) else ""
+    return "whole" if torch.allclose(batched[:, first:], alone[:, first:], atol=_ATOL) else ""
 
 
 def _matches_cached(
@@ -200,11 +200,11 @@ def _matches_cached(
     positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
     try:
         for start, stop in ((0, _TOKENS - 2), (_TOKENS - 2, _TOKENS - 1), (_TOKENS - 1, _TOKENS)):
-            given = {"input_ids": ids[:, start:stop], name: past}
+            arguments = {"input_ids": ids[:, start:stop], name: past}
             if mask is not None and positions is not None:
-                given["position_ids"] = positions[:, start:stop]
-                given["attention_mask"] = mask[:, :stop] if steps_masked or not start else None
-            out = twin(**call_arguments(twin, given, cached=True))
+                arguments["position_ids"] = positions[:, start:stop]
+                arguments["attention_mask"] = mask[:, :stop] if steps_masked or not start else None
+            out = twin(**call_arguments(twin, arguments, cached=True))
             past = getattr(out, name, None)
             if past is None:
                 return False

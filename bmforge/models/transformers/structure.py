@@ -49,11 +49,11 @@ def find_structure(module: Any) -> Structure:
 
 def _find_stacks(module: Any, embed: str) -> list[str]:
     """Return containers of at least two blocks with parameters, that of the text decoder first."""
-    found: list[tuple[tuple[bool, bool, int], str]] = []
+    ranked: list[tuple[tuple[bool, bool, int], str]] = []
     classes = set(module._no_split_modules or ())
     owner = embed.rpartition(".")[0]
     for name, part in module.named_modules():
-        if any(name.startswith(f"{other}.") for _, other in found):
+        if any(name.startswith(f"{other}.") for _, other in ranked):
             continue
         if not isinstance(part, (nn.ModuleList, nn.ModuleDict)) or len(part) < 2:
             continue
@@ -62,10 +62,10 @@ def _find_stacks(module: Any, embed: str) -> list[str]:
         if not size or kinds <= {"ModuleList", "ModuleDict"}:
             continue
         is_known = bool(kinds & classes)
-        found.append(((name.rpartition(".")[0] == owner, is_known, size), name))
-    found.sort(key=lambda pair: pair[0], reverse=True)
-    known = [name for rank, name in found if rank[0] or rank[1]]
-    return known or [name for _, name in found[:1]]
+        ranked.append(((name.rpartition(".")[0] == owner, is_known, size), name))
+    ranked.sort(key=lambda pair: pair[0], reverse=True)
+    preferred = [name for rank, name in ranked if rank[0] or rank[1]]
+    return preferred or [name for _, name in ranked[:1]]
 
 
 def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:

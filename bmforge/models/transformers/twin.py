@@ -118,13 +118,13 @@ def shrink_config(hf_config: Any) -> Any:
     }
     parts.update(_SPECIAL.get(str(hf_config.model_type), {}))
     try:  # the constructor derives fields from the sizes
-        made = base(**parts)
+        shrunk = base(**parts)
     except (TypeError, ValueError, KeyError, AttributeError):
-        made = small
+        shrunk = small
         for name, value in _SPECIAL.get(str(hf_config.model_type), {}).items():
-            setattr(made, name, value)
-    _drop_dropout_(made)
-    return made
+            setattr(shrunk, name, value)
+    _drop_dropout_(shrunk)
+    return shrunk
 
 
 def _shrink_(config: Any) -> Any:

@@ -220,12 +220,12 @@ def collate_rows(
     for i, row in enumerate(rows):
         start = relation = 0
         for span, instance in enumerate(row):
-            place = slice(start, start + len(instance))
+            row_span = slice(start, start + len(instance))
             for name, values in _columns(instance, relation, span).items():
-                columns[name][i, place] = values
-            columns["labels"][i, place] = _label(instance, tokenizer, numbers)
-            task_ids[i, place] = tasks.index(instance.task)
-            start, relation = place.stop, relation + len(instance.segment_rel)
+                columns[name][i, row_span] = values
+            columns["labels"][i, row_span] = _label(instance, tokenizer, numbers)
+            task_ids[i, row_span] = tasks.index(instance.task)
+            start, relation = row_span.stop, relation + len(instance.segment_rel)
     inputs: dict[str, NDArray[Any]] = dict(columns)
     inputs["context"] = columns["context"].astype(bool)
     inputs["length"] = np.array([sum(map(len, row)) for row in rows], dtype=np.int32)

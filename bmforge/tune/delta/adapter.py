@@ -69,10 +69,10 @@ class ParallelAdapter(Delta):
         """Attach the adapter as a directory describes it: pairs of the module read and the module
         written.
         """
-        told = dict(options)
-        reads_at = told.pop("reads_at", {})
-        pairs = [(reads_at.get(n, n), n) for n in told.pop("targets")]
-        return cls(model, pairs, name=name, **told)
+        arguments = dict(options)
+        reads_at = arguments.pop("reads_at", {})
+        pairs = [(reads_at.get(n, n), n) for n in arguments.pop("targets")]
+        return cls(model, pairs, name=name, **arguments)
 
     def _settle_names(self) -> list[str]:
         if self.pairs is None and not _has_mlps(self.model):

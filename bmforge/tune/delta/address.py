@@ -175,7 +175,7 @@ def fits(name: str, pattern: str) -> bool:
 
 def is_excluded(name: str, exclude: Iterable[str]) -> bool:
     """Return True if a name starts with an excluded name or matches an excluded pattern."""
-    return any(name.startswith(one) or _hits(name, one) for one in exclude)
+    return any(name.startswith(pattern) or _hits(name, pattern) for pattern in exclude)
 
 
 def known_names(model: nn.Module) -> list[str]:
@@ -184,20 +184,24 @@ def known_names(model: nn.Module) -> list[str]:
     return [*own, *all_names(model), *(name for name, _ in model.named_parameters())]
 
 
-def excludes_of(known: Sequence[str], exclude: Iterable[str]) -> list[str]:
+def excludes_of(module_names: Sequence[str], exclude: Iterable[str]) -> list[str]:
     """Return the patterns of `exclude` that match a known name, and all common words."""
-    return [one for one in exclude if one in WORDS or any(is_excluded(n, (one,)) for n in known)]
+    return [
+        pattern
+        for pattern in exclude
+        if pattern in WORDS or any(is_excluded(n, (pattern,)) for n in module_names)
+    ]
 
 
 def published_names(model: Any) -> dict[str, list[str]]:
     """Return a map: module name in published checkpoints -> our names; {} for other models."""
     rules = getattr(model, "published_rules", None)
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for rule in rules() if callable(rules) else ():
-        theirs, ours = rule.theirs.rpartition(".")[0], rule.ours.rpartition(".")[0]
-        if theirs and ours and ours not in found.setdefault(theirs, []):
-            found[theirs].append(ours)
-    return found
+        published, own_name = rule.theirs.rpartition(".")[0], rule.ours.rpartition(".")[0]
+        if published and own_name and own_name not in names.setdefault(published, []):
+            names[published].append(own_name)
+    return names
 
 
 def all_names(model: Any) -> dict[str, list[str]]:
@@ -208,38 +212,40 @@ def all_names(model: Any) -> dict[str, list[str]]:
     module declares itself (`published_modules`, as in the old model classes); and published modules
     with exactly the contents of one of ours (``h.0.attn``).
     """
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
         before = f"{prefix}." if prefix else ""
-        told = getattr(module, "published_modules", None)
-        for theirs, ours in (told() if callable(told) else published_names(module)).items():
-            found.setdefault(before + theirs, [before + name for name in ours])
-    return {**_containers(model, found), **found} if found else {}
+        list_names = getattr(module, "published_modules", None)
+        for published, own_names in (
+            list_names() if callable(list_names) else published_names(module)
+        ).items():
+            names.setdefault(before + published, [before + name for name in own_names])
+    return {**_containers(model, names), **names} if names else {}
 
 
 def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Return published container modules whose contents are exactly those of one of our modules."""
     leaves = {name for names in published.values() for name in names}
-    holds, known = (
+    holds, containers = (
         {owner: frozenset(inside) for owner, inside in _inside(pairs).items()}
         for pairs in ([(n, [n]) for n in leaves], published.items())
     )
-    ours = {inside: name for name, _ in model.named_modules() if (inside := holds.get(name))}
+    own_modules = {inside: name for name, _ in model.named_modules() if (inside := holds.get(name))}
     # A published attention that ends with its norm: its output is the norm's output.
-    for inside, name in list(ours.items()):
+    for inside, name in list(own_modules.items()):
         if (norm := f"{name}_norm") in leaves:
-            ours.setdefault(inside | {norm}, norm)
-    return {t: [ours[inside]] for t, inside in known.items() if inside in ours}
+            own_modules.setdefault(inside | {norm}, norm)
+    return {t: [own_modules[inside]] for t, inside in containers.items() if inside in own_modules}
 
 
 def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
     """Return every dotted prefix of the names -> the modules meant by names with it."""
-    found: dict[str, set[str]] = {}
+    modules: dict[str, set[str]] = {}
     for name, meant in pairs:
         parts = name.split(".")
         for count in range(1, len(parts)):
-            found.setdefault(".".join(parts[:count]), set()).update(meant)
-    return found
+            modules.setdefault(".".join(parts[:count]), set()).update(meant)
+    return modules
 
 
 def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -255,24 +261,24 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
         for parameter in module.parameters()
     }
     named = {n: p for n, p in model.named_parameters() if id(p) not in deltas}
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for target in targets:
-        mine = {target: named[target]} if target in named else {}
-        mine = mine or {n: p for n, p in named.items() if _hits(n, target)}
-        if not mine:  # permanent parts of the model, such as a template's rows
+        matched = {target: named[target]} if target in named else {}
+        matched = matched or {n: p for n, p in named.items() if _hits(n, target)}
+        if not matched:  # permanent parts of the model, such as a template's rows
             parts = {n for n, m in model.named_modules() if hasattr(m, "is_delta")}
-            mine = {
+            matched = {
                 n: p
                 for n, p in named.items()
                 if (owner := n.rpartition(".")[0]) in parts and _hits(owner, target)
             }
-        if not mine:
+        if not matched:
             owners = tuple(f"{name}." for name in find_places(model, [target]))
-            mine = {n: p for n, p in named.items() if n.startswith(owners)}
-        if not mine:
+            matched = {n: p for n, p in named.items() if n.startswith(owners)}
+        if not matched:
             raise ConfigError(f"target {target!r} means modules without parameters.")
-        found |= mine
-    return found
+        parameters |= matched
+    return parameters
 
 
 def find_places(
@@ -298,10 +304,10 @@ def find_places(
     chosen: set[str] = set()
     linear = _linear_in_blocks(model) if ALL_LINEAR in targets else []
     for target in targets:
-        found = _find_one(names, linear, published, target, exclude)
-        if not found and needs_all:
+        matched = _find_one(names, linear, published, target, exclude)
+        if not matched and needs_all:
             _refuse(model, target, names, published, bool(exclude))
-        chosen |= found
+        chosen |= matched
     if not chosen:
         _refuse(model, ", ".join(targets), names, published, bool(exclude))
     return [name for name in names if name in chosen]
@@ -332,8 +338,8 @@ def find_called(
         ConfigError: as `find_places`; or a target other than a common word matches a module that
             the model never calls.
     """
-    found = find_places(model, targets, exclude, needs_all)
-    return keep_called(model, found, drops=set(targets) <= {ALL_LINEAR, *WORDS})
+    names = find_places(model, targets, exclude, needs_all)
+    return keep_called(model, names, drops=set(targets) <= {ALL_LINEAR, *WORDS})
 
 
 def _find_one(
@@ -343,20 +349,20 @@ def _find_one(
     target: str,
     exclude: Sequence[str],
 ) -> set[str]:
-    theirs = [name for name in published if not is_excluded(name, exclude)]
-    kept = {n for name in published if is_excluded(name, exclude) for n in published[name]}
-    kept = {n for n in names if is_excluded(n, exclude)} | kept
+    selectable = [name for name in published if not is_excluded(name, exclude)]
+    excluded = {n for name in published if is_excluded(name, exclude) for n in published[name]}
+    excluded = {n for n in names if is_excluded(n, exclude)} | excluded
     if target == ALL_LINEAR:
-        return {name for name in linear if name in names} - kept
+        return {name for name in linear if name in names} - excluded
     for group in WORDS.get(target, ()):
-        found = {n for n in names if any(fits(n, pattern) for pattern in group)} - kept
-        if found:
-            return found
-    found = {n for n in names if _hits(n, target)}
-    if not found:
-        found = {n for name in theirs if _hits(name, target) for n in published[name]}
-        found &= set(names)
-    return found - kept
+        matched = {n for n in names if any(fits(n, pattern) for pattern in group)} - excluded
+        if matched:
+            return matched
+    matched = {n for n in names if _hits(n, target)}
+    if not matched:
+        matched = {n for name in selectable if _hits(name, target) for n in published[name]}
+        matched &= set(names)
+    return matched - excluded
 
 
 def _hits(name: str, target: str) -> bool:

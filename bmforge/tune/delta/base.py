@@ -119,33 +119,35 @@ class AttachedDelta:
             name: name of the adapter.
             options: arguments of the class; its targets are full module names.
         """
-        told = dict(options)
-        if "targets" in told:  # a bare `norm` would match as a common word
-            told["targets"] = tuple(f"[r]^{re.escape(n)}$" for n in told["targets"])
-        return cls(model, name=name, **told)
+        arguments = dict(options)
+        if "targets" in arguments:  # a bare `norm` would match as a common word
+            arguments["targets"] = tuple(f"[r]^{re.escape(n)}$" for n in arguments["targets"])
+        return cls(model, name=name, **arguments)
 
     # Hooks that types override.
 
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options with defaults, after checking that the kind has them."""
-        known = PART_KINDS[self.kind].options.__dataclass_fields__
+        option_names = PART_KINDS[self.kind].options.__dataclass_fields__
         for key in options:
-            if key not in known:
+            if key not in option_names:
                 raise ConfigError(
-                    f"{type(self).__name__} has no option {key!r}.{suggest(key, known)} It has "
-                    f"{', '.join(known)}; besides targets, name, exclude, train_also and seed."
+                    f"{type(self).__name__} has no option {key!r}.{suggest(key, option_names)} "
+                    "It has "
+                    f"{', '.join(option_names)}; besides targets, name, exclude, train_also and "
+                    "seed."
                 )
         return options
 
     def _settle_names(self) -> list[str]:
         """Return the names of the modules to which parts will be attached."""
-        given = self.default_targets if self.targets is None else tuple(self.targets)
-        found = find_called(self.model, given, self.exclude, self.targets is not None)
+        patterns = self.default_targets if self.targets is None else tuple(self.targets)
+        names = find_called(self.model, patterns, self.exclude, self.targets is not None)
         if self.targets is None:
-            found = [name for name in found if self._is_usual(self.model.get_submodule(name))]
+            names = [name for name in names if self._is_usual(self.model.get_submodule(name))]
         if self.stands_behind:
-            found = list(dict.fromkeys(part_around(self.model, name) for name in found))
-        return found
+            names = list(dict.fromkeys(part_around(self.model, name) for name in names))
+        return names
 
     def _is_usual(self, module: nn.Module) -> bool:
         """Return True if a module matched by a default target can have a part."""
@@ -166,13 +168,13 @@ class AttachedDelta:
                 f"{type(model).__name__} cannot have the {type(self).__name__} {self.name!r}: "
                 f"{error}"
             ) from None
-        held = []
+        attached = []
         for name, module in model.named_modules():
             owner, _, slot = name.rpartition(".")
             if id(module) not in before and id(model.get_submodule(owner)) in before:
                 module.is_delta = True  # type: ignore[assignment]
-                held.append(Held(owner, slot, module))
-        self.held = tuple(held)
+                attached.append(Held(owner, slot, module))
+        self.held = tuple(attached)
         for parameter in self.parameters():
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
@@ -184,7 +186,7 @@ class AttachedDelta:
             return
         model: Any = self.model
         name = "" if self.kind in ("prefix", "prompt") else self.name
-        where = [held.owner for held in self.held if not held.slot.endswith("_reader")]
+        where = [part.owner for part in self.held if not part.slot.endswith("_reader")]
         if is_there:
             model.remember_part_(self.kind, where, dict(self.options), name, float(self.weight))
             order_changes_(model, self.name)
@@ -216,11 +218,11 @@ class AttachedDelta:
     def here(self) -> list[Held]:
         """Return the parts on this process (pipeline stage), attached or detached."""
         names = {name for name, _ in self.model.named_modules()}
-        return [held for held in self.held if held.owner in names]
+        return [part for part in self.held if part.owner in names]
 
     def places(self) -> list[str]:
         """Return the names of the modules to which its parts are attached."""
-        return [held.owner for held in self.held]
+        return [part.owner for part in self.held]
 
     def init_(self, seed: int = 0) -> Self:
         """Initialize its tensors at random by their names, identically on every layout; return
@@ -247,8 +249,8 @@ class AttachedDelta:
             if delta is self or parameter.requires_grad
         }
         for parameter in self.model.parameters():
-            wanted = id(parameter) in trained or (not base and parameter.is_floating_point())
-            parameter.requires_grad_(wanted)
+            trains = id(parameter) in trained or (not base and parameter.is_floating_point())
+            parameter.requires_grad_(trains)
         return self
 
     def train_also_(self, targets: Sequence[str]) -> Self:
@@ -257,10 +259,10 @@ class AttachedDelta:
         self.train_also = tuple(targets)
         return self
 
-    def requires_grad_(self, wanted: bool = True) -> Self:
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Switch the training of its parts on or off; False leaves it in the model, frozen."""
         for parameter in self.parameters():
-            parameter.requires_grad_(wanted)
+            parameter.requires_grad_(requires_grad)
         return self
 
     def wholes(self) -> dict[str, nn.Parameter]:
@@ -303,9 +305,9 @@ class AttachedDelta:
         if self.is_attached():
             raise ConfigError(f"delta {self.name!r} is attached already.")
         taken = [
-            held.owner
-            for held in self.held
-            if getattr(self.model.get_submodule(held.owner), held.slot, None) is not None
+            entry.owner
+            for entry in self.held
+            if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
             raise ConfigError(f"{taken[0]} has something else in the place of {self.name!r} now.")
@@ -343,8 +345,8 @@ class AttachedDelta:
         if weight == self.weight:
             return self
         self.weight = weight
-        for held in self.held:
-            held.part.adapter_weight = float(weight)
+        for attached in self.held:
+            attached.part.adapter_weight = float(weight)
         if self.is_attached():
             self.record_(False)
             self.record_(True)

@@ -85,11 +85,11 @@ def tune_black_box(
         ConfigError: a score that is not a number.
         MissingDependencyError: `cma` is not installed.
     """
-    told = config or BlackBoxConfig()
-    prompt = SoftPrompt(model, length=length, name=name, seed=told.seed, **options)
+    settings = config or BlackBoxConfig()
+    prompt = SoftPrompt(model, length=length, name=name, seed=settings.seed, **options)
     try:
         with evaluating(model):
-            prompt.scores = _search(model, score, prompt, told)
+            prompt.scores = _search(model, score, prompt, settings)
     except BaseException:
         prompt.remove()
         raise
@@ -118,13 +118,13 @@ def _search(
         nonlocal best, best_rows
         moved = ways @ torch.from_numpy(np.asarray(point)).to(rows)
         rows.copy_(start + moved.view_as(rows))
-        found = float(score(model))
-        if math.isnan(found):
+        value = float(score(model))
+        if math.isnan(value):
             raise ConfigError("score gave NaN: it must be a number, higher where better.")
-        scores.append(found)
-        if found > best:
-            best, best_rows = found, rows.clone()
-        return -found
+        scores.append(value)
+        if value > best:
+            best, best_rows = value, rows.clone()
+        return -value
 
     ask(np.zeros(config.dims))
     for _ in track(range(config.evaluations // strategy.popsize), "black box"):

@@ -17,27 +17,27 @@ __all__ = ["CARD_FIELDS", "write_card"]
 CARD_FIELDS = ("base", "data", "license", "scores", "command")
 
 
-def write_card(delta: AttachedDelta, told: Mapping[str, Any]) -> str:
+def write_card(delta: AttachedDelta, facts: Mapping[str, Any]) -> str:
     """Return a card in Markdown, with the YAML header that model hubs read.
 
     Args:
         delta: adapter that the card describes.
-        told: values of the fields in `CARD_FIELDS`; scores is a map of table name -> number.
+        facts: values of the fields in `CARD_FIELDS`; scores is a map of table name -> number.
 
     Raises:
         ConfigError: an unknown field.
     """
-    for key in told:
+    for key in facts:
         if key not in CARD_FIELDS:
             raise ConfigError(
                 f"the card has no field {key!r}.{suggest(key, CARD_FIELDS)} Fields: "
                 f"{', '.join(CARD_FIELDS)}."
             )
-    base = told.get("base")
+    base = facts.get("base")
     head = ["---", *([f"base_model: {base}"] if base else []), "library_name: peft"]
-    head += [f"license: {told['license']}"] if told.get("license") else []
+    head += [f"license: {facts['license']}"] if facts.get("license") else []
     model = whole_model(delta.model)
-    parts = [p for held in delta.held for p in held.part.parameters()]
+    parts = [p for attached in delta.held for p in attached.part.parameters()]
     trained = sum(p.numel() for p in {id(p): p for p in parts}.values())
     trained += sum(p.numel() for p in delta.wholes().values())
     of_base = sum(p.numel() for n, p in model.named_parameters() if n not in set(delta.names()))
@@ -46,11 +46,11 @@ def write_card(delta: AttachedDelta, told: Mapping[str, Any]) -> str:
     rows = {
         "type": f"{type(delta).__name__} ({options})" if options else type(delta).__name__,
         "base": base or type(delta.model).__name__,
-        "data": told.get("data"),
+        "data": facts.get("data"),
         "targets": _shorten(delta.places()),
         "trained parameters": f"{trained:,} ({share:.3f} % of the base's)",
-        "scores": ", ".join(f"{k} {v}" for k, v in (told.get("scores") or {}).items()) or None,
-        "command": told.get("command"),
+        "scores": ", ".join(f"{k} {v}" for k, v in (facts.get("scores") or {}).items()) or None,
+        "command": facts.get("command"),
         "made with": f"bmforge {__version__}, torch {torch.__version__}",
     }
     lines = [*head, "---", "", f"# {type(delta).__name__} for {rows['base']}", ""]
@@ -63,6 +63,6 @@ def write_card(delta: AttachedDelta, told: Mapping[str, Any]) -> str:
 def _shorten(places: list[str]) -> str:
     """Return the distinct module names, with layer numbers replaced by ``*``."""
     kinds = dict.fromkeys(
-        ".".join("*" if part.isdigit() else part for part in place.split(".")) for place in places
+        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in places
     )
     return ", ".join(f"`{kind}`" for kind in kinds)

@@ -47,12 +47,12 @@ def combine_deltas(
     if (rank is not None) != (how == "svd"):
         raise ConfigError(f"rank={rank} goes with how='svd', and only with it; how={how!r}.")
     if how == "sum":
-        made = _sum(model, deltas, weights, into)
+        combined = _sum(model, deltas, weights, into)
     else:
-        made = _concatenate(model, deltas, weights, into, rank)
+        combined = _concatenate(model, deltas, weights, into, rank)
     for delta in deltas:
         delta.weigh_(0.0)
-    return made
+    return combined
 
 
 def _sum(model: nn.Module, deltas: list[Delta], weights: Mapping[str, float], into: str) -> Delta:
@@ -66,12 +66,12 @@ def _sum(model: nn.Module, deltas: list[Delta], weights: Mapping[str, float], in
             "how='sum' is for deltas of one type that stand beside, at the same places with the "
             "same options."
         )
-    made = _like(model, first, into)
+    total = _like(model, first, into)
     with torch.no_grad():
-        for number, target in enumerate(made.parameters()):
+        for number, target in enumerate(total.parameters()):
             values = [list(d.parameters())[number] * weights[d.name] for d in deltas]
             target.copy_(torch.stack(values).sum(0))
-    return made
+    return total
 
 
 def _like(model: nn.Module, delta: Delta, name: str) -> Delta:
@@ -89,7 +89,7 @@ def _concatenate(
     into: str,
     rank: int | None,
 ) -> Delta:
-    found: dict[str, list[Factors]] = {}
+    factors: dict[str, list[Factors]] = {}
     for delta in deltas:
         for owner, _, part in delta.held:
             if type(part) is not LowRank or part.magnitude is not None or part.bias is not None:
@@ -98,19 +98,19 @@ def _concatenate(
                     "layers, without magnitude and bias, can be combined so."
                 )
             up = part.up.detach() * (weights[delta.name] * part.scale)
-            found.setdefault(owner, []).append((up, part.down.detach()))
-    made = {owner: _join(each, rank) for owner, each in found.items()}
-    ranks = {owner: down.shape[0] for owner, (_, down) in made.items()}
+            factors.setdefault(owner, []).append((up, part.down.detach()))
+    joined = {owner: _join(each, rank) for owner, each in factors.items()}
+    ranks = {owner: down.shape[0] for owner, (_, down) in joined.items()}
     refused = into in deltas_of(model)
     if refused:
         raise ConfigError(f"the model already has a delta {into!r}: name another.")
     usual = max(ranks.values())
     differing = {owner: r for owner, r in ranks.items() if r != usual}
-    delta = Lora(model, list(made), name=into, rank=usual, alpha=None, ranks=differing)
+    delta = Lora(model, list(joined), name=into, rank=usual, alpha=None, ranks=differing)
     with torch.no_grad():
         for owner, _, part in delta.held:
-            part.up.copy_(made[owner][0])
-            part.down.copy_(made[owner][1])
+            part.up.copy_(joined[owner][0])
+            part.down.copy_(joined[owner][1])
     return delta
 
 

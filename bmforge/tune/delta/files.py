@@ -58,7 +58,7 @@ def is_delta_dir(directory: str | Path) -> bool:
     return (Path(directory) / CONFIG_NAME).exists()
 
 
-def save_delta(delta: AttachedDelta, directory: Path, told: Mapping[str, Any]) -> None:
+def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) -> None:
     """Write a delta; see `Delta.save`. On a parallelized model every process must call this."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mark: dict[str, Any] = {"version": _VERSION}
@@ -85,14 +85,14 @@ def save_delta(delta: AttachedDelta, directory: Path, told: Mapping[str, Any]) -
             kind = delta.peft_type if delta.peft_type.startswith("BMFORGE") else "BMFORGE_OTHER"
             config = {"peft_type": kind, _OURS: _describe(delta)}
             mark["base"] = base
-        card = write_card(delta, told)
+        card = write_card(delta, facts)
     if not is_first:
         return
     directory.mkdir(parents=True, exist_ok=True)
     more = {_OURS: json.dumps(mark)} if mark else {}
-    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    found.update(delta.extra)
-    save_file(found, directory / WEIGHTS_NAME, metadata={"format": "pt", **more})
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    on_host.update(delta.extra)
+    save_file(on_host, directory / WEIGHTS_NAME, metadata={"format": "pt", **more})
     text = json.dumps(config, indent=2, sort_keys=True)
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
     (directory / CARD_NAME).write_text(card, encoding="utf-8")
@@ -115,44 +115,44 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
         return
     if whole_model(delta.model) is not delta.model:
         everybody: list[Any] = [None] * dist.get_world_size()
-        mine = [{n: t.cpu() for n, t in found.items()} for found in (own, wholes)]
-        dist.all_gather_object(everybody, mine)
+        local = [{n: t.cpu() for n, t in group.items()} for group in (own, wholes)]
+        dist.all_gather_object(everybody, local)
         own = {n: t for parts, _ in everybody for n, t in parts.items()}
         wholes = {n: t for _, more in everybody for n, t in more.items()}
-    kept = []
+    own_parts = []
     for owner, slot, part in delta.held:
         for key, parameter in list(part._parameters.items()):
             if parameter is not None:
-                kept.append((part, key, parameter))
+                own_parts.append((part, key, parameter))
                 plain = own[f"{owner}.{slot}.{key}"]
                 part._parameters[key] = nn.Parameter(plain, requires_grad=False)
     try:
         yield wholes
     finally:
-        for part, key, parameter in kept:
+        for part, key, parameter in own_parts:
             part._parameters[key] = parameter
 
 
 def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
     """Return the parts' tensors by our names, without the delta's name; a prefix is folded."""
-    found: dict[str, Tensor] = {}
+    collected: dict[str, Tensor] = {}
     for owner, slot, part in delta.held:
         named = dict(part.named_parameters())
         if getattr(part, "inner", 0):
             named = dict(zip(("key", "value"), type(part).forward(part), strict=True))
         start = owner if slot == delta.name else f"{owner}.{slot}"
-        found |= {f"{start}.{key}": tensor for key, tensor in named.items()}
-    return found
+        collected |= {f"{start}.{key}": tensor for key, tensor in named.items()}
+    return collected
 
 
 def _describe(delta: AttachedDelta) -> dict[str, Any]:
     """Return the fields needed to build the delta again."""
-    told = delta.describe()
+    description = delta.describe()
     if delta.kind == "prefix":
-        told["options"]["inner"] = 0
+        description["options"]["inner"] = 0
     places = [h.owner for h in delta.held if not h.slot.endswith("_reader")]
-    told |= {"version": _VERSION, "places": places, "weight": float(delta.weight)}
-    return {**told, "train_also": sorted(delta.wholes())}
+    description |= {"version": _VERSION, "places": places, "weight": float(delta.weight)}
+    return {**description, "train_also": sorted(delta.wholes())}
 
 
 def load_delta(
@@ -204,8 +204,8 @@ def _load(
     kind: type[AttachedDelta] | None,
 ) -> AttachedDelta:
     config, tensors, mark = _read(directory)
-    ours = config.get(_OURS)
-    for version in (mark.get("version", 0), (ours or {}).get("version", 0)):
+    own_config = config.get(_OURS)
+    for version in (mark.get("version", 0), (own_config or {}).get("version", 0)):
         if version > _VERSION:
             raise ConfigError(
                 f"{str(directory)!r} is of version {version}; this bmforge reads {_VERSION}. "
@@ -218,29 +218,31 @@ def _load(
             "load_delta, which takes any."
         )
     config = config | mark.get("unfolded", {})
-    told = _told(ours) if ours else peft_format.options_of(model, config, tensors)
-    if "base" in mark and not ours and delta_type.kind == "prefix":
-        told["shift_positions"] = bool(mark.get("shift_positions"))
+    options = _told(own_config) if own_config else peft_format.options_of(model, config, tensors)
+    if "base" in mark and not own_config and delta_type.kind == "prefix":
+        options["shift_positions"] = bool(mark.get("shift_positions"))
     blocks = mark.get("blocks", {})
     if blocks:
-        _ranks_of_blocks(model, told, blocks)
+        _ranks_of_blocks(model, options, blocks)
     requires = {n: p.requires_grad for n, p in model.named_parameters()}
-    delta = delta_type.from_places(model, name, told)
+    delta = delta_type.from_places(model, name, options)
     try:
         _check_base(delta, mark, directory, allow_other_base)
-        found = (
-            _own_names(delta, tensors) if ours else peft_format.read_tensors(delta, tensors, blocks)
+        renamed = (
+            _own_names(delta, tensors)
+            if own_config
+            else peft_format.read_tensors(delta, tensors, blocks)
         )
-        if not ours:
+        if not own_config:
             peft_format.tie_factors_(delta, blocks)
-        _fill(delta, found, directory)
+        _fill(delta, renamed, directory)
     except BaseException:
         delta.remove()
         for n, parameter in model.named_parameters():
             parameter.requires_grad_(requires.get(n, parameter.requires_grad))
         raise
-    delta.weigh_(float(ours.get("weight", 1.0) if ours else mark.get("weight", 1.0)))
-    if not ours and "base" not in mark and not config.get("target_parameters"):
+    delta.weigh_(float(own_config.get("weight", 1.0) if own_config else mark.get("weight", 1.0)))
+    if not own_config and "base" not in mark and not config.get("target_parameters"):
         delta.origin = config
         delta.extra = {n: t for n, t in tensors.items() if n.endswith(".base_layer.weight")}
     return delta
@@ -260,48 +262,50 @@ def type_of_delta(directory: str | Path) -> type[AttachedDelta]:
 
 
 def _type_of(config: Mapping[str, Any], directory: Path) -> type[AttachedDelta]:
-    ours = config.get(_OURS)
+    own_config = config.get(_OURS)
     types = adapter_types()
     by_peft = {name: t for t in types.values() for name in (t.peft_type, *t.peft_reads)}
-    found = types.get(ours["type"]) if ours else by_peft.get(str(config.get("peft_type")))
-    if found is None:
-        known = ", ".join(name for name in by_peft if not name.startswith("BMFORGE"))
+    delta_type = (
+        types.get(own_config["type"]) if own_config else by_peft.get(str(config.get("peft_type")))
+    )
+    if delta_type is None:
+        supported = ", ".join(name for name in by_peft if not name.startswith("BMFORGE"))
         raise ConfigError(
             f"{str(directory)!r} is a {config.get('peft_type')!r}, which is not known to this "
-            f"version of bmforge. Of PEFT's methods it knows {known}."
+            f"version of bmforge. Of PEFT's methods it knows {supported}."
         )
-    return found
+    return delta_type
 
 
-def _told(ours: Mapping[str, Any]) -> dict[str, Any]:
-    options = dict(ours["options"])
-    kind = PART_KINDS.get(ours["kind"])
-    known = set() if kind is None else {field.name for field in fields(kind.options)}
+def _told(own_config: Mapping[str, Any]) -> dict[str, Any]:
+    options = dict(own_config["options"])
+    kind = PART_KINDS.get(own_config["kind"])
+    option_names = set() if kind is None else {field.name for field in fields(kind.options)}
     return {
-        **{key: value for key, value in options.items() if key in known},
-        "targets": list(ours["places"]),
-        "train_also": tuple(ours.get("train_also", ())),
+        **{key: value for key, value in options.items() if key in option_names},
+        "targets": list(own_config["places"]),
+        "train_also": tuple(own_config.get("train_also", ())),
     }
 
 
 def _ranks_of_blocks(
-    model: nn.Module, told: dict[str, Any], blocks: Mapping[str, list[int]]
+    model: nn.Module, options: dict[str, Any], blocks: Mapping[str, list[int]]
 ) -> None:
     """Set the ranks of parts written block by block, and exclude those without a block."""
     names = peft_format.Names(model)
-    scale = told["alpha"] / told["rank"]
-    for theirs, ranks in blocks.items():
-        total = told["ranks"].get(names.ours[theirs][0], told["rank"])
-        alpha = told["alphas"].get(names.ours[theirs][0], told["alpha"])
-        scale = alpha / (total**0.5 if told["root_scale"] else total)
-        for ours, rank in zip(names.ours[theirs], ranks, strict=True):
+    scale = options["alpha"] / options["rank"]
+    for published, ranks in blocks.items():
+        total = options["ranks"].get(names.ours[published][0], options["rank"])
+        alpha = options["alphas"].get(names.ours[published][0], options["alpha"])
+        scale = alpha / (total**0.5 if options["root_scale"] else total)
+        for own_name, rank in zip(names.ours[published], ranks, strict=True):
             if rank == 0:
-                told["targets"].remove(ours)
+                options["targets"].remove(own_name)
                 for option in ("ranks", "alphas"):
-                    told[option].pop(ours, None)
+                    options[option].pop(own_name, None)
                 continue
-            told["ranks"][ours] = rank
-            told["alphas"][ours] = scale * (rank**0.5 if told["root_scale"] else rank)
+            options["ranks"][own_name] = rank
+            options["alphas"][own_name] = scale * (rank**0.5 if options["root_scale"] else rank)
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
@@ -340,44 +344,44 @@ def _check_base(
     delta: AttachedDelta, mark: Mapping[str, Any], directory: Path, allowed: bool
 ) -> None:
     base = mark.get("base")
-    here = None if base is None or allowed else fingerprint_of(delta.model, delta.wholes())
-    if here is None and base is not None and not allowed:
+    fingerprint = None if base is None or allowed else fingerprint_of(delta.model, delta.wholes())
+    if fingerprint is None and base is not None and not allowed:
         get_logger().warning(
             "the adapter in %s was trained on the base %s, and it cannot be checked whether this "
             "one, which is quantized, streamed or without memory, is the same",
             directory,
             base,
         )
-    if here is None or here == base:
+    if fingerprint is None or fingerprint == base:
         return
     raise CheckpointError(
         f"the adapter in {str(directory)!r} was trained on another base (fingerprint {base}; this "
-        f"model has {here}). Open its base, or pass allow_other_base=True."
+        f"model has {fingerprint}). Open its base, or pass allow_other_base=True."
     )
 
 
 def _own_names(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Insert the delta's name, which files omit, into the tensor names."""
-    owners = {held.owner: held for held in delta.held if held.slot == delta.name}
-    found = {}
+    owners = {part.owner: part for part in delta.held if part.slot == delta.name}
+    renamed = {}
     for name, tensor in tensors.items():
         owner, _, key = name.rpartition(".")
         is_part = owner in owners and key in dict(owners[owner].part.named_parameters())
-        found[f"{owner}.{delta.name}.{key}" if is_part else name] = tensor
-    return found
+        renamed[f"{owner}.{delta.name}.{key}" if is_part else name] = tensor
+    return renamed
 
 
-def _fill(delta: AttachedDelta, found: Mapping[str, Tensor], directory: Path) -> None:
+def _fill(delta: AttachedDelta, loaded: Mapping[str, Tensor], directory: Path) -> None:
     """Check loaded tensors against the delta's, and copy them into it."""
-    own, known = delta.tensors(), set(delta.names())
-    problems = [f"missing: {name}" for name in own if name not in found]
-    problems += [f"unexpected: {name}" for name in found if name not in own.keys() | known]
+    own, expected = delta.tensors(), set(delta.names())
+    problems = [f"missing: {name}" for name in own if name not in loaded]
+    problems += [f"unexpected: {name}" for name in loaded if name not in own.keys() | expected]
     for name, tensor in own.items():
-        if name in found and found[name].shape != tensor.shape:
+        if name in loaded and loaded[name].shape != tensor.shape:
             problems.append(
-                f"wrong shape: {name} is {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+                f"wrong shape: {name} is {tuple(loaded[name].shape)}, not {tuple(tensor.shape)}"
             )
-        elif name in found and not bool(found[name].isfinite().all()):
+        elif name in loaded and not bool(loaded[name].isfinite().all()):
             problems.append(f"not finite: {name}")
     if problems:
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
@@ -387,5 +391,5 @@ def _fill(delta: AttachedDelta, found: Mapping[str, Tensor], directory: Path) ->
     with torch.no_grad():
         for name, tensor in own.items():
             if not tensor.is_meta:
-                value = found[name][local_box(tensor).slices]
+                value = loaded[name][local_box(tensor).slices]
                 local_tensor(tensor.detach()).copy_(value)

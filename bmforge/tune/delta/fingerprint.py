@@ -31,10 +31,10 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
 
     Comm: on a parallelized model, an all-gather of each parameter.
     """
-    whole = getattr(model, "whole", None)
-    if callable(whole) and whole() is not model:
+    full = getattr(model, "whole", None)
+    if callable(full) and full() is not model:
         return None
-    ours = {
+    adapter_ids = {
         id(parameter)
         for module in model.modules()
         if getattr(module, "is_delta", False)
@@ -42,14 +42,14 @@ def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
     }
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if id(parameter) in ours or name in but:
+        if id(parameter) in adapter_ids or name in but:
             continue
         if parameter.is_meta or is_streamed(parameter):
             return None
         if is_torchao(parameter) or not parameter.is_floating_point():
             return None
-        whole = whole_tensor(parameter.detach())
-        values = whole.flatten()
+        full = whole_tensor(parameter.detach())
+        values = full.flatten()
         index = torch.tensor(sample_places(name, values.numel()), device=values.device)
         picked = values[index]
         picked = picked.to(torch.bfloat16) if picked.is_floating_point() else picked

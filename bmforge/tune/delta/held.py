@@ -83,8 +83,8 @@ class AdapterLike(Protocol):
 
 def deltas_of(model: nn.Module) -> dict[str, Any]:
     """Return the model's mutable record of its deltas by name, detached ones included."""
-    found: dict[str, Any] = model.__dict__.setdefault(_DELTAS, {})
-    return found
+    deltas: dict[str, Any] = model.__dict__.setdefault(_DELTAS, {})
+    return deltas
 
 
 def base_weights_of(model: nn.Module) -> dict[str, Any]:
@@ -105,11 +105,11 @@ def find_delta(model: nn.Module, name: str) -> Any:
     Raises:
         ConfigError: the model has no delta of that name.
     """
-    known = deltas_of(model)
-    if name not in known:
-        there = f" It has {', '.join(map(repr, known))}." if known else " It has none."
-        raise ConfigError(f"the model has no delta {name!r}.{suggest(name, known)}{there}")
-    return known[name]
+    deltas = deltas_of(model)
+    if name not in deltas:
+        listing = f" It has {', '.join(map(repr, deltas))}." if deltas else " It has none."
+        raise ConfigError(f"the model has no delta {name!r}.{suggest(name, deltas)}{listing}")
+    return deltas[name]
 
 
 def refuse_laid_out(model: nn.Module, what: str) -> None:
@@ -169,5 +169,5 @@ def is_in_mixture(model: nn.Module, name: str) -> bool:
 
 def whole_model(model: nn.Module) -> nn.Module:
     """Return the whole model's description if this is a pipeline stage, else the model."""
-    whole = getattr(model, "whole", None)
-    return whole() if callable(whole) else model
+    find_whole = getattr(model, "whole", None)
+    return find_whole() if callable(find_whole) else model

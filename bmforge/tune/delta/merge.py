@@ -159,21 +159,21 @@ def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, lis
     """Return module names whose parameters hold the merged adapters -> their adapter modules."""
     targets: dict[str, list[_Link]] = {}
     for delta in deltas:
-        for held in delta.here():
-            target = _target(model, held)
+        for attached in delta.here():
+            target = _target(model, attached)
             if target is None:
-                _refuse_part(delta, held.part)
-            targets.setdefault(target, []).append(_Link(delta, held.owner, held.part))  # type: ignore[arg-type]
+                _refuse_part(delta, attached.part)
+            targets.setdefault(target, []).append(_Link(delta, attached.owner, attached.part))  # type: ignore[arg-type]
     return targets
 
 
-def _target(model: nn.Module, held: Held) -> str | None:
+def _target(model: nn.Module, attached: Held) -> str | None:
     """Return the name of the module that can hold what an adapter module computes."""
-    if isinstance(held.part, (LowRank, ExpertsLowRank, Gain)):
-        return held.owner
-    if isinstance(held.part, Shift):
-        last = last_projection(model.get_submodule(held.owner))
-        return held.owner if last is None else f"{held.owner}.{last}"
+    if isinstance(attached.part, (LowRank, ExpertsLowRank, Gain)):
+        return attached.owner
+    if isinstance(attached.part, Shift):
+        last = last_projection(model.get_submodule(attached.owner))
+        return attached.owner if last is None else f"{attached.owner}.{last}"
     return None
 
 
@@ -197,16 +197,16 @@ def _chain(model: nn.Module, target: str) -> list[_Link]:
         owners.append(around)
     links = []
     for owner in owners:
-        known = [
-            _Link(delta, owner, held.part)
+        delta_links = [
+            _Link(delta, owner, entry.part)
             for delta in deltas_of(model).values()
-            for held in delta.held
-            if held.owner == owner and (delta.merged or delta.is_attached())
+            for entry in delta.held
+            if entry.owner == owner and (delta.merged or delta.is_attached())
         ]
-        parts = {id(link.part) for link in known}
+        parts = {id(link.part) for link in delta_links}
         attached = (part for _, part in beside_parts(model.get_submodule(owner)))
         links += [_Link(None, owner, part) for part in attached if id(part) not in parts]
-        links += known
+        links += delta_links
     return links
 
 
@@ -226,15 +226,15 @@ def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta])
     norms of the base's rows, and a factor on the input is for all modules of the layer.
     """
     chain = _chain(model, target)
-    inside = [any(link.delta is one for one in merged) for link in chain]
+    inside = [any(link.delta is delta for delta in merged) for link in chain]
     if all(inside) or not any(inside) or all(_is_additive(link.part) for link in chain):
         return
-    first, rest = chain[: sum(inside)], chain[sum(inside) :]
+    first, later = chain[: sum(inside)], chain[sum(inside) :]
     scales_input = any(isinstance(link.part, Gain) and link.part.enters for link in first)
-    takes_norms = any(getattr(link.part, "magnitude", None) is not None for link in rest)
+    takes_norms = any(getattr(link.part, "magnitude", None) is not None for link in later)
     if all(inside[: len(first)]) and not scales_input and not takes_norms:
         return
-    names = [one.name for one in merged]
+    names = [delta.name for delta in merged]
     others = {n for link, i in zip(chain, inside, strict=True) if not i and (n := _name(link))}
     raise ConfigError(
         f"adapters {', '.join(map(repr, names))} cannot be merged at {target} while "
@@ -274,7 +274,9 @@ def _merged_values(
     model: nn.Module, target: str, merged: Sequence[AttachedDelta], plain: Tensor | None
 ) -> dict[str, Tensor]:
     """Return the parameters of one module with these adapters in them; {} without adapters."""
-    chain = [link for link in _chain(model, target) if any(link.delta is one for one in merged)]
+    chain = [
+        link for link in _chain(model, target) if any(link.delta is applied for applied in merged)
+    ]
     base = base_weights_of(model)
 
     def original(key: str) -> Tensor:
@@ -288,7 +290,9 @@ def _merged_values(
     values = {key: original(key) for key in _keys(model, target, chain)}
     before = dict(values)
     # Factors on the input come last: every module of the layer sees the scaled input.
-    for link in sorted(chain, key=lambda one: isinstance(one.part, Gain) and one.part.enters):
+    for link in sorted(
+        chain, key=lambda applied: isinstance(applied.part, Gain) and applied.part.enters
+    ):
         part, weight = link.part, float(link.part.adapter_weight)
         if isinstance(part, ExpertsLowRank):
             for key in part.keys:
@@ -357,13 +361,13 @@ def _check_weights(
 def _join_licences_(delta: AttachedDelta) -> None:
     """Add a merged adapter's provenance and licenses to the model's."""
     model: Any = delta.model
-    base, said = getattr(model, "provenance", None), delta.provenance
-    if base is None or not said:
+    base, source = getattr(model, "provenance", None), delta.provenance
+    if base is None or not source:
         return
     own = [Part("base", type(model).__name__, base.licence)] if base.licence else []
-    if any(part.kind == "base" and part.licence == base.licence for part in said.parts):
+    if any(part.kind == "base" and part.licence == base.licence for part in source.parts):
         own = []  # `said` lists the base already
-    more = said.as_parts("delta", delta.name) if said.licence else said.parts
+    more = source.as_parts("delta", delta.name) if source.licence else source.parts
     model.provenance = Provenance("", (*own, *base.parts)).joined(more)
     warn_of_licences(f"{type(model).__name__} with {delta.name}", model.provenance)
 
@@ -375,9 +379,9 @@ def _take_out_(delta: AttachedDelta) -> None:
         return
     described: Any = whole_model(delta.model)
     for model in (delta.model, described) if described is not delta.model else (delta.model,):
-        known = {name for name, _ in model.named_modules()}
+        module_names = {name for name, _ in model.named_modules()}
         for owner, slot, _ in delta.held:
-            if owner in known:
+            if owner in module_names:
                 detach_part_(model.get_submodule(owner), slot)
     delta.record_(False)
     described.config = delta.model.config

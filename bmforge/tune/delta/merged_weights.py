@@ -35,8 +35,8 @@ def write_local_(tensor: Tensor, value: Tensor) -> None:
 
 def full_precision(tensor: Tensor) -> Tensor:
     """Return the whole tensor in fp32 at least, so that the merged weight is rounded once."""
-    whole = whole_tensor(tensor.detach())
-    return whole if whole.dtype == torch.float64 else whole.float()
+    full = whole_tensor(tensor.detach())
+    return full if full.dtype == torch.float64 else full.float()
 
 
 def last_projection(module: nn.Module) -> str | None:

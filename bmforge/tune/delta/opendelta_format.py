@@ -73,9 +73,9 @@ _LEAVES = {
     "modulelist.up_proj.weight": "up_weight",
     "modulelist.up_proj.bias": "up_bias",
     **{
-        f"{stem}_sampler.{theirs}": f"{stem}_{ours}"
+        f"{stem}_sampler.{old_name}": f"{stem}_{own_name}"
         for stem in ("down", "up")
-        for theirs, ours in (
+        for old_name, own_name in (
             ("W_left", "left"),
             ("W_right", "right"),
             ("W", "whole"),
@@ -93,13 +93,13 @@ def is_opendelta(directory: Path) -> bool:
 
 def read_opendelta_config(directory: Path) -> dict[str, Any]:
     """Return the fields of the config that OpenDelta's `save_finetuned` wrote."""
-    found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return found
+    fields: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return fields
 
 
 def old_type_of(kind: type[AttachedDelta]) -> str | None:
     """Return OpenDelta's name of a delta type; None if OpenDelta does not have it."""
-    return next((name for name, ours in _TYPES.items() if ours == kind.__name__), None)
+    return next((name for name, class_name in _TYPES.items() if class_name == kind.__name__), None)
 
 
 def opendelta_type(
@@ -113,18 +113,18 @@ def opendelta_type(
     kind = str(config.get("delta_type"))
     if kind not in _TYPES:
         raise ConfigError(f"delta_type={kind!r} is unknown. Known: {', '.join(_TYPES)}.")
-    told: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     names = config.get("modified_modules")
     if kind == "soft_prompt":
-        told["length"] = config.get("soft_token_num", 100)
-        return adapter_types()["SoftPrompt"], told
+        options["length"] = config.get("soft_token_num", 100)
+        return adapter_types()["SoftPrompt"], options
     if kind == "parallel_adapter" and names:
-        told["pairs"] = _pairs(config, model)
+        options["pairs"] = _pairs(config, model)
     elif names and not (config.get("common_structure") and kind == "bitfit"):
-        told["targets"] = [_COMMON.get(name, name) for name in names]
-        told["exclude"] = tuple(config.get("exclude_modules") or ())
-    told |= _OPTIONS[kind](config)
-    return adapter_types()[_TYPES[kind]], told
+        options["targets"] = [_COMMON.get(name, name) for name in names]
+        options["exclude"] = tuple(config.get("exclude_modules") or ())
+    options |= _OPTIONS[kind](config)
+    return adapter_types()[_TYPES[kind]], options
 
 
 def _pairs(config: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, str]]:
@@ -178,14 +178,14 @@ _OPTIONS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
-def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) -> AttachedDelta:
+def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: Any) -> AttachedDelta:
     """Load a delta saved by OpenDelta and attach it to a bmforge model.
 
     Args:
         model: bmforge model; its published names are those in OpenDelta's files.
         directory: directory with both files.
         name: name of the delta.
-        told: options common to every `Delta`.
+        overrides: options common to every `Delta`.
 
     Raises:
         CheckpointError: tensors that are missing, unexpected or of a wrong shape, all listed.
@@ -195,23 +195,25 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) ->
     tensors = torch.load(directory / _FILE, map_location="cpu", weights_only=True)
     kind, options = opendelta_type(config, model)
     if kind.kind == "shift":  # the set of biases depended on the backbone
-        known = all_names(model)
+        names = all_names(model)
         owners = (name.rpartition(".")[0] for name in tensors)
-        options = {"targets": [ours for theirs in owners for ours in known.get(theirs, [theirs])]}
+        options = {
+            "targets": [name_here for owner in owners for name_here in names.get(owner, [owner])]
+        }
     else:
         options["train_also"] = list(_wholes(model, tensors))
     if "exclude" in options:
         options["exclude"] = excludes_of(known_names(model), options["exclude"])
-    delta: Any = kind(model, name=name, **options, **told)
+    delta: Any = kind(model, name=name, **options, **overrides)
     try:
-        found = to_our_names(model, delta, tensors)
+        renamed = to_our_names(model, delta, tensors)
         own = delta.tensors()
-        problems = [f"missing: {n}" for n in own if n not in found]
-        problems += [f"unexpected: {n}" for n in found if n not in own]
+        problems = [f"missing: {n}" for n in own if n not in renamed]
+        problems += [f"unexpected: {n}" for n in renamed if n not in own]
         problems += [
-            f"wrong shape: {n} is {tuple(found[n].shape)}, not {tuple(own[n].shape)}"
+            f"wrong shape: {n} is {tuple(renamed[n].shape)}, not {tuple(own[n].shape)}"
             for n in own
-            if n in found and found[n].shape != own[n].shape
+            if n in renamed and renamed[n].shape != own[n].shape
         ]
         if problems:
             raise CheckpointError(f"the delta in {str(directory)!r}: {'; '.join(problems[:20])}.")
@@ -220,7 +222,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **told: Any) ->
         raise
     with torch.no_grad():
         for n, parameter in own.items():
-            parameter.copy_(found[n])
+            parameter.copy_(renamed[n])
     return delta
 
 
@@ -236,55 +238,59 @@ def to_our_names(
         minus_base: subtract the model's biases: OpenDelta's biases replace them, ours are added.
     """
     published = all_names(model)
-    found = {} if delta.kind == "shift" else _wholes(model, tensors)
+    renamed = {} if delta.kind == "shift" else _wholes(model, tensors)
     reparams = {n.partition("reparams.")[2]: t for n, t in tensors.items() if "reparams." in n}
     if reparams:
-        return {**found, **_fold(delta, reparams)}
+        return {**renamed, **_fold(delta, reparams)}
     for name, tensor in tensors.items():
         match = _INSIDE.fullmatch(name)
         if match is None and delta.kind != "shift":
             continue
         if match is None:
-            found |= _biases(model, delta, published, name, tensor, minus_base)
+            renamed |= _biases(model, delta, published, name, tensor, minus_base)
             continue
-        theirs, what, leaf = match.groups()
+        published_name, what, leaf = match.groups()
         key = _LEAVES.get(leaf)
         if key is None:
             raise CheckpointError(f"{name} is no tensor of OpenDelta that is known.")
         if what == "soft_prompt_layer":
-            found[f"{_place(delta, 'embed')}.{key}"] = tensor
+            renamed[f"{_place(delta, 'embed')}.{key}"] = tensor
         elif what == "lora":
-            found |= _low_rank(model, delta, published.get(theirs, [theirs]), key, tensor)
+            renamed |= _low_rank(
+                model, delta, published.get(published_name, [published_name]), key, tensor
+            )
         else:
-            place = _place(delta, _owner(model, delta, published, theirs))
-            found[f"{place}.{key}"] = _as_heads(delta, tensor) if what == "prefix" else tensor
-    return found
+            place_name = _place(delta, _owner(model, delta, published, published_name))
+            renamed[f"{place_name}.{key}"] = (
+                _as_heads(delta, tensor) if what == "prefix" else tensor
+            )
+    return renamed
 
 
 def _owner(
-    model: nn.Module, delta: AttachedDelta, published: Mapping[str, list[str]], theirs: str
+    model: nn.Module, delta: AttachedDelta, published: Mapping[str, list[str]], published_name: str
 ) -> str:
-    """Return the name of the module here to which what was attached to `theirs` is attached."""
-    own = {held.owner for held in delta.held}
+    """Return the name here of the module that the adapter module of `published_name` extends."""
+    own = {part.owner for part in delta.held}
     reads_at = delta.options.get("reads_at") or {}
-    written = [writes for writes, reads in reads_at.items() if reads == theirs]
-    mapped = [name for name in published.get(theirs, ()) if name in own]
-    if theirs in own and not written:
-        return theirs
-    return next(iter(written or mapped), "") or _side(model, published, theirs)
+    written = [writes for writes, reads in reads_at.items() if reads == published_name]
+    mapped = [name for name in published.get(published_name, ()) if name in own]
+    if published_name in own and not written:
+        return published_name
+    return next(iter(written or mapped), "") or _side(model, published, published_name)
 
 
 def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters that were trained in full with a delta, by our names."""
-    published, found = all_names(model), {}
+    published, renamed = all_names(model), {}
     for name, tensor in tensors.items():
         if _INSIDE.fullmatch(name) is None and "reparams." not in name:
             owner, _, leaf = name.rpartition(".")
-            (ours, *others) = published.get(owner, [owner])
+            (own_name, *others) = published.get(owner, [owner])
             if others:
-                raise CheckpointError(f"{name} is fused here, of {ours} and others.")
-            found[f"{ours}.{leaf}"] = tensor
-    return found
+                raise CheckpointError(f"{name} is fused here, of {own_name} and others.")
+            renamed[f"{own_name}.{leaf}"] = tensor
+    return renamed
 
 
 def _place(delta: AttachedDelta, beginning: str) -> str:
@@ -295,10 +301,13 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
     raise CheckpointError(f"the delta has no part at {beginning}.")
 
 
-def _side(model: nn.Module, published: Mapping[str, list[str]], theirs: str) -> str:
+def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: str) -> str:
     """Return the attention or MLP that a published module is, or is inside of."""
     inside = [
-        n for t in published if t == theirs or t.startswith(f"{theirs}.") for n in published[t]
+        n
+        for t in published
+        if t == published_name or t.startswith(f"{published_name}.")
+        for n in published[t]
     ]
     for name in inside:
         owner = name.rpartition(".")[0]
@@ -307,7 +316,7 @@ def _side(model: nn.Module, published: Mapping[str, list[str]], theirs: str) -> 
     for name in inside:
         if ".mlp." in name:
             return name[: name.index(".mlp.") + 4]
-    raise CheckpointError(f"{theirs} is no module of this {type(model).__name__}.")
+    raise CheckpointError(f"{published_name} is no module of this {type(model).__name__}.")
 
 
 def _low_rank(
@@ -328,19 +337,19 @@ def _biases(
     tensor: Tensor,
     minus_base: bool,
 ) -> dict[str, Tensor]:
-    theirs, _, leaf = name.rpartition(".")
-    names = published.get(theirs, [theirs])
+    published_name, _, leaf = name.rpartition(".")
+    names = published.get(published_name, [published_name])
     if leaf != "bias":
         raise CheckpointError(f"{name} is no tensor of OpenDelta that is known.")
     modules: list[Any] = [model.get_submodule(n) for n in names]
     rows = [len(module.bias) for module in modules]
-    found = {}
-    for ours, module, own in zip(names, modules, tensor.split(rows), strict=True):
-        owner, _, last = ours.rpartition(".")
-        place = owner if last in ("o_proj", "down_proj") else ours
+    biases = {}
+    for own_name, module, own in zip(names, modules, tensor.split(rows), strict=True):
+        owner, _, last = own_name.rpartition(".")
+        target = owner if last in ("o_proj", "down_proj") else own_name
         value = own - module.bias.detach() if minus_base else own
-        found[f"{place}.{delta.name}.bias"] = value
-    return found
+        biases[f"{target}.{delta.name}.bias"] = value
+    return biases
 
 
 def _as_heads(delta: AttachedDelta, tensor: Tensor) -> Tensor:
@@ -355,10 +364,10 @@ def _fold(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tens
         tensors["wte.weight"] @ tensors["control_trans.0.weight"].T
         + tensors["control_trans.0.bias"]
     )
-    made = mid @ tensors["control_trans.2.weight"].T + tensors["control_trans.2.bias"]
-    found = {}
-    for number, each in enumerate(made.chunk(len(delta.held), 1)):
+    computed = mid @ tensors["control_trans.2.weight"].T + tensors["control_trans.2.bias"]
+    folded = {}
+    for number, each in enumerate(computed.chunk(len(delta.held), 1)):
         owner, slot, _ = delta.held[number]
-        for key, one in zip(("key", "value"), each.chunk(2, 1), strict=True):
-            found[f"{owner}.{slot}.{key}"] = _as_heads(delta, one)
-    return found
+        for key, half in zip(("key", "value"), each.chunk(2, 1), strict=True):
+            folded[f"{owner}.{slot}.{key}"] = _as_heads(delta, half)
+    return folded

@@ -22,15 +22,15 @@ __all__ = ["expert_owner", "read_experts"]
 _NAME = re.compile(r"(?:model\.)?(layers\.\d+\.mlp\.experts)(?:\.base_layer)*")
 
 
-def expert_owner(model: nn.Module, theirs: str) -> str | None:
+def expert_owner(model: nn.Module, name: str) -> str | None:
     """Return our name of transformers' stacked experts module; None for any other module."""
-    match = _NAME.fullmatch(theirs)
+    match = _NAME.fullmatch(name)
     if match is None:
         return None
-    found: Any = model
+    module: Any = model
     for part in match[1].split("."):
-        found = getattr(found, part, None)
-    return match[1] if hasattr(found, "stack_sizes") else None
+        module = getattr(module, part, None)
+    return match[1] if hasattr(module, "stack_sizes") else None
 
 
 def read_experts(
@@ -47,31 +47,31 @@ def read_experts(
     Raises:
         CheckpointError: factors that match no stack.
     """
-    found: dict[str, Tensor] = {}
+    factors: dict[str, Tensor] = {}
     for key in part.keys:
         down, up = getattr(part, f"{key}_down"), getattr(part, f"{key}_up")
-        found[f"{key}_down"], found[f"{key}_up"] = down.detach(), torch.zeros_like(up)
+        factors[f"{key}_down"], factors[f"{key}_up"] = down.detach(), torch.zeros_like(up)
     for pair in pairs.values():
         if set(pair) != {"A", "B"}:
             raise CheckpointError(f"{name} lacks one of two factors: it has {sorted(pair)}.")
-        found |= _read_stack(name, part, pair["A"], pair["B"])
-    return found
+        factors |= _read_stack(name, part, pair["A"], pair["B"])
+    return factors
 
 
 def _read_stack(name: str, part: Any, first: Tensor, second: Tensor) -> dict[str, Tensor]:
     experts = int(getattr(part, f"{part.keys[0]}_down").shape[0])
-    one = first.reshape(experts, -1, first.shape[-1])
+    flat = first.reshape(experts, -1, first.shape[-1])
     other = second.reshape(second.shape[0], -1, experts).permute(2, 0, 1)
     stacks = [["down_proj"], [key for key in part.keys if key != "down_proj"]]
     # A stack is (out, in) or (in, out), and PEFT does not transpose it.
-    for up, down in ((other, one), (one.mT, other.mT)):
+    for up, down in ((other, flat), (flat.mT, other.mT)):
         for keys in stacks:
             rows = [int(getattr(part, f"{key}_up").shape[1]) for key in keys]
             wide = getattr(part, f"{keys[0]}_down").shape[2]
             if (up.shape[1], down.shape[2]) == (sum(rows), wide):
                 pieces = zip(keys, up.split(rows, 1), strict=True)
-                found = {f"{key}_up": piece for key, piece in pieces}
-                return found | {f"{key}_down": down for key in keys}
+                factors = {f"{key}_up": piece for key, piece in pieces}
+                return factors | {f"{key}_down": down for key in keys}
     raise CheckpointError(
         f"{name}: factors of {tuple(first.shape)} and {tuple(second.shape)} fit no stack."
     )

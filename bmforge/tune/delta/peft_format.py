@@ -53,28 +53,28 @@ class Names:
                 self.rules.setdefault(rule.theirs, []).append(rule)
         self.tied = _tied_names(model)
 
-    def read_whole(self, theirs: str, tensor: Tensor) -> dict[str, Tensor]:
+    def read_whole(self, published_name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return our parameters, by name, that a published parameter holds; {} if there are none.
 
         Args:
-            theirs: published name of the parameter.
+            published_name: published name of the parameter.
             tensor: its value.
 
         Raises:
             CheckpointError: a value of another shape.
         """
         if self.rules is None:
-            known = dict(self.model.named_parameters())
-            return {theirs: tensor} if theirs in known else {}
+            parameters = dict(self.model.named_parameters())
+            return {published_name: tensor} if published_name in parameters else {}
         shapes = {n: p.shape for n, p in persistent_tensors(self.model).items()}
         pieces: dict[str, Tensor] = {}
-        for rule in self.rules.get(theirs, ()):
+        for rule in self.rules.get(published_name, ()):
             if rule.index is not None or rule.ours not in shapes:
                 return {}
             shape = tuple(shapes[rule.ours])
             if tuple(tensor.shape) != rule.source_shape(shape):
                 raise CheckpointError(
-                    f"{theirs} has the shape {tuple(tensor.shape)} in the file, but "
+                    f"{published_name} has the shape {tuple(tensor.shape)} in the file, but "
                     f"{rule.source_shape(shape)} in this {type(self.model).__name__}. Resize the "
                     "token embedding (resize_token_embeddings) or open the base of the adapter."
                 )
@@ -86,14 +86,14 @@ class Names:
         """Return published parameters, by name, computed from these parameters of ours."""
         if self.rules is None:
             return dict(tensors)
-        found: dict[str, Tensor] = {}
-        for theirs, rules in self.rules.items():
+        sources: dict[str, Tensor] = {}
+        for published_name, rules in self.rules.items():
             if all(rule.ours in tensors for rule in rules):
                 rows = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
                 parts = [rule.to_source(tensors[rule.ours]) for rule in rows]
                 joined = torch.cat(parts, rows[0].part_dim) if len(parts) > 1 else parts[0]
-                found[theirs] = joined.t().contiguous() if rows[0].transpose else joined
-        return found
+                sources[published_name] = joined.t().contiguous() if rows[0].transpose else joined
+        return sources
 
     def of(self, name: str) -> str:
         """Return the published name of a module of ours.
@@ -110,12 +110,16 @@ def _tied_names(model: Any) -> dict[str, list[str]]:
     """Return published names of tied parameters -> their other published names."""
     if not hasattr(model, "all_rules"):
         return {}
-    theirs = {rule.ours: rule.theirs for rule in model.all_rules() if rule.is_renaming}
+    published_names = {rule.ours: rule.theirs for rule in model.all_rules() if rule.is_renaming}
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in theirs:
-            groups.setdefault(id(parameter), []).append(theirs[name])
-    return {one: [n for n in group if n != one] for group in groups.values() for one in group}
+        if name in published_names:
+            groups.setdefault(id(parameter), []).append(published_names[name])
+    return {
+        tied_name: [n for n in group if n != tied_name]
+        for group in groups.values()
+        for tied_name in group
+    }
 
 
 def rows_of(model: nn.Module, name: str) -> int:
@@ -136,16 +140,16 @@ def options_of(
     """
     check_fields(config)
     kind, names = str(config["peft_type"]), Names(model)
-    whole = _saved_whole(names, config, tensors)
-    told: dict[str, Any] = {"train_also": tuple(whole)}
+    trained_whole = _saved_whole(names, config, tensors)
+    options: dict[str, Any] = {"train_also": tuple(trained_whole)}
     if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
-        told["length"] = int(config["num_virtual_tokens"])
-        return told | ({"shift_positions": True} if kind == "PREFIX_TUNING" else {})
+        options["length"] = int(config["num_virtual_tokens"])
+        return options | ({"shift_positions": True} if kind == "PREFIX_TUNING" else {})
     if kind == "LN_TUNING":
         norms = {n for key in tensors for n in _norm_owners(names, key)}
-        return {**told, "targets": sorted(norms)}
+        return {**options, "targets": sorted(norms)}
     modules = {name for key in tensors if (name := _module_of(key)) is not None}
-    experts = {name: ours for name in modules if (ours := expert_owner(model, name))}
+    experts = {name: owner for name in modules if (owner := expert_owner(model, name))}
     modules -= experts.keys()
     if unknown := sorted(name for name in modules if name not in names.ours):
         raise CheckpointError(
@@ -153,39 +157,39 @@ def options_of(
             f"{type(model).__name__} does not have. Open the base model of the adapter."
         )
     targets = [n for name in sorted(modules) for n in names.ours[name]]
-    told["targets"] = [*targets, *sorted(set(experts.values()))]
+    options["targets"] = [*targets, *sorted(set(experts.values()))]
     if kind == "IA3":
         feedforward = config.get("feedforward_modules") or []
         into = [name for name in modules if _named(name, feedforward)]
-        return {**told, "into": [n for name in into for n in names.ours[name]]}
-    return told | _low_rank_options(names, config, modules)
+        return {**options, "into": [n for name in into for n in names.ours[name]]}
+    return options | _low_rank_options(names, config, modules)
 
 
 def _low_rank_options(
     names: Names, config: Mapping[str, Any], modules: Iterable[str]
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
-    told |= {
+    options: dict[str, Any] = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
+    options |= {
         "dropout": float(config.get("lora_dropout") or 0),
         "root_scale": bool(config.get("use_rslora")),
         "magnitude": bool(config.get("use_dora")),
         "bias": bool(config.get("lora_bias")),
     }
     for pattern, field in (("rank_pattern", "ranks"), ("alpha_pattern", "alphas")):
-        given = config.get(pattern) or {}
-        told[field] = {
-            n: given[key]
+        by_pattern = config.get(pattern) or {}
+        options[field] = {
+            n: by_pattern[key]
             for name in modules
-            if (key := _first_pattern(name, given)) is not None
+            if (key := _first_pattern(name, by_pattern)) is not None
             for n in names.ours[name]
         }
-    return told
+    return options
 
 
 def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that an ending of the name matches, as PEFT chooses it."""
-    found = (key for key in patterns if re.match(rf"(.*\.)?({key})$", name))
-    return next(found, None)
+    matches = (key for key in patterns if re.match(rf"(.*\.)?({key})$", name))
+    return next(matches, None)
 
 
 def _module_of(key: str) -> str | None:
@@ -198,16 +202,16 @@ def _module_of(key: str) -> str | None:
 
 
 def _norm_owners(names: Names, key: str) -> list[str]:
-    theirs, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
-    if is_there and theirs not in names.ours:
+    owner, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
+    if is_there and owner not in names.ours:
         raise CheckpointError(f"{key} is of no module of this {type(names.model).__name__}.")
-    return names.ours[theirs] if is_there else []
+    return names.ours[owner] if is_there else []
 
 
-def _named(name: str, given: Any) -> bool:
-    if isinstance(given, str):
-        return fits(name, f"[r]^{given}$")
-    return any(fits(name, one) for one in given)
+def _named(name: str, patterns: Any) -> bool:
+    if isinstance(patterns, str):
+        return fits(name, f"[r]^{patterns}$")
+    return any(fits(name, pattern) for pattern in patterns)
 
 
 def _whole_key(key: str) -> str | None:
@@ -231,21 +235,21 @@ def _saved_whole(
         CheckpointError: parameters that this model does not have.
         ConfigError: a copy of one of two tied weights.
     """
-    found: dict[str, None] = {}
+    saved: dict[str, None] = {}
     for key, tensor in tensors.items():
-        theirs = _whole_key(key)
-        if theirs is None:
+        published_name = _whole_key(key)
+        if published_name is None:
             continue
-        ours = names.read_whole(theirs, tensor)
-        if not ours and not _is_copy(tensors, key):
+        own_tensors = names.read_whole(published_name, tensor)
+        if not own_tensors and not _is_copy(tensors, key):
             raise CheckpointError(
                 f"{key} is of no module of this {type(names.model).__name__}. Open the base model "
                 "of the adapter, with the head that it was trained with (tie_word_embeddings=False "
                 "where its head is trained apart from its embedding)."
             )
-        found.update(dict.fromkeys(ours))
-    _refuse_untied(names, config, found)
-    return list(found)
+        saved.update(dict.fromkeys(own_tensors))
+    _refuse_untied(names, config, saved)
+    return list(saved)
 
 
 def _is_copy(tensors: Mapping[str, Tensor], key: str) -> bool:
@@ -255,12 +259,12 @@ def _is_copy(tensors: Mapping[str, Tensor], key: str) -> bool:
     return any(torch.equal(tensor, other) for other in others)
 
 
-def _refuse_untied(names: Names, config: Mapping[str, Any], whole: Iterable[str]) -> None:
+def _refuse_untied(names: Names, config: Mapping[str, Any], parameters: Iterable[str]) -> None:
     """Raise `ConfigError` if PEFT trained only one of two tied weights."""
     if config.get("ensure_weight_tying") or not config.get("modules_to_save"):
         return
     shared, named = shared_tensors(names.model), dict(names.model.named_parameters())
-    for name in whole:
+    for name in parameters:
         if name in named and id(named[name]) in shared:
             raise ConfigError(
                 f"modules_to_save={config['modules_to_save']} without ensure_weight_tying unties "
@@ -279,32 +283,35 @@ def read_tensors(
         tensors: tensors by PEFT's names.
         blocks: fused layer -> ranks of our parts of it, if bmforge wrote them block by block.
     """
-    names, held = Names(delta.model), {one.owner: one for one in delta.held}
+    names, parts_by_owner = (
+        Names(delta.model),
+        {attached.owner: attached for attached in delta.held},
+    )
     stacks: dict[str, dict[str, dict[str, Tensor]]] = {}
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         bare = key.removeprefix(PREFIX)
-        theirs, _, leaf = bare.removesuffix(".weight").rpartition(".lora_")
-        owner = expert_owner(delta.model, theirs)
+        published_name, _, leaf = bare.removesuffix(".weight").rpartition(".lora_")
+        owner = expert_owner(delta.model, published_name)
         if owner is not None:
-            stacks.setdefault(owner, {}).setdefault(theirs, {})[leaf] = tensor
+            stacks.setdefault(owner, {}).setdefault(published_name, {})[leaf] = tensor
             continue
         for mark in (".lora_", ".ia3_l"):
-            theirs, is_there, leaf = bare.rpartition(mark)
+            published_name, is_there, leaf = bare.rpartition(mark)
             if is_there:
-                owners = names.ours.get(theirs, [])
+                owners = names.ours.get(published_name, [])
                 rows = [rows_of(delta.model, n) for n in owners] if len(owners) > 1 else []
-                parts = [held.get(n) for n in owners]
+                parts = [parts_by_owner.get(n) for n in owners]
                 leaf = leaf.removesuffix(".weight")
-                found |= _split(parts, rows, leaf, tensor, blocks.get(theirs))
+                renamed |= _split(parts, rows, leaf, tensor, blocks.get(published_name))
                 break
         else:
-            found |= _read_other(delta, names, key, tensor)
+            renamed |= _read_other(delta, names, key, tensor)
     for owner, pairs in stacks.items():
-        place = f"{owner}.{held[owner].slot}"
-        made = read_experts(place, held[owner].part, pairs)
-        found |= {f"{place}.{key}": tensor for key, tensor in made.items()}
-    return found
+        prefix = f"{owner}.{parts_by_owner[owner].slot}"
+        factors = read_experts(prefix, parts_by_owner[owner].part, pairs)
+        renamed |= {f"{prefix}.{key}": tensor for key, tensor in factors.items()}
+    return renamed
 
 
 def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -314,8 +321,8 @@ def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) ->
     if ".ln_tuning_layers." in key:
         (owner,) = _norm_owners(names, key)
         return {f"{owner}.{key.rpartition('.')[2]}": tensor}
-    theirs = _whole_key(key)
-    return {} if theirs is None else names.read_whole(theirs, tensor)
+    published_name = _whole_key(key)
+    return {} if published_name is None else names.read_whole(published_name, tensor)
 
 
 def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
@@ -328,13 +335,17 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
             f"prompt_embeddings has the shape {tuple(rows.shape)}, not "
             f"{(length, 2 * len(delta.held) * heads * width)}. Open the base model of the adapter."
         )
-    found = {}
+    prefixes = {}
     each = rows.chunk(2 * len(delta.held), 1)  # layer by layer: keys, values
     for number, (owner, slot, part) in enumerate(delta.held):
         heads, _, width = part.key.shape
-        for key, one in zip(("key", "value"), each[2 * number : 2 * number + 2], strict=True):
-            found[f"{owner}.{slot}.{key}"] = one.unflatten(1, (heads, width)).transpose(0, 1)
-    return found
+        for key, rows_of_key in zip(
+            ("key", "value"), each[2 * number : 2 * number + 2], strict=True
+        ):
+            prefixes[f"{owner}.{slot}.{key}"] = rows_of_key.unflatten(1, (heads, width)).transpose(
+                0, 1
+            )
+    return prefixes
 
 
 _LEAVES = {
@@ -373,9 +384,9 @@ def _split(
             ends = [sum(ranks[: number + 1]) for number in range(len(ranks))]
             pieces = [p[:, e - r : e] for p, e, r in zip(pieces, ends, ranks, strict=True)]
     return {
-        f"{held.owner}.{held.slot}.{key}": piece
-        for held, piece in zip(parts, pieces, strict=True)
-        if held is not None
+        f"{attached.owner}.{attached.slot}.{key}": piece
+        for attached, piece in zip(parts, pieces, strict=True)
+        if attached is not None
     }
 
 
@@ -386,9 +397,12 @@ def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
         delta: delta loaded from PEFT's files.
         blocks: layers whose parts have separate `down` factors.
     """
-    names, held = Names(delta.model), {one.owner: one.part for one in delta.held}
-    for theirs, owners in names.ours.items():
-        parts = [held[n] for n in owners if n in held]
-        if len(parts) > 1 and theirs not in blocks and isinstance(parts[0], LowRank):
+    names, parts_by_owner = (
+        Names(delta.model),
+        {attached.owner: attached.part for attached in delta.held},
+    )
+    for published_name, owners in names.ours.items():
+        parts = [parts_by_owner[n] for n in owners if n in parts_by_owner]
+        if len(parts) > 1 and published_name not in blocks and isinstance(parts[0], LowRank):
             for part in parts[1:]:
                 part.down = parts[0].down

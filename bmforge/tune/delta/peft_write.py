@@ -36,11 +36,10 @@ def can_write(delta: AttachedDelta) -> bool:
         return hasattr(model, "traits") and (
             not is_prefix or bool(delta.options.get("shift_positions"))
         )
-    if any(held.owner not in names.theirs or hasattr(held.part, "keys") for held in delta.held):
+    if any(part.owner not in names.theirs or hasattr(part.part, "keys") for part in delta.held):
         return False
     return delta.kind != "low_rank" or all(
-        _is_one_layer(names.ours[theirs], parts)
-        for theirs, parts in _by_layer(names, delta).items()
+        _is_one_layer(names.ours[name], parts) for name, parts in _by_layer(names, delta).items()
     )
 
 
@@ -69,8 +68,8 @@ def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]
 def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
     """Return published module names -> the adapter modules that are attached to parts of each."""
     groups: dict[str, list[Held]] = {}
-    for held in delta.held:
-        groups.setdefault(names.of(held.owner), []).append(held)
+    for attached in delta.held:
+        groups.setdefault(names.of(attached.owner), []).append(attached)
     return groups
 
 
@@ -78,7 +77,7 @@ def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
     """Return True if the LoRAs of a fused layer's parts can be one LoRA of the fused layer."""
     if len(owners) == 1:
         return True
-    loras = [held.part for held in parts]
+    loras = [attached.part for attached in parts]
     if len({part.scale for part in loras}) > 1:
         return False
     for key in ("magnitude", "bias"):
@@ -131,12 +130,12 @@ def _heads(model: nn.Module) -> list[str]:
     if _task(model) not in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"):
         return []
     names = Names(model)
-    found = []
+    head_names = []
     for name, _ in model.named_parameters():
-        theirs = names.theirs.get(name.rpartition(".")[0], "")
-        if any(head in theirs for head in ("classifier", "score", "qa_outputs")):
-            found.append(name)
-    return found
+        published_name = names.theirs.get(name.rpartition(".")[0], "")
+        if any(head in published_name for head in ("classifier", "score", "qa_outputs")):
+            head_names.append(name)
+    return head_names
 
 
 def written_whole(delta: AttachedDelta) -> set[str]:
@@ -161,43 +160,49 @@ def write_tensors(
     if delta.peft_type in _PROMPTS:
         return _write_prompt(delta, names, wholes), {}, {}
     groups = _by_layer(names, delta)
-    found: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
     blocks: dict[str, list[int]] = {}
     ranks: dict[str, tuple[int, float]] = {}
-    for theirs, parts in groups.items():
-        whole = [next((h.part for h in parts if h.owner == n), None) for n in names.ours[theirs]]
-        start = f"{PREFIX}{theirs}."
+    for published_name, parts in groups.items():
+        fused_parts = [
+            next((h.part for h in parts if h.owner == n), None) for n in names.ours[published_name]
+        ]
+        start = f"{PREFIX}{published_name}."
         if delta.kind == "gain":
-            found |= _join_gain(whole_model(delta.model), names.ours[theirs], whole, start)
+            written |= _join_gain(
+                whole_model(delta.model), names.ours[published_name], fused_parts, start
+            )
             continue
-        made, split = _join_low_rank(whole_model(delta.model), names.ours[theirs], whole, start)
-        found |= made
+        factors, split = _join_low_rank(
+            whole_model(delta.model), names.ours[published_name], fused_parts, start
+        )
+        written |= factors
         if split:
-            blocks[theirs] = split
+            blocks[published_name] = split
         part = parts[0].part
-        rank = next(t for n, t in made.items() if n.endswith(("lora_A.weight", "embedding_A")))
-        ranks[theirs] = (rank.shape[0], _alpha(part.scale, rank.shape[0], delta))
-    return found | _write_wholes(delta, names, wholes), blocks, _patterns(ranks)
+        rank = next(t for n, t in factors.items() if n.endswith(("lora_A.weight", "embedding_A")))
+        ranks[published_name] = (rank.shape[0], _alpha(part.scale, rank.shape[0], delta))
+    return written | _write_wholes(delta, names, wholes), blocks, _patterns(ranks)
 
 
 def _write_wholes(
     delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor], prefix: str = PREFIX
 ) -> dict[str, Tensor]:
     """Return the parameters trained in full, by PEFT's names."""
-    found: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
     places, norms = set(delta.places()), delta.peft_type == "LN_TUNING"
     sources = names.sources_of(wholes)
-    for theirs, tensor in sources.items():
-        owner, _, leaf = theirs.rpartition(".")
+    for published_name, tensor in sources.items():
+        owner, _, leaf = published_name.rpartition(".")
         inside = [n for n in names.ours.get(owner, ()) if n in places]
         if norms and inside:
             leaf = f"ln_tuning_layers.{leaf}"
         elif inside:  # PEFT wraps the module that the adapter is attached to
             leaf = f"base_layer.{leaf}"
-        found[f"{prefix}{owner}.{leaf}"] = tensor
-        for tied in names.tied.get(theirs, ()):
-            found[f"{prefix}{tied}"] = tensor.clone()
-    return found
+        written[f"{prefix}{owner}.{leaf}"] = tensor
+        for tied in names.tied.get(published_name, ()):
+            written[f"{prefix}{tied}"] = tensor.clone()
+    return written
 
 
 def _write_prompt(
@@ -205,13 +210,17 @@ def _write_prompt(
 ) -> dict[str, Tensor]:
     """Return prompt embeddings, and the head, which PEFT expects in every file of its task."""
     if delta.kind == "prompt":
-        found = {"prompt_embeddings": _prompt_rows(delta)}
+        written = {"prompt_embeddings": _prompt_rows(delta)}
     else:
-        columns = [_columns(t) for held in delta.held for t in type(held.part).forward(held.part)]
-        found = {"prompt_embeddings": torch.cat(columns, 1).contiguous()}
+        columns = [
+            _columns(t)
+            for attached in delta.held
+            for t in type(attached.part).forward(attached.part)
+        ]
+        written = {"prompt_embeddings": torch.cat(columns, 1).contiguous()}
     named = dict(whole_model(delta.model).named_parameters())
     heads = {n: named[n].detach() for n in _heads(whole_model(delta.model)) if not named[n].is_meta}
-    return found | _write_wholes(delta, names, {**heads, **wholes}, "base_model.")
+    return written | _write_wholes(delta, names, {**heads, **wholes}, "base_model.")
 
 
 def _alpha(scale: float, rank: int, delta: AttachedDelta) -> float:
@@ -223,7 +232,7 @@ def _patterns(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
         return {}
     counted = list(ranks.values())
     usual = max(set(counted), key=counted.count)
-    differing = {name: one for name, one in ranks.items() if one != usual}
+    differing = {name: entry for name, entry in ranks.items() if entry != usual}
     return {
         "r": usual[0],
         "lora_alpha": usual[1],
@@ -258,38 +267,40 @@ def _join_gain(
 def _join_low_rank(
     model: nn.Module, owners: list[str], parts: list[Any], start: str
 ) -> tuple[dict[str, Tensor], list[int]]:
-    there: list[LowRank] = [part for part in parts if part is not None]
-    first = there[0]
+    present: list[LowRank] = [part for part in parts if part is not None]
+    first = present[0]
     if isinstance(first, EmbeddingLowRank):
-        made = {f"{start}lora_embedding_A": first.down, f"{start}lora_embedding_B": first.up}
-        return {n: t.detach() for n, t in made.items()}, []
-    if len({part.scale for part in there}) > 1:
+        factors = {f"{start}lora_embedding_A": first.down, f"{start}lora_embedding_B": first.up}
+        return {n: t.detach() for n, t in factors.items()}, []
+    if len({part.scale for part in present}) > 1:
         raise ConfigError(f"parts of {start.removeprefix(PREFIX)} have different scales.")
-    alike = all(torch.equal(part.down, first.down) for part in there) and len(there) == len(parts)
+    alike = all(torch.equal(part.down, first.down) for part in present) and len(present) == len(
+        parts
+    )
     rows = [rows_of(model, n) for n in owners]
     ranks = [0 if part is None else part.down.shape[0] for part in parts]
-    made, split = {}, []
+    factors, split = {}, []
     if alike:
-        made["lora_A.weight"] = first.down.detach()
-        made["lora_B.weight"] = torch.cat([part.up.detach() for part in there])
+        factors["lora_A.weight"] = first.down.detach()
+        factors["lora_B.weight"] = torch.cat([part.up.detach() for part in present])
     else:
         split = ranks
-        made["lora_A.weight"] = torch.cat([part.down.detach() for part in there])
+        factors["lora_A.weight"] = torch.cat([part.down.detach() for part in present])
         up = first.up.detach().new_zeros(sum(rows), sum(ranks))
         for number, part in enumerate(parts):
             if part is not None:
                 row, column = sum(rows[:number]), sum(ranks[:number])
                 up[row : row + rows[number], column : column + ranks[number]] = part.up.detach()
-        made["lora_B.weight"] = up
+        factors["lora_B.weight"] = up
     for key, leaf in (("bias", "lora_B.bias"), ("magnitude", "lora_magnitude_vector")):
-        pieces = [getattr(part, key) for part in there]
+        pieces = [getattr(part, key) for part in present]
         if pieces[0] is not None:
-            if len(there) != len(parts):
+            if len(present) != len(parts):
                 raise ConfigError(
                     f"{key}: all of {', '.join(owners)}, one layer in files, must have it."
                 )
-            made[leaf] = torch.cat([p.detach() for p in pieces])
-    return {f"{start}{leaf}": tensor.contiguous() for leaf, tensor in made.items()}, split
+            factors[leaf] = torch.cat([p.detach() for p in pieces])
+    return {f"{start}{leaf}": tensor.contiguous() for leaf, tensor in factors.items()}, split
 
 
 def write_config(
@@ -303,8 +314,8 @@ def write_config(
         "modules_to_save": None,
         "task_type": _task(delta.model),
     }
-    whole = whole_model(delta.model)
-    names, heads = Names(whole), _heads(whole)
+    full_model = whole_model(delta.model)
+    names, heads = Names(full_model), _heads(full_model)
     if delta.peft_type not in _PROMPTS and not set(heads) <= set(wholes):
         config["task_type"] = None  # with one, PEFT wants the head in the file
     norms = delta.places() if delta.peft_type == "LN_TUNING" else []
@@ -313,7 +324,7 @@ def write_config(
         config["modules_to_save"] = sorted({names.of(owner) for owner in owners})
     if delta.kind in ("prefix", "prompt"):
         return {**config, **_prompt_config(delta)}
-    config["target_modules"] = sorted({names.of(place) for place in delta.places()})
+    config["target_modules"] = sorted({names.of(module_name) for module_name in delta.places()})
     if norms:
         return config
     first: Any = delta.held[0]
@@ -335,7 +346,7 @@ def write_config(
         "use_dora": options["magnitude"],
         "lora_bias": options["bias"],
         "bias": "none",
-        "ensure_weight_tying": _trains_tied(whole, wholes),
+        "ensure_weight_tying": _trains_tied(full_model, wholes),
     }
 
 

@@ -23,12 +23,12 @@ def check_patterns(delta: Any, names: Sequence[str]) -> None:
                     f"{type(delta).__name__} is attached to.{suggest(glob, names)} Use a name "
                     "glob such as '**.v_proj'."
                 )
-    known = known_names(delta.model)
-    for one in delta.exclude:
-        if not excludes_of(known, (one,)):
+    names_in_model = known_names(delta.model)
+    for pattern in delta.exclude:
+        if not excludes_of(names_in_model, (pattern,)):
             raise ConfigError(
-                f"exclude has {one!r}, which matches no module of this "
-                f"{type(delta.model).__name__}.{suggest(one, known)} Leave it out."
+                f"exclude has {pattern!r}, which matches no module of this "
+                f"{type(delta.model).__name__}.{suggest(pattern, names_in_model)} Leave it out."
             )
 
 
@@ -36,7 +36,7 @@ def order_changes_(model: Any, name: str) -> None:
     """Sort the config's changes into the order in which adapters apply, since some do not
     commute.
     """
-    order = {one: number for number, one in enumerate(deltas_of(model))}
+    order = {delta_name: number for number, delta_name in enumerate(deltas_of(model))}
     order.setdefault(name, len(order))
     changes = list(model.config.changes)
     places = [n for n, change in enumerate(changes) if change.name in order]

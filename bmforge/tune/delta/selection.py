@@ -98,12 +98,12 @@ def use_deltas(
             )
         factors = {name: float(weights.get(name, 1.0)) for name in chosen}
     else:
-        given = [1.0] * len(chosen) if weights is None else list(weights)
-        if len(given) != len(chosen):
+        values = [1.0] * len(chosen) if weights is None else list(weights)
+        if len(values) != len(chosen):
             raise ConfigError(
-                f"weights has {len(given)} values for {len(chosen)} adapters. Give one for each."
+                f"weights has {len(values)} values for {len(chosen)} adapters. Give one for each."
             )
-        factors = dict(zip(chosen, map(float, given), strict=True))
+        factors = dict(zip(chosen, map(float, values), strict=True))
     adapters = deltas_of(model)
     for name, delta in adapters.items():
         delta.check_weight(factors.get(name, 0.0))
@@ -151,14 +151,14 @@ def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
     attached: dict[str, dict[BesidePart, AdapterChoice]] = {}
     numbers: dict[BesidePart, list[int]] = {}
     for name, delta in deltas_of(model).items():
-        mine = samples[name]
-        index = None if len(mine) == len(rows) else torch.tensor(mine, device=device)
-        choice = AdapterChoice((delta.weight or 1.0), index) if mine else AdapterChoice(0.0)
+        own_samples = samples[name]
+        index = None if len(own_samples) == len(rows) else torch.tensor(own_samples, device=device)
+        choice = AdapterChoice((delta.weight or 1.0), index) if own_samples else AdapterChoice(0.0)
         for owner, _, part in delta.held:
             choices[part] = choice
-            if mine:
+            if own_samples:
                 attached.setdefault(owner, {})[part] = choice
-                numbers[part] = mine
+                numbers[part] = own_samples
     if not torch.is_grad_enabled():
         for parts in attached.values():
             choices |= batch_choices(parts, numbers, len(rows))
@@ -168,8 +168,8 @@ def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
 def _check_per_sample(model: nn.Module, delta: AdapterLike) -> None:
     """Raise `ConfigError` for an adapter that cannot differ between the samples of a batch."""
     _check_available(delta)
-    whole = whole_model(model)
-    if not all(_has_samples(whole, held) for held in delta.held):
+    full_model = whole_model(model)
+    if not all(_has_samples(full_model, part) for part in delta.held):
         raise ConfigError(
             f"adapter {delta.name!r}, a {type(delta).__name__}, applies to whole batches: it "
             "changes a module whose inputs are not divided by sample. Use use_deltas."
@@ -185,11 +185,11 @@ def _check_available(delta: AdapterLike) -> None:
         )
 
 
-def _has_samples(model: nn.Module, held: Held) -> bool:
+def _has_samples(model: nn.Module, attached: Held) -> bool:
     """Return True if the first dim of the module's input is the batch."""
-    if not isinstance(held.part, BesidePart) or is_in_mixture(model, held.owner):
+    if not isinstance(attached.part, BesidePart) or is_in_mixture(model, attached.owner):
         return False
-    return not getattr(model.get_submodule(held.owner), "asks_parts", False)
+    return not getattr(model.get_submodule(attached.owner), "asks_parts", False)
 
 
 def accept_adapter_names_(model: nn.Module) -> None:
@@ -223,7 +223,7 @@ def _prepare(
 
 
 def _concerns(selection: Any, model: nn.Module) -> bool:
-    return any(held.part in selection.choices for d in deltas_of(model).values() for held in d.held)
+    return any(part.part in selection.choices for d in deltas_of(model).values() for part in d.held)
 
 
 def _run(inner: Callable[..., Any], /, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ def _pass_to_recomputed_(model: nn.Module) -> None:
     and, on accelerators, on another thread.
     """
     for block in model.modules():
-        places = {place for place, _ in wrappers_of(block)}
+        places = {order_key for order_key, _ in wrappers_of(block)}
         if places & _RUN_AGAIN and "selection" not in places:
             wrap_forward_(block, _run, "selection")
             block.register_forward_pre_hook(_give_selection, with_kwargs=True)
@@ -255,19 +255,19 @@ def _give_selection(
     return None if selection is None else (args, {**kwargs, _ARGUMENT: selection})
 
 
-def check_names(model: nn.Module, given: DeltaChoice) -> DeltaNames:
+def check_names(model: nn.Module, selection: DeltaChoice) -> DeltaNames:
     """Return adapter names in attachment order.
 
     Args:
         model: model with adapters, or without.
-        given: adapters to enable.
+        selection: adapters to enable.
 
     Raises:
         ConfigError: an unknown name, or an adapter that is merged or detached.
     """
-    if given is None:
+    if selection is None:
         return None
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names = (selection,) if isinstance(selection, str) else tuple(selection)
     for name in names:
         _check_available(find_delta(model, name))
     return tuple(name for name in deltas_of(model) if name in names)
@@ -295,7 +295,7 @@ def choosing_deltas(model: nn.Module, names: DeltaNames) -> Iterator[None]:
         return
     adapters = deltas_of(model).values()
     choices = {
-        held.part: AdapterChoice(_weight(delta, names)) for delta in adapters for held in delta.held
+        part.part: AdapterChoice(_weight(delta, names)) for delta in adapters for part in delta.held
     }
     with run_with_selection(Selection(choices)):
         yield

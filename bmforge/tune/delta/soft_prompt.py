@@ -133,8 +133,8 @@ def put_prompt_first(
     if prompt is None or weight_of(prompt) == 0:
         return None
     if args:
-        told = signature(type(model).forward).parameters.items()
-        names = [n for n, p in told if p.kind is p.POSITIONAL_OR_KEYWORD][1:] or ["input_ids"]
+        parameters = signature(type(model).forward).parameters.items()
+        names = [n for n, p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:] or ["input_ids"]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         args = args[len(names) :]
     ids = kwargs.get("input_ids")
@@ -155,14 +155,14 @@ def put_prompt_first(
     length = prompt.weight.shape[0]
     new = {**kwargs, "input_ids": prompt_ids(table, ids)}
     for name, value in _OF_TOKENS.items():
-        given = kwargs.get(name)
-        if given is not None and given.shape != ids.shape:
+        tensor = kwargs.get(name)
+        if tensor is not None and tensor.shape != ids.shape:
             raise ConfigError(
                 f"a soft prompt lengthens {name} of the shape {tuple(ids.shape)}, not "
-                f"{tuple(given.shape)}."
+                f"{tuple(tensor.shape)}."
             )
-        if given is not None:
-            new[name] = F.pad(given, (length, 0), value=value)
+        if tensor is not None:
+            new[name] = F.pad(tensor, (length, 0), value=value)
     labels = kwargs.get("labels")
     if labels is not None and labels.shape == ids.shape and not _is_apart(model):
         if model.config.head == "language_model" and model.shifts_labels:

@@ -153,8 +153,8 @@ def _row(node: _Node, name: str, target: str) -> Row:
     """Return the row of a module; a list of equal modules becomes one row with them."""
     runs = list(_runs(node))
     if len(runs) == 1 and node.is_list and target:
-        made = _run_row(node, runs[0], target)
-        return replace(made, name=f"{name}.{made.name}")
+        run_row = _run_row(node, runs[0], target)
+        return replace(run_row, name=f"{name}.{run_row.name}")
     children = tuple(_run_row(node, run, target) for run in runs)
     targets = () if node.is_delta or not target else (_spelled(target),)
     return Row(name, node.kind, targets, node.tensors, node.counts, children)
@@ -177,12 +177,12 @@ def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> Row:
         return _row(first, first.name, before + first.name)
     counts = sum((node.counts for node in run), Counts())
     if first.name.isdigit():
-        made = _row(first, f"{first.name}-{run[-1].name}", before + _numbers(owner, run))
-        return replace(made, counts=counts)
+        row = _row(first, f"{first.name}-{run[-1].name}", before + _numbers(owner, run))
+        return replace(row, counts=counts)
     names = [node.name for node in run]
-    made = _row(first, ", ".join(names), before + first.name)
+    row = _row(first, ", ".join(names), before + first.name)
     targets = tuple(_spelled(before + name) for name in names)
-    return replace(made, targets=targets if made.targets else (), counts=counts)
+    return replace(row, targets=targets if row.targets else (), counts=counts)
 
 
 def _numbers(owner: _Node, run: Sequence[_Node]) -> str:

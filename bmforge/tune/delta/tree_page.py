@@ -61,13 +61,13 @@ def write_tree_page(path: Path, row: Row, title: str) -> Path:
         title: title of the page.
     """
     counts = row.counts
-    said = f"{counts.total:,} parameters, {counts.trained:,} of them trained"
+    summary = f"{counts.total:,} parameters, {counts.trained:,} of them trained"
     if counts.delta:
-        said += f"; {counts.delta:,} are deltas'"
+        summary += f"; {counts.delta:,} are deltas'"
     types = "".join(f"<option>{name}</option>" for name in _TYPES)
-    body = "".join(_line(depth, one) for depth, one in walk_rows(row))
+    body = "".join(_line(depth, line_row) for depth, line_row in walk_rows(row))
     section = (
-        f"<p>{html.escape(said)}. Click on rows: the line below puts a delta beside what they "
+        f"<p>{html.escape(summary)}. Click on rows: the line below puts a delta beside what they "
         'name. <span class="trained">trained</span> <span class="frozen">frozen</span> '
         f'<span class="delta">delta</span></p><div id="say"><select id="type">{types}</select> '
         '<button id="copy">copy</button><pre><code id="line"></code></pre></div>'

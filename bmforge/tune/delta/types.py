@@ -12,11 +12,11 @@ __all__ = ["adapter_types", "init_deltas_"]
 
 def adapter_types(base: type[AttachedDelta] = AttachedDelta) -> dict[str, type[AttachedDelta]]:
     """Return the adapter types by class name: the subclasses that name a `peft_type`."""
-    found: dict[str, type[AttachedDelta]] = {}
+    types: dict[str, type[AttachedDelta]] = {}
     for kind in base.__subclasses__():
-        found |= {kind.__name__: kind} if "peft_type" in vars(kind) else {}
-        found |= adapter_types(kind)
-    return found
+        types |= {kind.__name__: kind} if "peft_type" in vars(kind) else {}
+        types |= adapter_types(kind)
+    return types
 
 
 def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -115,8 +115,8 @@ def _ask_other(model: Any) -> Asking:
 
 def role_token(tokenizer: Tokenizer, roles: tuple[str, ...]) -> int | None:
     """Return the id of the first role that the tokenizer has; None if it has none of them."""
-    found = (tokenizer.role_id(role) for role in roles)
-    return next((id for id in found if id is not None), None)
+    ids = (tokenizer.role_id(role) for role in roles)
+    return next((id for id in ids if id is not None), None)
 
 
 def special_token(tokenizer: Tokenizer, name: str) -> int:
@@ -125,12 +125,12 @@ def special_token(tokenizer: Tokenizer, name: str) -> int:
     Raises:
         ConfigError: the tokenizer has no such token.
     """
-    found = role_token(tokenizer, SPECIALS[name])
-    if found is None:
+    id = role_token(tokenizer, SPECIALS[name])
+    if id is None:
         raise ConfigError(
             f"the tokenizer has no token for {name}: it has {', '.join(tokenizer.special_ids)}."
         )
-    return found
+    return id
 
 
 def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:

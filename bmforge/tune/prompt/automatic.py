@@ -49,20 +49,22 @@ def find_label_tokens(
         raise ConfigError(f"score={score!r} is unknown. Known: llr, ce.")
     chances = logits.float().softmax(-1)
     log_yes, log_no = (chances + _TINY).log(), (1 - chances + _TINY).log()
-    found = []
+    tokens = []
     for number in range(int(labels.max()) + 1):
-        mine = labels == number
-        if not mine.any() or mine.all():
-            raise ConfigError(f"class {number} has {int(mine.sum())} of {len(labels)} examples.")
-        likely = log_yes[mine].sum(0).argsort(descending=True)[:num_candidates]
-        factor = float(mine.sum() / (~mine).sum()) if balance else 1.0
+        in_class = labels == number
+        if not in_class.any() or in_class.all():
+            raise ConfigError(
+                f"class {number} has {int(in_class.sum())} of {len(labels)} examples."
+            )
+        likely = log_yes[in_class].sum(0).argsort(descending=True)[:num_candidates]
+        factor = float(in_class.sum() / (~in_class).sum()) if balance else 1.0
         yes, no = log_yes[:, likely], log_no[:, likely]
         if score == "llr":
-            value = (yes - no)[mine].sum(0) + factor * (no - yes)[~mine].sum(0)
+            value = (yes - no)[in_class].sum(0) + factor * (no - yes)[~in_class].sum(0)
         else:
-            value = yes[mine].sum(0) + factor * no[~mine].sum(0)
-        found.append(likely[value.argsort(descending=True)[:words_per_class]].tolist())
-    return found
+            value = yes[in_class].sum(0) + factor * no[~in_class].sum(0)
+        tokens.append(likely[value.argsort(descending=True)[:words_per_class]].tolist())
+    return tokens
 
 
 class AutomaticVerbalizer(ManualVerbalizer):
@@ -100,14 +102,14 @@ class AutomaticVerbalizer(ManualVerbalizer):
         Raises:
             ConfigError: a class has no example.
         """
-        found = find_label_tokens(logits, labels, **self._options)
-        if len(found) != self.num_classes:
+        tokens = find_label_tokens(logits, labels, **self._options)
+        if len(tokens) != self.num_classes:
             raise ConfigError(
-                f"the labels go up to class {len(found) - 1}, and there are {self.num_classes} "
+                f"the labels go up to class {len(tokens) - 1}, and there are {self.num_classes} "
                 "classes: give examples of every one."
             )
-        self.words = [["<!>" + self._tokenizer.decode([id]) for id in row] for row in found]
-        self._set_tokens([[[id] for id in row] for row in found])
+        self.words = [["<!>" + self._tokenizer.decode([id]) for id in row] for row in tokens]
+        self._set_tokens([[[id] for id in row] for row in tokens])
         self.to(logits.device)
 
     def forward(self, logits: Tensor) -> Tensor:

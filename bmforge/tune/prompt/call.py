@@ -45,13 +45,13 @@ def ask_model(
         if out.logits is None:
             return None
         return Answers(out.logits, pick_places(out.last_hidden_state, mask_at) if hidden else None)
-    given, table = dict(inputs), model.get_input_embeddings()
+    arguments, table = dict(inputs), model.get_input_embeddings()
     if getattr(table, "prompt", None) is not None:
-        given["inputs_embeds"] = look_up(table, given.pop("input_ids"))
-    out = model(**given, output_hidden_states=hidden)
+        arguments["inputs_embeds"] = look_up(table, arguments.pop("input_ids"))
+    out = model(**arguments, output_hidden_states=hidden)
     states = None
     if hidden:
-        key = "decoder_hidden_states" if "decoder_input_ids" in given else "hidden_states"
+        key = "decoder_hidden_states" if "decoder_input_ids" in arguments else "hidden_states"
         states = pick_places(getattr(out, key)[-1], mask_at)
     return Answers(pick_places(out.logits, mask_at), states)
 

@@ -75,13 +75,13 @@ class PromptClassifier(nn.Module):
         Shape:
             mask_at: (B, M)
         """
-        found = score_batch(self.model, self.verbalizer, {"mask_at": mask_at, **inputs})
-        assert found is not None, "a pipeline's stages are asked by `prompt_objective`"
-        scores, said = found
+        scored = score_batch(self.model, self.verbalizer, {"mask_at": mask_at, **inputs})
+        assert scored is not None, "a pipeline's stages are asked by `prompt_objective`"
+        scores, word_logits = scored
         loss = None
         if labels is not None:
             loss = class_loss(scores, labels, self.verbalizer).mean()
-        return ClassOutput(scores, loss, said)
+        return ClassOutput(scores, loss, word_logits)
 
     def collate(
         self,
@@ -90,8 +90,8 @@ class PromptClassifier(nn.Module):
     ) -> Batch:
         """Return a batch of prompts, or of results of `ask`, padded on the right."""
         device = next(self.model.parameters()).device
-        asked = [p if isinstance(p, Question) else Question([p], [], []) for p in prompts]
-        columns = lay_questions(asked, self.pad_id)
+        questions = [p if isinstance(p, Question) else Question([p], [], []) for p in prompts]
+        columns = lay_questions(questions, self.pad_id)
         if labels is not None:
             columns["labels"] = list(labels)
         return {name: torch.tensor(values, device=device) for name, values in columns.items()}
@@ -112,8 +112,8 @@ class PromptClassifier(nn.Module):
     def classify(self, examples: Sequence[Any], **options: Any) -> Tensor:
         """Return the classes' scores of examples, (N, C); `options` as for `batches`."""
         with evaluating(self):
-            found = [self(**batch).class_logits for batch in self.batches(examples, **options)]
-        return torch.cat(found)
+            logits = [self(**batch).class_logits for batch in self.batches(examples, **options)]
+        return torch.cat(logits)
 
     @torch.no_grad()
     def look(self, examples: Sequence[Any], hidden: bool = False, **options: Any) -> Answers:
@@ -131,11 +131,11 @@ class PromptClassifier(nn.Module):
         with evaluating(self):
             for batch in self.batches(examples, **options):
                 places = batch.pop("mask_at")
-                found = ask_model(self.model, _inputs(batch), places, hidden)
-                assert found is not None
-                one = _single(found)
-                logits.append(one.logits)
-                states.append(one.hidden)
+                outputs = ask_model(self.model, _inputs(batch), places, hidden)
+                assert outputs is not None
+                outputs_at_mask = _single(outputs)
+                logits.append(outputs_at_mask.logits)
+                states.append(outputs_at_mask.hidden)
         return Answers(torch.cat(logits), torch.cat(states) if hidden else None)  # type: ignore[arg-type]
 
 
@@ -163,32 +163,32 @@ def score_batch(
 
     Return None on a pipeline stage other than the last.
     """
-    given = dict(batch)
-    takes, mask_at = verbalizer.takes, given.pop("mask_at")
-    found = ask_model(model, _inputs(given), mask_at, takes in ("hidden", "both"))
-    if found is None:
+    arguments = dict(batch)
+    takes, mask_at = verbalizer.takes, arguments.pop("mask_at")
+    outputs = ask_model(model, _inputs(arguments), mask_at, takes in ("hidden", "both"))
+    if outputs is None:
         return None
     if takes == "words":
-        scores = score_words(found.logits, given["answers"], given["which"])
+        scores = score_words(outputs.logits, arguments["answers"], arguments["which"])
         if getattr(verbalizer, "per_token", False):
-            scores = scores / (given["answers"] != IGNORE_INDEX).sum(-1)
+            scores = scores / (arguments["answers"] != IGNORE_INDEX).sum(-1)
         return verbalizer(scores), scores
-    one = _single(found)
+    at_mask = _single(outputs)
     if takes == "logits":
-        return verbalizer(one.logits), one.logits
-    extra = (one.logits,) if takes == "both" else ()
-    return verbalizer(one.hidden, *extra), one.logits
+        return verbalizer(at_mask.logits), at_mask.logits
+    extra = (at_mask.logits,) if takes == "both" else ()
+    return verbalizer(at_mask.hidden, *extra), at_mask.logits
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name not in ("answers", "which")}
 
 
-def _single(found: Answers) -> Answers:
+def _single(outputs: Answers) -> Answers:
     """Drop the dim of masks if there is only one."""
-    if found.logits.shape[1] > 1:
-        return found
-    return Answers(found.logits[:, 0], None if found.hidden is None else found.hidden[:, 0])
+    if outputs.logits.shape[1] > 1:
+        return outputs
+    return Answers(outputs.logits[:, 0], None if outputs.hidden is None else outputs.hidden[:, 0])
 
 
 def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
@@ -218,8 +218,8 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
                 "several classes a row: their scores compete in one softmax. Give the verbalizer "
                 "normalize=False."
             )
-        found = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
-        return found.mean(-1)
+        losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+        return losses.mean(-1)
     if labels.shape != scores.shape[:1] or scores.shape[1] != 2:
         raise ShapeError(
             f"labels {tuple(labels.shape)} of floats: needed is one for each of the classes "
@@ -246,5 +246,7 @@ def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any
     if not texts:
         raise ConfigError("calibration needs at least one text; the support set is empty.")
     with evaluating(classifier):
-        found = [classifier(**batch).vocab_logits for batch in classifier.batches(texts, **options)]
-    classifier.verbalizer.calibrate_(torch.cat(found))
+        logits = [
+            classifier(**batch).vocab_logits for batch in classifier.batches(texts, **options)
+        ]
+    classifier.verbalizer.calibrate_(torch.cat(logits))

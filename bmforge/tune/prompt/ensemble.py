@@ -39,7 +39,7 @@ def classify_together(
         raise ConfigError(f"needed are classifiers of the same classes; these have {counts}.")
     if mean not in ("probabilities", "logits"):
         raise ConfigError(f"mean={mean!r} is unknown. Known: probabilities, logits.")
-    found = torch.stack([one.classify(examples, **options) for one in classifiers])
+    logits = torch.stack([each.classify(examples, **options) for each in classifiers])
     if mean == "logits":
-        return found.mean(0).log_softmax(-1)
-    return found.softmax(-1).mean(0).log()
+        return logits.mean(0).log_softmax(-1)
+    return logits.softmax(-1).mean(0).log()

@@ -36,58 +36,62 @@ def read_verbalizer(
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(file)!r} cannot be read as a verbalizer ({error}).") from error
-    found = _read_lines(text) if file.suffix in (".txt", ".csv") else _read_json(text, file)
-    if not 0 <= choice < len(found):
+    verbalizers = _read_lines(text) if file.suffix in (".txt", ".csv") else _read_json(text, file)
+    if not 0 <= choice < len(verbalizers):
         raise ConfigError(
-            f"{str(file)!r} has {len(found)} verbalizers; choice={choice} must be below that."
+            f"{str(file)!r} has {len(verbalizers)} verbalizers; choice={choice} must be below that."
         )
-    return _order(found[choice], file, classes)
+    return _order(verbalizers[choice], file, classes)
 
 
 def _read_lines(text: str) -> list[Any]:
-    found: list[list[list[str]]] = [[]]
+    verbalizers: list[list[list[str]]] = [[]]
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",") if word.strip()]
         if words:
-            found[-1].append(words)
-        elif found[-1]:
-            found.append([])
-    return [one for one in found if one]
+            verbalizers[-1].append(words)
+        elif verbalizers[-1]:
+            verbalizers.append([])
+    return [verbalizer for verbalizer in verbalizers if verbalizer]
 
 
 def _read_json(text: str, file: Path) -> list[Any]:
     try:
         if file.suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{str(file)!r} is no JSON ({error}).") from error
-    if isinstance(found, list) and found and all(isinstance(one, (dict, list)) for one in found):
-        nested = all(isinstance(w, str) for one in found for w in one) and _are_rows(found)
-        return [found] if nested else found
-    return [found]
+    if (
+        isinstance(parsed, list)
+        and parsed
+        and all(isinstance(entry, (dict, list)) for entry in parsed)
+    ):
+        nested = all(isinstance(w, str) for entry in parsed for w in entry) and _are_rows(parsed)
+        return [parsed] if nested else parsed
+    return [parsed]
 
 
-def _are_rows(found: list[Any]) -> bool:
+def _are_rows(parsed: list[Any]) -> bool:
     """Return True if the parsed value is a single verbalizer: a list of lists."""
-    return all(isinstance(one, list) for one in found)
+    return all(isinstance(entry, list) for entry in parsed)
 
 
-def _order(found: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
+def _order(words: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
     """Return the words of one verbalizer, in the classes' order."""
-    if isinstance(found, dict):
-        if classes and set(found) != set(map(str, classes)):
+    if isinstance(words, dict):
+        if classes and set(words) != set(map(str, classes)):
             raise ConfigError(
-                f"{str(file)!r} has words of {', '.join(found)}; the classes are "
+                f"{str(file)!r} has words of {', '.join(words)}; the classes are "
                 f"{', '.join(map(str, classes))}."
             )
-        found = [found[str(name)] for name in classes] if classes else list(found.values())
-    if not isinstance(found, list) or not all(isinstance(row, (str, list)) for row in found):
+        words = [words[str(name)] for name in classes] if classes else list(words.values())
+    if not isinstance(words, list) or not all(isinstance(row, (str, list)) for row in words):
         raise ConfigError(
             f"{str(file)!r} is no verbalizer: needed are the words of every class, as a list or as "
             "a table class -> words."
         )
-    rows = [[row] if isinstance(row, str) else row for row in found]
+    rows = [[row] if isinstance(row, str) else row for row in words]
     if classes and len(rows) != len(classes):
         raise ConfigError(
             f"{str(file)!r} has words of {len(rows)} classes, and there are {len(classes)}: "

@@ -59,10 +59,10 @@ class GenerationVerbalizer(nn.Module):
         if self._rules is None:
             return self.words[label][0]
         fields, meta = read_fields(example)
-        found = ""
+        text = ""
         for piece in self._rules[label]:
-            found += " " * piece.spaced + fill_piece(piece, fields, meta)
-        return found
+            text += " " * piece.spaced + fill_piece(piece, fields, meta)
+        return text
 
     def answers(self, example: Any) -> list[list[int]]:
         """Return the tokens of all classes' texts.
@@ -71,10 +71,10 @@ class GenerationVerbalizer(nn.Module):
             ConfigError: a text without tokens.
         """
         texts = [self.write(example, label) for label in range(self.num_classes)]
-        found = self._tokenizer.encode_plain(texts)
-        if not all(found):
-            raise ConfigError(f"class {found.index([])} has a text without tokens: {texts}.")
-        return found
+        tokens = self._tokenizer.encode_plain(texts)
+        if not all(tokens):
+            raise ConfigError(f"class {tokens.index([])} has a text without tokens: {texts}.")
+        return tokens
 
     def forward(self, scores: Tensor) -> Tensor:
         """Return the class scores, which equal the texts' scores."""

@@ -81,9 +81,9 @@ class PromptGenerator(nn.Module):
         Shape:
             mask_at, labels: (B, L)
         """
-        found = ask_model(self.model, inputs, mask_at)
-        assert found is not None, "a pipeline's stages are asked by an objective"
-        return WriteOutput(target_loss(found.logits, labels).sum(-1).mean(), found.logits)
+        outputs = ask_model(self.model, inputs, mask_at)
+        assert outputs is not None, "a pipeline's stages are asked by an objective"
+        return WriteOutput(target_loss(outputs.logits, labels).sum(-1).mean(), outputs.logits)
 
     def encode(self, example: Any, target: str, **options: Any) -> Encoded:
         """Return a prompt with its target, followed by the end token if the tokenizer has one.
@@ -133,7 +133,7 @@ class PromptGenerator(nn.Module):
                 "write=bmforge.infer.generate."
             )
         device = next(self.model.parameters()).device
-        found = []
+        texts = []
         for begin in range(0, len(examples), size):
             prompts = [
                 self.template.encode(examples[n], max_seq_len, name=f"example {n}")
@@ -143,8 +143,8 @@ class PromptGenerator(nn.Module):
             apart = self.template.asking.writes_apart
             written = write(self.model, ids, attention_mask=mask, **options)
             new = written[:, 1 if apart else ids.shape[1] :]
-            found += [self._read(row) for row in new.tolist()]
-        return found
+            texts += [self._read(row) for row in new.tolist()]
+        return texts
 
     def _pad(self, prompts: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return padded ids and masks: left-padded for decoder-only models."""
@@ -162,21 +162,21 @@ class PromptGenerator(nn.Module):
         """Decode generated ids up to the end token, without a leading sentinel."""
         tokenizer = self.template.tokenizer
         ends = set(find_ends(self.template)) | {tokenizer.pad_id}
-        kept: list[int] = []
+        written: list[int] = []
         for id in ids:
-            if id in self.template.blanks and not kept:
+            if id in self.template.blanks and not written:
                 continue
             if id in ends:
                 break
-            kept.append(id)
-        return tokenizer.decode_written(kept).strip()
+            written.append(id)
+        return tokenizer.decode_written(written).strip()
 
 
 def find_ends(template: Template) -> list[int]:
     """Return a list with the token that ends a target (for GLM the end of a piece), or []."""
     roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
-    found = (template.tokenizer.role_id(role) for role in roles)
-    return [id for id in found if id is not None][:1]
+    ids = (template.tokenizer.role_id(role) for role in roles)
+    return [id for id in ids if id is not None][:1]
 
 
 def encode_target(template: Template, example: Any, target: str, **options: Any) -> Encoded:
@@ -194,8 +194,8 @@ def encode_target(template: Template, example: Any, target: str, **options: Any)
     prompt = template.encode(example, answer=ids, **options)
     if template.asking.form == "apart" and not template.asking.start_is_blank:
         # The sentinel before the answer is a target too.
-        places, said = [0, *prompt.mask_at], [template.blanks[0], *prompt.predicted]
-        prompt = dataclasses.replace(prompt, mask_at=places, predicted=said)
+        places, predicted = [0, *prompt.mask_at], [template.blanks[0], *prompt.predicted]
+        prompt = dataclasses.replace(prompt, mask_at=places, predicted=predicted)
     return prompt
 
 

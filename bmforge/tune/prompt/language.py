@@ -109,39 +109,39 @@ def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
     def fail(problem: str) -> TemplateError:
         return TemplateError(f"{text[begin:end]!r:.80}: {problem}", text, begin)
 
-    found = _read_literal(text[begin:end], fail)
-    unknown = [key for key in found if key not in _KEYS]
+    values = _read_literal(text[begin:end], fail)
+    unknown = [key for key in values if key not in _KEYS]
     if unknown:
         near = difflib.get_close_matches(str(unknown[0]), _KEYS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(sorted(_KEYS))
-        raise fail(f"unknown key {unknown[0]!r}{hint} Known: {known}")
-    kinds = [key for key in _KINDS if key in found]
-    kinds = [key for key in kinds if key != "soft_id"] or ["soft"] * ("soft_id" in found)
+        keys = ", ".join(sorted(_KEYS))
+        raise fail(f"unknown key {unknown[0]!r}{hint} Known: {keys}")
+    kinds = [key for key in _KINDS if key in values]
+    kinds = [key for key in kinds if key != "soft_id"] or ["soft"] * ("soft_id" in values)
     if len(kinds) != 1:
         raise fail(f"one of {', '.join(_KINDS)} is needed, not {', '.join(kinds) or 'none'}")
     kind: Any = kinds[0]
     for key, allowed in _ONLY.items():
-        if key in found and kind not in allowed:
+        if key in values and kind not in allowed:
             raise fail(f"{key} is for {' and '.join(allowed)} pieces, this is {kind}")
-    _check_value(kind, found.get(kind), fail)
-    soft_id, duplicate = found.get("soft_id", 0), found.get("duplicate", 1)
-    if "soft_id" in found and (not _is_count(soft_id)):
+    _check_value(kind, values.get(kind), fail)
+    soft_id, duplicate = values.get("soft_id", 0), values.get("duplicate", 1)
+    if "soft_id" in values and (not _is_count(soft_id)):
         raise fail(f"soft_id={soft_id!r} must be a whole number from 1")
     if not _is_count(duplicate) or duplicate > _MAX_DUPLICATE:
         raise fail(f"duplicate={duplicate!r} must be a whole number from 1 to {_MAX_DUPLICATE}")
     for key in ("shortenable", "same"):
-        if not isinstance(found.get(key, False), bool):
-            raise fail(f"{key}={found[key]!r} must be True or False")
+        if not isinstance(values.get(key, False), bool):
+            raise fail(f"{key}={values[key]!r} must be True or False")
     return Piece(
         kind,
-        found.get(kind),
-        bool(found["add_prefix_space"]) if "add_prefix_space" in found else spaced,
-        found.get("shortenable", kind == "placeholder"),
+        values.get(kind),
+        bool(values["add_prefix_space"]) if "add_prefix_space" in values else spaced,
+        values.get("shortenable", kind == "placeholder"),
         soft_id,
         duplicate,
-        found.get("same", False),
-        _read_process(found.get("post_processing"), fail),
+        values.get("same", False),
+        _read_process(values.get("post_processing"), fail),
         begin,
     )
 

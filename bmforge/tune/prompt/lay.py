@@ -88,8 +88,8 @@ def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int
     """Return the tokens around a template's texts."""
     if asking.form == "document":
         return _frame_document(tokenizer, num_masks)
-    found = [role_token(tokenizer, roles) for roles in (asking.begins, asking.ends)]
-    begin, end = ([] if id is None else [id] for id in found)
+    ids = [role_token(tokenizer, roles) for roles in (asking.begins, asking.ends)]
+    begin, end = ([] if id is None else [id] for id in ids)
     tails: list[list[int]] = []
     columns: dict[str, list[int]] = {}
     if asking.form == "behind":
@@ -104,33 +104,33 @@ def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int
             "segment": [0] * size + [_HIDDEN_TASK] * len(begin),
         }
         begin = [*range(first, first + size), *begin]
-    told = {"context": 1, "segment": _HIDDEN_TASK} if columns else {}
-    return Frame(begin, end, tails, columns, told, {}, {})
+    defaults = {"context": 1, "segment": _HIDDEN_TASK} if columns else {}
+    return Frame(begin, end, tails, columns, defaults, {}, {})
 
 
 def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
     """Return the frame of a CPM-Bee document with one text and an answer for each of its blanks."""
     names = [f"<mask_{n}>" for n in range(num_masks)]
     document = {"input": "".join(names), "<ans>": dict.fromkeys(names, "")}
-    found = encode_document(document, tokenizer, blank_answers=True)
-    inside = np.flatnonzero(found.segs == 2)  # the root, the key, and then the text
+    encoded = encode_document(document, tokenizer, blank_answers=True)
+    inside = np.flatnonzero(encoded.segs == 2)  # the root, the key, and then the text
     columns: dict[str, list[int]] = {
-        "input_ids": found.ids.tolist(),
-        "input_sub": found.subs.tolist(),
-        "context": found.context.astype(int).tolist(),
-        "segment": found.segs.tolist(),
+        "input_ids": encoded.ids.tolist(),
+        "input_sub": encoded.subs.tolist(),
+        "context": encoded.context.astype(int).tolist(),
+        "segment": encoded.segs.tolist(),
     }
-    count, begin = len(found.ids), int(inside[0]) + 1
-    edges = [int(inside[-1]), *(slot.start + 1 for slot in found.answers)]
-    columns |= {"num_segments": [found.n_segments] * count}
+    count, begin = len(encoded.ids), int(inside[0]) + 1
+    edges = [int(inside[-1]), *(slot.start + 1 for slot in encoded.answers)]
+    columns |= {"num_segments": [encoded.n_segments] * count}
     columns |= {name: [0] * count for name in ("sample_ids", "segment_rel_offset")}
     tails = {name: [values[a:b] for a, b in pairwise(edges)] for name, values in columns.items()}
-    told = {"input_sub": 0, "context": 1, "segment": 2, "num_segments": found.n_segments}
+    defaults = {"input_sub": 0, "context": 1, "segment": 2, "num_segments": encoded.n_segments}
     begins = {name: values[:begin] for name, values in columns.items()}
     return Frame(
         begins.pop("input_ids"), [], tails.pop("input_ids"), begins,
-        {**told, "sample_ids": 0, "segment_rel_offset": 0}, tails,
-        {"segment_rel": found.segment_rel.tolist()},
+        {**defaults, "sample_ids": 0, "segment_rel_offset": 0}, tails,
+        {"segment_rel": encoded.segment_rel.tolist()},
     )  # fmt: skip
 
 
@@ -188,8 +188,8 @@ def _lay_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -
     }
     length = max(1, len(text.answer))
     hidden = [at + n + m for n in text.masks for m in range(length)]
-    for place in hidden:
-        columns["context"][place] = 0
+    for position in hidden:
+        columns["context"][position] = 0
     return Encoded(ids, [p - 1 for p in hidden], columns=columns, predicted=list(text.answer))
 
 
@@ -197,8 +197,8 @@ def _lay_document(frame: Frame, text: Text, ids: list[int], at: int, front: int)
     """Assemble a CPM-Bee prompt: numbered blanks of the text are answered in order under <ans>."""
     answer, count = list(text.answer), len(text.ids) + front
     columns = {n: [*v, *[frame.text_columns[n]] * count] for n, v in frame.begin_columns.items()}
-    for number, place in enumerate(text.masks):
-        columns["input_sub"][at + place] = number
+    for number, position in enumerate(text.masks):
+        columns["input_sub"][at + position] = number
     places = []
     for number, tail in enumerate(frame.tails):
         ids = [*ids, *tail]

@@ -31,13 +31,13 @@ def score_levels(
     if len(classes) != scores.shape[-1]:
         raise ConfigError(f"{len(classes)} names are given for {scores.shape[-1]} classes.")
     parts = [name.split(sep) for name in classes]
-    chances, found = scores.log_softmax(-1), []
+    chances, levels = scores.log_softmax(-1), []
     for depth in range(1, max(map(len, parts)) + 1):
         own = [sep.join(part[:depth]) for part in parts]
         names = list(dict.fromkeys(own))
         columns = [
-            chances[:, [n for n, one in enumerate(own) if one == name]].logsumexp(-1)
+            chances[:, [n for n, level in enumerate(own) if level == name]].logsumexp(-1)
             for name in names
         ]
-        found.append((names, torch.stack(columns, -1)))
-    return found
+        levels.append((names, torch.stack(columns, -1)))
+    return levels

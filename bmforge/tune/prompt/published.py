@@ -44,10 +44,10 @@ class Published:
 @cache
 def read_published() -> Mapping[str, Published]:
     """Return a map: task -> its published templates and words."""
-    found = json.loads((files(__package__) / "published.json").read_text("utf-8"))
+    table = json.loads((files(__package__) / "published.json").read_text("utf-8"))
     return {
         name: Published(tuple(row["templates"]), tuple(map(tuple, row.get("words", ()))))
-        for name, row in found.items()
+        for name, row in table.items()
     }
 
 

@@ -48,10 +48,10 @@ def ask_example(
         for shape in unique
     ]
     which = [unique.index(shape) for shape in shapes]
-    whole = [  # with the text scored after the word
+    answers = [  # with the text scored after the word
         [*word, *prompts[at].predicted[len(word) :]] for word, at in zip(words, which, strict=True)
     ]
-    return Question(prompts, whole, which)
+    return Question(prompts, answers, which)
 
 
 def lay_questions(questions: Sequence[Question], pad_id: int) -> dict[str, list[Any]]:
@@ -106,6 +106,6 @@ def score_words(logits: Tensor, answers: Tensor, which: Tensor) -> Tensor:
     times = logits.shape[0] // count
     device = logits.device
     row = (torch.arange(count, device=device)[:, None] * times + which)[..., None]
-    place = torch.arange(length, device=device)
-    chances = logits.log_softmax(-1)[row, place, answers.clamp(min=0)]
+    position = torch.arange(length, device=device)
+    chances = logits.log_softmax(-1)[row, position, answers.clamp(min=0)]
     return (chances * (answers != IGNORE_INDEX)).sum(-1)

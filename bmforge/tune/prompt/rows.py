@@ -51,14 +51,16 @@ class _Rows:
     columns: Mapping[str, tuple[int, int]] = {"labels": (2, IGNORE_INDEX)}
 
     def __init__(
-        self, template: Template, examples: Sequence[Any], seq_len: int, cut: Cut, *told: Any
+        self, template: Template, examples: Sequence[Any], seq_len: int, cut: Cut, *settings: Any
     ) -> None:
         if not len(examples):
             raise ConfigError("there is no example to learn from.")
         self._template, self._examples, self._cut = template, examples, cut
         self._seq_len, self._pad = seq_len, template.tokenizer.pad_id or 0
         ends = (str(examples[0]), str(examples[len(examples) - 1]))
-        self.fingerprint = fingerprint_of(template.text, len(examples), *ends, seq_len, cut, *told)
+        self.fingerprint = fingerprint_of(
+            template.text, len(examples), *ends, seq_len, cut, *settings
+        )
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -68,9 +70,9 @@ class _Rows:
         batch = {name: torch.tensor(values) for name, values in columns.items()}
         width = batch["input_ids"].shape[1]
         spare = min(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self._seq_len) - width
-        told = {"input_ids": self._pad, "attention_mask": 0}
-        told |= dict.fromkeys(questions[0].prompts[0].columns, 0)
-        for name, filling in told.items():
+        padding = {"input_ids": self._pad, "attention_mask": 0}
+        padding |= dict.fromkeys(questions[0].prompts[0].columns, 0)
+        for name, filling in padding.items():
             if spare > 0:
                 batch[name] = nn.functional.pad(batch[name], (0, spare), value=filling)
         return batch
@@ -106,10 +108,10 @@ class PromptRows(_Rows):
     def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
         """Return example `index`; the seed is ignored."""
         name = f"example {index}"
-        asked = ask_example(
+        question = ask_example(
             self._template, self._verbalizer, self._examples[index], self._seq_len, self._cut, name
         )
-        return {"question": asked, "labels": [IGNORE_INDEX, self._labels[index]]}
+        return {"question": question, "labels": [IGNORE_INDEX, self._labels[index]]}
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         """Collate examples into a batch."""
@@ -161,21 +163,21 @@ def prompt_objective(verbalizer: Any) -> Callable[[nn.Module, Batch, float], Ten
     """
 
     def objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
-        given = dict(batch)
-        labels = given.pop("labels")[:, 1]
-        found = score_batch(model, verbalizer, given)
-        if found is None:
+        inputs = dict(batch)
+        labels = inputs.pop("labels")[:, 1]
+        outputs = score_batch(model, verbalizer, inputs)
+        if outputs is None:
             return torch.zeros(())
-        return class_loss(found[0], labels, verbalizer).sum() / num_items
+        return class_loss(outputs[0], labels, verbalizer).sum() / num_items
 
     return objective
 
 
 def target_objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
     """Return the cross-entropy of the target tokens; the objective of `TargetRows`."""
-    given = dict(batch)
-    labels, places = given.pop("labels")[:, 1:], given.pop("mask_at")
-    found = ask_model(model, given, places)
-    if found is None:
+    inputs = dict(batch)
+    labels, places = inputs.pop("labels")[:, 1:], inputs.pop("mask_at")
+    outputs = ask_model(model, inputs, places)
+    if outputs is None:
         return torch.zeros(())
-    return target_loss(found.logits, labels).sum() / num_items
+    return target_loss(outputs.logits, labels).sum() / num_items

@@ -46,8 +46,8 @@ def draw_few(
             generator.shuffle(shuffled)
             return shuffled[:total]
         groups: dict[Hashable, list[int]] = {}
-        for place in places:
-            groups.setdefault(labels[place], []).append(place)
+        for index in places:
+            groups.setdefault(labels[index], []).append(index)
         chosen: list[int] = []
         for label, group in groups.items():
             if len(group) < per_label and not allow_fewer:

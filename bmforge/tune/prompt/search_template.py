@@ -84,13 +84,13 @@ def search_templates(
             top = chances.topk(min(beams, len(chances)))
             grown += [([*ids, id], score + value) for value, id in
                       zip(top.values.tolist(), top.indices.tolist(), strict=True)]  # fmt: skip
-        grown.sort(key=lambda one: -one[1])
-        closed += [one for one in grown if one[0][-1] == third]
-        open_ones = [one for one in grown if one[0][-1] != third][:beams]
-        best = sorted(closed, key=lambda one: -one[1])[:keep]
+        grown.sort(key=lambda candidate: -candidate[1])
+        closed += [candidate for candidate in grown if candidate[0][-1] == third]
+        open_ones = [candidate for candidate in grown if candidate[0][-1] != third][:beams]
+        best = sorted(closed, key=lambda candidate: -candidate[1])[:keep]
         if not open_ones or (len(best) == keep and best[-1][1] >= open_ones[0][1]):
             break
-    best = sorted(closed, key=lambda one: -one[1])[:keep]
+    best = sorted(closed, key=lambda candidate: -candidate[1])[:keep]
     return [(_write(ids[2:-1], second, tokenizer, pairs), score) for ids, score in best]
 
 
@@ -98,16 +98,16 @@ def _read_source(
     model: Any, template: Template, examples: Sequence[Any], words: Sequence[str], longest: int
 ) -> tuple[Any, Tensor]:
     """Encode all examples with their label words once."""
-    asked = []
+    questions = []
     for number, (example, word) in enumerate(zip(examples, words, strict=True)):
         fields = dict(example) if isinstance(example, dict) else {}
         if not fields:
             fields = {n: getattr(example, n) for n in ("text_a", "text_b") if hasattr(example, n)}
             fields = fields or dict(example.fields)
-        told = {**fields, "meta": {"label_word": word}}
-        prompt = template.encode(told, longest, name=f"example {number}")
-        asked.append(Question([prompt], [], []))
-    columns = lay_questions(asked, template.tokenizer.pad_id or 0)
+        filled = {**fields, "meta": {"label_word": word}}
+        prompt = template.encode(filled, longest, name=f"example {number}")
+        questions.append(Question([prompt], [], []))
+    columns = lay_questions(questions, template.tokenizer.pad_id or 0)
     device = next(model.parameters()).device
     ids, mask = (torch.tensor(columns[n], device=device) for n in ("input_ids", "attention_mask"))
     return model.encode(ids, mask), mask
@@ -123,8 +123,10 @@ def _go_on(model: Any, source: Any, mask: Tensor, ids: Sequence[int]) -> Tensor:
 
 def _write(ids: Sequence[int], second: int, tokenizer: Tokenizer, pairs: bool) -> str:
     """Return a template's text, with generated braces escaped."""
-    place = list(ids).index(second)
-    parts = [tokenizer.decode_written(part).strip() for part in (ids[:place], ids[place + 1 :])]
+    position = list(ids).index(second)
+    parts = [
+        tokenizer.decode_written(part).strip() for part in (ids[:position], ids[position + 1 :])
+    ]
     shown = [
         f'{{"text":{json.dumps(part, ensure_ascii=False)}}}' if set(part) & set("{}") else part
         for part in parts

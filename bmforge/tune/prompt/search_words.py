@@ -48,10 +48,10 @@ def search_label_words(
         )
     count = min(num_candidates, max(1, int(max_tries ** (1 / classes))), logits.shape[1])
     chances = logits.float().softmax(-1)
-    found = [chances[labels == number].mean(0).topk(count) for number in range(classes)]
+    top_words = [chances[labels == number].mean(0).topk(count) for number in range(classes)]
     places = torch.cartesian_prod(*[torch.arange(count)] * classes).view(-1, classes)
-    sets = torch.stack([one.indices.cpu()[places[:, n]] for n, one in enumerate(found)], 1)
-    likely = sum(one.values.cpu()[places[:, n]] for n, one in enumerate(found))
+    sets = torch.stack([top.indices.cpu()[places[:, n]] for n, top in enumerate(top_words)], 1)
+    likely = sum(top.values.cpu()[places[:, n]] for n, top in enumerate(top_words))
     right = torch.zeros(len(sets))
     for row, label in zip(logits.float().cpu(), labels.tolist(), strict=True):
         right += row[sets].argmax(-1) == label

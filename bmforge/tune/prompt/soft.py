@@ -59,15 +59,15 @@ def number_rows(
         return tuple(range(len(rows) - len(fresh) + 1, len(rows) + 1))
 
     for piece in pieces:
-        found: tuple[int, ...] = ()
+        numbers_of_piece: tuple[int, ...] = ()
         if piece.kind == "soft":
-            found = shared[piece.soft_id] if piece.soft_id in shared else add(piece)
+            numbers_of_piece = shared[piece.soft_id] if piece.soft_id in shared else add(piece)
             if piece.soft_id:
-                shared[piece.soft_id] = found
-            one = found
+                shared[piece.soft_id] = numbers_of_piece
+            repeated = numbers_of_piece
             for _ in range(piece.duplicate - 1):
-                found += one if piece.same else add(piece)
-        numbers.append(found)
+                numbers_of_piece += repeated if piece.same else add(piece)
+        numbers.append(numbers_of_piece)
     return tuple(rows), numbers
 
 
@@ -136,23 +136,27 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
         ConfigError: it has soft rows already, or no token embedding.
     """
     table = token_table(model)
-    known = getattr(table, "prompt", None)
-    if isinstance(known, Prompt) and known.weight.is_meta and len(known.weight) == len(rows):
+    attached = getattr(table, "prompt", None)
+    if (
+        isinstance(attached, Prompt)
+        and attached.weight.is_meta
+        and len(attached.weight) == len(rows)
+    ):
         if encoder:
             raise ConfigError(
                 f"encoder={encoder!r} has no effect where the model's config tells of its soft "
                 "rows, as in a run: these are trained as they are. Train layers that make them "
                 "with PromptClassifier."
             )
-        return known
-    if known is not None:
+        return attached
+    if attached is not None:
         raise ConfigError("the model has soft rows already: open it anew for another template.")
     width = table.embedding_dim
     if encoder:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made = MadeRows(len(rows), width, encoder)
-        table.prompt = made.to(table.weight)
+            encoded = MadeRows(len(rows), width, encoder)
+        table.prompt = encoded.to(table.weight)
         return table.prompt
     table.prompt = Prompt(len(rows), width).to(table.weight)
     if not table.weight.is_meta:
@@ -178,14 +182,14 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
     std = float(spread.full_tensor() if isinstance(spread, DTensor) else spread)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(table.prompt.weight.shape, generator=generator) * std
-    known = torch.tensor([max(row.token, 0) for row in rows], device=weight.device)
+    ids = torch.tensor([max(row.token, 0) for row in rows], device=weight.device)
     is_drawn = torch.tensor([row.token < 0 for row in rows], device=weight.device)[:, None]
     words = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    found = torch.where(is_drawn, drawn.to(words), words[known])
-    place = table.prompt.weight
-    if isinstance(place, DTensor):
-        found = distribute_tensor(found, place.device_mesh, place.placements)
-    place.copy_(found)
+    values = torch.where(is_drawn, drawn.to(words), words[ids])
+    target = table.prompt.weight
+    if isinstance(target, DTensor):
+        values = distribute_tensor(values, target.device_mesh, target.placements)
+    target.copy_(values)
 
 
 def _remember(model: Any, rows: Prompt) -> None:
@@ -198,9 +202,9 @@ def _remember(model: Any, rows: Prompt) -> None:
 def fold_rows_(model: Any) -> None:
     """Replace a model's P-tuning encoder by the rows that it computes."""
     table = token_table(model)
-    made = table.prompt
-    if isinstance(made, MadeRows):
-        rows = made.weight.detach()
+    prompt = table.prompt
+    if isinstance(prompt, MadeRows):
+        rows = prompt.weight.detach()
         table.prompt = Prompt(*rows.shape).to(rows)
         with torch.no_grad():
             table.prompt.weight.copy_(rows)

@@ -96,18 +96,19 @@ class Template:
         if self.asking.reads_behind:
             return "refuse"
         first = next(n for n, piece in enumerate(self.pieces) if _is_mask(piece))
-        rest = self.pieces[first + 1 :]
-        if rest and behind == "refuse":
+        following = self.pieces[first + 1 :]
+        if following and behind == "refuse":
             raise ConfigError(
-                f"the template has {rest[0].kind} {rest[0].value or ''!r} behind its mask, which a "
+                f"the template has {following[0].kind} {following[0].value or ''!r} behind its "
+                "mask, which a "
                 f"model of the kind {self.asking.kind!r} never reads: let the mask stand last, or "
                 "give behind='leave out' or behind='score'."
             )
-        if behind == "score" and (not rest or self.asking.form != "row"):
+        if behind == "score" and (not following or self.asking.form != "row"):
             raise ConfigError(
                 "behind='score' has no effect: nothing stands behind the mask of a causal model."
             )
-        if behind == "score" and any(map(_is_mask, rest)):
+        if behind == "score" and any(map(_is_mask, following)):
             raise ConfigError("behind='score' is for one mask, and the template has several.")
         return behind
 
@@ -127,9 +128,14 @@ class Template:
         first = next(piece for piece in self.pieces if _is_mask(piece))
         self.shown = []
         for example, answer in zip(examples, answers, strict=True):
-            said = Wrapped(" " + answer if first.spaced else answer)
-            row = [said if one.kind == "mask" else one for one in self.wrap(example)]
-            fixed = (Wrapped(one.text, one.kind, one.soft) for one in row)  # never truncated
+            answer_piece = Wrapped(" " + answer if first.spaced else answer)
+            row = [
+                answer_piece if shown_piece.kind == "mask" else shown_piece
+                for shown_piece in self.wrap(example)
+            ]
+            fixed = (
+                Wrapped(shown_piece.text, shown_piece.kind, shown_piece.soft) for shown_piece in row
+            )  # never truncated
             self.shown.append([*fixed, Wrapped(between)])
 
     def wrap(self, example: Any) -> list[Wrapped]:
@@ -145,7 +151,9 @@ class Template:
         """
         fields, meta = read_fields(example)
         return [
-            one for number in range(len(self.pieces)) for one in self._fill(number, fields, meta)
+            piece
+            for number in range(len(self.pieces))
+            for piece in self._fill(number, fields, meta)
         ]
 
     def _fill(
@@ -186,31 +194,31 @@ class Template:
                 a mask.
         """
         parts: list[tuple[list[int], bool]] = [
-            (self._read(one), False) for row in self.shown for one in row
+            (self._read(piece), False) for row in self.shown for piece in row
         ]
         masks: list[int] = []  # indices of the parts that are masks
-        for one in self.wrap(example):
-            if one.kind == "mask":
+        for piece in self.wrap(example):
+            if piece.kind == "mask":
                 masks.append(len(parts))
                 parts.append((self._mask_ids(len(masks) - 1, answer), False))
                 if not self.asking.reads_behind and (self.behind != "score" or not answer):
                     break
             else:
-                parts.append((self._read(one), one.shortenable))
+                parts.append((self._read(piece), piece.shortenable))
         around = len(self._frame) + self.front
         if self.asking.form in ("behind", "document"):
             around += max(0, len(answer) - 1)
-        kept = cut_parts(parts, max_seq_len - around, cut, name)
+        truncated = cut_parts(parts, max_seq_len - around, cut, name)
         ids: list[int] = []
         places = []
-        for number, part in enumerate(kept):
+        for number, part in enumerate(truncated):
             if number in masks:
                 places.append(len(ids))
             ids += part
         front = [self.vocab_size + row for row in range(self.front)]
         text = Text(ids, places, answer)
         laid = lay_out(self.asking, self._frame, text, front, self._begun, name)
-        num_cut = sum(len(ids) for ids, _ in parts) - sum(map(len, kept))
+        num_cut = sum(len(ids) for ids, _ in parts) - sum(map(len, truncated))
         return Encoded(
             laid.input_ids, laid.mask_at, laid.decoder_input_ids, num_cut,
             laid.columns, laid.fixed, laid.predicted,
@@ -222,12 +230,12 @@ class Template:
             return tuple(answer)
         return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)
 
-    def _read(self, one: Wrapped) -> list[int]:
-        if one.kind == "soft":
-            return [self.vocab_size + self.front + one.soft - 1]
-        if one.kind == "special":
-            return [special_token(self.tokenizer, one.text)]
-        return self.tokenizer.encode_plain([one.text])[0] if one.text else []
+    def _read(self, piece: Wrapped) -> list[int]:
+        if piece.kind == "soft":
+            return [self.vocab_size + self.front + piece.soft - 1]
+        if piece.kind == "special":
+            return [special_token(self.tokenizer, piece.text)]
+        return self.tokenizer.encode_plain([piece.text])[0] if piece.text else []
 
     def _mask_ids(self, number: int, answer: Sequence[int]) -> list[int]:
         form = self.asking.form
@@ -242,10 +250,10 @@ class Template:
 
     def _sentinel_id(self, sentinel: str, number: int) -> int:
         token = sentinel.format(number)
-        found = self.tokenizer.token_to_id(token)
-        if found is None:
+        id = self.tokenizer.token_to_id(token)
+        if id is None:
             raise ConfigError(f"the tokenizer has no {token}, which stands for a mask.")
-        return found
+        return id
 
 
 def _is_mask(piece: Piece) -> bool:
@@ -282,9 +290,9 @@ def fill_piece(piece: Piece, fields: Mapping[str, str], meta: Mapping[str, str])
     if piece.kind == "text":
         return piece.value or ""
     places = (fields,) if piece.kind == "placeholder" else (meta, fields)
-    for place in places:
-        if piece.value is not None and piece.value in place:
-            text = str(place[piece.value])
+    for values in places:
+        if piece.value is not None and piece.value in values:
+            text = str(values[piece.value])
             return text if piece.process is None else piece.process(text)
     has = ", ".join(dict.fromkeys([*meta, *fields] if piece.kind == "meta" else fields))
     raise ConfigError(

@@ -74,14 +74,14 @@ def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
     Raises:
         ConfigError: the model has no such head, or is parallelized.
     """
-    last, whole = _find_last(model)
+    last, module = _find_last(model)
     weight = last.matrix(torch.float32) if hasattr(last, "matrix") else last.weight
     if isinstance(weight, DTensor):
         raise ConfigError("the model is laid out over processes: make the verbalizer before that.")
     # The last layer is not copied: it is often larger than the rest of the head.
-    kept = nn.Identity() if whole is last else copy.deepcopy(whole, {id(last): nn.Identity()})
+    head = nn.Identity() if module is last else copy.deepcopy(module, {id(last): nn.Identity()})
     scale = getattr(getattr(model, "spec", None), "head_scale", 1.0)
-    return kept.requires_grad_(True), weight.detach(), scale
+    return head.requires_grad_(True), weight.detach(), scale
 
 
 def _find_last(model: Any) -> tuple[Any, Any]:
@@ -147,11 +147,11 @@ class PrototypeVerbalizer(nn.Module):
 
     def forward(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:
         """Return the class scores."""
-        found = _compare(self.project(hidden), self.points)
+        similarity = _compare(self.project(hidden), self.points)
         if self.words is None:
-            return found
+            return similarity
         assert logits is not None
-        return (_spread(self.words(logits)) + _spread(found)) / 2
+        return (_spread(self.words(logits)) + _spread(similarity)) / 2
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the contrastive loss that `fit_` minimizes: examples to prototypes, and to each
@@ -194,9 +194,9 @@ class PrototypeVerbalizer(nn.Module):
         optimizer.zero_grad()
 
 
-def _compare(one: Tensor, other: Tensor) -> Tensor:
+def _compare(first: Tensor, other: Tensor) -> Tensor:
     """Return the cosine similarities of all pairs of rows."""
-    return F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T
+    return F.normalize(first, dim=-1) @ F.normalize(other, dim=-1).T
 
 
 def _spread(scores: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ def cut_parts(
     lengths = [len(ids) if shortenable else 0 for ids, shortenable in parts]
     excess = sum(len(ids) for ids, _ in parts) - room
     if excess > sum(lengths):
-        kept = sum(len(ids) for ids, _ in parts) - sum(lengths)
+        fixed = sum(len(ids) for ids, _ in parts) - sum(lengths)
         raise ConfigError(
-            f"{name} does not fit: what may not be cut has {kept} tokens, and there is room for "
+            f"{name} does not fit: what may not be cut has {fixed} tokens, and there is room for "
             f"{max(room, 0)}. Give a longer max_seq_len, or make a piece shortenable."
         )
     if excess <= 0:

@@ -89,18 +89,18 @@ class ManualVerbalizer(nn.Module):
             )
 
     def _set_tokens(self, tokens: list[list[list[int]]]) -> None:
-        """Store the words' tokens as `ids` (C, W, L) and `there`, the mask of valid entries."""
+        """Store the words' tokens as `ids` (C, W, L) and `is_valid`, the mask of valid entries."""
         self.tokens = tokens
         width = max(map(len, tokens))
         length = max(len(ids) for row in tokens for ids in row)
         ids = torch.zeros(len(tokens), width, length, dtype=torch.long)
-        there = torch.zeros(ids.shape, dtype=torch.bool)
+        is_valid = torch.zeros(ids.shape, dtype=torch.bool)
         for number, row in enumerate(tokens):
-            for place, word in enumerate(row):
-                ids[number, place, : len(word)] = torch.tensor(word)
-                there[number, place, : len(word)] = True
+            for index, word in enumerate(row):
+                ids[number, index, : len(word)] = torch.tensor(word)
+                is_valid[number, index, : len(word)] = True
         self.register_buffer("ids", ids, persistent=False)
-        self.register_buffer("there", there, persistent=False)
+        self.register_buffer("there", is_valid, persistent=False)
 
     def answers(self, example: Any) -> list[list[int]]:
         """Return the tokens of all words, class by class, for scoring with "joint"."""
@@ -108,19 +108,19 @@ class ManualVerbalizer(nn.Module):
 
     def project(self, logits: Tensor) -> Tensor:
         """Return the words' scores: (B, V) -> (B, C, W)."""
-        there = self.there
+        is_valid = self.there
         if self.join == "joint":
-            scores = logits.new_full((len(logits), *there.shape[:2]), _ABSENT)
-            scores[:, there[..., 0]] = logits
+            scores = logits.new_full((len(logits), *is_valid.shape[:2]), _ABSENT)
+            scores[:, is_valid[..., 0]] = logits
             return scores
-        found = logits[:, self.ids]
+        gathered = logits[:, self.ids]
         if self.join == "first":
-            scores = found[..., 0]
+            scores = gathered[..., 0]
         elif self.join == "max":
-            scores = found.masked_fill(~there, _ABSENT).amax(-1)
+            scores = gathered.masked_fill(~is_valid, _ABSENT).amax(-1)
         else:
-            scores = (found * there).sum(-1) / there.sum(-1).clamp(min=1)
-        return scores.masked_fill(~there[..., 0], _ABSENT)
+            scores = (gathered * is_valid).sum(-1) / is_valid.sum(-1).clamp(min=1)
+        return scores.masked_fill(~is_valid[..., 0], _ABSENT)
 
     def forward(self, logits: Tensor) -> Tensor:
         """Return the classes' log-probabilities."""
@@ -136,8 +136,8 @@ class ManualVerbalizer(nn.Module):
 
     def gather(self, words: Tensor) -> Tensor:
         """Average the scores of each class's words: (B, C, W) -> (B, C)."""
-        there = self.there[..., 0]
-        return (words * there).sum(-1) / there.sum(-1)
+        is_valid = self.there[..., 0]
+        return (words * is_valid).sum(-1) / is_valid.sum(-1)
 
     def calibrate_(self, logits: Tensor | None) -> None:
         """Divide by the words' prior probabilities from now on.
@@ -191,26 +191,26 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         classes, rows = read_words(words)
         firsts = {row[0] for row in rows}
         counts = {word: sum(word in row for row in rows) for row in rows for word in row}
-        kept = [
+        frequent = [
             [
                 word
-                for place, word in enumerate(row)
-                if (counts[word] < 2 or (place == 0 and word in firsts))
+                for index, word in enumerate(row)
+                if (counts[word] < 2 or (index == 0 and word in firsts))
                 and (max_tokens < 0 or len(spell_word(word, tokenizer)) <= max_tokens)
             ]
             for row in rows
         ]
-        check_left(classes, kept, "refinement")
+        check_left(classes, frequent, "refinement")
         self.drop_ratio, self.temperature = drop_ratio, temperature
-        super().__init__(dict(zip(classes, kept, strict=True)), tokenizer, **options)
+        super().__init__(dict(zip(classes, frequent, strict=True)), tokenizer, **options)
         self._tokenizer = tokenizer
         self.weights = nn.Parameter(torch.zeros(self.there.shape[:2]))
 
     def gather(self, words: Tensor) -> Tensor:
         """Average the scores of each class's words with a softmax of trained weights."""
-        there = self.there[..., 0]
+        is_valid = self.there[..., 0]
         weights = self.weights * (1.0 if self.training else self.temperature)
-        return (words * there * weights.masked_fill(~there, _ABSENT).softmax(-1)).sum(-1)
+        return (words * is_valid * weights.masked_fill(~is_valid, _ABSENT).softmax(-1)).sum(-1)
 
     def calibrate_(self, logits: Tensor | None) -> None:
         """Calibrate, remove the least probable words, and reset the weights.
@@ -224,12 +224,12 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
             raise ConfigError("calibration needs at least one text; the support set is empty.")
         prior = logits.detach().float().mean(0)
         rare = set(prior.topk(int(self.drop_ratio * len(prior)), largest=False).indices.tolist())
-        kept = [
+        remaining = [
             [word for word, ids in zip(row, tokens, strict=True) if not rare & set(ids)]
             for row, tokens in zip(self.words, self.tokens, strict=True)
         ]
-        check_left(self.classes, kept, f"calibration with drop_ratio={self.drop_ratio}")
-        self.words = kept
+        check_left(self.classes, remaining, f"calibration with drop_ratio={self.drop_ratio}")
+        self.words = remaining
         self._spell(self._tokenizer)
         self.to(logits.device)
         self.weights = nn.Parameter(torch.zeros(self.there.shape[:2], device=logits.device))
@@ -294,7 +294,7 @@ class PTRVerbalizer(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         """Return the classes' log-probabilities."""
         each = [mask(logits[:, n]) for n, mask in enumerate(self.masks)]
-        parts = [one[:, places] for one, places in zip(each, self.places, strict=True)]
+        parts = [scores[:, places] for scores, places in zip(each, self.places, strict=True)]
         total = F.log_softmax(torch.stack(parts).sum(0), -1)
         if self.per_mask:
             own = [F.log_softmax(o, -1)[:, p] for o, p in zip(each, self.places, strict=True)]
