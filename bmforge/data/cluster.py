@@ -145,8 +145,10 @@ def _find_executor(name: str) -> Any:
         except ImportError as error:
             raise MissingDependencyError("ray", "cluster", "Preparing on Ray") from error
         return RayPipelineExecutor
-    found = executor.SlurmPipelineExecutor if name == "slurm" else executor.LocalPipelineExecutor
-    return found
+    executor_class = (
+        executor.SlurmPipelineExecutor if name == "slurm" else executor.LocalPipelineExecutor
+    )
+    return executor_class
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,8 @@ class _Job:
         """Return the keys of all parts; the plan is saved, so that tasks do not read the inputs for
         it.
         """
-        plan, steps, given = self._open()
-        return make_keys(plan, self.config.prepare, steps, given)
+        plan, steps, tokenizer = self._open()
+        return make_keys(plan, self.config.prepare, steps, tokenizer)
 
     def name(self, stage: str) -> str:
         """Return a key that changes with the settings that a stage depends on."""
@@ -172,21 +174,21 @@ class _Job:
 
     def spread(self, stage: str, rank: int, world: int) -> None:
         """Run the parts of a stage that belong to one task, and write their results."""
-        plan, steps, given = self._open()
+        plan, steps, tokenizer = self._open()
         config = self.config.prepare
-        keys = make_keys(plan, config, steps, given)
+        keys = make_keys(plan, config, steps, tokenizer)
         with Journal(work_dir(self.config.out_dir), for_reading=True, trusting=True) as journal:
             runner = _Some(stage, rank, world, keys.of(stage), journal.folder(stage))
             try:
-                run_stages(plan, config, steps, given, journal, runner)
+                run_stages(plan, config, steps, tokenizer, journal, runner)
             except _StoppedError:
                 return
 
     def join(self) -> None:
         """Add the results of tasks to the journal, and run stages up to the next parallel one."""
-        plan, steps, given = self._open()
+        plan, steps, tokenizer = self._open()
         config = self.config.prepare
-        keys = make_keys(plan, config, steps, given)
+        keys = make_keys(plan, config, steps, tokenizer)
         with Journal(work_dir(self.config.out_dir)) as journal:
             for stage in _SPREAD:
                 for number, key in enumerate(keys.of(stage)):
@@ -194,7 +196,7 @@ class _Job:
                     if done is not None and journal.find(stage, number, key) is None:
                         journal.add(stage, number, key, done["files"], done["result"])
             try:
-                run_stages(plan, config, steps, given, journal, _stop)
+                run_stages(plan, config, steps, tokenizer, journal, _stop)
             except _StoppedError:
                 return
 
@@ -276,7 +278,7 @@ class _Some:
             if parts:
                 raise DataError(f"the stage {stage!r} is not done, and {self.stage!r} needs it")
             return
-        mine = [
+        own_parts = [
             part
             for part in parts
             if part.number % self.world == self.rank
@@ -284,7 +286,7 @@ class _Some:
         ]
         limits = Limits(config.document_seconds, config.worker_memory_bytes)
         # Blamed entries are recorded with the result of the part that leaves them out.
-        for number, result in run_parts(run, mine, min(config.workers, 1), limits, _forget):
+        for number, result in run_parts(run, own_parts, min(config.workers, 1), limits, _forget):
             files = result.pop("files")
             record = {"key": self.keys[number], "files": files, "result": result}
             replace_file(self.folder / _DONE.format(number), json.dumps(record))
@@ -327,11 +329,11 @@ class _Filter:
     def __call__(self, document: Document) -> Document | Drop:
         from datatrove.data import Document as Theirs
 
-        known = {"url": document.url, "date": document.date, "language": document.language}
-        metadata = {name: value for name, value in known.items() if value}
-        found = self.filter.filter(Theirs(text=document.text, id=document.id, metadata=metadata))
-        kept, reason = found if isinstance(found, tuple) else (found, "")
-        if kept:
+        fields = {"url": document.url, "date": document.date, "language": document.language}
+        metadata = {name: value for name, value in fields.items() if value}
+        verdict = self.filter.filter(Theirs(text=document.text, id=document.id, metadata=metadata))
+        stays, reason = verdict if isinstance(verdict, tuple) else (verdict, "")
+        if stays:
             return document
         rule = f"datatrove.{self.name}" + (f".{reason}" if reason else "")
         return Drop(rule, None, None, cut_excerpt(document.text))
@@ -352,8 +354,8 @@ class _Rules:
 
     def __call__(self, data: Iterable[Any], rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Yield the documents that pass the rules, with the remaining text."""
-        for theirs in data:
-            found = self.judge(Document(theirs.text, str(theirs.id)))
-            if isinstance(found, Document):
-                theirs.text = found.text
-                yield theirs
+        for item in data:
+            judged = self.judge(Document(item.text, str(item.id)))
+            if isinstance(judged, Document):
+                item.text = judged.text
+                yield item

@@ -16,11 +16,11 @@ __all__ = [
 
 def expand_ranges(ranges: str) -> str:
     """Return the characters of hexadecimal ranges such as ``"21-2f 3a"``."""
-    found = []
+    characters = []
     for part in ranges.split():
         first, _, last = part.partition("-")
-        found += [chr(code) for code in range(int(first, 16), int(last or first, 16) + 1)]
-    return "".join(found)
+        characters += [chr(code) for code in range(int(first, 16), int(last or first, 16) + 1)]
+    return "".join(characters)
 
 
 # Unicode's property Sentence_Terminal with full-width forms, as FineWeb's line rule has it.

@@ -44,7 +44,7 @@ class JudgeByRules:
     @property
     def version(self) -> str:
         """Version string that changes whenever a document may be judged differently."""
-        own = "".join(f" {one.name}={one.version}" for one in self.more)
+        own = "".join(f" {extra.name}={extra.version}" for extra in self.more)
         return f"{self.rules}: {rules_version(self.rules)}{own}"
 
     def sets_for(self, document: Document) -> list[RuleSet]:
@@ -70,8 +70,8 @@ def _language_of(document: Document) -> str:
 
     The guess needs no model.
     """
-    said = primary_subtag(document.language)
-    return said or ("zh" if is_chinese(document.text) else "en")
+    subtag = primary_subtag(document.language)
+    return subtag or ("zh" if is_chinese(document.text) else "en")
 
 
 def _read(document: Document, text: str) -> TextStatistics:
@@ -85,12 +85,12 @@ def explain(document: Document, rules: str = "mixed") -> list[Explained]:
     If a rule set removes lines, the next set is evaluated on the remaining ones.
     """
     judge = JudgeByRules(rules)
-    figures, found = _read(document, document.text), []
-    for one in judge.sets_for(document):
-        found += explain_text(figures, one)
-        if one.rewrite is not None:
-            figures = _read(document, one.rewrite(figures))
-    return found
+    figures, explained = _read(document, document.text), []
+    for rule_set in judge.sets_for(document):
+        explained += explain_text(figures, rule_set)
+        if rule_set.rewrite is not None:
+            figures = _read(document, rule_set.rewrite(figures))
+    return explained
 
 
 def clean_documents(

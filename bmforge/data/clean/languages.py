@@ -85,8 +85,8 @@ def detect_language(text: str) -> Language:
         return Language(_BY_SCRIPT[script], 1.0)
     if not line.isascii() and _is_mixed_chinese(line):
         return Language("zh", 1.0)
-    [found] = _fasttext().detect(line, k=1)
-    first = Language(found["lang"], min(float(found["score"]), 1.0))
+    [match] = _fasttext().detect(line, k=1)
+    first = Language(match["lang"], min(float(match["score"]), 1.0))
     if first.score >= _SURE:
         return first
     code, score = _langid().classify(line)
@@ -164,15 +164,15 @@ class DetectLanguage:
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document with its language, or a `Drop`."""
-        found = detect_language(document.text)
+        language = detect_language(document.text)
         excerpt = cut_excerpt(document.text)
-        if self.languages and found.code not in self.languages:
-            return Drop("language", found.code, " ".join(self.languages), excerpt)
-        if self.languages and found.score < self.min_score:
-            return Drop("language_score", found.score, self.min_score, excerpt)
+        if self.languages and language.code not in self.languages:
+            return Drop("language", language.code, " ".join(self.languages), excerpt)
+        if self.languages and language.score < self.min_score:
+            return Drop("language_score", language.score, self.min_score, excerpt)
         script = detect_script(document.text)
-        scores = {**document.scores, "language": found.score}
-        return replace(document, language=found.code, script=script, scores=scores)
+        scores = {**document.scores, "language": language.score}
+        return replace(document, language=language.code, script=script, scores=scores)
 
 
 @dataclass(frozen=True)
@@ -202,14 +202,14 @@ class CutParagraphs:
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document without paragraphs in other languages; a `Drop` if none is left."""
-        kept = [part for part in document.text.split("\n\n") if self._stays(part)]
-        if not any(part.strip() for part in kept):
-            found = cut_excerpt(document.text)
-            return Drop("paragraphs", 0, " ".join(self.languages), found)
-        return replace(document, text="\n\n".join(kept))
+        remaining = [part for part in document.text.split("\n\n") if self._stays(part)]
+        if not any(part.strip() for part in remaining):
+            excerpt = cut_excerpt(document.text)
+            return Drop("paragraphs", 0, " ".join(self.languages), excerpt)
+        return replace(document, text="\n\n".join(remaining))
 
     def _stays(self, part: str) -> bool:
         if sum(c.isalpha() for c in part) < _FEW_LETTERS:
             return True
-        found = detect_language(part)
-        return found.code in self.languages or found.score < _SURE
+        language = detect_language(part)
+        return language.code in self.languages or language.score < _SURE

@@ -16,21 +16,21 @@ __all__ = ["ANY_LICENCE", "KeepLicences", "SayLicence", "read_licences"]
 ANY_LICENCE = "any"
 
 
-def read_licences(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def read_licences(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return (path, id) of each ``ID`` or ``PATH=ID``; the path of a plain ``ID`` is "".
 
     Raises:
         ConfigError: a license is unknown, or a path is named twice.
     """
-    found: dict[str, str] = {}
-    for one in given:
-        path, mark, id = one.rpartition("=")
+    licences: dict[str, str] = {}
+    for option in options:
+        path, mark, id = option.rpartition("=")
         where = str(Path(path).absolute()) if mark else ""
-        if where in found:
+        if where in licences:
             raise ConfigError(f"licence: {path or 'all'} is given two licences; name one")
-        found[where] = check_licence(id, "licence")
+        licences[where] = check_licence(id, "licence")
     # Longest paths first, so that the most specific one matches.
-    return tuple(sorted(found.items(), key=lambda item: -len(item[0])))
+    return tuple(sorted(licences.items(), key=lambda item: -len(item[0])))
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class SayLicence:
         if document.licence:
             return document
         source = Path(document.source).absolute()
-        for place, id in self.places:
-            if not place or source == Path(place) or Path(place) in source.parents:
+        for root, id in self.places:
+            if not root or source == Path(root) or Path(root) in source.parents:
                 return replace(document, licence=id)
         return document
 
@@ -72,10 +72,11 @@ class KeepLicences:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an unknown policy."""
         if self.policy not in POLICIES:
-            known = (ANY_LICENCE, *POLICIES)
+            policies = (ANY_LICENCE, *POLICIES)
             raise ConfigError(
-                f"licence_policy={self.policy!r} is unknown.{suggest(self.policy, known)} Known: "
-                f"{', '.join(known)}."
+                f"licence_policy={self.policy!r} is unknown.{suggest(self.policy, policies)} "
+                "Known: "
+                f"{', '.join(policies)}."
             )
 
     @property
@@ -87,5 +88,5 @@ class KeepLicences:
         """Return the document, or a `Drop` if its license is not allowed."""
         if obeys(document.licence, self.policy):
             return document
-        said = licence_name(document.licence)
-        return Drop("licence", said, self.policy, cut_excerpt(document.text))
+        name = licence_name(document.licence)
+        return Drop("licence", name, self.policy, cut_excerpt(document.text))

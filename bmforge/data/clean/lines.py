@@ -71,9 +71,9 @@ def drop_boilerplate(text: str) -> str:
     filled = [at for at, line in enumerate(lines) if line.strip()]
     dropped = {at for at in filled if grades[at] == _SURE}
     edges = _EDGE_LINES if len(filled) >= _FEWEST_LINES else 0
-    for place, at in enumerate(filled):
-        is_edge = place < edges or place >= len(filled) - edges
-        neighbors = filled[max(place - 1, 0) : place + 2]
+    for index, at in enumerate(filled):
+        is_edge = index < edges or index >= len(filled) - edges
+        neighbors = filled[max(index - 1, 0) : index + 2]
         is_framed = any(grades[near] for near in neighbors if near != at)
         if grades[at] == _MAYBE and (is_edge or is_framed):
             dropped.add(at)

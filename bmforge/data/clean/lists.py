@@ -32,10 +32,12 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
         lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}={str(path)!r} cannot be read ({error})") from error
-    found = tuple(one for line in lines if (one := line.strip()) and not one.startswith("#"))
-    if not found:
+    entries = tuple(
+        entry for line in lines if (entry := line.strip()) and not entry.startswith("#")
+    )
+    if not entries:
         raise ConfigError(f"{name}={str(path)!r} has no entry: write one on each line")
-    return found
+    return entries
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,12 @@ class ListedWords:
     def find(self, text: str) -> list[tuple[str, int]]:
         """Return the listed words in a text, and the offset of each in the lowercased text."""
         lower = replace_surrogates(text.lower())
-        found = []
+        matches = []
         for number, start, end in self._automaton.find_matches_as_indexes(lower, overlapping=True):
             inside = any(map(_is_in_word, (lower[start - 1 : start], lower[end : end + 1])))
             if not inside or HAN_RUN.search(self.words[number]):
-                found.append((self.words[number], start))
-        return found
+                matches.append((self.words[number], start))
+        return matches
 
     @property
     def version(self) -> str:
@@ -86,12 +88,12 @@ class ListedWords:
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document, or a `Drop` whose excerpt begins at the first listed word."""
-        found = self.find(document.text)
+        matches = self.find(document.text)
         lines = max(sum(bool(line.strip()) for line in document.text.split("\n")), 1)
-        value = len(found) / lines
+        value = len(matches) / lines
         if value <= self.most_per_line:
             return document
-        excerpt = cut_excerpt(document.text.lower(), found[0][1])
+        excerpt = cut_excerpt(document.text.lower(), matches[0][1])
         return Drop("listed_words", value, self.most_per_line, excerpt)
 
 
@@ -122,7 +124,7 @@ class ListedHosts:
         except ValueError:
             host = ""
         parts = host.split(".")
-        for place in range(len(parts)):
-            if ".".join(parts[place:]) in self._hosts:
+        for first_part in range(len(parts)):
+            if ".".join(parts[first_part:]) in self._hosts:
                 return Drop("listed_host", host, None, cut_excerpt(document.text))
         return document

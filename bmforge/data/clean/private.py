@@ -82,7 +82,7 @@ def is_chinese_id(number: str) -> bool:
 
 def is_bank_card(number: str) -> bool:
     """Return True for 13 to 19 digits, grouped or not, with a valid Luhn check digit."""
-    digits = [int(one) for one in number if one.isdigit()]
+    digits = [int(character) for character in number if character.isdigit()]
     if not 13 <= len(digits) <= 19 or len(set(digits)) < 2:
         return False
     doubled = [digit * 2 - 9 * (digit > 4) for digit in digits[-2::-2]]
@@ -106,10 +106,10 @@ def is_us_ssn(number: str) -> bool:
 
     Source: SSA, 20 CFR 422.103: no area 000, 666 or 900 and above, no group 00, no serial 0000.
     """
-    found = re.search(r"(\d{3})[- ](\d{2})[- ](\d{4})", number)
-    if found is None:
+    match = re.search(r"(\d{3})[- ](\d{2})[- ](\d{4})", number)
+    if match is None:
         return False
-    area, group, serial = found.groups()
+    area, group, serial = match.groups()
     return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
 
 
@@ -246,20 +246,20 @@ def find_private(
     starts: list[int] = []
     taken: list[Found] = []  # sorted, as `starts`
     for kind in kinds:
-        for found in _find_kind(folded, kind, regions):
-            at = bisect(starts, found.start)
-            is_free = at == 0 or taken[at - 1].end <= found.start
-            if is_free and (at == len(taken) or found.end <= starts[at]):
-                starts.insert(at, found.start)
-                taken.insert(at, found)
+        for private in _find_kind(folded, kind, regions):
+            at = bisect(starts, private.start)
+            is_free = at == 0 or taken[at - 1].end <= private.start
+            if is_free and (at == len(taken) or private.end <= starts[at]):
+                starts.insert(at, private.start)
+                taken.insert(at, private)
     return taken
 
 
 def _find_kind(text: str, kind: str, regions: tuple[str, ...]) -> Iterator[Found]:
-    known = KINDS[kind]
-    if known.sign is None or known.sign.search(text):
-        for match in known.pattern.finditer(text):
-            if known.check is None or known.check(match[0]):
+    kind_rule = KINDS[kind]
+    if kind_rule.sign is None or kind_rule.sign.search(text):
+        for match in kind_rule.pattern.finditer(text):
+            if kind_rule.check is None or kind_rule.check(match[0]):
                 yield Found(kind, *match.span())
     if kind == "phone" and _LIKE_PHONE.search(text) and ("+" in text or regions):
         yield from _find_phones(text, regions)
@@ -322,14 +322,14 @@ class MaskPrivate:
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the masked document, or a `Drop`; no excerpt contains private data."""
-        found = find_private(document.text, self.kinds, self.regions)
-        if not found:
+        private = find_private(document.text, self.kinds, self.regions)
+        if not private:
             return document
         parts, at = [], 0
-        for one in found:
-            parts += [document.text[at : one.start], f"<{one.kind.upper()}>"]
-            at = one.end
+        for match in private:
+            parts += [document.text[at : match.start], f"<{match.kind.upper()}>"]
+            at = match.end
         text = "".join((*parts, document.text[at:]))
-        if self.most is not None and len(found) >= self.most:
-            return Drop("private", len(found), self.most, cut_excerpt(text))
+        if self.most is not None and len(private) >= self.most:
+            return Drop("private", len(private), self.most, cut_excerpt(text))
         return replace(document, text=text)

@@ -49,8 +49,8 @@ def repair_text(text: str) -> str:
         from ftfy.badness import is_bad
     except ImportError as error:
         raise MissingDependencyError("ftfy", "data", "Repairing text") from error
-    while found := _read_again(text):  # twice, where it was read wrongly twice
-        text = found
+    while redecoded := _read_again(text):  # twice, where it was read wrongly twice
+        text = redecoded
     lines = text.split("\n")
     for number, line in enumerate(lines):
         if not line.isascii():
@@ -65,27 +65,27 @@ def _read_again(text: str) -> str:
     for wrong, right in READINGS:
         try:
             data = codecs.encode(text, wrong)
-            found = data.decode(right)
+            decoded = data.decode(right)
         except UnicodeError:
             continue
-        if found == text:
+        if decoded == text:
             continue
         if right == "utf-8":
-            if _is_sure(text, found, wrong):
-                return found
-        elif (share := _share(found)) >= best_share and _stands_together(found):
-            best, best_share = found, share
+            if _is_sure(text, decoded, wrong):
+                return decoded
+        elif (share := _share(decoded)) >= best_share and _stands_together(decoded):
+            best, best_share = decoded, share
     return best
 
 
-def _is_sure(text: str, found: str, wrong: str) -> bool:
+def _is_sure(text: str, decoded: str, wrong: str) -> bool:
     """Return True if the redecoded text is not UTF-8 by chance."""
-    high = sum(character > "\x7f" for character in found)
+    high = sum(character > "\x7f" for character in decoded)
     if wrong != "gb18030":
         return high >= _FEWEST
     # The four bytes of two Chinese characters can be valid UTF-8 by chance; longer runs cannot.
-    chinese = sum(map(len, HAN_RUN.findall(found)))
-    return chinese >= 4 and 2 * chinese >= high and len(found) < len(text)
+    chinese = sum(map(len, HAN_RUN.findall(decoded)))
+    return chinese >= 4 and 2 * chinese >= high and len(decoded) < len(text)
 
 
 def _stands_together(text: str) -> bool:

@@ -99,9 +99,9 @@ def check_text(statistics: TextStatistics, rules: RuleSet) -> Drop | None:
 
 def explain_text(statistics: TextStatistics, rules: RuleSet) -> list[Explained]:
     """Return the value and bounds of every rule of a set, violated or not."""
-    found = []
+    explained = []
     for rule in rules.rules:
         value, bounds = rule.measure(statistics), rules.bounds_of(rule, statistics)
         passed = bounds.broken_by(value) is None
-        found.append(Explained(f"{rules.name}.{rule.name}", value, bounds, passed))
-    return found
+        explained.append(Explained(f"{rules.name}.{rule.name}", value, bounds, passed))
+    return explained

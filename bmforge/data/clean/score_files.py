@@ -98,44 +98,44 @@ def _digest(path: str) -> str:
         raise ConfigError(f"scores={path!r} cannot be read ({error.strerror})") from error
 
 
-def read_score(given: str) -> ScoreByFile:
+def read_score(option: str) -> ScoreByFile:
     """Parse ``FILE``, ``FILE>=NUMBER``, ``FILE<=NUMBER`` or ``FILE=BUCKETS`` into a step.
 
     Raises:
         ConfigError: the string has another form, or the file cannot be read.
         DataError: the file is not a scoring model.
     """
-    found = _FORM.fullmatch(given)
-    assert found is not None or not given
-    if found is None:
+    match = _FORM.fullmatch(option)
+    assert match is not None or not option
+    if match is None:
         raise ConfigError("scores: an empty name; name a file that `bmforge data quality` wrote")
-    path, sign, value = found.groups()
+    path, sign, value = match.groups()
     digest, (_, bounds) = _digest(path), load_scorer(Path(path))
     if sign is None:
         return ScoreByFile(path, digest)
     if sign == "=":
-        return ScoreByFile(path, digest, *_bucket_bounds(given, value.split(","), bounds))
+        return ScoreByFile(path, digest, *_bucket_bounds(option, value.split(","), bounds))
     try:
         number = float(value)
     except ValueError:
-        raise ConfigError(f"scores={given!r}: {value!r} is no number") from None
+        raise ConfigError(f"scores={option!r}: {value!r} is no number") from None
     return ScoreByFile(path, digest, **{"low" if sign == ">=" else "high": number})
 
 
 def _bucket_bounds(
-    given: str, names: Sequence[str], bounds: tuple[float, float] | None
+    option: str, names: Sequence[str], bounds: tuple[float, float] | None
 ) -> tuple[float | None, float | None]:
     """Return the joint bounds of adjacent buckets."""
     if bounds is None:
-        raise ConfigError(f"scores={given!r}: a classifier has no buckets; write FILE>=0.5")
+        raise ConfigError(f"scores={option!r}: a classifier has no buckets; write FILE>=0.5")
     for name in names:
         if name not in BUCKETS:
             raise ConfigError(
-                f"scores={given!r}: no bucket {name!r}.{suggest(name, BUCKETS)} There are "
+                f"scores={option!r}: no bucket {name!r}.{suggest(name, BUCKETS)} There are "
                 f"{', '.join(BUCKETS)}."
             )
     places = sorted({BUCKETS.index(name) for name in names})
     if places[-1] - places[0] >= len(places):
-        raise ConfigError(f"scores={given!r}: these buckets do not lie beside each other")
+        raise ConfigError(f"scores={option!r}: these buckets do not lie beside each other")
     edges = (None, *bounds, None)
     return edges[places[0]], edges[places[-1] + 1]

@@ -111,8 +111,8 @@ def train_linear(
     bias, draw = 0.0, np.random.default_rng(seed)
     for epoch in range(epochs):
         rate = _RATE / (1 + epoch)
-        for place in draw.permutation(len(rows)):
-            row, label = rows[place]
+        for index in draw.permutation(len(rows)):
+            row, label = rows[index]
             scorer = LinearScorer(scorer.weights, bias)
             step = rate * share[label] * (label - scorer._score(row))
             scorer.weights[row] += np.float32(step / max(len(row), 1) ** 0.5)
@@ -136,10 +136,10 @@ class Perplexity:
         return [self._one(text) for text in texts]
 
     def _one(self, text: str) -> float:
-        one, two, three = _hashed_runs(text, self.counts.shape[1])
-        if not len(one):
+        singles, two, three = _hashed_runs(text, self.counts.shape[1])
+        if not len(singles):
             return float("inf")
-        ones, twos, threes = self.counts[0][one], self.counts[1][two], self.counts[2][three]
+        ones, twos, threes = self.counts[0][singles], self.counts[1][two], self.counts[2][three]
         chance = _WEIGHTS[0] * (ones.astype(np.float64) + 1) / (self.total + self.vocabulary)
         chance[1:] += _WEIGHTS[1] * twos / np.maximum(ones[:-1], 1)
         chance[2:] += _WEIGHTS[2] * threes / np.maximum(twos[:-1], 1)

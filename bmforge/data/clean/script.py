@@ -86,14 +86,18 @@ def _tell_chinese(text: str) -> str:
 @lru_cache(maxsize=1)
 def _only_in() -> tuple[frozenset[str], frozenset[str]]:
     """Return the characters that occur only in traditional and only in simplified Chinese."""
-    known = [chr(code) for code in range(0x4E00, 0xA000)]
-    lines = "\n".join(known)
+    ideographs = [chr(code) for code in range(0x4E00, 0xA000)]
+    lines = "\n".join(ideographs)
     to_simplified = _converter("t2s").convert(lines).split("\n")
     to_traditional = _converter("s2t").convert(lines).split("\n")
-    pairs = list(zip(known, to_simplified, to_traditional, strict=True))
+    pairs = list(zip(ideographs, to_simplified, to_traditional, strict=True))
     return (
-        frozenset(one for one, simple, _ in pairs if simple != one),
-        frozenset(one for one, simple, old in pairs if old != one and simple == one),
+        frozenset(character for character, simple, _ in pairs if simple != character),
+        frozenset(
+            character
+            for character, simple, old in pairs
+            if old != character and simple == character
+        ),
     )
 
 

@@ -126,14 +126,14 @@ _ENDS = frozenset(SENTENCE_ENDS)
 
 def split_words(text: str) -> list[str]:
     """Split a text whose words are divided by spaces into words and marks."""
-    found: list[str] = []
+    words: list[str] = []
     for run in text.split():
         if len(run) <= _LONGEST_RUN:
-            found += _split_run(run)
+            words += _split_run(run)
         else:
             for start in range(0, len(run), _LONGEST_RUN):
-                found += _split_run(run[start : start + _LONGEST_RUN])
-    return found
+                words += _split_run(run[start : start + _LONGEST_RUN])
+    return words
 
 
 @lru_cache(maxsize=1 << 16)
@@ -161,33 +161,33 @@ def _split_run(run: str) -> tuple[str, ...]:
 
 def _join_faces(parts: list[str]) -> list[str]:
     """Join two marks that spaCy treats as an emoticon, such as a colon and a bracket."""
-    found: list[str] = []
+    joined: list[str] = []
     for part in parts:
-        if found and len(part) == 1 and found[-1] + part in _FACES:
-            found[-1] += part
+        if joined and len(part) == 1 and joined[-1] + part in _FACES:
+            joined[-1] += part
         else:
-            found.append(part)
-    return found
+            joined.append(part)
+    return joined
 
 
 def _find_special(run: str) -> list[str]:
     """Return the parts of a string with a rule of its own, such as an abbreviation; else []."""
     if run in _ABBREVIATIONS or run in _FACES:
         return [run]
-    if found := _NOT.fullmatch(run):
-        return [part for part in found.groups() if part]
-    if found := _SUBJECT.fullmatch(run):
-        return [found[1], *_ENDINGS.findall(found[2])]
+    if match := _NOT.fullmatch(run):
+        return [part for part in match.groups() if part]
+    if match := _SUBJECT.fullmatch(run):
+        return [match[1], *_ENDINGS.findall(match[2])]
     return []
 
 
 def _split_inside(run: str, rules: _Rules) -> list[str]:
     """Split a string at hyphens, slashes and dots inside."""
-    found, start = [], 0
+    parts, start = [], 0
     for mark in rules.infix.finditer(run):
-        found += [run[start : mark.start()], mark[0]]
+        parts += [run[start : mark.start()], mark[0]]
         start = mark.end()
-    return [part for part in (*found, run[start:]) if part]
+    return [part for part in (*parts, run[start:]) if part]
 
 
 def count_sentences(words: Iterable[str]) -> int:

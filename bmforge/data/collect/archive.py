@@ -69,11 +69,11 @@ class Archive:
     def _read_journal(self, path: Path) -> int:
         """Load the journal; return the end offset of the last record."""
         lines = path.read_bytes()
-        whole = lines.rfind(b"\n") + 1
-        self._journal.truncate(whole)
+        complete = lines.rfind(b"\n") + 1
+        self._journal.truncate(complete)
         end = 0
         try:
-            for line in lines[:whole].splitlines():
+            for line in lines[:complete].splitlines():
                 record = json.loads(line)
                 self.known[record["url"]] = record
                 end = max(end, int(record["end"]))
@@ -99,9 +99,9 @@ class Archive:
         self._pages.write(gzip.compress(head.encode() + block + b"\r\n\r\n", mtime=0))
         _sync(self._pages)
 
-    def note(self, url: str, outcome: str, **known: Any) -> None:
+    def note(self, url: str, outcome: str, **metadata: Any) -> None:
         """Record the outcome and the metadata of a URL in the journal."""
-        record = {"url": url, "outcome": outcome, "end": self._pages.tell(), **known}
+        record = {"url": url, "outcome": outcome, "end": self._pages.tell(), **metadata}
         self._journal.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         _sync(self._journal)
         self.known[url] = record

@@ -49,10 +49,10 @@ def find_address(host: str, port: int, is_private_allowed: bool) -> str:
         FetchError: the name does not resolve.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise FetchError(f"{host} does not resolve ({error})") from error
-    addresses = [str(one[4][0]) for one in found]
+    addresses = [str(info[4][0]) for info in infos]
     for address in addresses:
         if not is_private_allowed and not _is_public(address):
             raise PrivateAddressError(
@@ -63,9 +63,9 @@ def find_address(host: str, port: int, is_private_allowed: bool) -> str:
 
 
 def _is_public(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    inner = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
-    return found.is_global and not found.is_multicast and (inner is None or inner.is_global)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    inner = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
+    return parsed.is_global and not parsed.is_multicast and (inner is None or inner.is_global)
 
 
 class _Pinned(http.client.HTTPConnection):
@@ -120,8 +120,8 @@ def fetch(
     try:
         connection.connect()
         with watch:
-            asked = f"{path}?{parts.query}" if parts.query else path
-            connection.request("GET", asked, headers=headers)
+            target = f"{path}?{parts.query}" if parts.query else path
+            connection.request("GET", target, headers=headers)
             answer = connection.getresponse()
             body = _read(answer, most_bytes)
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -132,9 +132,11 @@ def fetch(
     watch.check(url)
     if answer.length:
         raise FetchError(f"{url}: it was cut off, {answer.length} bytes lack")
-    kept = [one for one in answer.getheaders() if one[0].lower() not in _OF_THE_WAY]
+    kept_headers = [
+        header for header in answer.getheaders() if header[0].lower() not in _OF_THE_WAY
+    ]
     lines = [f"HTTP/1.1 {answer.status} {answer.reason}"]
-    lines += [f"{name}: {value}" for name, value in (*kept, ("Content-Length", len(body)))]
+    lines += [f"{name}: {value}" for name, value in (*kept_headers, ("Content-Length", len(body)))]
     head = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n"
     return Response(answer.status, head, body, _join_headers(answer.getheaders()))
 

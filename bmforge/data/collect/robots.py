@@ -79,10 +79,10 @@ def parse_robots(text: str, agent: str) -> Robots:
     lines = groups.get(agent.lower(), groups.get("*", []))
     rules = [(field == "allow", _normalize(v)) for field, v in lines if "allow" in field and v]
     delays = [_seconds(value) for field, value in lines if field == "crawl-delay"]
-    known = [delay for delay in delays if delay is not None]
+    known_delays = [delay for delay in delays if delay is not None]
     refusals = (f"{field}: {value}" for field, value in lines if _NO_TRAINING.search(value))
-    refused = next((said for said in refusals if said.startswith("content-")), "")
-    return Robots(tuple(rules), max(known, default=None), tuple(sitemaps), refused)
+    refused = next((refusal for refusal in refusals if refusal.startswith("content-")), "")
+    return Robots(tuple(rules), max(known_delays, default=None), tuple(sitemaps), refused)
 
 
 def _split_line(line: str) -> tuple[str, str]:
@@ -105,10 +105,10 @@ def _product_token(value: str) -> str:
 
 def _seconds(value: str) -> float | None:
     try:
-        found = float(value)
+        seconds = float(value)
     except ValueError:
         return None
-    return min(found, _LONGEST_DELAY_S) if found >= 0 else None
+    return min(seconds, _LONGEST_DELAY_S) if seconds >= 0 else None
 
 
 def _normalize(path: str) -> str:
@@ -135,10 +135,10 @@ def _fits(rule: str, path: str) -> bool:
         return not is_whole or path == first
     at = len(first)
     for piece in pieces[:-1]:
-        found = path.find(piece, at)
-        if found < 0:
+        index = path.find(piece, at)
+        if index < 0:
             return False
-        at = found + len(piece)
+        at = index + len(piece)
     last = pieces[-1]
     if is_whole:
         return path.endswith(last) and len(path) - len(last) >= at

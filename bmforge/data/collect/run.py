@@ -92,17 +92,17 @@ def collect(
     """
     config = config or CollectConfig()
     _check(config)
-    wanted = [clean_url(url) for url in urls]
-    if not wanted:
+    cleaned = [clean_url(url) for url in urls]
+    if not cleaned:
         raise ConfigError("urls: name at least one address")
     check_place(Path(out_dir), "out_dir")
-    hosts = {urlsplit(url).netloc for url in wanted} | {one.lower() for one in config.hosts}
+    hosts = {urlsplit(url).netloc for url in cleaned} | {host.lower() for host in config.hosts}
     with Archive(Path(out_dir)) as archive, ProgressBar("collect", config.most_pages) as bar:
         work = _Collection(config, archive, hosts, CollectReport(Path(out_dir)), clock, wait)
-        for url in wanted:
+        for url in cleaned:
             work.add(url, 0)
-        while (found := work.next()) is not None and work.has_budget():
-            work.take(*found)
+        while (item := work.next()) is not None and work.has_budget():
+            work.take(*item)
             bar.advance()
     return work.report
 
@@ -161,10 +161,10 @@ class _Collection:
         if parts.netloc not in self.allowed:
             self.report.outcomes["other_host"] += 1
             return
-        known = self.archive.known.get(url)
-        if known is not None and not self.config.again and not _is_passing(known):
+        record = self.archive.known.get(url)
+        if record is not None and not self.config.again and not _is_passing(record):
             self.report.outcomes["known"] += 1
-            for more in known.get("named", ()):
+            for more in record.get("named", ()):
                 self.add_found(more, url, 0)
             return
         key = f"{parts.scheme}://{parts.netloc}"
@@ -220,40 +220,43 @@ class _Collection:
             self._take_response(url, response, redirects)
 
     def _take_response(self, url: str, response: Response, redirects: int) -> None:
-        status, place = response.status, response.headers.get("location", "")
-        known = {
+        status, location = response.status, response.headers.get("location", "")
+        metadata = {
             "status": status,
             "etag": response.headers.get("etag", ""),
             "modified": response.headers.get("last-modified", ""),
         }
         if status == 304:
             before = self.archive.known.get(url, {})
-            self._note(url, "unchanged", **{**known, "etag": before.get("etag", "")})
-        elif 300 <= status < 400 and place:
-            self._note(url, "redirect", status=status, named=[place])
+            self._note(url, "unchanged", **{**metadata, "etag": before.get("etag", "")})
+        elif 300 <= status < 400 and location:
+            self._note(url, "redirect", status=status, named=[location])
             if redirects < _MOST_REDIRECTS:
-                self.add_found(place, url, redirects + 1)
+                self.add_found(location, url, redirects + 1)
         elif status != 200:
             self._note(url, "status", status=status)
         elif (named := _find_addresses(response)) is not None:
-            self._note(url, "list", **known, named=named)
+            self._note(url, "list", **metadata, named=named)
             for address in named:
                 self.add_found(address, url, 0)
-        elif said := find_directive(response):
-            self._note(url, "directive", status=status, said=said)
+        elif directive := find_directive(response):
+            self._note(url, "directive", status=status, said=directive)
         else:
             date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             self.archive.add_page(url, response, date)
-            self._note(url, "kept", **known, body_bytes=len(response.body))
+            self._note(url, "kept", **metadata, body_bytes=len(response.body))
 
-    def _note(self, url: str, outcome: str, **known: object) -> None:
+    def _note(self, url: str, outcome: str, **metadata: object) -> None:
         self.report.outcomes[outcome] += 1
-        self.archive.note(url, outcome, **known)
+        self.archive.note(url, outcome, **metadata)
 
     def _conditions(self, url: str) -> dict[str, str]:
         """Return the headers of a conditional request, from the recorded ETag and date."""
-        known = self.archive.known.get(url, {})
-        named = {"If-None-Match": known.get("etag"), "If-Modified-Since": known.get("modified")}
+        previous = self.archive.known.get(url, {})
+        named = {
+            "If-None-Match": previous.get("etag"),
+            "If-Modified-Since": previous.get("modified"),
+        }
         return {name: str(value) for name, value in named.items() if value}
 
     def _ask_robots(self, key: str, host: _Host) -> Robots:
@@ -280,11 +283,11 @@ class _Collection:
                 raise FetchError(
                     f"its robots.txt cannot be had, so the answer is no: {error}"
                 ) from error
-            place = response.headers.get("location")
-            if not (300 <= response.status < 400 and place):
+            location = response.headers.get("location")
+            if not (300 <= response.status < 400 and location):
                 break
             # Follow redirects to other public hosts too (RFC 9309, section 2.3.1.2).
-            url, redirects = urljoin(url, place), redirects + 1
+            url, redirects = urljoin(url, location), redirects + 1
         assert response is not None
         if response.status >= 500 or 300 <= response.status < 400 or response.status in _LATER:
             raise FetchError(f"its robots.txt has status {response.status}, so the answer is no")
@@ -323,9 +326,9 @@ class _Collection:
         raise AssertionError("unreachable")
 
 
-def _is_passing(known: Mapping[str, Any]) -> bool:
+def _is_passing(record: Mapping[str, Any]) -> bool:
     """Return True for a temporary failure, after which a URL is requested again."""
-    return known["outcome"] == "failed" or known.get("status") in _LATER
+    return record["outcome"] == "failed" or record.get("status") in _LATER
 
 
 def _find_addresses(response: Response) -> list[str] | None:
@@ -335,11 +338,11 @@ def _find_addresses(response: Response) -> list[str] | None:
 
 def _retry_after(response: Response, otherwise: float) -> float:
     """Return the ``Retry-After`` delay of a response in seconds, else `otherwise`."""
-    said = response.headers.get("retry-after", "")
-    if said.isdigit():
-        return float(said)
+    value = response.headers.get("retry-after", "")
+    if value.isdigit():
+        return float(value)
     try:
-        return max((parsedate_to_datetime(said) - datetime.now(UTC)).total_seconds(), otherwise)
+        return max((parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds(), otherwise)
     except (TypeError, ValueError):
         return otherwise
 
@@ -357,10 +360,17 @@ def find_directive(response: Response) -> str:
     for meta in _META.findall(response.body[:_HEAD_BYTES]):
         named, content = _META_ROBOTS.search(meta), _META_CONTENT.search(meta)
         if named and content:
-            said = b"".join(part or b"" for part in content.groups()).decode("latin-1").strip()
-            if _forbids("tdm-reservation" if b"tdm-reservation" in meta.lower() else "", said):
+            content_value = (
+                b"".join(part or b"" for part in content.groups()).decode("latin-1").strip()
+            )
+            if _forbids(
+                "tdm-reservation" if b"tdm-reservation" in meta.lower() else "", content_value
+            ):
                 return meta.decode("latin-1")
-            if re.search(rb"""name\s*=\s*["']?\s*ai\b""", meta, re.I) and said.lower() == "none":
+            if (
+                re.search(rb"""name\s*=\s*["']?\s*ai\b""", meta, re.I)
+                and content_value.lower() == "none"
+            ):
                 return meta.decode("latin-1")
     return ""
 

@@ -38,20 +38,20 @@ def find_addresses(body: bytes, kind: str = "") -> list[str] | None:
         tree = ElementTree.fromstring(body)
     except (ElementTree.ParseError, ValueError):
         return []
-    found = []
+    addresses = []
     for element in tree.iter():
         name, text = _name(element), (element.text or "").strip()
         if name in ("url", "sitemap"):  # images and videos in it have addresses of their own
-            found += [
+            addresses += [
                 (child.text or "").strip()
                 for child in element
                 if _name(child) == "loc" and _space(child) == _space(element)
             ]
         elif name == "link" and text:
-            found.append(text)
+            addresses.append(text)
         elif name == "link" and element.get("rel", "alternate") == "alternate":
-            found.append(element.get("href", ""))
-    return [address for address in dict.fromkeys(found) if address][:_MOST]
+            addresses.append(element.get("href", ""))
+    return [address for address in dict.fromkeys(addresses) if address][:_MOST]
 
 
 def _unpack(body: bytes) -> bytes | None:

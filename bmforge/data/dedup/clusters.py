@@ -30,9 +30,9 @@ class Clusters:
 
     def join(self, first: int, second: int) -> bool:
         """Merge two sets; return True if they were different."""
-        one, other = self.find(first), self.find(second)
-        self._parent[max(one, other)] = min(one, other)
-        return one != other
+        first_root, other = self.find(first), self.find(second)
+        self._parent[max(first_root, other)] = min(first_root, other)
+        return first_root != other
 
     def members(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the numbers that are not roots, in order, and their roots: (M,) each."""
@@ -43,7 +43,7 @@ class Clusters:
 
 def place_source(source: str, preferred: Sequence[str]) -> int:
     """Return the index of the first preferred name that is a prefix of the source."""
-    places = (place for place, name in enumerate(preferred) if source.startswith(name))
+    places = (index for index, name in enumerate(preferred) if source.startswith(name))
     return next(places, len(preferred))
 
 
@@ -100,7 +100,7 @@ def join_group(
     before the rest, so that a group of many thousands of different texts takes linear time.
     """
     first: list[int] = []  # of each cluster
-    rest: list[int] = []
+    others: list[int] = []
     for number in group:
         if similar is None:
             if first:
@@ -108,11 +108,11 @@ def join_group(
             first = first or [number]
             continue
         compared, joined = 0, False
-        for other in (*first[:_MOST_COMPARED], *rest[-_MOST_COMPARED:]):
+        for other in (*first[:_MOST_COMPARED], *others[-_MOST_COMPARED:]):
             if clusters.find(other) == clusters.find(number):
                 joined = True
             elif compared < _MOST_COMPARED:
                 compared += 1
                 if similar(other, number):
                     joined = clusters.join(other, number)
-        (rest if joined else first).append(number)
+        (others if joined else first).append(number)

@@ -79,12 +79,12 @@ def find_repeated_paragraphs(
         np.array(texts, np.uint64),
         np.array(ids, np.uint64).reshape(-1, 2),
     )
-    keys, owner, place = np.array(hashes, np.uint64), np.array(owners), np.array(numbers)
-    sort = np.lexsort((place, ranks[owner], keys[:, 1], keys[:, 0]))
+    keys, owner, paragraph = np.array(hashes, np.uint64), np.array(owners), np.array(numbers)
+    sort = np.lexsort((paragraph, ranks[owner], keys[:, 1], keys[:, 0]))
     same = (keys[sort][1:] == keys[sort][:-1]).all(axis=1)
     repeats: dict[int, list[int]] = {}
     for entry in sort[1:][same]:
-        repeats.setdefault(int(owner[entry]), []).append(int(place[entry]))
+        repeats.setdefault(int(owner[entry]), []).append(int(paragraph[entry]))
     return {
         document.id: sorted(repeats[at]) for at, document in enumerate(documents()) if at in repeats
     }
@@ -103,5 +103,5 @@ def cut_paragraphs(text: str, numbers: Iterable[int]) -> str:
     """Return a text without the paragraphs numbered by `find_repeated_paragraphs`."""
     parts = _BREAK.split(text)
     gone = set(numbers)
-    kept = [part for number, part in enumerate(parts[::2]) if number not in gone]
-    return "\n\n".join(kept)
+    remaining = [part for number, part in enumerate(parts[::2]) if number not in gone]
+    return "\n\n".join(remaining)

@@ -91,9 +91,9 @@ class SketchIndex:
             raise DataError(f"the index {str(folder)!r} is cut off: write it anew.")
         self._path = folder / "shingles.bin"
 
-    def shingles(self, place: int) -> Hashes:
+    def shingles(self, number: int) -> Hashes:
         """Return the n-gram hashes of one document."""
-        start, end = int(self._ends[place]), int(self._ends[place + 1])
+        start, end = int(self._ends[number]), int(self._ends[number + 1])
         with self._path.open("rb") as file:
             file.seek(start * 8)
             return np.frombuffer(file.read((end - start) * 8), "<u8")

@@ -137,18 +137,18 @@ def find_near_duplicates(
         options: options of `find_near_places` except `names`.
     """
     names: dict[int, str] = {}
-    found = find_near_places(documents, config, names=names, **options)
-    gone = [names[place] for place in found.places.tolist()]
-    kept = [names[~survivor] for survivor in found.survivors.tolist()]
+    near = find_near_places(documents, config, names=names, **options)
+    gone = [names[place_number] for place_number in near.places.tolist()]
+    kept_names = [names[~survivor] for survivor in near.survivors.tolist()]
     return NearDuplicates(
-        dict(zip(gone, kept, strict=True)),
+        dict(zip(gone, kept_names, strict=True)),
         {
             name: value
-            for name, value in zip(gone, found.similarity.tolist(), strict=True)
+            for name, value in zip(gone, near.similarity.tolist(), strict=True)
             if not math.isnan(value)
         },
-        dict(zip(gone, found.places.tolist(), strict=True)),
-        found.compared,
+        dict(zip(gone, near.places.tolist(), strict=True)),
+        near.compared,
     )
 
 
@@ -156,7 +156,7 @@ def find_near_places(
     documents: Callable[[], Iterable[Document]],
     config: DedupConfig | None = None,
     *,
-    known: Sequence[str | os.PathLike[str]] = (),
+    index_folders: Sequence[str | os.PathLike[str]] = (),
     sketches: Callable[[], Iterable[Sketches]] | None = None,
     shingle: Callable[[str], Hashes] | None = None,
     work_dir: str | os.PathLike[str] | None = None,
@@ -170,7 +170,8 @@ def find_near_places(
             the same
             order.
         config: settings (default: `DedupConfig()`).
-        known: folders of `write_index`; documents that repeat one of these corpora are dropped.
+        index_folders: folders of `write_index`; documents that repeat one of these corpora are
+            dropped.
         sketches: function that returns the precomputed sketches of the corpus's parts in order;
             called
             once per band.
@@ -181,21 +182,21 @@ def find_near_places(
             sorted in files.
         names: dict to fill with the id of each candidate by position, and with ``~number`` for
             possible
-            survivors in `known` corpora.
+            survivors in corpora of `index_folders`.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)
     if sketches is None:
-        made = read_sketches(documents(), hasher)
-        sketches = lambda: (made,)  # noqa: E731
-    indexes = [SketchIndex(Path(folder), hasher) for folder in known]
-    old = sum(len(one.ids) for one in indexes)
+        sketched = read_sketches(documents(), hasher)
+        sketches = lambda: (sketched,)  # noqa: E731
+    indexes = [SketchIndex(Path(folder), hasher) for folder in index_folders]
+    old = sum(len(part.ids) for part in indexes)
     with tempfile.TemporaryDirectory(dir=work_dir) as folder:
         groups = Groups(Path(folder), hasher.bands)
         for band in range(hasher.bands):
-            keys = chain((one.keys for one in indexes), (one.keys for one in sketches()))
-            for found in _equal_groups(keys, band, Path(folder) / "band", bound_bytes, old):
-                groups.add(band, *found)
+            keys = chain((part.keys for part in indexes), (part.keys for part in sketches()))
+            for group in _equal_groups(keys, band, Path(folder) / "band", bound_bytes, old):
+                groups.add(band, *group)
         candidates = _Candidates.find(groups, hasher.bands, sketches(), old)
         shingles = Shingles(len(candidates.order), work_dir)
         try:
@@ -216,8 +217,8 @@ def _equal_groups(
         new["high"], new["position"] = part[:, band], np.arange(first, first + len(part))
         rows.add(new)
         first += len(part)
-    for found in rows:  # equal keys come together
-        yield equal_groups(found["high"], found["position"], old)
+    for run in rows:  # equal keys come together
+        yield equal_groups(run["high"], run["position"], old)
     rows.close()
 
 
@@ -232,14 +233,14 @@ class _Candidates:
         numbers: candidate number of each position.
         order: positions sorted by candidate number.
         old: number of documents in earlier corpora.
-        known: number of candidates from earlier corpora.
+        num_earlier: number of candidates from earlier corpora.
     """
 
     places: NDArray[np.int64]
     numbers: NDArray[np.int64]
     order: NDArray[np.int64]
     old: int
-    known: int
+    num_earlier: int
 
     @classmethod
     def find(cls, groups: Groups, bands: int, parts: Iterable[Sketches], old: int) -> _Candidates:
@@ -247,12 +248,12 @@ class _Candidates:
         places = np.zeros(0, np.int64)
         for band in range(bands):
             places = np.union1d(places, groups.members(band))
-        known = int(np.searchsorted(places, old))
+        num_earlier = int(np.searchsorted(places, old))
         numbers = np.arange(len(places))
-        numbers[known:] = known + _rank(places[known:] - old, parts)
+        numbers[num_earlier:] = num_earlier + _rank(places[num_earlier:] - old, parts)
         order = np.empty_like(places)
         order[numbers] = places
-        return cls(places, numbers, order, old, known)
+        return cls(places, numbers, order, old, num_earlier)
 
     def number(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sorted candidate numbers of positions."""
@@ -265,10 +266,10 @@ def _rank(places: NDArray[np.int64], parts: Iterable[Sketches]) -> NDArray[np.in
     sources, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
     texts, ids = np.empty(count, np.uint64), np.empty((count, 2), np.uint64)
     for part in parts:
-        here = slice(*np.searchsorted(places, [first, first + len(part.sizes)]))
-        inside = places[here] - first
-        sources[here], sizes[here] = part.sources[inside], part.sizes[inside]
-        texts[here], ids[here] = part.texts[inside], part.ids[inside]
+        span = slice(*np.searchsorted(places, [first, first + len(part.sizes)]))
+        inside = places[span] - first
+        sources[span], sizes[span] = part.sources[inside], part.sizes[inside]
+        texts[span], ids[span] = part.texts[inside], part.ids[inside]
         first += len(part.sizes)
     return rank_documents(sources, sizes, texts, ids)
 
@@ -281,14 +282,14 @@ def _read_candidates(
     names: dict[int, str] | None,
 ) -> None:
     """Read the documents again; store the candidates' n-grams, and fill `names` with their ids."""
-    places = candidates.places[candidates.known :] - candidates.old
+    places = candidates.places[candidates.num_earlier :] - candidates.old
     at = 0
-    for here, document in enumerate(documents() if len(places) else ()):
-        if at == len(places) or here != places[at]:
+    for position, document in enumerate(documents() if len(places) else ()):
+        if at == len(places) or position != places[at]:
             continue
-        number = int(candidates.numbers[candidates.known + at])
+        number = int(candidates.numbers[candidates.num_earlier + at])
         if names is not None:
-            names[here] = names[~number] = document.id
+            names[position] = names[~number] = document.id
         if hasher.config.verify:
             shingles.add(number, hasher.shingle(document.text))
         at += 1
@@ -304,12 +305,12 @@ def _read_known(
     """Store the n-grams of candidates of earlier corpora, and fill `names` with their ids."""
     first, number = 0, 0
     for index in indexes:
-        for place in candidates.places[number : candidates.known].tolist():
-            if place >= first + len(index.ids):
+        for position in candidates.places[number : candidates.num_earlier].tolist():
+            if position >= first + len(index.ids):
                 break
-            shingles.add(number, index.shingles(place - first))
+            shingles.add(number, index.shingles(position - first))
             if names is not None:
-                names[~number] = index.ids[place - first]
+                names[~number] = index.ids[position - first]
             number += 1
         first += len(index.ids)
 
@@ -321,14 +322,14 @@ def _cluster(
     config: DedupConfig,
 ) -> NearPlaces:
     """Compare the candidates of every group; return the near duplicates."""
-    known, compared = candidates.known, 0
+    num_earlier, compared = candidates.num_earlier, 0
     clusters = Clusters(len(candidates.order))
     similarity = np.full(len(candidates.order), np.nan)
     different: set[tuple[int, int]] = set()  # of some pairs; those that are alike are one cluster
 
     def similar(first: int, second: int) -> bool:
         nonlocal compared
-        if second < known or (first, second) in different:  # or two of earlier corpora
+        if second < num_earlier or (first, second) in different:  # or two of earlier corpora
             return False
         compared += 1
         value = jaccard(shingles.read(first), shingles.read(second))
@@ -343,9 +344,9 @@ def _cluster(
     for group in groups:
         members = candidates.number(group).tolist()
         join_group(clusters, members, similar if config.verify else None)
-    gone, kept = clusters.members()
-    gone, kept = gone[gone >= known], kept[gone >= known]
+    gone, survivor_numbers = clusters.members()
+    gone, survivor_numbers = gone[gone >= num_earlier], survivor_numbers[gone >= num_earlier]
     by_place = np.argsort(candidates.order[gone])
-    gone, kept = gone[by_place], kept[by_place]
+    gone, survivor_numbers = gone[by_place], survivor_numbers[by_place]
     places = candidates.order[gone] - candidates.old
-    return NearPlaces(places, similarity[gone], kept, compared)
+    return NearPlaces(places, similarity[gone], survivor_numbers, compared)

@@ -78,7 +78,7 @@ class OverlapIndex:
             hashes = hash_runs(hash_tokens(tokens), length)
             runs.setdefault(length, []).append((hashes, len(self.names)))
             self.names.append(name)
-        self._runs = {length: _sort_runs(found) for length, found in sorted(runs.items())}
+        self._runs = {length: _sort_runs(hashed) for length, hashed in sorted(runs.items())}
 
     def _length_for(self, tokens: list[str]) -> int:
         """Return the run length for this example; 0 if it is too short to be matched."""
@@ -105,10 +105,10 @@ class OverlapIndex:
                 yield int(owners[at[first]]), int(first), length
 
 
-def _sort_runs(found: list[tuple[Hashes, int]]) -> tuple[Hashes, NDArray[np.int64]]:
+def _sort_runs(hashed: list[tuple[Hashes, int]]) -> tuple[Hashes, NDArray[np.int64]]:
     """Return the distinct hashes, sorted, and the first example of each."""
-    hashes = np.concatenate([one for one, _ in found])
-    owners = np.concatenate([np.full(len(one), owner) for one, owner in found])
+    hashes = np.concatenate([part for part, _ in hashed])
+    owners = np.concatenate([np.full(len(part), owner) for part, owner in hashed])
     hashes, first = np.unique(hashes, return_index=True)
     return hashes, owners[first]
 
@@ -119,12 +119,12 @@ def find_overlap(text: str, index: OverlapIndex) -> list[Overlap]:
     runs: dict[tuple[int, int], list[int]] = {}
     for owner, first, length in index.find(hash_tokens(tokens)):
         runs.setdefault((owner, length), []).append(first)
-    found = [
+    overlaps = [
         Overlap(index.names[owner], start, end)
         for (owner, length), starts in runs.items()
         for start, end in cover_runs(spots, starts, length)
     ]
-    return sorted(found, key=lambda one: (one.start, one.end, one.example))
+    return sorted(overlaps, key=lambda overlap: (overlap.start, overlap.end, overlap.example))
 
 
 @dataclass(frozen=True)
@@ -150,17 +150,17 @@ class Decontaminate:
             return document
         if self.cut and (text := self._cut(document.text, hits)).strip():
             return replace(document, text=text)
-        found = cut_excerpt(document.text[: hits[0].end], hits[0].start)
-        return Drop(RULE, hits[0].example, None, found)
+        excerpt = cut_excerpt(document.text[: hits[0].end], hits[0].start)
+        return Drop(RULE, hits[0].example, None, excerpt)
 
     @staticmethod
     def _cut(text: str, hits: list[Overlap]) -> str:
         spans: list[tuple[int, int]] = []
-        for one in hits:
-            if spans and one.start <= spans[-1][1]:
-                spans[-1] = (spans[-1][0], max(spans[-1][1], one.end))
+        for hit in hits:
+            if spans and hit.start <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(spans[-1][1], hit.end))
             else:
-                spans.append((one.start, one.end))
+                spans.append((hit.start, hit.end))
         return cut_spans(text, spans)
 
 

@@ -57,15 +57,15 @@ def find_repeated_spans(
         ends = _write_runs(documents(), min_tokens, Path(folder))
         parts = [_repeated_places(Path(folder, str(part))) for part in range(_PARTS)]
     places = np.sort(np.concatenate(parts))
-    found: dict[str, Spans] = {}
+    spans: dict[str, Spans] = {}
     start = 0
     for document, end in zip(documents(), ends, strict=True):
         low, high = np.searchsorted(places, (start, end))
         if high > low:
             _, spots = locate_tokens(document.text)
-            found[document.id] = cover_runs(spots, places[low:high] - start, min_tokens)
+            spans[document.id] = cover_runs(spots, places[low:high] - start, min_tokens)
         start = end
-    return found
+    return spans
 
 
 def _write_runs(documents: Iterable[Document], length: int, folder: Path) -> list[int]:
@@ -125,8 +125,8 @@ def cover_runs(
 
 def cut_spans(text: str, spans: Iterable[tuple[int, int]]) -> str:
     """Return a text without the given spans, which must not overlap."""
-    kept, at = [], 0
+    remaining, at = [], 0
     for start, end in sorted(spans):
-        kept.append(text[at:start])
+        remaining.append(text[at:start])
         at = end
-    return "".join((*kept, text[at:]))
+    return "".join((*remaining, text[at:]))

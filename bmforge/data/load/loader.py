@@ -140,19 +140,19 @@ class DataLoader:
                 lacks an
                 entry other than `content`, which states of earlier versions do not have.
         """
-        ours = self.state_dict()
-        missing = [key for key in ours if key not in state and key not in ("content", "rows")]
+        own_state = self.state_dict()
+        missing = [key for key in own_state if key not in state and key not in ("content", "rows")]
         if missing:
             raise ConfigError(
                 f"loader state {sorted(state)} lacks {missing}: it is not of "
                 "DataLoader.state_dict; give the state that was saved with the checkpoint"
             )
         for key, what in _ORDER.items():
-            if key in state and state[key] != ours[key]:
-                sizes = f" ({state.get('rows')} rows then, {ours['rows']} now)"
+            if key in state and state[key] != own_state[key]:
+                sizes = f" ({state.get('rows')} rows then, {own_state['rows']} now)"
                 rows = sizes if "rows" in state else ""
                 raise ConfigError(
-                    f"loader state has {key}={state[key]}, this loader has {key}={ours[key]}: "
+                    f"loader state has {key}={state[key]}, this loader has {key}={own_state[key]}: "
                     f"{what} changed{rows}, so the sample order cannot go on. Restore it, start a "
                     "new run, or go on in a new order with --override data"
                     f"{'' if 'content' in state else _EARLIER}"
@@ -202,11 +202,11 @@ class _StepMaker:
         if real:
             rows[:real] = self.dataset.training_rows(first_sample + slots[:real], self.seed)
         lengths = np.where(np.arange(len(slots)) < real, self.dataset.seq_len, 0)
-        whole = dict(_batch(rows, lengths, self.eos_id))
+        columns = dict(_batch(rows, lengths, self.eos_id))
         if len(slots) * self.world > self.global_batch_size:
             # Same on all ranks and micro-batches, as pipeline stages need equal inputs.
-            whole["attention_mask"] = _mask_rows(lengths, self.dataset.seq_len)
-        parts = {key: value.split(self.micro_batch_size) for key, value in whole.items()}
+            columns["attention_mask"] = _mask_rows(lengths, self.dataset.seq_len)
+        parts = {key: value.split(self.micro_batch_size) for key, value in columns.items()}
         return [{key: parts[key][m] for key in parts} for m in range(self.micro_batches)]
 
 

@@ -76,8 +76,8 @@ class Mixture:
         rows = np.empty((len(numbers), self.seq_len), dtype=np.int64)
         sources, own = self.source_of(numbers)
         for i in np.unique(sources).tolist():
-            here = sources == i
-            rows[here] = self._datasets[i].training_rows(own[here], seed)
+            of_source = sources == i
+            rows[of_source] = self._datasets[i].training_rows(own[of_source], seed)
         return rows
 
     def num_held_out_rows(self) -> int:
@@ -93,8 +93,10 @@ class Mixture:
         first = 0
         for dataset in self._datasets:
             last = first + dataset.num_held_out_rows()
-            here = (numbers >= first) & (numbers < last)
-            rows[here], lengths[here] = dataset.held_out_rows(numbers[here] - first)
+            of_dataset = (numbers >= first) & (numbers < last)
+            rows[of_dataset], lengths[of_dataset] = dataset.held_out_rows(
+                numbers[of_dataset] - first
+            )
             first = last
         return rows, lengths
 

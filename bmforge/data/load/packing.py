@@ -110,9 +110,9 @@ class PackedDataset:
         starts = np.empty(len(numbers), dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
             key = derive_key(self.name, seed, epoch)
-            here = epochs == epoch
-            order = permute(indices[here], per_epoch, key)
-            starts[here] = draw_below(stride, key) + order * stride
+            in_epoch = epochs == epoch
+            order = permute(indices[in_epoch], per_epoch, key)
+            starts[in_epoch] = draw_below(stride, key) + order * stride
         return starts % self.store.num_tokens
 
     def _copy_ring(self, start: int, row: NDArray[np.int64]) -> None:

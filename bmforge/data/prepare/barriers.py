@@ -33,7 +33,7 @@ def find_copies(
     bound_bytes: int,
     earlier: Sequence[Earlier] = (),
 ) -> dict[str, Any]:
-    """Write the mask ``kept``: False for documents whose text occurs earlier or in an earlier
+    """Write the mask ``mask``: False for documents whose text occurs earlier or in an earlier
     corpus.
 
     Args:
@@ -52,12 +52,12 @@ def find_copies(
     rows = SortedRows(folder / "rows", bound_bytes)
     text_bytes = 0
     files: dict[str, str] = {}
-    with new_mask(folder, "kept", total, files) as kept:
-        for first, found in _each_shard(documents, counts):
-            positions = np.arange(first, first + len(found))
-            rows.add(make_rows(found["digest"].tobytes(), positions, found["read_bytes"]))
-            text_bytes += int(found["text_bytes"].sum())
-        kept[:] = True
+    with new_mask(folder, "kept", total, files) as mask:
+        for first, digests in _each_shard(documents, counts):
+            positions = np.arange(first, first + len(digests))
+            rows.add(make_rows(digests["digest"].tobytes(), positions, digests["read_bytes"]))
+            text_bytes += int(digests["text_bytes"].sum())
+        mask[:] = True
         last = None
         read_bytes, copies = 0, 0
         for part in rows:
@@ -69,11 +69,11 @@ def find_copies(
             last = part["high"][-1], part["low"][-1]
             for index in earlier:
                 same |= index.holds(part)
-            kept[part["position"][same]] = False
+            mask[part["position"][same]] = False
             copies += int(same.sum())
             read_bytes += int(part["size_bytes"][same].sum())
-        for first, found in _each_shard(documents, counts):
-            text_bytes -= int(found["text_bytes"][~kept[first : first + len(found)]].sum())
+        for first, digests in _each_shard(documents, counts):
+            text_bytes -= int(digests["text_bytes"][~mask[first : first + len(digests)]].sum())
     rows.close()
     result = {"documents": copies, "read_bytes": read_bytes, "text_bytes": text_bytes}
     return {"files": files, **result}
@@ -82,7 +82,7 @@ def find_copies(
 def choose_split(
     documents: Path,
     counts: Sequence[int],
-    kept: NDArray[np.bool_],
+    mask: NDArray[np.bool_],
     folder: Path,
     *,
     fraction: float,
@@ -97,14 +97,14 @@ def choose_split(
     rows = SortedRows(folder / "rows", bound_bytes)
     total_bytes = 0
     files: dict[str, str] = {}
-    for first, found in _each_shard(documents, counts):
-        places = np.flatnonzero(kept[first : first + len(found)])
-        total_bytes += int(found["text_bytes"][places].sum())
+    for first, digests in _each_shard(documents, counts):
+        places = np.flatnonzero(mask[first : first + len(digests)])
+        total_bytes += int(digests["text_bytes"][places].sum())
         for at in range(0, len(places), _KEYS):
             some = places[at : at + _KEYS]
-            joined = found["digest"][some].tobytes()
+            joined = digests["digest"][some].tobytes()
             keys = split_keys((joined[i : i + 16] for i in range(0, len(joined), 16)), seed)
-            rows.add(make_rows(keys, first + some, found["text_bytes"][some]))
+            rows.add(make_rows(keys, first + some, digests["text_bytes"][some]))
     with new_mask(folder, "held_out", sum(counts), files) as held_out:
         held_out[:] = False
         cut, cut_bytes = choose_held_out(rows, total_bytes, fraction, held_out)

@@ -145,20 +145,20 @@ def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document,
             continue
         beat(entry, False, f"{source}:{record.place}")
         try:
-            found: Document | Drop = parse_record(record)
+            parsed: Document | Drop = parse_record(record)
         except DataError as error:
             if not task.skip_bad:
                 raise
-            found = Drop(UNREADABLE, None, None, str(error))
-        if isinstance(found, Drop):
-            yield unread, record.size_bytes, found
+            parsed = Drop(UNREADABLE, None, None, str(error))
+        if isinstance(parsed, Drop):
+            yield unread, record.size_bytes, parsed
         else:
-            if replaced := int(found.scores.get("replaced_characters", 0)):
+            if replaced := int(parsed.scores.get("replaced_characters", 0)):
                 funnel.change("replacing damaged characters", 1, replaced)
-            if damaged := int(found.scores.get("damaged_parts", 0)):
+            if damaged := int(parsed.scores.get("damaged_parts", 0)):
                 funnel.change("leaving out damaged parts", 1, damaged)
-            document, reason = _take_steps(found, task.steps, funnel)
-            yield document, len(found.text.encode()), reason
+            document, reason = _take_steps(parsed, task.steps, funnel)
+            yield document, len(parsed.text.encode()), reason
 
 
 def _take_steps(
@@ -166,15 +166,15 @@ def _take_steps(
 ) -> tuple[Document, Drop | None]:
     for step in steps:
         try:
-            found = step.run(document)
+            result = step.run(document)
         except Exception as error:
             error.add_note(f"in the step {step.name!r} of {document.source}:{document.place}")
             raise
-        if isinstance(found, Drop):
-            return document, found
-        if found.text != document.text:
-            funnel.change(step.name, 1, abs(len(found.text) - len(document.text)))
-        document = found
+        if isinstance(result, Drop):
+            return document, result
+        if result.text != document.text:
+            funnel.change(step.name, 1, abs(len(result.text) - len(document.text)))
+        document = result
     return document, None
 
 
@@ -190,8 +190,8 @@ def _hide(steps: tuple[Step, ...], document: Document, drop: Drop) -> tuple[Docu
 
 
 def _changed(step: Step, text: str) -> str:
-    found = step.run(Document(text, "")) if text else ""
-    return found.text if isinstance(found, Document) else ""
+    result = step.run(Document(text, "")) if text else ""
+    return result.text if isinstance(result, Document) else ""
 
 
 def _entries(part: Part, blamed: dict[int, Blame], beat: Beat) -> Iterator[tuple[int, str, Record]]:

@@ -50,14 +50,14 @@ class Earlier:
 
     def holds(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         """Return a mask of the rows (`dedup.sort.ROW`) whose text the index contains."""
-        known = np.memmap(self.folder / _DIGESTS, dtype=_ROW, mode="r")
-        found = np.zeros(len(rows), dtype=np.bool_)
-        first = np.searchsorted(known["high"], rows["high"], side="left")
-        last = np.searchsorted(known["high"], rows["high"], side="right")
-        for place in np.flatnonzero(last > first).tolist():
-            part = known["low"][first[place] : last[place]]
-            found[place] = bool((part == rows["low"][place]).any())
-        return found
+        digests = np.memmap(self.folder / _DIGESTS, dtype=_ROW, mode="r")
+        holds = np.zeros(len(rows), dtype=np.bool_)
+        first = np.searchsorted(digests["high"], rows["high"], side="left")
+        last = np.searchsorted(digests["high"], rows["high"], side="right")
+        for index in np.flatnonzero(last > first).tolist():
+            part = digests["low"][first[index] : last[index]]
+            holds[index] = bool((part == rows["low"][index]).any())
+        return holds
 
 
 def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earlier, ...]:
@@ -67,7 +67,7 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
         ConfigError: a directory has no index, or no near-duplicate index although `near` is given.
         DataError: an index is damaged.
     """
-    found = []
+    indexes = []
     for corpus in corpora:
         folder = Path(corpus) / INDEX
         if not (folder / _SETTINGS).is_file():
@@ -75,12 +75,12 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
                 f"earlier={corpus!r} has no index: prepare it with keep_index=True (--keep-index)"
             )
         try:
-            told = json.loads((folder / _SETTINGS).read_text("utf-8"))
-            if told["format"] != _FORMAT:
-                raise ValueError(f"format {told['format']}, known is {_FORMAT}")
-            if digest_file(folder / _DIGESTS) != told["digest"]:
+            settings = json.loads((folder / _SETTINGS).read_text("utf-8"))
+            if settings["format"] != _FORMAT:
+                raise ValueError(f"format {settings['format']}, known is {_FORMAT}")
+            if digest_file(folder / _DIGESTS) != settings["digest"]:
                 raise ValueError(f"{_DIGESTS} has other bytes than were written")
-            threshold = told["near_duplicates"]
+            threshold = settings["near_duplicates"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{str(folder)!r} is damaged ({error}): prepare {corpus!r} again"
@@ -90,15 +90,15 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
                 f"near_duplicates={near.threshold}, and the index of earlier={corpus!r} was made "
                 f"with {threshold}: use the same, or prepare that corpus again"
             )
-        found.append(Earlier(folder, digest_file(folder / _SETTINGS)))
-    return tuple(found)
+        indexes.append(Earlier(folder, digest_file(folder / _SETTINGS)))
+    return tuple(indexes)
 
 
 def write_earlier(
     finished: Path,
     documents: Path,
     counts: Sequence[int],
-    kept: Path,
+    mask_path: Path,
     near: DedupConfig | None,
     bound_bytes: int,
 ) -> None:
@@ -108,17 +108,17 @@ def write_earlier(
         finished: folder of the corpus until it is complete.
         documents: folder of the first stage.
         counts: documents per shard.
-        kept: path of the mask of kept documents.
+        mask_path: path of the mask of kept documents.
         near: settings of near-duplicate detection; None writes no sketches.
         bound_bytes: largest size of the digests in memory, in bytes.
     """
-    mask, folder = open_mask(kept), finished / INDEX
+    mask, folder = open_mask(mask_path), finished / INDEX
     folder.mkdir()
     rows, first = SortedRows(folder / "rows", bound_bytes), 0
     for number, count in enumerate(counts):
-        found = read_digests(documents, number)
+        digests = read_digests(documents, number)
         places = np.flatnonzero(mask[first : first + count])
-        rows.add(make_rows(found["digest"][places].tobytes(), first + places, places * 0))
+        rows.add(make_rows(digests["digest"][places].tobytes(), first + places, places * 0))
         first += count
     with (folder / _DIGESTS).open("wb") as file:
         for part in rows:
@@ -137,9 +137,9 @@ def write_earlier(
 
     if near is not None:
         write_index(folder / _NEAR, texts(), near)
-    told = {
+    settings = {
         "format": _FORMAT,
         "digest": digest_file(folder / _DIGESTS),
         "near_duplicates": None if near is None else near.threshold,
     }
-    (folder / _SETTINGS).write_text(json.dumps(told) + "\n", encoding="utf-8")
+    (folder / _SETTINGS).write_text(json.dumps(settings) + "\n", encoding="utf-8")

@@ -56,14 +56,14 @@ class Chosen:
 
         The texts are None for a dropped document; one of the two may be empty.
         """
-        kept = open_mask(self.kept)
+        mask = open_mask(self.kept)
         split = Split(open_mask(self.held_out), self.cut, self.cut_bytes)
         first = sum(self.counts[:number])
         spans = self.repeats.read(first, self.counts[number]) if self.repeats else {}
         for position, document in enumerate(read_shard(self.documents, number), first):
-            if position in spans and kept[position]:
+            if position in spans and mask[position]:
                 document = without(document, spans[position])
-            yield document, split.divide(position, document.text) if kept[position] else None
+            yield document, split.divide(position, document.text) if mask[position] else None
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ def _texts(task: EncodeTask, side: int, beat: Beat) -> Iterator[Document]:
             yield Document(texts[side], document.source, document.place, document.id)
 
 
-def _chain(first: Document, rest: Iterator[Document]) -> Iterator[Document]:
+def _chain(first: Document, others: Iterator[Document]) -> Iterator[Document]:
     yield first
-    yield from rest
+    yield from others
 
 
 def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped, Summary]:
@@ -166,17 +166,17 @@ def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped,
             summary.add_source(group, drop.rule, read_bytes)
             continue
         summary.add_source(group, KEPT, read_bytes)
-        made = 0
+        num_tokens = 0
         for side, text in enumerate(texts):
             if text:
-                made += next(tokens[side])
+                num_tokens += next(tokens[side])
                 columns[side].add(document, origin_of(document), _licence(document))
         is_cut = first + entry in spans
         text_bytes = len(document.text.encode()) if is_cut else int(sizes["text_bytes"][entry])
-        summary.add_kept(document, text_bytes, made)
-    for prefix, found in zip(prefixes, columns, strict=True):
+        summary.add_kept(document, text_bytes, num_tokens)
+    for prefix, builder in zip(prefixes, columns, strict=True):
         if prefix is not None:
-            found.build().write(prefix)
+            builder.build().write(prefix)
     return dropped, summary
 
 

@@ -107,14 +107,16 @@ class _Worker:
     """A worker process, its pipe, and the shared memory with its current entry."""
 
     def __init__(self, context: Any, work: Work, number_of_workers: int) -> None:
-        self.pipe, theirs = context.Pipe()
+        self.pipe, child_end = context.Pipe()
         self._at = context.RawArray(ctypes.c_int64, 2)
         self._name = context.RawArray(ctypes.c_char, _NAME_BYTES)
         self.process = context.Process(
-            target=_serve, args=(theirs, work, self._at, self._name, number_of_workers), daemon=True
+            target=_serve,
+            args=(child_end, work, self._at, self._name, number_of_workers),
+            daemon=True,
         )
         self.process.start()
-        theirs.close()
+        child_end.close()
         self.part: Part | None = None
         self._seen: tuple[int, int] = (-1, 0)
         self._since = 0.0
@@ -138,9 +140,9 @@ class _Worker:
             return None
         if now - self._since > limits.seconds:
             return self.blame("time", round(now - self._since, 1), limits.seconds)
-        held = _resident_bytes(self.process.pid)
-        if held > limits.memory_bytes:
-            return self.blame("memory", held, limits.memory_bytes)
+        resident = _resident_bytes(self.process.pid)
+        if resident > limits.memory_bytes:
+            return self.blame("memory", resident, limits.memory_bytes)
         return None
 
     def end(self) -> None:
@@ -231,8 +233,8 @@ class _Pool:
         assert part is not None
         worker.end()
         if blame is not None and any(
-            (known.entry, known.in_reading) == (blame.entry, blame.in_reading)
-            for known in part.blamed
+            (earlier.entry, earlier.in_reading) == (blame.entry, blame.in_reading)
+            for earlier in part.blamed
         ):
             raise DataError(
                 f"{blame.name}: {describe_blame(blame)}, and this stage cannot leave it out. Take "
@@ -274,8 +276,8 @@ def _serve(pipe: Any, work: Work, at: Any, name: Any, number_of_workers: int) ->
     if number_of_workers > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-    def beat(entry: int, in_reading: bool, said: str) -> None:
-        name.value = said.encode("utf-8", "replace")[: _NAME_BYTES - 1].replace(b"\0", b" ")
+    def beat(entry: int, in_reading: bool, entry_name: str) -> None:
+        name.value = entry_name.encode("utf-8", "replace")[: _NAME_BYTES - 1].replace(b"\0", b" ")
         at[1] = in_reading
         at[0] = entry
 

@@ -26,33 +26,33 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         ConfigError: no such task or file.
         DataError: a file cannot be read, or does not have its task's format.
     """
-    for one in sets:
-        name, mark, folder = one.partition("=")
-        if mark and not Path(one).exists():
+    for option in sets:
+        name, mark, folder = option.partition("=")
+        if mark and not Path(option).exists():
             yield from _read_task(find_task(name).name, folder)
-        elif Path(one).is_file():
-            yield from examples_of(one)
+        elif Path(option).is_file():
+            yield from examples_of(option)
         else:
             raise ConfigError(
-                f"decontaminate={one!r} is no file: give .jsonl files, or TASK=FOLDER such as "
+                f"decontaminate={option!r} is no file: give .jsonl files, or TASK=FOLDER such as "
                 "BoolQ=superglue"
             )
 
 
 def _read_task(name: str, folder: str) -> Iterator[tuple[str, str]]:
     """Yield the texts of all splits that exist."""
-    found, errors = False, []
+    has_split, errors = False, []
     for split in find_task(name).files:
         try:
             examples = read_task(name, folder, split)
         except DataError as error:
             errors.append(str(error))
             continue
-        found = True
+        has_split = True
         for number, example in enumerate(examples, 1):
-            texts = [*example.fields.items(), *(("choice", one) for one in example.choices)]
+            texts = [*example.fields.items(), *(("choice", choice) for choice in example.choices)]
             yield from ((f"{name}.{split}:{number}.{field}", text) for field, text in texts)
-    if not found:
+    if not has_split:
         raise DataError("; ".join(errors))
 
 

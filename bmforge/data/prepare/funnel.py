@@ -58,8 +58,8 @@ class Funnel:
 
     def merge(self, other: Funnel) -> None:
         """Add the counts of another part of the corpus."""
-        for mine, theirs in ((self.read, other.read), (self.kept, other.kept)):
-            mine.add(theirs.documents, theirs.text_bytes)
+        for own, added in ((self.read, other.read), (self.kept, other.kept)):
+            own.add(added.documents, added.text_bytes)
         for rule, amount in other.dropped.items():
             self.drop(rule, amount.documents, amount.text_bytes)
         for step, (documents, characters) in other.changed.items():
@@ -125,16 +125,16 @@ class Dropped:
             self._put(entry["rule"], entry["id"], line)
 
     def _put(self, rule: str, id: str, line: str) -> None:
-        held = self._lines.setdefault(rule, [])
-        heapq.heappush(held, (-int(id, 16), line))
-        if not self._keep_all and len(held) > _SAMPLES:
-            heapq.heappop(held)
+        num_tokens = self._lines.setdefault(rule, [])
+        heapq.heappush(num_tokens, (-int(id, 16), line))
+        if not self._keep_all and len(num_tokens) > _SAMPLES:
+            heapq.heappop(num_tokens)
 
     def lines(self) -> str:
         """Return the dropped documents as lines of JSON, sorted by rule and id."""
-        found = [
+        lines = [
             line
             for rule in sorted(self._lines)
-            for _, line in sorted(self._lines[rule], key=lambda one: (-one[0], one[1]))
+            for _, line in sorted(self._lines[rule], key=lambda entry: (-entry[0], entry[1]))
         ]
-        return "".join(f"{line}\n" for line in found)
+        return "".join(f"{line}\n" for line in lines)

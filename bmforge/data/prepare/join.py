@@ -56,15 +56,19 @@ def join_stores(
             continue
         if into_one:
             merge_stores(prefixes, prefix)
-            join_columns([read_columns(TokenStore(one)) for one in prefixes]).write(prefix)
-            ends = accumulate(store_paths(one)[0].stat().st_size for one in prefixes)
+            join_columns([read_columns(TokenStore(source_file)) for source_file in prefixes]).write(
+                prefix
+            )
+            ends = accumulate(
+                store_paths(source_file)[0].stat().st_size for source_file in prefixes
+            )
             cuts[f"{side}/{STORE_NAME}.bin"] = list(zip(shards, ends, named, strict=True))
             continue
         beside = [prefix.with_name(f"{STORE_NAME}.{number:06d}") for number in shards]
         prefix.parent.mkdir(parents=True, exist_ok=True)
         for number, source, target, inputs in zip(shards, prefixes, beside, named, strict=True):
-            for one, other in zip(_files(source), _files(target), strict=True):
-                _link(one, other)
+            for source_file, other in zip(_files(source), _files(target), strict=True):
+                _link(source_file, other)
             size = store_paths(target)[0].stat().st_size
             cuts[f"{side}/{target.name}.bin"] = [(number, size, inputs)]
         write_shard_list(prefix, beside)

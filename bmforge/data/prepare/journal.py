@@ -97,9 +97,9 @@ class Journal:
             self._file = path.open("ab")
             self._lock()
             lines = path.read_bytes()
-            whole = lines.rfind(b"\n") + 1  # an incomplete line after it was cut off by a kill
-            self._file.truncate(whole)
-            lines = lines[:whole]
+            complete = lines.rfind(b"\n") + 1  # an incomplete line after it was cut off by a kill
+            self._file.truncate(complete)
+            lines = lines[:complete]
             for left in sorted(work.rglob(f"*{_PARTIAL}")):
                 shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
         for line in lines.split(b"\n")[:-1]:

@@ -105,9 +105,9 @@ def sketch_shard(part: Part, beat: Beat) -> dict[str, Any]:
     blamed = {blame.entry for blame in part.blamed}
 
     def documents() -> Iterator[Document]:
-        kept = open_mask(task.kept)
+        mask = open_mask(task.kept)
         for entry, document in enumerate(read_shard(task.documents, task.number)):
-            if not kept[task.first + entry]:
+            if not mask[task.first + entry]:
                 continue
             if entry in blamed:  # it stays, and is compared with none
                 yield replace(document, text="")
@@ -115,10 +115,10 @@ def sketch_shard(part: Part, beat: Beat) -> dict[str, Any]:
             beat(entry, False, f"{document.source}:{document.place}")
             yield document
 
-    found = read_sketches(documents(), MinHasher(task.config))
+    sketches = read_sketches(documents(), MinHasher(task.config))
     files: dict[str, str] = {}
     for name in _NAMES:
-        content, array = io.BytesIO(), getattr(found, name)
+        content, array = io.BytesIO(), getattr(sketches, name)
         # One band of all documents is read at a time, so each band is stored contiguously.
         np.save(content, np.asfortranarray(array), allow_pickle=False)
         with write_hashed(_sketch_file(task.folder, task.number, name), files) as file:
@@ -136,8 +136,8 @@ def _map_sketches(folder: Path, number: int) -> Sketches:
 
 
 def _map_array(path: Path) -> NDArray[Any]:
-    found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    return found
+    array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array
 
 
 def choose_survivors(
@@ -148,9 +148,9 @@ def choose_survivors(
     config: DedupConfig,
     folder: Path,
     bound_bytes: int,
-    known: Sequence[Path] = (),
+    index_folders: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Write the mask ``kept``, which also excludes near duplicates, and their list ``drops``.
+    """Write the mask ``mask``, which also excludes near duplicates, and their list ``drops``.
 
     Args:
         documents: folder of the first stage.
@@ -160,7 +160,7 @@ def choose_survivors(
         config: settings of near-duplicate detection.
         folder: output folder.
         bound_bytes: largest size of a band's keys in memory, in bytes.
-        known: folders of sketches of earlier corpora.
+        index_folders: folders of sketches of earlier corpora.
 
     Returns:
         ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
@@ -178,51 +178,51 @@ def choose_survivors(
                 position += 1
 
     folder.mkdir(parents=True, exist_ok=True)
-    found = find_near_places(
+    near = find_near_places(
         left,
         config,
-        known=known,
+        index_folders=index_folders,
         sketches=lambda: (_map_sketches(sketches, number) for number in range(len(counts))),
         work_dir=folder,
         bound_bytes=bound_bytes,
     )
-    drops = _locate(found, before, counts)
+    drops = _locate(near, before, counts)
     files: dict[str, str] = {}
     with write_hashed(folder / DROPS, files) as file:
         file.write(drops.tobytes())
-    with new_mask(folder, "kept", len(before), files) as kept:
-        kept[:] = before
-        kept[drops["position"]] = False
+    with new_mask(folder, "kept", len(before), files) as mask:
+        mask[:] = before
+        mask[drops["position"]] = False
         read_bytes, text_bytes, first = 0, 0, 0
         for number, count in enumerate(counts):
             sizes = read_digests(documents, number)
-            here = slice(first, first + count)
-            text_bytes += int(sizes["text_bytes"][kept[here]].sum())
-            read_bytes += int(sizes["read_bytes"][before[here] & ~kept[here]].sum())
+            span = slice(first, first + count)
+            text_bytes += int(sizes["text_bytes"][mask[span]].sum())
+            read_bytes += int(sizes["read_bytes"][before[span] & ~mask[span]].sum())
             first += count
     result = {"documents": len(drops), "read_bytes": read_bytes, "text_bytes": text_bytes}
-    gone = np.unique(found.survivors, return_counts=True)[1]
+    gone = np.unique(near.survivors, return_counts=True)[1]
     sizes, of_size = np.unique(1 + gone, return_counts=True)
     clusters = {str(size): [count] for size, count in zip(sizes, of_size.tolist(), strict=True)}
     return {"files": files, "clusters": clusters, **result}
 
 
 def _locate(
-    found: NearPlaces, compared: NDArray[np.bool_], counts: Sequence[int]
+    near: NearPlaces, compared: NDArray[np.bool_], counts: Sequence[int]
 ) -> NDArray[np.void]:
     """Return position and similarity of the dropped documents, sorted by position.
 
     Args:
-        found: the dropped documents, numbered among the compared ones.
+        near: the dropped documents, numbered among the compared ones.
         compared: mask of the compared documents among all documents.
         counts: documents per shard.
     """
-    drops = np.empty(len(found.places), _ROW)
-    drops["position"], drops["similarity"] = found.places, found.similarity
+    drops = np.empty(len(near.places), _ROW)
+    drops["position"], drops["similarity"] = near.places, near.similarity
     first, seen = 0, 0
     for count in counts:
-        here = np.flatnonzero(compared[first : first + count])
-        part = slice(*np.searchsorted(found.places, [seen, seen + len(here)]))
-        drops["position"][part] = first + here[found.places[part] - seen]
-        first, seen = first + count, seen + len(here)
+        compared_places = np.flatnonzero(compared[first : first + count])
+        part = slice(*np.searchsorted(near.places, [seen, seen + len(compared_places)]))
+        drops["position"][part] = first + compared_places[near.places[part] - seen]
+        first, seen = first + count, seen + len(compared_places)
     return drops

@@ -72,29 +72,29 @@ def read_outputs(
     Args:
         cuts: per path of a joined file, the parts as (shard number, end in bytes, inputs).
     """
-    found = []
+    files = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name, size_bytes = path.relative_to(folder).as_posix(), path.stat().st_size
-        whole, begin, parts = blake2b(digest_size=16), 0, []
+        digest, begin, parts = blake2b(digest_size=16), 0, []
         for shard, end, inputs in cuts.get(name, ()):
             part = blake2b(digest_size=16)
             for chunk in _chunks(path, begin, end):
-                whole.update(chunk)
+                digest.update(chunk)
                 part.update(chunk)
             parts.append(OutputPart(shard, end, part.hexdigest(), inputs))
             begin = end
         for chunk in _chunks(path, begin, size_bytes):
-            whole.update(chunk)
-        found.append(OutputFile(name, size_bytes, whole.hexdigest(), tuple(parts)))
-    return found
+            digest.update(chunk)
+        files.append(OutputFile(name, size_bytes, digest.hexdigest(), tuple(parts)))
+    return files
 
 
 def digest_part(path: Path, begin: int, end: int) -> str:
     """Return the digest of the bytes from `begin` to `end`."""
-    found = blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
     for chunk in _chunks(path, begin, end):
-        found.update(chunk)
-    return found.hexdigest()
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _chunks(path: Path, begin: int, end: int) -> Iterator[bytes]:

@@ -26,14 +26,14 @@ def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
         size * (_PACKED_RATIO if path.suffix.lower() in PACKED else 1)
         for path, size in sizes.items()
     )
-    there = next(place for place in (out, *out.absolute().parents) if place.exists())
-    usage = shutil.disk_usage(there)
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    usage = shutil.disk_usage(existing)
     if usage.total == 0:  # not a disk: the first write reports the error
         return
     free = usage.free
-    held = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+    work_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
     need = int(_NEED_RATIO * text_bytes)
-    if need > free + held:
+    if need > free + work_bytes:
         raise ConfigError(
             f"out_dir={str(out)!r}: the work on {text_bytes / 1e9:.2f} GB of text needs about "
             f"{need / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free. Free some, or name a "

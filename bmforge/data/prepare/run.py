@@ -112,19 +112,19 @@ def _prepare(
 ) -> PrepareReport:
     files = _list_inputs(inputs, config)
     if not overwrite and (out / RECORD_NAME).exists():
-        report, known = read_record(out)
-        now = plan_shards(files, config.shard_bytes, known=known).inputs
-        _check_same(report, known, config, now, all_steps)
+        report, recorded = read_record(out)
+        now = plan_shards(files, config.shard_bytes, recorded=recorded).inputs
+        _check_same(report, recorded, config, now, all_steps)
         _remove_finished_work(out / _WORK_NAME, report.config.keep_stages)
         return report
     check_place(out, "out_dir")
-    given = _open_tokenizer(config)
+    tokenizer = _open_tokenizer(config)
     work = out / _WORK_NAME
     check_room(files, out, work)
     with Journal(work) as journal:
         try:
             plan = plan_shards(files, config.shard_bytes, work)
-            results = run_stages(plan, config, all_steps, given, journal)
+            results = run_stages(plan, config, all_steps, tokenizer, journal)
             report = _finish(plan, results, config, all_steps, journal)
             write_record(work / _FINISHED / RECORD_NAME, report, plan.inputs)
         except BaseException:
@@ -225,27 +225,34 @@ def _open_tokenizer(config: PrepareConfig) -> Tokenizer | None:
     """Open the given tokenizer, so that an unsuitable one fails before any text is read."""
     if not config.tokenizer:
         return None
-    given = load_tokenizer(config.tokenizer)
-    end_of_text_id(given)
-    return given
+    tokenizer = load_tokenizer(config.tokenizer)
+    end_of_text_id(tokenizer)
+    return tokenizer
 
 
 def _check_same(
     report: PrepareReport,
-    known: list[InputFile],
+    recorded: list[InputFile],
     config: PrepareConfig,
     now: list[InputFile],
     steps: Sequence[Step],
 ) -> None:
     """Raise `ConfigError` if the finished corpus has other settings, inputs or stores."""
-    was, asked = asdict(report.config), asdict(config)
+    was, requested = asdict(report.config), asdict(config)
     names = [name for name in was if name not in _HOW_IT_RUNS]
-    changes = [f"{k}={was[k]!r} there, {asked[k]!r} asked" for k in names if was[k] != asked[k]]
+    changes = [
+        f"{k}={was[k]!r} there, {requested[k]!r} asked" for k in names if was[k] != requested[k]
+    ]
     if report.steps != _step_names(steps):
         changes.append(f"the steps {report.steps} there, {_step_names(steps)} asked")
-    if [f.digest for f in known] != [f.digest for f in now]:
-        there, here = ([Path(f.path).name for f in files][:4] for files in (known, now))
-        changes.append(f"other input text ({len(known)} files {there}, now {len(now)} {here})")
+    if [f.digest for f in recorded] != [f.digest for f in now]:
+        recorded_names, current_names = (
+            [Path(f.path).name for f in files][:4] for files in (recorded, now)
+        )
+        changes.append(
+            f"other input text ({len(recorded)} files {recorded_names}, now {len(now)} "
+            f"{current_names})"
+        )
     if changes:
         raise ConfigError(
             f"out_dir={str(report.out_dir)!r} holds a corpus that was prepared otherwise: "
@@ -264,14 +271,14 @@ def _check_same(
 
 def _check_free(out: Path) -> None:
     """Raise `ConfigError` if the directory contains files that no preparation wrote."""
-    found = sorted(path.name for path in out.iterdir()) if out.exists() else []
-    ours = {_WORK_NAME, _TOKENIZER, _DROPPED, INDEX, *SIDES}
-    if _WORK_NAME in found and ours.issuperset(found):
+    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    own_names = {_WORK_NAME, _TOKENIZER, _DROPPED, INDEX, *SIDES}
+    if _WORK_NAME in names and own_names.issuperset(names):
         return  # one was interrupted
-    if found:
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(
-            f"out_dir={str(out)!r} holds {', '.join(found[:4])}{more} but no {RECORD_NAME}: choose "
+            f"out_dir={str(out)!r} holds {', '.join(names[:4])}{more} but no {RECORD_NAME}: choose "
             "a new or empty directory, or write into this one with overwrite=True (--overwrite), "
             f"which replaces {', '.join(_PATTERNS)} and keeps the rest"
         )
@@ -353,9 +360,9 @@ def _keep_index(
 ) -> None:
     last = next(stage for stage in ("near_duplicates", "duplicates") if results[stage])
     counts = [result["documents"] for result in results["documents"]]
-    kept = journal.folder(last) / "kept"
+    mask = journal.folder(last) / "kept"
     near = dedup_config(config)
-    write_earlier(finished, journal.folder("documents"), counts, kept, near, SORT_BYTES)
+    write_earlier(finished, journal.folder("documents"), counts, mask, near, SORT_BYTES)
 
 
 def _step_names(steps: Sequence[Step]) -> tuple[str, ...]:
@@ -374,5 +381,5 @@ def _move_into_place(work: Path, out: Path) -> None:
 
 def _files(folder: Path) -> list[str]:
     """Return the names, relative to `folder`, of the files that a preparation writes."""
-    found = (path for pattern in _PATTERNS for path in sorted(folder.glob(pattern)))
-    return [path.relative_to(folder).as_posix() for path in found]
+    paths = (path for pattern in _PATTERNS for path in sorted(folder.glob(pattern)))
+    return [path.relative_to(folder).as_posix() for path in paths]

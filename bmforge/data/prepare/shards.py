@@ -80,7 +80,7 @@ def plan_shards(
     shard_bytes: int,
     work: Path | None = None,
     *,
-    known: Sequence[InputFile] = (),
+    recorded: Sequence[InputFile] = (),
 ) -> Plan:
     """Examine the inputs and divide them into shards; None means Python's help topics.
 
@@ -94,7 +94,7 @@ def plan_shards(
         files: input files.
         shard_bytes: approximate input bytes per shard.
         work: folder where the plan is saved; None saves none.
-        known: inputs with known digests, if only these are needed.
+        recorded: inputs with known digests, if only these are needed.
 
     Raises:
         ConfigError: `shard_bytes` is below 1.
@@ -106,15 +106,15 @@ def plan_shards(
         text = "\0".join(f"{document.source}\0{document.text}" for document in python_topics())
         topics = InputFile(TOPICS, len(text.encode()), 0, text_digest(text).hex())
         return Plan([topics], _group([(_Cut(topics), TOPICS)], shard_bytes))
-    seen = {_identity(one.file): one for one in _read_plan(work, shard_bytes)}
-    seen |= {_identity(file): _Cut(file) for file in known}
+    seen = {_identity(cut.file): cut for cut in _read_plan(work, shard_bytes)}
+    seen |= {_identity(file): _Cut(file) for file in recorded}
     cuts = [_look_at(path, shard_bytes, seen) for path in track(files, "check inputs")]
     if work is not None:
-        kept = {"shard_bytes": shard_bytes, "cuts": [asdict(one) for one in cuts]}
+        content = {"shard_bytes": shard_bytes, "cuts": [asdict(cut) for cut in cuts]}
         work.mkdir(parents=True, exist_ok=True)
-        replace_file(work / _PLAN_NAME, json.dumps(kept))
+        replace_file(work / _PLAN_NAME, json.dumps(content))
     named = list(zip(cuts, map(str, files), strict=True))
-    return Plan([one.file for one in cuts], _group(named, shard_bytes))
+    return Plan([cut.file for cut in cuts], _group(named, shard_bytes))
 
 
 def _identity(file: InputFile) -> tuple[str, int, int]:
@@ -126,17 +126,17 @@ def _read_plan(work: Path | None, shard_bytes: int) -> list[_Cut]:
     if work is None or not (work / _PLAN_NAME).exists():
         return []
     try:
-        kept = json.loads((work / _PLAN_NAME).read_bytes())
-        if kept["shard_bytes"] != shard_bytes:
+        content = json.loads((work / _PLAN_NAME).read_bytes())
+        if content["shard_bytes"] != shard_bytes:
             return []
         return [
             _Cut(
-                InputFile(**one["file"]),
-                tuple((at, line) for at, line in one["at"]),
-                one["units"],
-                one["size_bytes"],
+                InputFile(**entry["file"]),
+                tuple((at, line) for at, line in entry["at"]),
+                entry["units"],
+                entry["size_bytes"],
             )
-            for one in kept["cuts"]
+            for entry in content["cuts"]
         ]
     except (ValueError, KeyError, TypeError):
         return []
@@ -159,36 +159,36 @@ def _look_at(path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut
 
 
 def _digest(path: Path, feed: Callable[[bytes], None] | None) -> str:
-    found = blake2b()
+    digest = blake2b()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
-            found.update(chunk)
+            digest.update(chunk)
             if feed:
                 feed(chunk)
-    return found.hexdigest()[:32]
+    return digest.hexdigest()[:32]
 
 
 def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
     """Group pieces in order into shards of about `shard_bytes`."""
     shards: list[Shard] = []
     pieces: list[Piece] = []
-    known: list[object] = []
+    key_parts: list[object] = []
     size_bytes = 0
 
     def close() -> None:
-        nonlocal pieces, known, size_bytes
+        nonlocal pieces, key_parts, size_bytes
         if pieces:
-            shards.append(Shard(len(shards), make_key(known), size_bytes, tuple(pieces)))
-        pieces, known, size_bytes = [], [], 0
+            shards.append(Shard(len(shards), make_key(key_parts), size_bytes, tuple(pieces)))
+        pieces, key_parts, size_bytes = [], [], 0
 
     for cut, name in cuts:
-        whole = (cut.units, cut.size_bytes) if cut.at else (cut.file.size_bytes,) * 2
-        for (begin, line), (end, _) in pairwise([(0, 1), *cut.at, (whole[0], 0)]):
-            part_bytes = (end - begin) * whole[1] // max(whole[0], 1)
+        totals = (cut.units, cut.size_bytes) if cut.at else (cut.file.size_bytes,) * 2
+        for (begin, line), (end, _) in pairwise([(0, 1), *cut.at, (totals[0], 0)]):
+            part_bytes = (end - begin) * totals[1] // max(totals[0], 1)
             if size_bytes + part_bytes > shard_bytes:
                 close()
             pieces.append(Piece(name, begin, end, line) if cut.at else Piece(name))
-            known.append([name, cut.file.digest, begin, end])
+            key_parts.append([name, cut.file.digest, begin, end])
             size_bytes += part_bytes
     close()
     return shards

@@ -61,10 +61,10 @@ class Repeats:
         """Return the spans by position, for `count` documents from the position `first` on."""
         rows = np.fromfile(self.path, dtype=_ROW)
         begin, end = np.searchsorted(rows["position"], [first, first + count])
-        found: dict[int, Spans] = {}
+        spans: dict[int, Spans] = {}
         for position, start, stop in rows[begin:end].tolist():
-            found.setdefault(position, []).append((start, stop))
-        return found
+            spans.setdefault(position, []).append((start, stop))
+        return spans
 
     def describe(self, document: Document) -> Drop:
         """Return the `Drop` of a document that consists of repeats only."""
@@ -162,7 +162,11 @@ def _sum_read(documents: Path, counts: Sequence[int], gone: Sequence[int]) -> in
     """Return the total bytes as read of the documents at the positions `gone`."""
     total, first, places = 0, 0, np.array(gone, dtype=np.int64)
     for number, count in enumerate(counts):
-        here = places[(places >= first) & (places < first + count)] - first
-        total += int(read_digests(documents, number)["read_bytes"][here].sum()) if len(here) else 0
+        in_shard = places[(places >= first) & (places < first + count)] - first
+        total += (
+            int(read_digests(documents, number)["read_bytes"][in_shard].sum())
+            if len(in_shard)
+            else 0
+        )
         first += count
     return total

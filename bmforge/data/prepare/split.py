@@ -148,8 +148,8 @@ def cut_end(text: str, size_bytes: int) -> tuple[str, str]:
     low, high = max(near - size_bytes // 2, 1), min(near + size_bytes // 2, len(data) - 1)
     for mark in _BREAKS:
         first = max(low - len(mark), 0)
-        found = (data.rfind(mark, first, near + len(mark) - 1), data.find(mark, near, high))
-        ends = [at + len(mark) for at in found if at >= 0]
+        cut_points = (data.rfind(mark, first, near + len(mark) - 1), data.find(mark, near, high))
+        ends = [at + len(mark) for at in cut_points if at >= 0]
         if ends:
             near = min(ends, key=lambda end: abs(end - near))
             break

@@ -84,8 +84,8 @@ class Keys:
 
     def of(self, stage: str) -> list[str]:
         """Return the keys of a stage's parts."""
-        found = getattr(self, stage)
-        return found if isinstance(found, list) else [found]
+        keys = getattr(self, stage)
+        return keys if isinstance(keys, list) else [keys]
 
 
 Runner = Callable[
@@ -126,7 +126,7 @@ class StageState:
 
 
 def make_keys(
-    plan: Plan, config: PrepareConfig, steps: Sequence[Step], given: Tokenizer | None
+    plan: Plan, config: PrepareConfig, steps: Sequence[Step], own_tokenizer: Tokenizer | None
 ) -> Keys:
     """Return the keys of all stages: hashes of everything that their results depend on."""
     read = [_VERSION, config.text_field, config.errors, config.skip_bad, config.keep_dropped]
@@ -134,7 +134,7 @@ def make_keys(
     taken = [[step.name, step.version] for step in steps]
     documents = [make_key("documents", shard.key, read, taken) for shard in plan.shards]
     near = dedup_config(config)
-    earlier = [one.digest for one in open_earlier(config.earlier, near)]
+    earlier = [index.digest for index in open_earlier(config.earlier, near)]
     duplicates = make_key("duplicates", documents, *earlier)
     of_near = ("sketches", duplicates, near.version) if near else ()
     sketches = [make_key(*of_near, shard.number) for shard in plan.shards if near]
@@ -145,7 +145,7 @@ def make_keys(
     left = spans[0] if spans else left
     split = make_key("split", left, config.validation_fraction, config.seed)
     trained = [config.vocab_size, asdict(config.bpe)]
-    used = trained if given is None else _tokenizer_digest(given)
+    used = trained if own_tokenizer is None else _tokenizer_digest(own_tokenizer)
     tokenizer = make_key("tokenizer", split, used, _SAMPLE_BYTES)
     encode = [make_key("encode", _ENCODE_VERSION, tokenizer, shard.number) for shard in plan.shards]
     return Keys(documents, duplicates, sketches, near_duplicates, spans, split, tokenizer, encode)
@@ -178,7 +178,7 @@ def run_stages(
     plan: Plan,
     config: PrepareConfig,
     steps: Sequence[Step],
-    given: Tokenizer | None,
+    tokenizer: Tokenizer | None,
     journal: Journal,
     runner: Runner = run_here,
 ) -> dict[str, list[Any]]:
@@ -188,11 +188,11 @@ def run_stages(
         plan: the inputs and shards.
         config: the settings.
         steps: single-document steps.
-        given: a tokenizer to use instead of training one.
+        tokenizer: a tokenizer to use instead of training one.
         journal: the open journal.
         runner: function that runs the parts of a per-shard stage, in any order.
     """
-    keys = make_keys(plan, config, steps, given)
+    keys = make_keys(plan, config, steps, tokenizer)
     work = _Work(journal, keys, config, runner)
     results: dict[str, list[Any]] = {}
     results["documents"] = _read_documents(plan, steps, work)
@@ -210,13 +210,13 @@ def run_stages(
     folder = journal.folder("tokenizer")
 
     def make_tokenizer() -> dict[str, Any]:
-        made = given
-        if made is None:
+        trained = tokenizer
+        if trained is None:
             texts = training_texts(chosen, text_bytes, _SAMPLE_BYTES)
-            made = train_bpe(texts, config.vocab_size, config.bpe)
+            trained = train_bpe(texts, config.vocab_size, config.bpe)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        made.save_pretrained(folder)
+        trained.save_pretrained(folder)
         return {"files": _digests(folder)}
 
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
@@ -230,7 +230,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
     """
     journal, keys, config = work.journal, work.keys, work.config
     documents = journal.folder("documents")
-    kept = journal.folder("duplicates") / "kept"
+    mask_path = journal.folder("duplicates") / "kept"
     held_out = journal.folder("split") / "held_out"
     near = dedup_config(config)
     earlier = open_earlier(config.earlier, near)
@@ -238,7 +238,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
         journal,
         "duplicates",
         keys,
-        lambda: find_copies(documents, counts, kept.parent, SORT_BYTES, earlier),
+        lambda: find_copies(documents, counts, mask_path.parent, SORT_BYTES, earlier),
     )
     results["duplicates"] = [copies]
     results["near_duplicates"], results["spans"] = [], []
@@ -246,17 +246,17 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
     if near is not None:
         copies = _drop_near(counts, near, work, earlier)
         results["near_duplicates"] = [copies]
-        kept = journal.folder("near_duplicates") / "kept"
-        drops = NearDrops(kept.parent / DROPS, near.threshold)
+        mask_path = journal.folder("near_duplicates") / "kept"
+        drops = NearDrops(mask_path.parent / DROPS, near.threshold)
     repeats = None
     if config.repeated_spans or config.repeated_paragraphs:
         least = LeastRepeats(config.repeated_spans, config.repeated_paragraphs)
-        folder, before = journal.folder("spans"), kept
+        folder, before = journal.folder("spans"), mask_path
         copies = _once(
             journal, "spans", keys, lambda: choose_spans(documents, counts, before, folder, least)
         )
         results["spans"] = [copies]
-        kept, repeats = folder / "kept", Repeats(folder / SPANS, least)
+        mask_path, repeats = folder / "kept", Repeats(folder / SPANS, least)
     split = _once(
         journal,
         "split",
@@ -264,7 +264,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
         lambda: choose_split(
             documents,
             counts,
-            open_mask(kept),
+            open_mask(mask_path),
             held_out.parent,
             fraction=config.validation_fraction,
             seed=config.seed,
@@ -278,7 +278,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
             copies["text_bytes"],
         )
     sides = held_out, split["cut"], split["cut_bytes"]
-    return Chosen(documents, counts, kept, *sides, drops, repeats)
+    return Chosen(documents, counts, mask_path, *sides, drops, repeats)
 
 
 def _drop_near(
@@ -297,7 +297,7 @@ def _drop_near(
     ]
     _each(work, "sketches", sketch_shard, tasks, "sketch")
     folder = journal.folder("near_duplicates")
-    found: dict[str, Any] = _once(
+    result: dict[str, Any] = _once(
         journal,
         "near_duplicates",
         keys,
@@ -309,10 +309,10 @@ def _drop_near(
             near,
             folder,
             SORT_BYTES,
-            [one.near for one in earlier],
+            [index.near for index in earlier],
         ),
     )
-    return found
+    return result
 
 
 def _read_documents(plan: Plan, steps: Sequence[Step], work: _Work) -> list[Any]:
@@ -360,36 +360,36 @@ def _encode(chosen: Chosen, work: _Work, by: str) -> list[Any]:
 def _once(journal: Journal, stage: str, keys: Keys, work: Callable[[], Any]) -> Any:
     """Return the result of a stage over all documents, from the journal or by calling `work`."""
     (key,) = keys.of(stage)
-    found = journal.find(stage, 0, key)
-    if found is None:
-        found = work()
-        journal.add(stage, 0, key, found.pop("files"), found)
-    return found
+    licences = journal.find(stage, 0, key)
+    if licences is None:
+        licences = work()
+        journal.add(stage, 0, key, licences.pop("files"), licences)
+    return licences
 
 
 def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) -> list[Any]:
     """Return the results of a stage's parts, from the journal or by running `run` in workers."""
     journal, keys = work.journal, work.keys
-    found = [journal.find(stage, n, key) for n, key in enumerate(keys.of(stage))]
+    results = [journal.find(stage, n, key) for n, key in enumerate(keys.of(stage))]
     parts = [
         Part(n, tasks[n], _known_blames(journal, stage, n, key))
         for n, key in enumerate(keys.of(stage))
-        if found[n] is None
+        if results[n] is None
     ]
 
     def note_blame(number: int, blame: Blame) -> None:
         key = keys.of(stage)[number]
-        known = [*_known_blames(journal, stage, number, key), blame]
-        journal.add(f"{stage} blames", number, key, {}, [list(one) for one in known])
+        blames = [*_known_blames(journal, stage, number, key), blame]
+        journal.add(f"{stage} blames", number, key, {}, [list(entry) for entry in blames])
 
     with ProgressBar(title, len(tasks)) as bar:
         bar.advance(len(tasks) - len(parts))
         for number, result in work.runner(stage, run, parts, work.config, note_blame):
             journal.add(stage, number, keys.of(stage)[number], result.pop("files"), result)
-            found[number] = result
+            results[number] = result
             bar.advance()
-    return found
+    return results
 
 
 def _known_blames(journal: Journal, stage: str, number: int, key: str) -> tuple[Blame, ...]:
-    return tuple(Blame(*one) for one in journal.find(f"{stage} blames", number, key) or ())
+    return tuple(Blame(*fields) for fields in journal.find(f"{stage} blames", number, key) or ())

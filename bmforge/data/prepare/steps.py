@@ -72,8 +72,8 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
     if config.bad_words:
         words = ListedWords(read_list(config.bad_words, "bad_words"))
         steps.append(Step("bad_words", words, _short(words.version)))
-    for given in config.scores:
-        score = read_score(given)
+    for option in config.scores:
+        score = read_score(option)
         steps.append(Step(f"score {Path(score.path).stem}", score, _short(score.version)))
     if config.decontaminate:
         drop = DropExamples(config.decontaminate, config.cut_examples).opened()
@@ -123,5 +123,5 @@ class _Tidy:
     tidy: TidyText
 
     def __call__(self, document: Document) -> Document | Drop:
-        found = self.tidy(document)
-        return found if isinstance(found, Drop) else replace(found, text=normalise(found.text))
+        tidied = self.tidy(document)
+        return tidied if isinstance(tidied, Drop) else replace(tidied, text=normalise(tidied.text))

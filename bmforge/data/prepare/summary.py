@@ -93,14 +93,14 @@ class Summary:
     def merge(self, other: Summary) -> None:
         """Add the counts of another part of the corpus."""
         for name in _NESTED:
-            mine: dict[str, Counts] = getattr(self, name)
+            own_counts: dict[str, Counts] = getattr(self, name)
             for group, outcomes in getattr(other, name).items():
                 for outcome, counts in outcomes.items():
-                    _add(mine.setdefault(group, {}), outcome, counts)
-        for one in fields(self):
-            if one.name not in _NESTED:
-                for value, counts in getattr(other, one.name).items():
-                    _add(getattr(self, one.name), value, counts)
+                    _add(own_counts.setdefault(group, {}), outcome, counts)
+        for item in fields(self):
+            if item.name not in _NESTED:
+                for value, counts in getattr(other, item.name).items():
+                    _add(getattr(self, item.name), value, counts)
 
     def to_record(self) -> dict[str, Any]:
         """Return the counts as a table for JSON and TOML, sorted by name."""
@@ -108,8 +108,8 @@ class Summary:
         for name in _NESTED:
             for group, outcomes in record[name].items():
                 record[name][group] = dict(sorted(outcomes.items()))
-        for one in fields(self):
-            record[one.name] = dict(sorted(record[one.name].items()))
+        for item in fields(self):
+            record[item.name] = dict(sorted(record[item.name].items()))
         return record
 
     def shortened(self) -> Summary:
@@ -117,7 +117,7 @@ class Summary:
         short = Summary.from_record(self.to_record())
         for name in _SHORTENED:
             _shorten_(getattr(short, name))
-        for licence in [one for one in short.origins if one not in short.licences]:
+        for licence in [value for value in short.origins if value not in short.licences]:
             for origin, counts in short.origins.pop(licence).items():
                 _add(short.origins.setdefault(OTHERS, {}), origin, counts)
         for table in short.origins.values():

@@ -139,9 +139,9 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     Raises:
         DataError: the tokenizer has no such token.
     """
-    for found in (tokenizer.token_to_id(END_OF_TEXT), tokenizer.eos_id):
-        if found is not None:
-            return found
+    for id in (tokenizer.token_to_id(END_OF_TEXT), tokenizer.eos_id):
+        if id is not None:
+            return id
     raise DataError(
         f"the tokenizer has no token {END_OF_TEXT!r}: name its end-of-document token with eos_id, "
         f"or with eos_token in a {CONFIG_FILE} beside it"

@@ -35,11 +35,11 @@ def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
     if not (out / RECORD_NAME).is_file():
         raise DataError(f"{str(out)!r} has no {RECORD_NAME}: give what bmforge prepare has written")
     report, _ = read_record(out)
-    found = [said for output in report.outputs for said in _check_file(out, output)]
-    if not found:  # counts of damaged files would only say so again
-        found += _check_stores(report)
-        found += _check_sums(report)
-    return found
+    faults = [fault for output in report.outputs for fault in _check_file(out, output)]
+    if not faults:  # counts of damaged files would only say so again
+        faults += _check_stores(report)
+        faults += _check_sums(report)
+    return faults
 
 
 def _check_file(out: Path, output: OutputFile) -> Iterator[str]:
@@ -80,12 +80,12 @@ def _check_store(prefix: Path, count: EncodeCount, report: PrepareReport) -> Ite
         yield str(error)
         return
     name = f"{prefix.parent.name}/{prefix.name}"
-    for what, there, said in (
+    for what, actual, recorded in (
         ("tokens", store.num_tokens, count.tokens),
         ("documents", store.num_documents, count.documents),
     ):
-        if there != said:
-            yield f"{name} has {there} {what}, {RECORD_NAME} says {said}"
+        if actual != recorded:
+            yield f"{name} has {actual} {what}, {RECORD_NAME} says {recorded}"
     ends = store.pointers[:] // store.dtype.itemsize + store.sizes[:] - 1
     open_ended = int((store.tokens[ends] != report.eos_id).sum()) if len(ends) else 0
     if open_ended:
@@ -126,6 +126,6 @@ def _check_dropped(path: Path, funnel: Funnel) -> Iterator[str]:
                 yield f"{path.name}, line {number}, is no dropped document ({error})"
                 return
     for rule in {*shown, *funnel.dropped}:
-        there = funnel.dropped.get(rule, Amount()).documents
-        if shown[rule] > there or (there and not shown[rule]):
-            yield f"{path.name} shows {shown[rule]} documents of {rule!r}, the funnel has {there}"
+        dropped = funnel.dropped.get(rule, Amount()).documents
+        if shown[rule] > dropped or (dropped and not shown[rule]):
+            yield f"{path.name} shows {shown[rule]} documents of {rule!r}, the funnel has {dropped}"

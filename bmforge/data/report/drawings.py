@@ -33,11 +33,11 @@ def draw_funnel(stages: Sequence[tuple[str, int, int]]) -> str:
                 (_MIDDLE - below / 2, top + _ROW),
             )
         )
-        said = f"{left:,}" + (f" (−{gone:,})" if gone else "")
+        label = f"{left:,}" + (f" (−{gone:,})" if gone else "")
         parts.append(
-            f'<polygon points="{corners}" class="part"><title>{escape(name)}: {said}</title>'
+            f'<polygon points="{corners}" class="part"><title>{escape(name)}: {label}</title>'
             f'</polygon><text x="0" y="{top + 22}">{escape(name)}</text>'
-            f'<text x="{_MIDDLE}" y="{top + 22}" class="in">{said}</text>'
+            f'<text x="{_MIDDLE}" y="{top + 22}" class="in">{label}</text>'
         )
         before = left
     height = len(stages) * (_ROW + _GAP)
@@ -48,13 +48,13 @@ def draw_bars(rows: Sequence[tuple[str, float, str]]) -> str:
     """Draw a bar for each row: name, value, and the label of the bar."""
     most = max((value for _, value, _ in rows), default=0) or 1
     parts = []
-    for number, (name, value, said) in enumerate(rows):
+    for number, (name, value, label) in enumerate(rows):
         top, width = number * _BAR_ROW, _BAR_WIDEST * value / most
         parts.append(
             f'<text x="{_BAR_LEFT - 8}" y="{top + 16}" class="end">{escape(name)}</text>'
             f'<rect x="{_BAR_LEFT}" y="{top + 4}" width="{width:.1f}" height="14" class="part">'
-            f"<title>{escape(name)}: {escape(said)}</title></rect>"
-            f'<text x="{_BAR_LEFT + width + 6:.1f}" y="{top + 16}">{escape(said)}</text>'
+            f"<title>{escape(name)}: {escape(label)}</title></rect>"
+            f'<text x="{_BAR_LEFT + width + 6:.1f}" y="{top + 16}">{escape(label)}</text>'
         )
     return _svg(len(rows) * _BAR_ROW, "".join(parts), "bars")
 

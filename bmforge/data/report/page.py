@@ -154,11 +154,11 @@ def _sources(summary: Summary) -> str:
     rows: list[tuple[object, ...]] = []
     for source, outcomes in summary.sources.items():
         read = sum(counts[0] for counts in outcomes.values())
-        kept = outcomes.get(KEPT, [0, 0])[0]
+        num_kept = outcomes.get(KEPT, [0, 0])[0]
         gone = {rule: counts[0] for rule, counts in outcomes.items() if rule != KEPT}
         first = max(gone, key=lambda rule: (gone[rule], rule), default="")
         reason = f"{first} ({gone[first]:,})" if first else ""
-        rows.append((source, read, kept, 100 * kept / max(read, 1), reason))
+        rows.append((source, read, num_kept, 100 * num_kept / max(read, 1), reason))
     rows.sort(key=lambda row: (-int(str(row[1])), str(row[0])))
     heads = ("source · 来源", "read · 读入", "kept · 保留", "%", "most dropped by · 主要原因")
     return _table(heads, rows)
@@ -212,8 +212,8 @@ def _changes(funnel: Funnel) -> str:
 def _samples(out: Path) -> str:
     """Return HTML with samples of kept and dropped documents."""
     gone = read_dropped(out, most=_SHOWN)[:_MOST_SHOWN]
-    kept = read_kept(out, max(len(gone), 6))
-    left = "".join(f"<blockquote>{escape(text[:_CHARACTERS])}</blockquote>" for text in kept)
+    texts = read_kept(out, max(len(gone), 6))
+    left = "".join(f"<blockquote>{escape(text[:_CHARACTERS])}</blockquote>" for text in texts)
     right = "".join(
         f"<blockquote><small>{escape(entry['rule'])}{_beside(entry['value'], entry['bound'])} · "
         f"{escape(entry['source'])}:{escape(entry['place'])}</small>"

@@ -36,20 +36,20 @@ def read_dropped(
         DataError: the directory has no record, or the samples cannot be read.
     """
     report, _ = read_record(Path(out_dir))
-    known = sorted(report.funnel.dropped if report.funnel else ())
-    wanted = {name for name in known if rule in (_ALL, name, name.partition(".")[0])}
-    if not wanted and rule != _ALL:
+    rules = sorted(report.funnel.dropped if report.funnel else ())
+    selected = {name for name in rules if rule in (_ALL, name, name.partition(".")[0])}
+    if not selected and rule != _ALL:
         raise ConfigError(
             f"dropped={rule!r}: no document of {str(out_dir)!r} was dropped by it."
-            f"{suggest(rule, known)} Rules that dropped some: {', '.join(known) or 'none'}."
+            f"{suggest(rule, rules)} Rules that dropped some: {', '.join(rules) or 'none'}."
         )
     counts: dict[str, int] = {}
-    found = []
+    entries = []
     for entry in _read_lines(Path(out_dir) / _DROPPED):
         counts[entry["rule"]] = counts.get(entry["rule"], 0) + 1
-        if entry["rule"] in wanted and (most is None or counts[entry["rule"]] <= most):
-            found.append(entry)
-    return found
+        if entry["rule"] in selected and (most is None or counts[entry["rule"]] <= most):
+            entries.append(entry)
+    return entries
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -83,4 +83,4 @@ def read_kept(out_dir: str | os.PathLike[str], most: int) -> list[str]:
 def _spread(store: TokenStore, report: PrepareReport, most: int) -> Sequence[list[int]]:
     count = min(most, len(store))
     places = [number * len(store) // count for number in range(count)]
-    return [store.get(place)[:_MOST_TOKENS].tolist() for place in places]
+    return [store.get(index)[:_MOST_TOKENS].tolist() for index in places]

@@ -47,11 +47,11 @@ def _spine(parts: ZipParts) -> list[str]:
         return sorted(name for name in parts.names if name.endswith((".xhtml", ".html", ".htm")))
     names = []
     for id in order:
-        place, kind = items.get(id, ("", "missing"))
+        href, kind = items.get(id, ("", "missing"))
         if kind == "missing":
             parts.damaged += 1
         elif kind in _PAGES:
-            joined = posixpath.join(posixpath.dirname(package), unquote(place.partition("#")[0]))
+            joined = posixpath.join(posixpath.dirname(package), unquote(href.partition("#")[0]))
             names.append(posixpath.normpath(joined))
     return names
 
@@ -59,9 +59,9 @@ def _spine(parts: ZipParts) -> list[str]:
 def _find_package(parts: ZipParts) -> str:
     places: list[str] = []
 
-    def begin(name: str, known: Attributes) -> None:
+    def begin(name: str, attributes: Attributes) -> None:
         if name == "rootfile":
-            places.append(known.get("full-path", ""))
+            places.append(attributes.get("full-path", ""))
 
     walk_xml(parts.read(_CONTAINER), begin, lambda name: None, lambda data: None)
     if not places:
@@ -74,11 +74,14 @@ def _read_package(raw: bytes) -> tuple[dict[str, tuple[str, str]], list[str]]:
     items: dict[str, tuple[str, str]] = {}
     order: list[str] = []
 
-    def begin(name: str, known: Attributes) -> None:
+    def begin(name: str, attributes: Attributes) -> None:
         if name == "item":
-            items[known.get("id", "")] = known.get("href", ""), known.get("media-type", "")
+            items[attributes.get("id", "")] = (
+                attributes.get("href", ""),
+                attributes.get("media-type", ""),
+            )
         elif name == "itemref":
-            order.append(known.get("idref", ""))
+            order.append(attributes.get("idref", ""))
 
     walk_xml(raw, begin, lambda name: None, lambda data: None)
     return items, order

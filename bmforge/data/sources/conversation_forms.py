@@ -46,12 +46,12 @@ _ALSO = {"output": "response", "completion": "response", "input": "context"}
 _SHARED = frozenset({"tools", "functions", "system"})
 
 
-def find_messages(record: Any, place: str) -> tuple[list[Message], frozenset[str]]:
+def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[str]]:
     """Return the messages of a record, and the names of the fields that were read.
 
     Args:
         record: the parsed JSON value or table row.
-        place: file and line, for error messages.
+        location: file and line, for error messages.
 
     Raises:
         DataError: the record has none of the known forms.
@@ -59,18 +59,18 @@ def find_messages(record: Any, place: str) -> tuple[list[Message], frozenset[str
     values = record if isinstance(record, dict) else {}
     for name in ("messages", "conversations"):
         if isinstance(values.get(name), list):
-            messages = [_read_turn(turn, place) for turn in values[name]]
+            messages = [_read_turn(turn, location) for turn in values[name]]
             return _with_system(values, messages), _SHARED | {name}
     if {"chosen", "rejected"} <= values.keys():
         raise DataError(
-            f"{place} is preference data ('chosen' and 'rejected'), which this task does not "
+            f"{location} is preference data ('chosen' and 'rejected'), which this task does not "
             "learn from. Write the chosen answers as 'messages' or 'prompt' and 'completion'."
         )
     question = next((name for name in _PAIRS if name in values), None)
     if question is None:
-        raise _unknown_form(place)
+        raise _unknown_form(location)
     names = [question, *(_find_name(values, name) for name in _PAIRS[question])]
-    messages = _read_pair(values, names, place)
+    messages = _read_pair(values, names, location)
     return _with_system(values, messages), _SHARED | {"history", *names}
 
 
@@ -79,36 +79,36 @@ def _find_name(values: Mapping[str, Any], name: str) -> str:
     return name if name in values else _ALSO.get(name, name)
 
 
-def _unknown_form(place: str) -> DataError:
+def _unknown_form(location: str) -> DataError:
     return DataError(
-        f"{place} needs 'messages', a list of objects with 'role' and 'content' (OpenAI); or "
+        f"{location} needs 'messages', a list of objects with 'role' and 'content' (OpenAI); or "
         "'conversations' with 'from' and 'value' (ShareGPT); 'prompt' and 'completion'; or "
         "'instruction', 'input' and 'output' (Alpaca)."
     )
 
 
-def _read_turn(turn: Any, place: str) -> Message:
+def _read_turn(turn: Any, location: str) -> Message:
     values = turn if isinstance(turn, dict) else {}
     if isinstance(values.get("role"), str):
-        return normalize_message(values, place)
+        return normalize_message(values, location)
     role, text = values.get("from"), values.get("value")
     if not isinstance(role, str) or not isinstance(text, str):
-        raise _unknown_form(place)
+        raise _unknown_form(location)
     if role not in _ROLES:
-        raise DataError(f"{place}: from={role!r} is unknown (known: {', '.join(_ROLES)}).")
-    rest = {key: value for key, value in values.items() if key not in ("from", "value")}
+        raise DataError(f"{location}: from={role!r} is unknown (known: {', '.join(_ROLES)}).")
+    others = {key: value for key, value in values.items() if key not in ("from", "value")}
     if role == "function_call":
-        rest["tool_calls"], text = _read_calls(text, place), ""
-    return normalize_message({"role": _ROLES[role], "content": text, **rest}, place)
+        others["tool_calls"], text = _read_calls(text, location), ""
+    return normalize_message({"role": _ROLES[role], "content": text, **others}, location)
 
 
-def _read_calls(text: str, place: str) -> list[dict[str, Any]]:
+def _read_calls(text: str, location: str) -> list[dict[str, Any]]:
     """Parse the value of ShareGPT's ``function_call``: a JSON object, or a list of them."""
     calls = parse_arguments(text)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise DataError(
-            f"{place}: a function_call needs the JSON object {{'name': ..., 'arguments': ...}}."
+            f"{location}: a function_call needs the JSON object {{'name': ..., 'arguments': ...}}."
         )
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 
@@ -122,38 +122,38 @@ def _with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Mes
     return [{"role": "system", "content": text}, *messages]
 
 
-def _read_pair(values: Mapping[str, Any], names: Sequence[str], place: str) -> list[Message]:
+def _read_pair(values: Mapping[str, Any], names: Sequence[str], location: str) -> list[Message]:
     """Read a question and an answer, each a text or a list of messages; earlier rounds first.
 
     Args:
         values: the record.
         names: fields of the question, of the answer, and of a further input of the question.
-        place: file and line, for error messages.
+        location: file and line, for error messages.
     """
-    asked, answer, more = (values.get(name) for name in (*names, "")[:3])
-    if isinstance(asked, list) and isinstance(answer, list):
-        return [_read_turn(turn, place) for turn in (*asked, *answer)]
+    question, answer, more = (values.get(name) for name in (*names, "")[:3])
+    if isinstance(question, list) and isinstance(answer, list):
+        return [_read_turn(turn, location) for turn in (*question, *answer)]
     more, history = more or "", values.get("history") or []
     is_history = isinstance(history, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         for pair in history
     )
-    if not is_history or not all(isinstance(text, str) for text in (asked, answer, more)):
-        raise _unknown_form(place)
-    asked = "\n".join(text for text in (asked, more) if text)
+    if not is_history or not all(isinstance(text, str) for text in (question, answer, more)):
+        raise _unknown_form(location)
+    question = "\n".join(text for text in (question, more) if text)
     messages: list[Message] = []
-    for user, assistant in [*history, [asked, answer]]:
+    for user, assistant in [*history, [question, answer]]:
         messages.append({"role": "user", "content": user})
         messages.append({"role": "assistant", "content": assistant})
     return messages
 
 
-def read_tools(values: Mapping[str, Any], place: str) -> list[dict[str, Any]] | None:
+def read_tools(values: Mapping[str, Any], location: str) -> list[dict[str, Any]] | None:
     """Return a record's ``tools`` (or OpenAI's older ``functions``) as OpenAI's tool objects.
 
     Args:
         values: the record; its tools are a list, or a JSON text of one.
-        place: file and line, for error messages.
+        location: file and line, for error messages.
 
     Raises:
         DataError: the field is neither.
@@ -165,11 +165,11 @@ def read_tools(values: Mapping[str, Any], place: str) -> list[dict[str, Any]] | 
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise DataError(f"{place}: 'tools' is not JSON ({error}).") from error
+            raise DataError(f"{location}: 'tools' is not JSON ({error}).") from error
         if not tools:
             return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{place}: 'tools' must be a list of JSON schemas of functions.")
+        raise DataError(f"{location}: 'tools' must be a list of JSON schemas of functions.")
     # Templates and OpenAI's protocol expect the schema under "function".
     return [
         tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}

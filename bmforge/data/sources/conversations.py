@@ -55,9 +55,9 @@ def read_conversations(path: str | os.PathLike[str]) -> list[ChatExample]:
         MissingDependencyError: a Parquet file, and pyarrow is not installed.
     """
     return [
-        _read_record(place, record)
+        _read_record(location, record)
         for file in find_conversation_files(path)
-        for place, record in _read_records(file)
+        for location, record in _read_records(file)
     ]
 
 
@@ -67,14 +67,14 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
     Raises:
         DataError: the path does not exist, or the folder holds no such file.
     """
-    place = Path(path)
-    if place.is_file():
-        return [place]
-    if not place.exists():
+    folder = Path(path)
+    if folder.is_file():
+        return [folder]
+    if not folder.exists():
         raise DataError(f"file not found: {str(path)!r}. Check the path.")
     files = [
         file
-        for file in sorted(place.rglob("*"))
+        for file in sorted(folder.rglob("*"))
         if file.is_file() and _suffix_of(file) in (*_TEXT_SUFFIXES, _PARQUET)
     ]
     if not files:
@@ -89,16 +89,16 @@ def _suffix_of(file: Path) -> str:
     return (file.with_suffix("") if file.suffix in PACKED else file).suffix.lower()
 
 
-def _read_record(place: str, record: Any) -> ChatExample:
-    messages, form_fields = find_messages(record, place)
+def _read_record(location: str, record: Any) -> ChatExample:
+    messages, form_fields = find_messages(record, location)
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{place} has no message of the assistant, so nothing to learn.")
+        raise DataError(f"{location} has no message of the assistant, so nothing to learn.")
     fields = {
         name: value
         for name, value in record.items()
         if name not in form_fields and value not in (None, "", [], {})
     }
-    return ChatExample(place, messages, read_tools(record, place), fields)
+    return ChatExample(location, messages, read_tools(record, location), fields)
 
 
 def _read_records(file: Path) -> Iterator[tuple[str, Any]]:
@@ -118,15 +118,15 @@ def _read_records(file: Path) -> Iterator[tuple[str, Any]]:
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            place = f"{str(file)!r}, line {number}"
-            yield place, _parse(line, place)
+            location = f"{str(file)!r}, line {number}"
+            yield location, _parse(line, location)
 
 
-def _parse(text: str, place: str) -> Any:
+def _parse(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON ({error}).") from error
+        raise DataError(f"{location} is not JSON ({error}).") from error
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:

@@ -135,16 +135,16 @@ def _cut_rows(path: Path, every_bytes: int) -> Parts:
     except ImportError:
         return Parts()
     try:
-        found = pyarrow.parquet.read_metadata(path)
+        metadata = pyarrow.parquet.read_metadata(path)
     except (OSError, pyarrow.lib.ArrowException):
         return Parts()
-    cuts, rows, held, size_bytes = [], 0, 0, 0
-    for number in range(found.num_row_groups):
-        group = found.row_group(number)
-        if held and held + group.total_byte_size > every_bytes:
+    cuts, rows, part_bytes, size_bytes = [], 0, 0, 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if part_bytes and part_bytes + group.total_byte_size > every_bytes:
             cuts.append((rows, rows + 1))
-            held = 0
-        rows, held = rows + group.num_rows, held + group.total_byte_size
+            part_bytes = 0
+        rows, part_bytes = rows + group.num_rows, part_bytes + group.total_byte_size
         size_bytes += group.total_byte_size
     return Parts(tuple(cuts), rows, size_bytes)
 
@@ -173,12 +173,12 @@ def read_part(
         head = stream.peek(_HEAD_BYTES)  # type: ignore[attr-defined]
         stream = unpack(stream, packing_of(head, path.name), str(path))
     # Detect the encoding from the head of the file, so that all parts agree.
-    found = detect_encoding(stream.read(SAMPLE_BYTES) if how == "lines" else _peek(stream))
+    detected = detect_encoding(stream.read(SAMPLE_BYTES) if how == "lines" else _peek(stream))
     if how == "lines":
         stream.seek(begin)
     else:
         _skip(stream, begin)
-    encoding = found if found != "utf-8" else ""
+    encoding = detected if detected != "utf-8" else ""
     yield from read_jsonl(stream, Where(str(path), "", end, line, encoding), options)
 
 

@@ -44,8 +44,8 @@ class Document:
         """Compute the id if none was given."""
         if not self.id:
             parts = (self.source, self.place, self.text)
-            known = "\0".join(parts).encode("utf-8", "surrogatepass")
-            object.__setattr__(self, "id", blake2b(known, digest_size=16).hexdigest())
+            hashed = "\0".join(parts).encode("utf-8", "surrogatepass")
+            object.__setattr__(self, "id", blake2b(hashed, digest_size=16).hexdigest())
 
 
 def primary_subtag(tag: str) -> str:
@@ -58,9 +58,9 @@ def primary_subtag(tag: str) -> str:
 
 def to_record(document: Document) -> dict[str, Any]:
     """Return a document as a dict for JSON, without unknown fields."""
-    found = {one.name: getattr(document, one.name) for one in fields(Document)}
-    found["scores"] = dict(found["scores"])
-    return {name: value for name, value in found.items() if value or name in _ALWAYS}
+    record = {item.name: getattr(document, item.name) for item in fields(Document)}
+    record["scores"] = dict(record["scores"])
+    return {name: value for name, value in record.items() if value or name in _ALWAYS}
 
 
 def from_record(record: Mapping[str, Any]) -> Document:

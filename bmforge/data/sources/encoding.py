@@ -88,7 +88,7 @@ class Decoded:
 
 def decode(
     raw: bytes,
-    place: str,
+    location: str,
     labels: Sequence[str] = (),
     expected: str = "",
     errors: str = "replace",
@@ -96,7 +96,7 @@ def decode(
     """Decode bytes to text, without a byte order mark.
 
     Args:
-        place: name of the source for error messages.
+        location: name of the source for error messages.
         labels: encodings that a protocol or page declares.
         expected: encoding of the whole file of which `raw` is a part.
         errors: "replace" puts U+FFFD for single damaged characters; "strict" refuses them.
@@ -108,20 +108,22 @@ def decode(
     if decoded is None:
         damaged = _decode_damaged(raw, labels, expected)
         if damaged is None or errors == "strict":
-            raise _explain(raw, place, damaged)
+            raise _explain(raw, location, damaged)
         decoded = damaged
     if "\0" in decoded.text:
         raise DataError(
-            f"{place} is binary (a zero byte at offset {raw.find(0)}): needed is text; remove it "
+            f"{location} is binary (a zero byte at offset {raw.find(0)}): needed is text; remove "
+            "it "
             "from the input, or convert it, for example: iconv -f UTF-16 -t UTF-8"
         )
     return decoded
 
 
-def _explain(raw: bytes, place: str, damaged: Decoded | None) -> DataError:
+def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
     if damaged is not None:
         return DataError(
-            f"{place} is {damaged.encoding} with {damaged.replaced} damaged characters: repair it, "
+            f"{location} is {damaged.encoding} with {damaged.replaced} damaged characters: "
+            "repair it, "
             "or replace them with errors='replace' (--errors replace)"
         )
     try:
@@ -130,7 +132,7 @@ def _explain(raw: bytes, place: str, damaged: Decoded | None) -> DataError:
     except UnicodeDecodeError as error:
         at = error.start
     return DataError(
-        f"{place} is not UTF-8 (byte {raw[at]:#04x} at offset {at}), and its encoding cannot be "
+        f"{location} is not UTF-8 (byte {raw[at]:#04x} at offset {at}), and its encoding cannot be "
         f"detected{_hint()}: convert it, for example: iconv -f GB18030 -t UTF-8, or remove it from "
         "the input"
     )
@@ -167,8 +169,8 @@ def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded 
 def _known_labels(labels: Sequence[str]) -> list[str]:
     """Return the known encodings among labels, Latin-1 last, as servers declare it by default."""
     names = [_WEB_LABELS.get(label.lower(), label.lower()) for label in labels]
-    known = [name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _knows(name)]
-    return sorted(known, key=lambda name: name == "cp1252")
+    supported = [name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _knows(name)]
+    return sorted(supported, key=lambda name: name == "cp1252")
 
 
 def _is_surely_utf8(text: str, raw: bytes, names: Sequence[str]) -> bool:
@@ -301,13 +303,15 @@ def _detect_utf16(sample: bytes) -> str:
 def _common() -> frozenset[str]:
     """Return the frequent characters of Chinese and Japanese, with their punctuation."""
     # Rows and cells: GB 2312's level 1, Big5's, and the punctuation, kana and full width of both.
-    found = {_pair(row, cell, "gb2312") for row in range(0xB0, 0xD8) for cell in range(0xA1, 0xFF)}
+    characters = {
+        _pair(row, cell, "gb2312") for row in range(0xB0, 0xD8) for cell in range(0xA1, 0xFF)
+    }
     cells = [*range(0x40, 0x7F), *range(0xA1, 0xFF)]
-    found |= {_pair(row, cell, "big5") for row in range(0xA4, 0xC7) for cell in cells}
+    characters |= {_pair(row, cell, "big5") for row in range(0xA4, 0xC7) for cell in cells}
     kana = {chr(code) for code in range(0x3041, 0x30FF)}
     wide = {chr(code) for code in range(0xFF01, 0xFF5F)}
     marks = set("\u3000□○●■、。〃々〈〉《》「」『』【】〔〕—…‘’“”·～‖－")
-    return frozenset((found | kana | wide | marks) - {""})
+    return frozenset((characters | kana | wide | marks) - {""})
 
 
 def _pair(row: int, cell: int, name: str) -> str:
@@ -351,15 +355,15 @@ def _ask_library(sample: bytes) -> str:
         return ""  # the error that follows names the extra
     if sum(byte > 0x7F for byte in sample) < 2 * _FEWEST:
         return ""
-    found = ask(sample, html5_compatible=False) or ""
-    found = "cp1252" if found == "iso8859-1" else found  # C1 controls are not text
-    text = _cut(sample, found) if found and _knows(found) else None
-    return found if text is not None and found not in ("utf-8", "ascii") else ""
+    detected = ask(sample, html5_compatible=False) or ""
+    detected = "cp1252" if detected == "iso8859-1" else detected  # C1 controls are not text
+    text = _cut(sample, detected) if detected and _knows(detected) else None
+    return detected if text is not None and detected not in ("utf-8", "ascii") else ""
 
 
 def _hint() -> str:
-    known = find_spec("resiliparse") is not None
-    return "" if known else " (with the extra data, bmforge[data], more are known)"
+    is_installed = find_spec("resiliparse") is not None
+    return "" if is_installed else " (with the extra data, bmforge[data], more are known)"
 
 
 def _knows(name: str) -> bool:

@@ -97,14 +97,14 @@ def read_documents(
 def _parse(record: Record, skipped: SkipCount | None) -> Iterator[Document]:
     """Yield the document of an entry; `skipped` is None if a bad entry is an error."""
     try:
-        found = parse_record(record)
+        parsed = parse_record(record)
     except DataError as error:
         if skipped is None:
             raise
         skipped.add(str(error))
         return
-    if isinstance(found, Document):
-        yield found
+    if isinstance(parsed, Document):
+        yield parsed
 
 
 def list_files(

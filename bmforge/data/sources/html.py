@@ -81,9 +81,9 @@ def parse_page(
     text = main.text
     if not text.strip():
         return Drop("no_main_text", 0, 1, cut_excerpt(_SPACE.sub(" ", tree.title or str(where))))
-    known = {
+    metadata = {
         "url": url or _find(tree, (('link[rel="canonical"]', "href"),)),
-        "licence": _find(tree, tuple((one, "href") for one in _LICENCES)),
+        "licence": _find(tree, tuple((selector, "href") for selector in _LICENCES)),
         "terms": _find(tree, _TERMS),
         "date": _date(_find(tree, _DATES)),
         "language": primary_subtag(_find(tree, (("html", "lang"),))),
@@ -94,13 +94,13 @@ def parse_page(
     scores = {"link_ratio": main.link_ratio, **decoded.scores()}
     if main.lost_ratio:
         scores["lost_ratio"] = main.lost_ratio
-    return Document(text, where.source, where.whole(), **known, scores=scores)
+    return Document(text, where.source, where.whole(), **metadata, scores=scores)
 
 
 def _depth(raw: bytes) -> int:
     depth = deepest = 0
-    for found in _NESTING.finditer(raw):
-        depth = max(depth - 1, 0) if found[1] else depth + 1
+    for tag in _NESTING.finditer(raw):
+        depth = max(depth - 1, 0) if tag[1] else depth + 1
         deepest = max(deepest, depth)
     return deepest
 
@@ -116,16 +116,16 @@ def _parse(page: str, where: Where) -> Any:
         raise DataError(f"page {str(where)!r} cannot be parsed ({error})") from error
 
 
-def _find(tree: Any, wanted: tuple[tuple[str, str], ...]) -> str:
+def _find(tree: Any, selectors: tuple[tuple[str, str], ...]) -> str:
     """Return the first attribute that exists, "" if none does."""
-    for selector, attribute in wanted:
-        found = tree.document.query_selector(selector)
-        value = found.getattr(attribute, "") if found is not None else ""
+    for selector, attribute in selectors:
+        element = tree.document.query_selector(selector)
+        value = element.getattr(attribute, "") if element is not None else ""
         if value:
             return value.strip()
     return ""
 
 
-def _date(said: str) -> str:
-    found = _DATE.match(said)
-    return found[0] if found else ""
+def _date(value: str) -> str:
+    match = _DATE.match(value)
+    return match[0] if match else ""

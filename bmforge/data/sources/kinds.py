@@ -109,18 +109,18 @@ def kind_of(head: bytes, name: str) -> str:
         head: first bytes of the stream, as many as are available.
         name: name of the file or member, with or without a compression suffix.
     """
-    said = _BY_SUFFIX.get(PurePosixPath(inner_name(name)).suffix, "")
-    if said in _ZIP_KINDS and head.startswith(b"PK"):
-        return said
+    known_kind = _BY_SUFFIX.get(PurePosixPath(inner_name(name)).suffix, "")
+    if known_kind in _ZIP_KINDS and head.startswith(b"PK"):
+        return known_kind
     for kind, source in SOURCES.items():
         if head.startswith(source.magic):
             return kind
     at, magic = _TAR_MAGIC
     if head[at:].startswith(magic):
         return "tar"
-    if not said and head.lstrip()[:20].lower().startswith(_PAGES):
+    if not known_kind and head.lstrip()[:20].lower().startswith(_PAGES):
         return "html"
-    return said
+    return known_kind
 
 
 def read_stream(
@@ -165,8 +165,8 @@ def read_stream(
     source = SOURCES[kind]
     if source.read is not None:
         if kind in ("jsonl", "csv", "tsv") and not where.encoding:
-            found = detect_encoding(_peek(stream, SAMPLE_BYTES))
-            where = replace(where, encoding="" if found == "utf-8" else found)
+            detected = detect_encoding(_peek(stream, SAMPLE_BYTES))
+            where = replace(where, encoding="" if detected == "utf-8" else detected)
         yield from source.read(stream, where, options)
         return
     if depth >= _DEEPEST:
@@ -186,16 +186,16 @@ def _read_members(
             continue
         shown = show_name(member)
         inside = f"{where.inside}/{shown}" if where.inside else shown
-        place = Where(where.source, inside, budget_bytes=where.budget_bytes)
+        member_where = Where(where.source, inside, budget_bytes=where.budget_bytes)
         try:
-            yield from read_stream(content, member, place, options, depth + 1)
+            yield from read_stream(content, member, member_where, options, depth + 1)
         except DataError as error:
-            yield fail(place.whole(), 0, error)
+            yield fail(member_where.whole(), 0, error)
         except BmforgeError:
             raise
         except Exception as error:  # a parser may stumble over a damaged member in any way
-            said = DataError(f"{place} cannot be read ({type(error).__name__}: {error})")
-            yield fail(place.whole(), 0, said)
+            failure = DataError(f"{member_where} cannot be read ({type(error).__name__}: {error})")
+            yield fail(member_where.whole(), 0, failure)
 
 
 def _count_bytes(stream: BinaryIO) -> int:

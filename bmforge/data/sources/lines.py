@@ -66,10 +66,10 @@ def read_subtitles(stream: BinaryIO, where: Where, options: ReadOptions) -> Iter
 
 
 def _parse_subtitles(raw: bytes, where: Where, options: ReadOptions) -> Document:
-    whole = _parse_text(raw, where, options)
-    lines = (_CUE_MARKUP.sub("", line).strip() for line in whole.text.splitlines())
+    document = _parse_text(raw, where, options)
+    lines = (_CUE_MARKUP.sub("", line).strip() for line in document.text.splitlines())
     text = "\n".join(line for line in lines if line and not _CUE.fullmatch(line))
-    return replace(whole, text=text, id="")
+    return replace(document, text=text, id="")
 
 
 def read_notebook(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -79,15 +79,15 @@ def read_notebook(stream: BinaryIO, where: Where, options: ReadOptions) -> Itera
 
 
 def _parse_notebook(raw: bytes, where: Where, options: ReadOptions) -> Document:
-    whole = _parse_text(raw, where, options)
+    document = _parse_text(raw, where, options)
     try:
-        cells = json.loads(whole.text)["cells"]
+        cells = json.loads(document.text)["cells"]
         sources = (cell["source"] for cell in cells if cell["cell_type"] != "raw")
         texts = [source if isinstance(source, str) else "".join(source) for source in sources]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"file {str(where)!r} is no notebook ({error})") from error
     text = "\n\n".join(text for text in texts if text.strip())
-    return Document(text, where.source, where.whole(), scores=whole.scores)
+    return Document(text, where.source, where.whole(), scores=document.scores)
 
 
 def is_json_lines(sample: bytes) -> bool:
@@ -132,8 +132,8 @@ def _parse_object(
     if isinstance(record, str):
         return Document(record, where.source, where.place(number), scores=scores)
     text = find_text(record, options.text_field, f"{where}:{number}")
-    known = find_known(record)
-    return Document(text, where.source, where.place(number), scores=scores, **known)
+    metadata = find_known(record)
+    return Document(text, where.source, where.place(number), scores=scores, **metadata)
 
 
 def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -142,8 +142,8 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
     for number, raw in enumerate(_each_line(stream, where.encoding), start=where.line):
         if len(raw) > _LONGEST_LINE_BYTES:
             lines += 1
-            place = f"{where}:{number}"
-            error = DataError(f"{place}: the line is longer than {_LONGEST_LINE_BYTES} bytes")
+            location = f"{where}:{number}"
+            error = DataError(f"{location}: the line is longer than {_LONGEST_LINE_BYTES} bytes")
             yield fail(where.place(number), len(raw), error)
         elif raw.strip():
             lines += 1
@@ -164,24 +164,24 @@ def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
         return
     while raw := stream.readline(_LONGEST_LINE_BYTES + 1):
         yield raw
-        rest = raw
-        while len(rest) > _LONGEST_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = stream.readline(_LONGEST_LINE_BYTES + 1)
+        piece = raw
+        while len(piece) > _LONGEST_LINE_BYTES and not piece.endswith(b"\n"):
+            piece = stream.readline(_LONGEST_LINE_BYTES + 1)
 
 
 def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document:
-    place = f"{where}:{number}"
-    decoded = decode(raw, place, expected=where.encoding, errors=options.errors)
+    location = f"{where}:{number}"
+    decoded = decode(raw, location, expected=where.encoding, errors=options.errors)
     try:
         record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{place}: the line is not JSON ({error}); {_WAY_OUT}") from error
-    text = find_text(record, options.text_field, place)
-    known = find_known(record)
-    return Document(text, where.source, where.place(number), scores=decoded.scores(), **known)
+        raise DataError(f"{location}: the line is not JSON ({error}); {_WAY_OUT}") from error
+    text = find_text(record, options.text_field, location)
+    metadata = find_known(record)
+    return Document(text, where.source, where.place(number), scores=decoded.scores(), **metadata)
 
 
-def find_text(record: Any, field: str, place: str) -> str:
+def find_text(record: Any, field: str, location: str) -> str:
     """Return the text in a record's field; `a.b.0` is the first element of field b of a.
 
     Raises:
@@ -200,30 +200,35 @@ def find_text(record: Any, field: str, place: str) -> str:
                 if isinstance(record, dict):
                     seen = f"the fields {sorted(map(str, record))}"
                 raise DataError(
-                    f"{place}: no field {field!r}, the line holds {seen}; "
+                    f"{location}: no field {field!r}, the line holds {seen}; "
                     f"name the field with text_field=... (--text-field), {_WAY_OUT}"
                 )
     if not isinstance(text, str):
         raise DataError(
-            f"{place}: field {field!r} is of type {type(text).__name__}, needed is a string; "
+            f"{location}: field {field!r} is of type {type(text).__name__}, needed is a string; "
             f"{_WAY_OUT}"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: the text is not valid Unicode ({error}); {_WAY_OUT}") from error
+        raise DataError(
+            f"{location}: the text is not valid Unicode ({error}); {_WAY_OUT}"
+        ) from error
     return text
 
 
 def find_known(record: dict[str, Any]) -> dict[str, Any]:
     """Return the URL, license, terms, date and language of a record, if present."""
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for name, fields in _KNOWN.items():
         values = (record.get(field) for field in fields)
-        value = next((one for one in values if isinstance(one, str) and one), "")
+        value = next(
+            (value_given for value_given in values if isinstance(value_given, str) and value_given),
+            "",
+        )
         if value and not any("\ud800" <= c <= "\udfff" for c in value):
-            found[name] = value
-    return found
+            metadata[name] = value
+    return metadata
 
 
 def is_cut_by_bytes(head: bytes) -> bool:

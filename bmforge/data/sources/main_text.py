@@ -87,13 +87,13 @@ def find_main_text(tree: Any, page: str, reader: str) -> MainText:
     }
     text = readers.pop(reader)()
     lines, link_ratio = _visible_lines(page)
-    kept = _lines_in(lines, text)
-    chosen = _restore(lines, kept)
+    by_reader = _lines_in(lines, text)
+    chosen = _restore(lines, by_reader)
     if _lost_ratio(lines, chosen) > _MUCH and (other := _ask(readers.popitem()[1])):
         also = _restore(lines, _lines_in(lines, other))
-        chosen = [one or two for one, two in zip(chosen, also, strict=True)]
+        chosen = [first_choice or two for first_choice, two in zip(chosen, also, strict=True)]
     lost = _lost_ratio(lines, chosen)
-    return MainText(text if chosen == kept else _join(lines, chosen), lost, link_ratio)
+    return MainText(text if chosen == by_reader else _join(lines, chosen), lost, link_ratio)
 
 
 def _plain_text(tree: Any, *, main_content: bool, skip: list[str] | None = None) -> str:
@@ -157,8 +157,8 @@ def _visible_lines(page: str) -> tuple[list[_Line], float]:
     for raw, linked in _split_links(_plain_text(tree, main_content=False, skip=_SKIPPED)):
         lines.append(_make_line(raw, linked))
     sizes = [(len(_SPACE.sub("", raw)), n) for raw, n in _split_links(_body_text(tree))]
-    whole = sum(size for size, _ in sizes)
-    return lines, round(min(sum(n for _, n in sizes) / whole, 1.0), 4) if whole else 0.0
+    total = sum(size for size, _ in sizes)
+    return lines, round(min(sum(n for _, n in sizes) / total, 1.0), 4) if total else 0.0
 
 
 def _body_text(tree: Any) -> str:
@@ -198,21 +198,21 @@ def _make_line(raw: str, linked: int) -> _Line:
 
 def _lines_in(lines: list[_Line], text: str) -> list[bool]:
     """Return for each visible line whether a reader's text contains it."""
-    known = {_SPACE.sub("", _BULLET.sub("", line)) for line in text.split("\n")}
-    joined, searches, found = _SPACE.sub("", text), 0, []
+    reader_lines = {_SPACE.sub("", _BULLET.sub("", line)) for line in text.split("\n")}
+    joined, searches, flags = _SPACE.sub("", text), 0, []
     for line in lines:
-        is_known = bool(line.plain) and line.plain in known
+        is_known = bool(line.plain) and line.plain in reader_lines
         if line.is_sentence and not is_known and searches < _MOST_SEARCHES:
             searches += 1
             is_known = line.plain in joined
-        found.append(is_known)
-    return found
+        flags.append(is_known)
+    return flags
 
 
-def _restore(lines: list[_Line], kept: list[bool]) -> list[bool]:
+def _restore(lines: list[_Line], by_reader: list[bool]) -> list[bool]:
     """Add lost sentences and lists between the first and the last line that a reader kept."""
-    places = [at for at, line in enumerate(lines) if kept[at] and line.is_sentence]
-    chosen = list(kept)
+    places = [at for at, line in enumerate(lines) if by_reader[at] and line.is_sentence]
+    chosen = list(by_reader)
     if not places:
         return chosen
     first, last = places[0], places[-1]
@@ -240,11 +240,11 @@ def _item_runs(lines: list[_Line], begin: int, end: int) -> Iterator[tuple[int, 
 
 def _lost_ratio(lines: list[_Line], chosen: list[bool]) -> float:
     sentences = [
-        (len(line.plain), kept)
-        for line, kept in zip(lines, chosen, strict=True)
+        (len(line.plain), is_chosen)
+        for line, is_chosen in zip(lines, chosen, strict=True)
         if line.is_sentence
     ]
-    lost = sum(size for size, kept in sentences if not kept)
+    lost = sum(size for size, is_chosen in sentences if not is_chosen)
     return round(lost / max(sum(size for size, _ in sentences), 1), 4)
 
 

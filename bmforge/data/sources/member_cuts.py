@@ -47,12 +47,12 @@ def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
         places: position of each member (-1 if it cannot be cut there) and its size.
         every_bytes: approximate bytes between cuts.
     """
-    cuts, held = [], 0
-    for number, (place, size) in enumerate(places, 1):
-        if place >= 0 and held and held + size > every_bytes:
-            cuts.append((place, number))
-            held = 0
-        held += size
+    cuts, member_bytes = [], 0
+    for number, (position, size) in enumerate(places, 1):
+        if position >= 0 and member_bytes and member_bytes + size > every_bytes:
+            cuts.append((position, number))
+            member_bytes = 0
+        member_bytes += size
     return tuple(cuts)
 
 

@@ -227,9 +227,9 @@ def _sheet_text(raw: bytes, shared: list[str]) -> str:
     parts: list[str] = []
     cell: dict[str, str] = {"type": "", "inside": ""}
 
-    def begin(name: str, known: Attributes) -> None:
+    def begin(name: str, attributes: Attributes) -> None:
         if name == "c":
-            cell["type"] = known.get("t", "")
+            cell["type"] = attributes.get("t", "")
         cell["inside"] = name if name in ("v", "t") else cell["inside"]
 
     def end(name: str) -> None:

@@ -99,20 +99,20 @@ def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
             continue
         (left, bottom, _, top), (_, low, right, high) = boxes[start][0], boxes[at - 1][1]
         end = words[at].start() if at < len(words) else len(text)
-        said = text[words[start].start() : end].rstrip(" ")
-        yield PlacedLine(said, left, min(bottom, low), right, max(top, high))
+        line_text = text[words[start].start() : end].rstrip(" ")
+        yield PlacedLine(line_text, left, min(bottom, low), right, max(top, high))
         start = at
 
 
 def join_pages(pages: list[str]) -> str:
     """Join pages to one text, without running heads and feet."""
-    whole = [_SIGN.sub("-\n", page).strip() for page in pages]
-    split = [[line.rstrip() for line in page.split("\n")] for page in whole]
+    texts = [_SIGN.sub("-\n", page).strip() for page in pages]
+    split = [[line.rstrip() for line in page.split("\n")] for page in texts]
     seen: Counter[tuple[bool, str]] = Counter()
     for page, lines in enumerate(split):
         seen.update({shape for at in range(len(lines)) for shape in _shapes(lines, at, page)})
     running = {shape for shape, count in seen.items() if 2 * count > len(pages) >= _LEAST_PAGES}
-    kept = []
+    kept_pages = []
     for page, lines in enumerate(split):
         left = [
             line
@@ -120,8 +120,8 @@ def join_pages(pages: list[str]) -> str:
             if not (_is_edge(lines, at) and line.strip().isdecimal())
             and running.isdisjoint(_shapes(lines, at, page))
         ]
-        kept.append("\n".join(left))
-    return _TORN.sub(r"\1", "\n".join(kept))
+        kept_pages.append("\n".join(left))
+    return _TORN.sub(r"\1", "\n".join(kept_pages))
 
 
 def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
@@ -133,11 +133,11 @@ def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
     line, is_foot = lines[at].strip(), at >= len(lines) - _EDGE_LINES
     if not line or not _is_edge(lines, at):
         return set()
-    found = {(is_foot, line)}
+    shapes = {(is_foot, line)}
     for number in _NUMBERS.finditer(line):
         count = int(number[0]) - page
-        found.add((is_foot, f"{line[: number.start()]}#{count}{line[number.end() :]}"))
-    return found
+        shapes.add((is_foot, f"{line[: number.start()]}#{count}{line[number.end() :]}"))
+    return shapes
 
 
 def _is_edge(lines: list[str], at: int) -> bool:

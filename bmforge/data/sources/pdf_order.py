@@ -48,13 +48,13 @@ def _is_drawn_by_rows(lines: Sequence[PlacedLine]) -> bool:
     A table is drawn the same way, but its cells are short, or do not reach the end of their column.
     """
     pairs = [
-        (one, other)
-        for one, other in pairwise(lines)
-        if other.left > one.right and _share_row(one, other)
+        (first, other)
+        for first, other in pairwise(lines)
+        if other.left > first.right and _share_row(first, other)
     ]
     if len(pairs) < _ROWS or 3 * len(pairs) < len(lines):
         return False
-    sides = [one for one, _ in pairs], [other for _, other in pairs]
+    sides = [first for first, _ in pairs], [other for _, other in pairs]
     if max(line.right for line in sides[0]) > min(line.left for line in sides[1]):
         return False
     return all(map(_is_prose, sides))
@@ -91,7 +91,7 @@ def _cut_page(lines: list[PlacedLine]) -> list[PlacedLine]:
 
     A stack is used instead of recursion, as a page may have thousands of lines.
     """
-    found: list[PlacedLine] = []
+    ordered: list[PlacedLine] = []
     waiting = [lines]
     while waiting:
         block = waiting.pop()
@@ -107,8 +107,8 @@ def _cut_page(lines: list[PlacedLine]) -> list[PlacedLine]:
         elif deep > 0:
             waiting += [below, above]
         else:
-            found += sorted(block, key=lambda line: (-line.top, line.left))
-    return found
+            ordered += sorted(block, key=lambda line: (-line.top, line.left))
+    return ordered
 
 
 def _is_gutter(block: list[PlacedLine], x: float) -> bool:
@@ -118,9 +118,9 @@ def _is_gutter(block: list[PlacedLine], x: float) -> bool:
 
 def _find_gaps(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the width and the end of each gap between spans; (0, 0) if there is none."""
-    found, reached = [], None
+    gaps, reached = [], None
     for begin, end in sorted(spans):
         if reached is not None and begin > reached:
-            found.append((begin - reached, begin))
+            gaps.append((begin - reached, begin))
         reached = end if reached is None else max(reached, end)
-    return found or [(0.0, 0.0)]
+    return gaps or [(0.0, 0.0)]

@@ -83,10 +83,10 @@ def show_name(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def fail(place: str, size_bytes: int, error: DataError) -> Record:
+def fail(position: str, size_bytes: int, error: DataError) -> Record:
     """Return a record of a damaged entry, whose parsing raises `error`."""
 
     def parse() -> Document:
         raise error
 
-    return Record(place, size_bytes, parse)
+    return Record(position, size_bytes, parse)

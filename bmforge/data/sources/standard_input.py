@@ -50,16 +50,16 @@ def keep_standard_input(
         raise ConfigError(
             "'-' reads standard input: send something there, as with `cat FILE | ...`"
         )
-    place = folder / _NAME
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    target = folder / _NAME
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
     try:
         yield [
-            _keep_stream(name, place, number) if _is_stream(name) else name
+            _keep_stream(name, target, number) if _is_stream(name) else name
             for number, name in enumerate(named)
         ]
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
         for left in (folder, folder.parent):  # if the preparation wrote nothing else there
             with suppress(OSError):
                 left.rmdir()
@@ -75,12 +75,12 @@ def _is_stream(name: Name) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
 
 
-def _keep_stream(name: Name, place: Path, number: int) -> Path:
+def _keep_stream(name: Name, target: Path, number: int) -> Path:
     if name == STANDARD_INPUT:
-        return _keep(sys.stdin.buffer, place / _NAME)
+        return _keep(sys.stdin.buffer, target / _NAME)
     try:
         with Path(name).open("rb") as stream:
-            return _keep(stream, place / f"{number}-{Path(name).name}")
+            return _keep(stream, target / f"{number}-{Path(name).name}")
     except OSError as error:
         raise ConfigError(f"input {str(name)!r} cannot be read as a stream ({error})") from error
 

@@ -58,15 +58,15 @@ def _read_rows(
 def _parse_row(
     names: list[str], row: list[str], where: Where, line: int, options: ReadOptions
 ) -> Document:
-    place = f"{where}:{line}"
+    location = f"{where}:{line}"
     if len(row) != len(names):
-        raise DataError(f"{place}: {len(row)} columns, the first row names {len(names)}")
+        raise DataError(f"{location}: {len(row)} columns, the first row names {len(names)}")
     record = dict(zip(names, row, strict=True))
     text = record.get(options.text_field, "")
     replaced = len(_UNDECODED.findall(text))
     if options.errors == "replace" and may_replace(replaced, len(text)):
         record[options.text_field] = _UNDECODED.sub("\ufffd", text)
-    text = find_text(record, options.text_field, place)
+    text = find_text(record, options.text_field, location)
     scores = {"replaced_characters": replaced} if replaced else {}
     return Document(text, where.source, where.place(line), scores=scores, **find_known(record))
 
@@ -78,9 +78,9 @@ def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterat
 
     try:
         file = pyarrow.parquet.ParquetFile(stream)
-        wanted = _wanted(file.schema_arrow.names, where, options)
+        columns = _wanted(file.schema_arrow.names, where, options)
         groups = _groups_of(file.metadata, where)
-        batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=wanted, row_groups=groups)
+        batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, row_groups=groups)
         yield from _read_batches(batches, where, options)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"file {str(where)!r} cannot be read as Parquet ({error})") from error
@@ -88,12 +88,12 @@ def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterat
 
 def _groups_of(metadata: Any, where: Where) -> list[int]:
     """Return the row groups in a part that is cut between row groups."""
-    found, row = [], 0
+    groups, row = [], 0
     for number in range(metadata.num_row_groups):
         if row >= where.line - 1 and (where.end < 0 or row < where.end):
-            found.append(number)
+            groups.append(number)
         row += metadata.row_group(number).num_rows
-    return found
+    return groups
 
 
 def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -108,8 +108,8 @@ def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
             batches: Any = (file.get_batch(n) for n in range(file.num_record_batches))
         else:
             file = batches = pyarrow.ipc.open_stream(stream)
-        wanted = _wanted(file.schema.names, where, options)
-        yield from _read_batches((batch.select(wanted) for batch in batches), where, options)
+        columns = _wanted(file.schema.names, where, options)
+        yield from _read_batches((batch.select(columns) for batch in batches), where, options)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"file {str(where)!r} cannot be read as Arrow ({error})") from error
 
@@ -122,8 +122,8 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
             f"file {str(where)!r} has no column {options.text_field!r}, it has {names}: name one "
             "with text_field=... (--text-field)"
         )
-    told = [name for name in names if find_known({name: "x"})]
-    return [top, *(name for name in told if name != top)]
+    metadata_columns = [name for name in names if find_known({name: "x"})]
+    return [top, *(name for name in metadata_columns if name != top)]
 
 
 def _read_batches(batches: Any, where: Where, options: ReadOptions) -> Iterator[Record]:

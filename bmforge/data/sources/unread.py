@@ -28,15 +28,17 @@ def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -
     """
     if not unread:
         return
-    lost, kept = (sum(map(_bytes_of, group)) for group in (unread, files))
-    said = f"{_size(lost)} of the input's {_size(lost + kept)} are of kinds that are not read: "
-    said += _describe(unread)
-    if lost > kept and not allowed:
+    lost, read_bytes = (sum(map(_bytes_of, group)) for group in (unread, files))
+    message = (
+        f"{_size(lost)} of the input's {_size(lost + read_bytes)} are of kinds that are not read: "
+    )
+    message += _describe(unread)
+    if lost > read_bytes and not allowed:
         raise DataError(
-            f"{said}. Convert them to .txt or .jsonl, or leave them out with skip_unread=True "
+            f"{message}. Convert them to .txt or .jsonl, or leave them out with skip_unread=True "
             "(--skip-unread)"
         )
-    get_logger().warning(said)
+    get_logger().warning(message)
 
 
 def _describe(paths: Sequence[Path]) -> str:
@@ -46,14 +48,14 @@ def _describe(paths: Sequence[Path]) -> str:
         kinds[path.suffix.lower()].append(path)
     sizes = {kind: sum(map(_bytes_of, group)) for kind, group in kinds.items()}
     order = sorted(kinds, key=lambda kind: (-sizes[kind], kind))
-    said = []
+    parts = []
     for kind in order[:_NAMED]:
         first, count = show_name(kinds[kind][0].name), len(kinds[kind])
         more = "" if count == 1 else f" and {count - 1} more {kind or 'without a suffix'}"
-        said.append(f"{first}{more} ({_size(sizes[kind])})")
+        parts.append(f"{first}{more} ({_size(sizes[kind])})")
     if order[_NAMED:]:
-        said.append(f"and {len(order) - _NAMED} more kinds")
-    return ", ".join(said)
+        parts.append(f"and {len(order) - _NAMED} more kinds")
+    return ", ".join(parts)
 
 
 def _bytes_of(path: Path) -> int:

@@ -38,8 +38,8 @@ def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
         if 0 <= where.end <= at:  # of a part
             return
         if error:
-            said = DataError(f"{where}, record {number}: {error}")
-            yield fail(where.place(number), len(raw), said)
+            failure = DataError(f"{where}, record {number}: {error}")
+            yield fail(where.place(number), len(raw), failure)
         elif (kind := _kind(raw)) in _READ_TYPES:
             parse = partial(_parse_record, raw, where, number, options)
             yield Record(where.place(number), len(raw), parse)
@@ -66,9 +66,9 @@ def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
     return _members(stream) if packed else _plain_records(stream)
 
 
-def _place(stream: BinaryIO, held: bytes) -> int:
+def _place(stream: BinaryIO, buffered: bytes) -> int:
     """Return the position of buffered bytes; -1 if the stream is not seekable."""
-    return stream.tell() - len(held) if stream.seekable() else -1
+    return stream.tell() - len(buffered) if stream.seekable() else -1
 
 
 def _import(where: Where) -> Any:
@@ -79,11 +79,11 @@ def _import(where: Where) -> Any:
     return fastwarc.warc
 
 
-def _header(lines: Iterable[bytes], wanted: bytes) -> str:
+def _header(lines: Iterable[bytes], header_name: bytes) -> str:
     """Return the value of a record's header in lower case, "" if it is missing."""
     for line in lines:
         name, _, value = line.partition(b":")
-        if name.strip().lower() == wanted:
+        if name.strip().lower() == header_name:
             return value.strip().decode("ascii", "replace").lower()
     return ""
 
@@ -148,14 +148,14 @@ def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
             packed = _find_next(stream, bytes(member.tried[1:]))
 
 
-def _find_next(stream: BinaryIO, held: bytes) -> bytes:
+def _find_next(stream: BinaryIO, buffered: bytes) -> bytes:
     """Return the bytes from the next start of a gzip member on."""
-    while (at := held.find(_MEMBER)) < 0:
+    while (at := buffered.find(_MEMBER)) < 0:
         more = stream.read(_CHUNK_BYTES)
         if not more:
             return b""
-        held = held[-2:] + more
-    return held[at:]
+        buffered = buffered[-2:] + more
+    return buffered[at:]
 
 
 def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
@@ -176,12 +176,12 @@ def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
         head = [line]
         while (line := stream.readline(_CHUNK_BYTES)).strip():
             head.append(line)
-        said = _header(head, b"content-length")
-        length = int(said) if said.isdecimal() and said.isascii() else -1
+        stated = _header(head, b"content-length")
+        length = int(stated) if stated.isdecimal() and stated.isascii() else -1
         raw = b"".join(head) + b"\r\n"
         line = b""
         if not 0 <= length <= _LARGEST_BYTES:
-            yield at, raw, f"its length is {said!r}"
+            yield at, raw, f"its length is {stated!r}"
             while length > 0 and (skipped := stream.read(min(length, _CHUNK_BYTES))):
                 length -= len(skipped)
             continue
@@ -202,14 +202,14 @@ def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
 
 def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document | Drop:
     warc = _import(where)
-    place = Where(where.source, where.place(number))
+    record_where = Where(where.source, where.place(number))
     try:
         record = next(iter(warc.ArchiveIterator(io.BytesIO(raw), parse_http=False)), None)
         if record is None:
-            raise DataError(f"{place}: no WARC record")
+            raise DataError(f"{record_where}: no WARC record")
         stated = int(record.headers.get("Content-Length", "0"))
         if record.headers.get("WARC-Block-Digest") and not record.verify_block_digest():
-            raise DataError(f"{place}: its digest is not that of its bytes")
+            raise DataError(f"{record_where}: its digest is not that of its bytes")
         url = record.headers.get("WARC-Target-URI", "")
         date = record.headers.get("WARC-Date", "")[:10]
         kind = record.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -227,15 +227,17 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
         else:
             body = record.reader.read()
             if len(body) != stated:
-                raise DataError(f"{place}: {len(body)} bytes are there, {stated} are said to be")
+                raise DataError(
+                    f"{record_where}: {len(body)} bytes are there, {stated} are said to be"
+                )
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{place} cannot be read ({error})") from error
-    found = parse_payload(body, kind, charset, url, place, options)
-    if isinstance(found, Drop) or found.date:
-        return found
-    return replace(found, url=found.url or url, date=date)
+        raise DataError(f"{record_where} cannot be read ({error})") from error
+    document = parse_payload(body, kind, charset, url, record_where, options)
+    if isinstance(document, Drop) or document.date:
+        return document
+    return replace(document, url=document.url or url, date=date)
 
 
 def parse_payload(
@@ -275,8 +277,8 @@ def _parse_json(
         text = find_text(record, options.text_field, str(where))
     except (ValueError, RecursionError, DataError):
         return Drop("no_text_field", options.text_field, None, url)
-    known = {"url": url, **find_known(record)}
-    return Document(text, where.source, where.whole(), scores=decoded.scores(), **known)
+    metadata = {"url": url, **find_known(record)}
+    return Document(text, where.source, where.whole(), scores=decoded.scores(), **metadata)
 
 
 def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -312,5 +314,5 @@ def _parse_arc(
     if status != [b"200"]:
         return Drop("http_status", status[0].decode("ascii", "replace"), 200, words[0])
     content = content if mark and head.startswith(b"HTTP/") else body
-    place = Where(where.source, where.place(number))
-    return parse_payload(content, words[3].partition(";")[0], "", words[0], place, options)
+    record_where = Where(where.source, where.place(number))
+    return parse_payload(content, words[3].partition(";")[0], "", words[0], record_where, options)

@@ -39,7 +39,7 @@ def walk_xml(
         if not is_parameter:  # of HTML, by a document type that is not loaded
             text(html5.get(f"{name};", ""))
 
-    parser.StartElementHandler = lambda name, known: begin(name.rpartition("}")[2], known)
+    parser.StartElementHandler = lambda name, attributes: begin(name.rpartition("}")[2], attributes)
     parser.EndElementHandler = lambda name: end(name.rpartition("}")[2])
     parser.CharacterDataHandler = text
     parser.EntityDeclHandler = refuse

@@ -101,9 +101,9 @@ class BlockDataset:
     def _check_size(self, file: BlockFile) -> None:
         path = self.directory / file.file_name
         expected = (file.block_end - file.block_begin) * file.block_size
-        found = path.stat().st_size if path.is_file() else None
-        if found != expected:
-            state = "is missing" if found is None else f"has {found} bytes"
+        size = path.stat().st_size if path.is_file() else None
+        if size != expected:
+            state = "is missing" if size is None else f"has {size} bytes"
             raise DataError(
                 f"{str(path)!r} {state}; {META_FILE} promises "
                 f"{file.block_end - file.block_begin} blocks of {file.block_size} bytes. Get the "
@@ -149,12 +149,12 @@ class BlockDataset:
             DataError: a damaged record, or one that would run code.
         """
         file = self.file_of(block)
-        path, place = self.directory / file.file_name, block - file.block_begin
+        path, index = self.directory / file.file_name, block - file.block_begin
         with path.open("rb") as stream:
-            stream.seek(place * file.block_size)
+            stream.seek(index * file.block_size)
             content = stream.read(file.block_size)
         find = self._split if file.has_lengths else self._split_old
-        yield from find(content, path, place)
+        yield from find(content, path, index)
 
     def _split(self, content: bytes, path: Path, block: int) -> Iterator[tuple[int, Any]]:
         for number, (start, end) in enumerate(_records(content, path, block)):
@@ -281,13 +281,13 @@ def _old_lines(content: bytes) -> list[str]:
 
 def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
     try:
-        found = json.loads(line)
+        meta = json.loads(line)
         numbers = {
-            name: int(found[name]) for name in ("block_begin", "block_end", "nbytes", "nlines")
+            name: int(meta[name]) for name in ("block_begin", "block_end", "nbytes", "nlines")
         }
-        name, mask = str(found["file_name"]), bool(found.get("mask", False))
-        has_lengths = bool(found.get("has_lengths", True))
-        size = int(found.get("block_size", block_bytes))
+        name, mask = str(meta["file_name"]), bool(meta.get("mask", False))
+        has_lengths = bool(meta.get("has_lengths", True))
+        size = int(meta.get("block_size", block_bytes))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{where}: {line!r:.80} does not describe a data file ({type(error).__name__}: "

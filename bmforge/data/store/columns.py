@@ -88,10 +88,10 @@ class ColumnsBuilder:
 
     def add(self, document: Document, source: str, licence: str) -> None:
         """Append a document with its source and short license name."""
-        said = {"source": source, "language": document.language, "licence": licence}
-        found = [_number(self._numbers[name], said[name], _MOST[name]) for name in NAMED]
+        values = {"source": source, "language": document.language, "licence": licence}
+        numbers = [_number(self._numbers[name], values[name], _MOST[name]) for name in NAMED]
         quality = document.scores.get(QUALITY, math.nan)
-        self._rows.append((*found, number_of_date(document.date), quality))
+        self._rows.append((*numbers, number_of_date(document.date), quality))
 
     def build(self) -> Columns:
         """Return the columns of all added documents."""
@@ -108,8 +108,8 @@ def _number(table: dict[str, int], name: str, most: int) -> int:
 
 def number_of_date(date: str) -> int:
     """Return the number of a date such as ``"2024-05"``; 0 if it is not a date."""
-    found = _DATE.match(date)
-    return int("".join((found[1], found[2] or "00", found[3] or "00"))) if found else 0
+    match = _DATE.match(date)
+    return int("".join((match[1], match[2] or "00", match[3] or "00"))) if match else 0
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
@@ -119,8 +119,8 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
     for part in parts:
         rows = np.array(part.rows)
         for name in NAMED:
-            known = [_number(numbers[name], one, _MOST[name]) for one in part.names[name]]
-            rows[name] = np.array(known, dtype=np.int64)[rows[name]]
+            mapping = [_number(numbers[name], value, _MOST[name]) for value in part.names[name]]
+            rows[name] = np.array(mapping, dtype=np.int64)[rows[name]]
         joined.append(rows)
     names = {name: list(table) for name, table in numbers.items()}
     return Columns(names, np.concatenate(joined) if joined else np.empty(0, dtype=_ROW))
@@ -133,15 +133,16 @@ def read_columns(store: TokenStore) -> Columns:
         DataError: the store has no metadata, or the file is damaged or belongs to another store.
     """
     if isinstance(store, ShardedStore):
-        found = join_columns([read_columns(shard) for shard in store.shards])
+        columns = join_columns([read_columns(shard) for shard in store.shards])
     else:
-        found = _read(columns_path(store.prefix))
-    if len(found) != store.num_documents:
+        columns = _read(columns_path(store.prefix))
+    if len(columns) != store.num_documents:
         raise DataError(
-            f"{str(columns_path(store.prefix))!r} speaks of {len(found)} documents, the store has "
+            f"{str(columns_path(store.prefix))!r} speaks of {len(columns)} documents, the store "
+            "has "
             f"{store.num_documents}: copy both again"
         )
-    return found
+    return columns
 
 
 def _read(path: Path) -> Columns:
@@ -154,7 +155,7 @@ def _read(path: Path) -> Columns:
         with path.open("rb") as file:
             line = file.readline()
             head = json.loads(line)
-        names = {name: [str(one) for one in head["names"][name]] for name in NAMED}
+        names = {name: [str(value) for value in head["names"][name]] for name in NAMED}
         if head["format"] != _FORMAT:
             raise ValueError(f"format {head['format']}, known is {_FORMAT}")
         if path.stat().st_size != len(line) + head["documents"] * _ROW.itemsize:

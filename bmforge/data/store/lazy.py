@@ -55,8 +55,8 @@ class LazyArray(ABC):
             return self._slice(start, stop)
         places = np.asarray(key)
         if places.ndim == 0:
-            (place,) = self._checked(places[None]).tolist()
-            return self._slice(place, place + 1)[0]
+            (index,) = self._checked(places[None]).tolist()
+            return self._slice(index, index + 1)[0]
         return self._places(self._checked(places))
 
     def _checked(self, places: NDArray[Any]) -> NDArray[np.int64]:
@@ -83,12 +83,12 @@ class LazyArray(ABC):
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=self.dtype)
 
     def _places(self, places: NDArray[np.int64]) -> NDArray[Any]:
-        found = np.empty(len(places), dtype=self.dtype)
+        values = np.empty(len(places), dtype=self.dtype)
         numbers = np.searchsorted(self._ends, places, side="right")
         for number in np.unique(numbers).tolist():
-            here = numbers == number
-            found[here] = self._take(number, places[here] - self._starts[number])
-        return found
+            in_part = numbers == number
+            values[in_part] = self._take(number, places[in_part] - self._starts[number])
+        return values
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """Return all elements as a plain array."""
@@ -144,14 +144,14 @@ class PickedArray(LazyArray):
 
     def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
         begin = int(self._from[number])
-        found: NDArray[Any] = self._base[begin + start : begin + end]
-        return found
+        values: NDArray[Any] = self._base[begin + start : begin + end]
+        return values
 
     def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
-        found: NDArray[Any] = self._base[self._from[number] + places]
-        return found
+        values: NDArray[Any] = self._base[self._from[number] + places]
+        return values
 
     def _places(self, places: NDArray[np.int64]) -> NDArray[Any]:
         numbers = np.searchsorted(self._ends, places, side="right")
-        found: NDArray[Any] = self._base[self._from[numbers] + places - self._starts[numbers]]
-        return found
+        values: NDArray[Any] = self._base[self._from[numbers] + places - self._starts[numbers]]
+        return values

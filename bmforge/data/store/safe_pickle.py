@@ -103,7 +103,9 @@ class _FromBuffer(_Name):
 
     __slots__ = ()
 
-    def __call__(self, buffer: Any, dtype: _Dtype, shape: Any, order: str, *rest: Any) -> _Array:
+    def __call__(
+        self, buffer: Any, dtype: _Dtype, shape: Any, order: str, *arguments: Any
+    ) -> _Array:
         array = _Array()
         content = bytes(buffer) if isinstance(buffer, bytearray) else buffer
         array.value = _make_array(content, dtype, shape, order == "F")
@@ -298,13 +300,13 @@ def _finish(record: Any, done: dict[int, Any]) -> Any:
         return record.value
     if record is None or type(record) in (bool, int, float, str, bytes, bytearray):
         return record
-    found = done.get(id(record))
-    if found is _OPEN:
+    finished = done.get(id(record))
+    if finished is _OPEN:
         raise DataError("a record that contains itself: refused")
-    if found is None:
+    if finished is None:
         done[id(record)] = _OPEN
-        found = done[id(record)] = _finish_container(record, done)
-    return found
+        finished = done[id(record)] = _finish_container(record, done)
+    return finished
 
 
 def _finish_container(record: Any, done: dict[int, Any]) -> Any:

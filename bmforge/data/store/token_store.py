@@ -159,13 +159,13 @@ class TokenStore:
         sizes, evenly
         spaced: it distinguishes corpora, but may miss a single changed token.
         """
-        found = blake2b(digest_size=8)
+        digest = blake2b(digest_size=8)
         for values in (self.map_for_random_access(), self.sizes):
-            found.update(len(values).to_bytes(8, "little"))
+            digest.update(len(values).to_bytes(8, "little"))
             last = max(len(values) - _DIGEST_PIECE, 0)
             for start in np.linspace(0, last, _DIGEST_PIECES, dtype=np.int64).tolist():
-                found.update(values[start : start + _DIGEST_PIECE].astype("<i8").tobytes())
-        return int.from_bytes(found.digest(), "little") >> 1
+                digest.update(values[start : start + _DIGEST_PIECE].astype("<i8").tobytes())
+        return int.from_bytes(digest.digest(), "little") >> 1
 
     def documents(self) -> Iterator[tuple[int, int]]:
         """Yield each document as the range (first token, one past its last) in `tokens`.

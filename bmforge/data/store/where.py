@@ -51,16 +51,17 @@ class Condition:
         """Return a mask of the documents that match; an unknown value matches only ``!=``."""
         values = columns.rows[self.column]
         if self.column in NAMED:
-            wanted = self.value.split(",")
+            patterns = self.value.split(",")
             fits = [
-                any(fnmatchcase(name, one) for one in wanted) for name in columns.names[self.column]
+                any(fnmatchcase(name, pattern) for pattern in patterns)
+                for name in columns.names[self.column]
             ]
-            found: NDArray[np.bool_] = np.array(fits, dtype=np.bool_)[values]
-            return ~found if self.sign == "!=" else found
+            mask: NDArray[np.bool_] = np.array(fits, dtype=np.bool_)[values]
+            return ~mask if self.sign == "!=" else mask
         if self.column == "quality":
             with np.errstate(invalid="ignore"):
-                found = _COMPARE[self.sign](values, np.float32(self.value))
-            return found
+                mask = _COMPARE[self.sign](values, np.float32(self.value))
+            return mask
         low, high = _dates(self.value)
         inside = (values >= low) & (values < high)
         by_sign = {
@@ -80,42 +81,42 @@ def _dates(value: str) -> tuple[int, int]:
     return low, low + {4: 10000, 7: 100, 10: 1}[len(value)]
 
 
-def parse_conditions(given: Sequence[str]) -> tuple[Condition, ...]:
+def parse_conditions(conditions: Sequence[str]) -> tuple[Condition, ...]:
     """Parse conditions, all of which must match.
 
     Raises:
         ConfigError: a condition has an unknown form.
     """
-    return tuple(map(_parse, given))
+    return tuple(map(_parse, conditions))
 
 
 def _parse(text: str) -> Condition:
-    found = _FORM.fullmatch(text)
-    known = (*NAMED, *_NUMBERS)
-    if found is None or found[1] not in known:
-        hint = suggest(found[1], known) if found else ""
+    match = _FORM.fullmatch(text)
+    columns = (*NAMED, *_NUMBERS)
+    if match is None or match[1] not in columns:
+        hint = suggest(match[1], columns) if match else ""
         raise ConfigError(
             f"where={text!r} is no condition.{hint} Write NAME=VALUE, such as language=zh, "
-            f"date>=2020 or quality>=0.5; names are {', '.join(known)}."
+            f"date>=2020 or quality>=0.5; names are {', '.join(columns)}."
         )
-    one = Condition(*found.groups())
-    if one.column in NAMED and one.sign not in ("=", "!="):
-        raise ConfigError(f"where={text!r}: a {one.column} is compared with = and != alone.")
-    if one.column == "date" and not _DATE_FORM.fullmatch(one.value):
+    condition = Condition(*match.groups())
+    if condition.column in NAMED and condition.sign not in ("=", "!="):
+        raise ConfigError(f"where={text!r}: a {condition.column} is compared with = and != alone.")
+    if condition.column == "date" and not _DATE_FORM.fullmatch(condition.value):
         raise ConfigError(f"where={text!r}: a date is written as 2024, 2024-05 or 2024-05-01.")
-    if one.column == "quality":
+    if condition.column == "quality":
         try:
-            float(one.value)
+            float(condition.value)
         except ValueError:
             raise ConfigError(f"where={text!r}: a quality is compared with a number.") from None
-    return one
+    return condition
 
 
 def select_documents(columns: Columns, conditions: Sequence[Condition]) -> NDArray[np.bool_]:
     """Return a mask of the documents that match all conditions."""
     mask = np.ones(len(columns), dtype=np.bool_)
-    for one in conditions:
-        mask &= one.mask(columns)
+    for condition in conditions:
+        mask &= condition.mask(columns)
     return mask
 
 
@@ -131,11 +132,14 @@ def select_store(store: TokenStore, conditions: Sequence[Condition]) -> TokenSto
     columns = read_columns(store)
     mask = select_documents(columns, conditions)
     if not mask.any():
-        said = " ".join(f"{one.column}{one.sign}{one.value}" for one in conditions)
-        there = "; ".join(
+        conditions_text = " ".join(
+            f"{condition.column}{condition.sign}{condition.value}" for condition in conditions
+        )
+        listing = "; ".join(
             f"{name}: {', '.join(columns.names[name][1:9]) or 'unknown of all'}" for name in NAMED
         )
         raise DataError(
-            f"no document of {str(store.prefix)!r} is left by {said}. There are {there}"
+            f"no document of {str(store.prefix)!r} is left by {conditions_text}. There are "
+            f"{listing}"
         )
     return SelectedStore(store, mask)

@@ -179,10 +179,10 @@ def merge_stores(
 def _layout_dtype(dtype: np.dtype[np.integer] | str) -> np.dtype[np.integer]:
     """Return `dtype` in little-endian form if the layout has a code for it."""
     little = np.dtype(dtype).newbyteorder("<")
-    known = [np.dtype(name) for name in DTYPE_CODES.values()]
-    if little not in known:
+    dtypes = [np.dtype(name) for name in DTYPE_CODES.values()]
+    if little not in dtypes:
         raise ConfigError(
-            f"dtype={np.dtype(dtype).name}: a token store holds {[d.name for d in known]}"
+            f"dtype={np.dtype(dtype).name}: a token store holds {[d.name for d in dtypes]}"
         )
     return little
 

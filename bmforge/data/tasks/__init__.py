@@ -32,8 +32,8 @@ def find_task(name: str) -> Task:
     Raises:
         ConfigError: no such task.
     """
-    for known, task in TASKS.items():
-        if known.lower() == name.lower():
+    for task_name, task in TASKS.items():
+        if task_name.lower() == name.lower():
             return task
     raise ConfigError(f"no task {name!r}.{suggest(name, TASKS)} Known: {', '.join(TASKS)}.")
 

@@ -39,9 +39,9 @@ def read_few_nerd(path: Path) -> Iterator[TaskExample]:
     for number, line in enumerate([*read_lines(path), ""], 1):
         cells = line.split()
         if not cells:
-            for place, (first, behind, name) in enumerate(spans):
+            for index, (first, behind, name) in enumerate(spans):
                 fields = {"sentence": " ".join(tokens), "entity": " ".join(tokens[first:behind])}
-                yield TaskExample(fields, numbers[name], (count, place))
+                yield TaskExample(fields, numbers[name], (count, index))
             count += bool(tokens)
             tokens, spans = [], []
             continue
@@ -87,8 +87,8 @@ def _objects(folder: Path) -> tuple[str, ...]:
 
 def _sentences(folder: Path) -> dict[str, str]:
     """Return the sentence with [X] and [Y] of each relation."""
-    for place in (folder, folder.parent, folder.parent.parent):
-        file = place / "relations.jsonl"
+    for parent in (folder, folder.parent, folder.parent.parent):
+        file = parent / "relations.jsonl"
         if file.is_file():
             return {row.text("relation"): row.text("template") for row in read_records(file)}
     return {}
@@ -99,20 +99,20 @@ def _read_webnlg(path: Path) -> Iterator[TaskExample]:
     entries = Record(repr(str(path)), read_json(path)).parts("entries")
     for number, entry in enumerate(entries):
         (key,) = entry.values if len(entry.values) == 1 else (str(number + 1),)
-        whole = entry.part(key)
+        record = entry.part(key)
         parts = [
             " : ".join(triple.text(name) for name in ("subject", "property", "object"))
-            for triple in whole.parts("modifiedtripleset")
+            for triple in record.parts("modifiedtripleset")
         ]
-        fields = {"triples": " | ".join(parts), "category": whole.text("category")}
-        said = [
+        fields = {"triples": " | ".join(parts), "category": record.text("category")}
+        texts = [
             text.text("lex")
-            for text in whole.parts("lexicalisations")
+            for text in record.parts("lexicalisations")
             if text.values.get("comment") == "good"
         ]
-        groups = [(text,) for text in said] if path.stem == "train" else [tuple(said)]
-        for place, answers in enumerate(groups):
-            yield TaskExample(fields, answers[0] if answers else None, (number, place), (), answers)
+        groups = [(text,) for text in texts] if path.stem == "train" else [tuple(texts)]
+        for index, answers in enumerate(groups):
+            yield TaskExample(fields, answers[0] if answers else None, (number, index), (), answers)
 
 
 def _files(ending: str, folder: str = "") -> dict[str, tuple[str, ...]]:

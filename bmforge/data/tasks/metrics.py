@@ -38,52 +38,52 @@ _WORDS = re.compile(r"\w+|[^\w\s]")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-def accuracy(predicted: Sequence[Any], wanted: Sequence[Any]) -> float:
+def accuracy(predicted: Sequence[Any], labels: Sequence[Any]) -> float:
     """Return the share of correct predictions."""
-    _check_pairs(predicted, wanted)
-    return sum(p == w for p, w in zip(predicted, wanted, strict=True)) / len(wanted)
+    _check_pairs(predicted, labels)
+    return sum(p == w for p, w in zip(predicted, labels, strict=True)) / len(labels)
 
 
-def class_f1(predicted: Sequence[int], wanted: Sequence[int], average: str = "macro") -> float:
+def class_f1(predicted: Sequence[int], labels: Sequence[int], average: str = "macro") -> float:
     """Return F1 of classes.
 
     Args:
         predicted: predicted class of each example.
-        wanted: true class of each example.
+        labels: true class of each example.
         average: "macro" for the mean over the classes that occur, "micro" for all classes pooled,
             "binary" for class 1.
 
     Raises:
         MissingDependencyError: scikit-learn is not installed.
     """
-    _check_pairs(predicted, wanted)
+    _check_pairs(predicted, labels)
     try:
         from sklearn.metrics import f1_score
     except ImportError as error:
         raise MissingDependencyError("scikit-learn", "tasks", "F1 of classes") from error
-    return float(f1_score(list(wanted), list(predicted), average=average, zero_division=0.0))
+    return float(f1_score(list(labels), list(predicted), average=average, zero_division=0.0))
 
 
 def multirc_scores(
-    predicted: Sequence[int], wanted: Sequence[int], questions: Sequence[Hashable]
+    predicted: Sequence[int], labels: Sequence[int], questions: Sequence[Hashable]
 ) -> dict[str, float]:
     """Return MultiRC's two metrics of binary judgments of answers.
 
     Args:
         predicted: 0 or 1 for each answer.
-        wanted: true value for each answer.
+        labels: true value for each answer.
         questions: question id of each answer.
 
     Returns:
         `f1a`, F1 over all answers; `em`, the share of questions with every answer judged right.
     """
-    _check_pairs(predicted, wanted)
-    _check_pairs(questions, wanted)
-    whole: dict[Hashable, bool] = defaultdict(lambda: True)
-    for question, p, w in zip(questions, predicted, wanted, strict=True):
-        whole[question] &= p == w
-    f1a = class_f1(predicted, wanted, "binary")
-    return {"f1a": f1a, "em": sum(whole.values()) / len(whole)}
+    _check_pairs(predicted, labels)
+    _check_pairs(questions, labels)
+    all_right: dict[Hashable, bool] = defaultdict(lambda: True)
+    for question, p, w in zip(questions, predicted, labels, strict=True):
+        all_right[question] &= p == w
+    f1a = class_f1(predicted, labels, "binary")
+    return {"f1a": f1a, "em": sum(all_right.values()) / len(all_right)}
 
 
 def normalize_answer(text: str) -> str:
@@ -93,9 +93,9 @@ def normalize_answer(text: str) -> str:
 
 def token_f1(predicted: str, answer: str) -> float:
     """Return the word-level F1 of two answers after `normalize_answer`."""
-    mine, right = normalize_answer(predicted).split(), normalize_answer(answer).split()
-    shared = (Counter(mine) & Counter(right)).total()
-    return 2 * shared / (len(mine) + len(right)) if shared else 0.0
+    words, right = normalize_answer(predicted).split(), normalize_answer(answer).split()
+    shared = (Counter(words) & Counter(right)).total()
+    return 2 * shared / (len(words) + len(right)) if shared else 0.0
 
 
 def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -117,34 +117,36 @@ def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) ->
 
 
 def relation_scores(
-    predicted: Sequence[int], wanted: Sequence[int], none: int = 0
+    predicted: Sequence[int], labels: Sequence[int], none: int = 0
 ) -> dict[str, float]:
     """Return micro precision, recall and F1 of relations; class `none` means no relation."""
-    _check_pairs(predicted, wanted)
-    right = sum(p == w != none for p, w in zip(predicted, wanted, strict=True))
-    found, there = (sum(one != none for one in row) for row in (predicted, wanted))
+    _check_pairs(predicted, labels)
+    right = sum(p == w != none for p, w in zip(predicted, labels, strict=True))
+    num_predicted, num_labels = (
+        sum(relation != none for relation in row) for row in (predicted, labels)
+    )
     return {
-        "precision": right / found if found else 0.0,
-        "recall": right / there if there else 0.0,
-        "f1": 2 * right / (found + there) if right else 0.0,
+        "precision": right / num_predicted if num_predicted else 0.0,
+        "recall": right / num_labels if num_labels else 0.0,
+        "f1": 2 * right / (num_predicted + num_labels) if right else 0.0,
     }
 
 
-def loose_f1(predicted: Sequence[str], wanted: Sequence[str], sep: str = "-") -> dict[str, float]:
+def loose_f1(predicted: Sequence[str], labels: Sequence[str], sep: str = "-") -> dict[str, float]:
     """Return micro and macro F1 of hierarchical types: `person-actor` also counts as `person`.
 
     Args:
         predicted: predicted type name of each example.
-        wanted: true type name of each example.
+        labels: true type name of each example.
         sep: separator of the levels of a type name.
     """
-    _check_pairs(predicted, wanted)
+    _check_pairs(predicted, labels)
 
     def above(name: str) -> set[str]:
         parts = name.split(sep)
         return {sep.join(parts[:count]) for count in range(1, len(parts) + 1)}
 
-    pairs = [(above(p), above(w)) for p, w in zip(predicted, wanted, strict=True)]
+    pairs = [(above(p), above(w)) for p, w in zip(predicted, labels, strict=True)]
     right = sum(len(p & w) for p, w in pairs)
     micro = 2 * right / sum(len(p) + len(w) for p, w in pairs)
     precision = sum(len(p & w) / len(p) for p, w in pairs) / len(pairs)
@@ -224,8 +226,8 @@ def _score_labels(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> 
 
 
 def _score_cb(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> dict[str, float]:
-    wanted = [int(example.label or 0) for example in examples]
-    return {"accuracy": accuracy(predicted, wanted), "f1": class_f1(predicted, wanted)}
+    labels = [int(example.label or 0) for example in examples]
+    return {"accuracy": accuracy(predicted, labels), "f1": class_f1(predicted, labels)}
 
 
 def _score_multirc(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> dict[str, float]:
@@ -243,10 +245,10 @@ def _score_relations(predicted: Sequence[Any], examples: Sequence[TaskExample]) 
 
 def _score_types(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> dict[str, float]:
     names = TASKS["Few-NERD"].label_names
-    wanted = [int(example.label or 0) for example in examples]
-    said = [names[number] if number >= 0 else "" for number in predicted]
-    exact = {"accuracy": accuracy(predicted, wanted)}
-    return exact | loose_f1(said, [names[number] for number in wanted])
+    labels = [int(example.label or 0) for example in examples]
+    names_predicted = [names[number] if number >= 0 else "" for number in predicted]
+    exact = {"accuracy": accuracy(predicted, labels)}
+    return exact | loose_f1(names_predicted, [names[number] for number in labels])
 
 
 def _score_facts(predicted: Sequence[Any], examples: Sequence[TaskExample]) -> dict[str, float]:
@@ -270,10 +272,10 @@ _SCORES: Mapping[str, Callable[[Sequence[Any], Sequence[TaskExample]], dict[str,
 }
 
 
-def _check_pairs(predicted: Sequence[Any], wanted: Sequence[Any]) -> None:
+def _check_pairs(predicted: Sequence[Any], labels: Sequence[Any]) -> None:
     """Raise `ShapeError` if the numbers of predictions and labels differ or are zero."""
-    if len(predicted) != len(wanted) or not wanted:
+    if len(predicted) != len(labels) or not labels:
         raise ShapeError(
-            f"{len(predicted)} predictions for {len(wanted)} examples; needed is one for each, and "
+            f"{len(predicted)} predictions for {len(labels)} examples; needed is one for each, and "
             "at least one."
         )

@@ -56,10 +56,10 @@ def _find_fields(path: Path) -> tuple[str, ...]:
     """Return the names of the text fields of a file's first line."""
     first: Record | None = next(read_records(path), None)
     values = {} if first is None else first.values
-    found = [name for name, value in values.items() if isinstance(value, str) and name != _LABEL]
-    if not found:
+    names = [name for name, value in values.items() if isinstance(value, str) and name != _LABEL]
+    if not names:
         raise DataError(
             f"{str(path)!r} has no text in its first line. A line is an object such as "
             '{"text": "...", "label": "..."}.'
         )
-    return tuple(found)
+    return tuple(names)

@@ -37,12 +37,12 @@ def _read_chid(path: Path) -> Iterator[TaskExample]:
     separate file in the same folder, `dev_answer.json` for `dev.json`.
     """
     beside = path.with_name(f"{path.stem}_answer.json")
-    known: dict[str, Any] = read_json(beside) if beside.is_file() else {}
+    answers: dict[str, Any] = read_json(beside) if beside.is_file() else {}
     for number, row in enumerate(read_records(path)):
         choices = row.texts("candidates")
         if isinstance(row.values.get("content"), list):
             for text in row.texts("content"):
-                yield from _blanks(row, text, choices, known)
+                yield from _blanks(row, text, choices, answers)
         else:
             label = row.label({str(n): n for n in range(len(choices))}, "answer")
             idx = row.values.get("id", number)
@@ -50,12 +50,12 @@ def _read_chid(path: Path) -> Iterator[TaskExample]:
 
 
 def _blanks(
-    row: Record, text: str, choices: tuple[str, ...], known: Mapping[str, Any]
+    row: Record, text: str, choices: tuple[str, ...], answers: Mapping[str, Any]
 ) -> Iterator[TaskExample]:
     """Yield an example for each #idiom000123# in a text."""
     for piece in text.split(_BLANK)[1:]:
         name = f"{_BLANK}{piece.partition('#')[0]}#"
-        label = known.get(name)
+        label = answers.get(name)
         if label is not None and label not in range(len(choices)):
             raise DataError(f"{row.place}: the answer {label!r} to {name} is no candidate.")
         yield TaskExample({"content": text, "blank": name}, label, name, choices)
@@ -64,10 +64,10 @@ def _blanks(
 def _read_c3(path: Path) -> Iterator[TaskExample]:
     """Yield one example per question; an entry has texts, questions with choices, and a name."""
     for number, entry in enumerate(read_json(path)):
-        place = f"{str(path)!r}, entry {number}"
+        location = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:
-            raise DataError(f"{place}: a list of texts, one of questions and a name are needed.")
-        named = Record(place, {"context": entry[0], "questions": entry[1], "name": entry[2]})
+            raise DataError(f"{location}: a list of texts, one of questions and a name are needed.")
+        named = Record(location, {"context": entry[0], "questions": entry[1], "name": entry[2]})
         context = "\n".join(named.texts("context"))
         for question in named.parts("questions"):
             choices = question.texts("choice")

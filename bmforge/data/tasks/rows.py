@@ -44,13 +44,13 @@ def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
     """
     if isinstance(example.label, int):
         return [example.label]
-    found = [number for number, option in enumerate(options) if option in example.answers]
-    if not found:
+    right = [number for number, option in enumerate(options) if option in example.answers]
+    if not right:
         raise DataError(
             f"example {example.idx} has no right answer among its choices {list(options)[:8]}; "
             "a split without labels can be neither learned nor scored."
         )
-    return found
+    return right
 
 
 def encode_segments(
@@ -157,19 +157,19 @@ def continue_prompt(
     head = [] if begin is None or begin == tokenizer.eos_id else [begin]
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     texts = [prompt, *(f"{prompt} {option}" for option in options)]
-    asked, *joined = tokenizer.encode_batch(texts)
+    prompt_ids, *joined = tokenizer.encode_batch(texts)
     pairs = []
     for option, ids in zip(options, joined, strict=True):
         # Encode the answer alone if the tokenizer would merge it with the end of the prompt.
-        fits = ids[: len(asked)] == asked and len(ids) > len(asked)
-        answer = [*(ids[len(asked) :] if fits else tokenizer.encode(option)), *end]
+        fits = ids[: len(prompt_ids)] == prompt_ids and len(ids) > len(prompt_ids)
+        answer = [*(ids[len(prompt_ids) :] if fits else tokenizer.encode(option)), *end]
         room = longest - len(answer) - len(head)
-        if room < 1 or not (head or asked):
+        if room < 1 or not (head or prompt_ids):
             raise DataError(
                 f"the answer {option[:40]!r} has {len(answer)} tokens, and its prompt "
-                f"{len(asked)}; data.seq_len={longest} has no room for both."
+                f"{len(prompt_ids)}; data.seq_len={longest} has no room for both."
             )
-        pairs.append(Pair([*head, *asked[-room:]], answer))
+        pairs.append(Pair([*head, *prompt_ids[-room:]], answer))
     return pairs
 
 
@@ -189,8 +189,8 @@ def encode_answers(
     first, second = map(tokenizer.token_to_id, names)
     ids = tokenizer.encode_batch(list(options))
     if first is not None and second is not None:
-        return [[first, *one, second] for one in ids]
-    return [[*one, *_end_of(tokenizer)] for one in ids]
+        return [[first, *option_ids, second] for option_ids in ids]
+    return [[*option_ids, *_end_of(tokenizer)] for option_ids in ids]
 
 
 def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL) -> str:
@@ -198,9 +198,9 @@ def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_S
     names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
     first, second = map(tokenizer.token_to_id, names)
     ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
-    kept = list(ids[1:] if first is not None and ids[:1] == [first] else ids)
-    stop = next((place for place, id in enumerate(kept) if id in ends), len(kept))
-    return tokenizer.decode_written(kept[:stop]).strip()
+    answer_ids = list(ids[1:] if first is not None and ids[:1] == [first] else ids)
+    stop = next((index for index, id in enumerate(answer_ids) if id in ends), len(answer_ids))
+    return tokenizer.decode_written(answer_ids[:stop]).strip()
 
 
 def fill_prompt(

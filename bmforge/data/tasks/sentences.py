@@ -39,8 +39,8 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Ta
     def read(path: Path) -> Iterator[TaskExample]:
         lines = csv.reader(io.StringIO(read_text(path)))
         for number, cells in enumerate(lines, 1):
-            known = cells and cells[0].isdigit() and 1 <= int(cells[0]) <= len(labels)
-            if not known or len(cells) != 1 + len(fields):
+            is_valid = cells and cells[0].isdigit() and 1 <= int(cells[0]) <= len(labels)
+            if not is_valid or len(cells) != 1 + len(fields):
                 raise DataError(
                     f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} is not a class from 1 to "
                     f"{len(labels)} and {len(fields)} texts ({', '.join(fields)})."
@@ -95,16 +95,17 @@ def _read_imdb(path: Path) -> Iterator[TaskExample]:
     """Yield reviews from the published folder (`pos`, `neg`), or from a file with one per line."""
     if path.is_dir():
         for label, name in enumerate(("neg", "pos")):
-            found = (path / name).glob("*.txt")
-            for file in sorted(found, key=lambda file: (len(file.stem.split("_")[0]), file.stem)):
+            reviews = (path / name).glob("*.txt")
+            for file in sorted(reviews, key=lambda file: (len(file.stem.split("_")[0]), file.stem)):
                 yield TaskExample({"text": read_text(file).strip()}, label, f"{name}/{file.stem}")
         return
-    told = path.with_name(f"{path.stem}_labels.txt")
-    labels = [line.strip() for line in read_lines(told)]
+    label_file = path.with_name(f"{path.stem}_labels.txt")
+    labels = [line.strip() for line in read_lines(label_file)]
     lines = read_lines(path)
     if len(labels) != len(lines) or not set(labels) <= {"0", "1"}:
         raise DataError(
-            f"{str(told)!r} must have 0 or 1 for each of the {len(lines)} lines of {str(path)!r}."
+            f"{str(label_file)!r} must have 0 or 1 for each of the {len(lines)} lines of "
+            f"{str(path)!r}."
         )
     for number, (line, told_label) in enumerate(zip(lines, labels, strict=True), 1):
         yield TaskExample({"text": line.strip()}, int(told_label), number)
@@ -180,8 +181,8 @@ _RELATIONS = (
 )
 # Re-TACRED's classes: other names for some of TACRED's, and two fewer.
 _RENAMED = {
-    **{f"org:{place}_of_headquarters": f"org:{place}_of_branch"
-       for place in ("city", "country", "stateorprovince")},
+    **{f"org:{level}_of_headquarters": f"org:{level}_of_branch"
+       for level in ("city", "country", "stateorprovince")},
     "per:alternate_names": "per:identity",
 }  # fmt: skip
 _RE_RELATIONS = tuple(

@@ -59,11 +59,11 @@ def _multirc(row: Record) -> list[TaskExample]:
     passage, out = row.part("passage"), []
     text = passage.text("text")
     for question in passage.parts("questions"):
-        asked = {"passage": text, "question": question.text("question")}
+        passage_fields = {"passage": text, "question": question.text("question")}
         at = (row.number("idx"), question.number("idx"))
         for answer in question.parts("answers"):
             label = answer.label({"0": 0, "1": 1})
-            fields = {**asked, "answer": answer.text("text")}
+            fields = {**passage_fields, "answer": answer.text("text")}
             out.append(TaskExample(fields, label, (*at, answer.number("idx"))))
     return out
 

@@ -64,18 +64,18 @@ def find_split(task: Task, folder: str | Path, split: str) -> Path:
         ConfigError: the task has no such split.
         DataError: no candidate file exists; the message lists the names.
     """
-    wanted = _SPLIT_NAMES.get(split, split)
-    if wanted not in task.files:
+    split_name = _SPLIT_NAMES.get(split, split)
+    if split_name not in task.files:
         raise ConfigError(f"{task.name} has no split {split!r}. It has: {', '.join(task.files)}.")
     places = (Path(folder) / task.name, Path(folder))
-    looked = [place / name for place in places for name in task.files[wanted]]
-    found = next((path for path in looked if path.exists()), None)
-    if found is None:
+    looked = [parent / name for parent in places for name in task.files[split_name]]
+    existing = next((path for path in looked if path.exists()), None)
+    if existing is None:
         raise DataError(
             f"{task.name} has no file for {split!r}: none of {', '.join(map(str, looked))} exists. "
             "Name the folder that holds it."
         )
-    return found
+    return existing
 
 
 class Record:
@@ -122,8 +122,8 @@ class Record:
             return None
         word = str(value).lower() if isinstance(value, bool) else str(value)
         if word not in names:
-            known = ", ".join(list(names)[:20])
-            raise DataError(f"{self.place}: {name}={value!r} is not a label. Known: {known}.")
+            label_names = ", ".join(list(names)[:20])
+            raise DataError(f"{self.place}: {name}={value!r} is not a label. Known: {label_names}.")
         return names[word]
 
     def _get(self, name: str, kind: type) -> Any:
@@ -147,12 +147,14 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     for number, line in enumerate(read_lines(path), 1):
         if line.strip():
-            place = f"{str(path)!r}, line {number}"
+            location = f"{str(path)!r}, line {number}"
             try:
                 values = json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(f"{place}: no JSON ({error.msg}, column {error.colno}).") from error
-            yield Record(place, values)
+                raise DataError(
+                    f"{location}: no JSON ({error.msg}, column {error.colno})."
+                ) from error
+            yield Record(location, values)
 
 
 def read_json(path: Path) -> Any:

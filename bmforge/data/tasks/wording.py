@@ -98,7 +98,7 @@ def word_task(task: Task, example: TaskExample) -> Wording:
     if task.name in _WORDINGS:
         return _WORDINGS[task.name]
     names = list(example.fields)
-    first, rest = f"{{{names[0]}}}", " ".join(f"{{{name}}}" for name in names[1:])
-    second = " ".join(part for part in (rest, "{choice}" if example.choices else "") if part)
+    first, others = f"{{{names[0]}}}", " ".join(f"{{{name}}}" for name in names[1:])
+    second = " ".join(part for part in (others, "{choice}" if example.choices else "") if part)
     listed = "\n".join(f"{name}: {{{name}}}" for name in names)
     return Wording((first, second) if second else (first,), f"{listed}\nanswer:", task.label_names)

@@ -31,5 +31,5 @@ RULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 def rules_version(name: str) -> str:
     """Return the rule sets of a language with their versions, as a key for the journal."""
-    sets = sorted({one for chosen in RULES[name].values() for one in chosen})
-    return " ".join(f"{one}={RULE_SETS[one].version}" for one in sets)
+    sets = sorted({rule_set for chosen in RULES[name].values() for rule_set in chosen})
+    return " ".join(f"{rule_set}={RULE_SETS[rule_set].version}" for rule_set in sets)

@@ -48,7 +48,7 @@ def select_lines(text: TextStatistics, any_end: bool = False) -> KeptLines:
         text: statistics of the text.
         any_end: keep lines without an end mark too, as FineWeb does.
     """
-    kept: list[str] = []
+    lines: list[str] = []
     sentences = 0
     for raw in text.lines:
         line = raw.strip()
@@ -70,8 +70,8 @@ def select_lines(text: TextStatistics, any_end: bool = False) -> KeptLines:
         if any(phrase in lower for phrase in _POLICIES):
             continue
         sentences += text.count_sentences(line)
-        kept.append(line)
-    return KeptLines(tuple(kept), sentences)
+        lines.append(line)
+    return KeptLines(tuple(lines), sentences)
 
 
 def _any_end(text: TextStatistics) -> KeptLines:

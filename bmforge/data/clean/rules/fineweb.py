@@ -21,8 +21,8 @@ def _short_lines(text: TextStatistics) -> float:
 
 
 def _repeated_characters(text: TextStatistics) -> float:
-    whole = len(text.text) - text.text.count("\n")
-    return find_repeated(text.filled_lines)[1] / max(whole, 1)
+    total = len(text.text) - text.text.count("\n")
+    return find_repeated(text.filled_lines)[1] / max(total, 1)
 
 
 def _newlines(text: TextStatistics) -> float:

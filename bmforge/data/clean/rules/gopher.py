@@ -47,13 +47,13 @@ def _bullets(text: TextStatistics) -> float:
 
 
 def _cut_lines(text: TextStatistics) -> float:
-    found = sum(line.rstrip().endswith(("...", "…")) for line in text.lines)
-    return found / max(len(text.lines), 1)
+    num_cut = sum(line.rstrip().endswith(("...", "…")) for line in text.lines)
+    return num_cut / max(len(text.lines), 1)
 
 
 def _letters(text: TextStatistics) -> float:
-    found = sum(word.isalpha() or any(map(str.isalpha, word)) for word in text.words)
-    return found / max(len(text.words), 1)
+    num_words = sum(word.isalpha() or any(map(str.isalpha, word)) for word in text.words)
+    return num_words / max(len(text.words), 1)
 
 
 def count_stop_words(text: TextStatistics, stop_words: frozenset[str] = _STOP_WORDS) -> float:
