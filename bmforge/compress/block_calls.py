@@ -108,8 +108,8 @@ def _find_slot(
     outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for take, value in outs:
-        for slot, given in places:
-            if isinstance(value, Tensor) and given is value:
+        for slot, argument in places:
+            if isinstance(value, Tensor) and argument is value:
                 return slot, take
     raise ConfigError(
         f"a {kind} does not get what the block before it made: such models cannot be calibrated "
@@ -121,5 +121,5 @@ def _without(
     args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with the hidden states replaced by None."""
-    kept = tuple(None if place == slot else value for place, value in enumerate(args))
-    return kept, {name: None if name == slot else value for name, value in kwargs.items()}
+    remaining = tuple(None if position == slot else value for position, value in enumerate(args))
+    return remaining, {name: None if name == slot else value for name, value in kwargs.items()}

@@ -130,7 +130,7 @@ def by_block(
     matrices: Sequence[Matrix], blocks: Mapping[str, nn.Module]
 ) -> dict[str, list[Matrix]]:
     """Return block name -> the matrices in that block."""
-    found: dict[str, list[Matrix]] = {}
+    by_name: dict[str, list[Matrix]] = {}
     for matrix in matrices:
         names = [name for name in blocks if f"{matrix.owner}.".startswith(f"{name}.")]
         if not names:
@@ -140,8 +140,8 @@ def by_block(
             )
         if isinstance(matrix.module, nn.Embedding):
             raise ConfigError(f"{matrix.name} is a table: nothing is multiplied with it.")
-        found.setdefault(names[0], []).append(matrix)
-    return found
+        by_name.setdefault(names[0], []).append(matrix)
+    return by_name
 
 
 def _find_stacks(
@@ -161,8 +161,8 @@ def _find_stacks(
     stacks: dict[str, list[str]] = {}
     for name in order:
         stacks.setdefault(name.rpartition(".")[0], []).append(name)
-    for found in stacks.values():
-        if twice := [name for name in found if found.count(name) > 1]:
+    for names in stacks.values():
+        if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"{twice[0]} runs more than once in a call: it cannot be calibrated.")
     return list(stacks.values())
 
@@ -204,15 +204,15 @@ def _calibrate_stack(
         next(bar)
         if number > last:
             continue
-        calls = [found[number] for found in recorded]
+        calls = [recorded_calls[number] for recorded_calls in recorded]
         # Keep no reference to replaced layers, so that their memory is freed block by block.
         if inside := matrices.pop(name, None):
             show(BlockRun(name, blocks[name], inside, {}, calls, hidden))
             del inside
         if number < last:
             run = BlockRun(name, model.get_submodule(name), [], {}, calls, hidden)
-            for place, out in enumerate(run.run()):
-                hidden[place] = out
+            for index, out in enumerate(run.run()):
+                hidden[index] = out
 
 
 class _Inputs:
@@ -237,24 +237,24 @@ class _Inputs:
 def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
     """Split a block's matrices into parts whose statistics fit in memory, last to run first."""
     groups: dict[str, list[Matrix]] = {}
-    known: set[str] = set()
+    assigned: set[str] = set()
     inputs = _Inputs()
 
     def note(matrix: Matrix, x: Tensor) -> None:
         name = inputs.find(x) or matrix.name
-        if matrix.name not in known:
-            known.add(matrix.name)
+        if matrix.name not in assigned:
+            assigned.add(matrix.name)
             groups.setdefault(name if name in groups else matrix.name, []).append(matrix)
         inputs.add(x, name)
 
     with watch_inputs(run.matrices, note):
         for _ in run.run():
             inputs.clear()
-            if len(known) == len(run.matrices):
+            if len(assigned) == len(run.matrices):
                 break
-    whole = sum(m.read().numel() * m.parameter.element_size() for m in run.matrices)
-    parts: list[list[Matrix]] = [[m for m in run.matrices if m.name not in known]]
-    limit = max(whole // 2, *(size(group[0]) for group in groups.values()), 0)
+    total_bytes = sum(m.read().numel() * m.parameter.element_size() for m in run.matrices)
+    parts: list[list[Matrix]] = [[m for m in run.matrices if m.name not in assigned]]
+    limit = max(total_bytes // 2, *(size(group[0]) for group in groups.values()), 0)
     left = limit
     for group in reversed(groups.values()):
         if size(group[0]) > left:
@@ -267,26 +267,30 @@ def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
 
 def _gather_in(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
     """Return the statistics of a block's inputs; matrices with the same input share one."""
-    found: dict[str, Statistic] = {}
+    statistics: dict[str, Statistic] = {}
     shared: dict[str, str] = {}
     inputs = _Inputs()
 
     def note(matrix: Matrix, x: Tensor) -> None:
         if matrix.name in shared:
             return
-        if matrix.name not in found:
+        if matrix.name not in statistics:
             alike = inputs.find(x)
             if alike is not None:
                 shared[matrix.name] = alike
                 return
-            found[matrix.name] = gather(matrix)
+            statistics[matrix.name] = gather(matrix)
         inputs.add(x, matrix.name)
-        found[matrix.name].add(x.detach().reshape(-1, x.shape[-1]))
+        statistics[matrix.name].add(x.detach().reshape(-1, x.shape[-1]))
 
     with watch_inputs(run.matrices, note):
         for _ in run.run():
             inputs.clear()
-    given = {m.name: found[at] for m in run.matrices if (at := shared.get(m.name, m.name)) in found}
-    if not given:
+    by_matrix = {
+        m.name: statistics[at]
+        for m in run.matrices
+        if (at := shared.get(m.name, m.name)) in statistics
+    }
+    if not by_matrix:
         raise ConfigError(f"no text came to {run.name}: leave it out of `where`.")
-    return given
+    return by_matrix

@@ -22,13 +22,13 @@ __all__ = ["Settler", "settle_columns"]
 class Settler(Protocol):
     """Interface that computes the new value of a column: rounded (GPTQ) or pruned (SparseGPT)."""
 
-    def settle(self, number: int, block: Tensor, place: int, roots: Tensor) -> Tensor:
+    def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
         """Return the new value of a column.
 
         Args:
             number: index of the column in the matrix.
             block: current block of columns, with the compensation so far.
-            place: index of the column within the block; earlier columns are final.
+            offset: index of the column within the block; earlier columns are final.
             roots: diagonal of the Cholesky factor of the inverse Hessian for the block's columns.
 
         Shape:
@@ -69,11 +69,11 @@ def settle_columns(
         block, errors = values[:, first:last], values.new_empty(values.shape[0], last - first)
         inside = factor[first:last, first:last]
         roots = inside.diagonal()
-        for place in range(last - first):
-            settled = settler.settle(first + place, block, place, roots).to(wide)
-            error = (block[:, place] - settled) / roots[place]
-            block[:, place] = settled
-            block[:, place + 1 :].addr_(error, inside[place, place + 1 :], alpha=-1)
-            errors[:, place] = error
+        for offset in range(last - first):
+            settled = settler.settle(first + offset, block, offset, roots).to(wide)
+            error = (block[:, offset] - settled) / roots[offset]
+            block[:, offset] = settled
+            block[:, offset + 1 :].addr_(error, inside[offset, offset + 1 :], alpha=-1)
+            errors[:, offset] = error
         values[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
     return values

@@ -62,9 +62,9 @@ def compress(
     """
     config = config or CompressConfig()
     if (config.distill is None) != (teacher is None):
-        given = "no teacher was given" if teacher is None else "nothing says what it teaches"
+        problem = "no teacher was given" if teacher is None else "nothing says what it teaches"
         raise ConfigError(
-            f"{given}: give both compress(..., teacher=...) and CompressConfig.distill."
+            f"{problem}: give both compress(..., teacher=...) and CompressConfig.distill."
         )
     if not config.names and not methods and teacher is None:
         raise ConfigError(
@@ -119,11 +119,11 @@ class Compression:
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
         """Return name glob of parameters -> their optimizer settings."""
-        found: dict[str, dict[str, float]] = {}
+        settings: dict[str, dict[str, float]] = {}
         for method in self.methods:
             groups = getattr(method, "optim_groups", None)
-            found |= groups() if callable(groups) else {}
-        return found
+            settings |= groups() if callable(groups) else {}
+        return settings
 
     def objective(self, inner: Objective) -> Objective:
         """Return the task's objective plus the losses of the distillation and of the methods.
@@ -178,11 +178,11 @@ class Compression:
         Raises:
             ConfigError: the state belongs to a run with other methods.
         """
-        here = [method.name for method in self.methods]
-        if set(state["methods"]) != set(here):
+        names = [method.name for method in self.methods]
+        if set(state["methods"]) != set(names):
             raise ConfigError(
                 f"the run that is to go on does {', '.join(state['methods']) or 'nothing'}, this "
-                f"one {', '.join(here) or 'nothing'}. Go on with the recipe that it began with."
+                f"one {', '.join(names) or 'nothing'}. Go on with the recipe that it began with."
             )
         self.step = int(state["step"])
         if self.distiller is not None:
@@ -242,5 +242,5 @@ def _plain_model(model: nn.Module, plain: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             values = nn.Parameter(values, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = values
-    made: nn.Module = copy.deepcopy(plain, memo)
-    return made.train(model.training)
+    copied: nn.Module = copy.deepcopy(plain, memo)
+    return copied.train(model.training)

@@ -35,8 +35,8 @@ class CompressConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the enabled methods, without distillation."""
-        found = [f.name for f in fields(self) if getattr(self, f.name) is not None]
-        return tuple(name for name in found if name != "distill")
+        enabled = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        return tuple(name for name in enabled if name != "distill")
 
     def looks(self, name: str) -> bool:
         """Return True if a part of the config needs calibration batches."""

@@ -48,8 +48,10 @@ class Matrix:
     @property
     def name(self) -> str:
         """Display name of the matrix: module, expert index, and parameter unless it is "weight"."""
-        place = "" if self.index is None else f"[{self.index}]"
-        return f"{self.owner}{place}" if self.key == "weight" else f"{self.owner}.{self.key}{place}"
+        suffix = "" if self.index is None else f"[{self.index}]"
+        return (
+            f"{self.owner}{suffix}" if self.key == "weight" else f"{self.owner}.{self.key}{suffix}"
+        )
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -58,10 +60,10 @@ class Matrix:
 
     def read(self) -> Tensor:
         """Return a view of the matrix, (rows, columns)."""
-        whole = self.parameter.detach()
+        tensor = self.parameter.detach()
         if self.index is not None:
-            return whole[self.index]
-        return whole.t() if hasattr(self.module, "nf") else whole
+            return tensor[self.index]
+        return tensor.t() if hasattr(self.module, "nf") else tensor
 
     def write_(self, values: Tensor) -> None:
         """Overwrite the values of the matrix.
@@ -97,7 +99,7 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
         names.update(dict.fromkeys(inside))
     if not where:
         names = dict.fromkeys(usual_names(model))
-    found, seen = [], set()
+    matrices, seen = [], set()
     for name in modules:
         if name not in names:
             continue
@@ -109,8 +111,8 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
         for matrix in _matrices_of(name, modules[name]):
             if (id(matrix.parameter), matrix.index) not in seen:
                 seen.add((id(matrix.parameter), matrix.index))
-                found.append(matrix)
-    return found
+                matrices.append(matrix)
+    return matrices
 
 
 def usual_names(model: nn.Module) -> list[str]:
@@ -120,13 +122,13 @@ def usual_names(model: nn.Module) -> list[str]:
         ConfigError: there are none.
     """
     modules = dict(model.named_modules())
-    found = _inside(modules, list(find_repeated_blocks(model)))
-    found = [name for name in found if not isinstance(modules[name], nn.Embedding)]
-    if not found:
+    names = _inside(modules, list(find_repeated_blocks(model)))
+    names = [name for name in names if not isinstance(modules[name], nn.Embedding)]
+    if not names:
         raise ConfigError(
             f"{type(model).__name__} has no repeated blocks with linear layers: name some in where."
         )
-    return found
+    return names
 
 
 def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
@@ -160,18 +162,18 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
 
 def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
     """Return the named modules that have matrices, replacing containers by the modules in them."""
-    found: dict[str, None] = {}
+    inside: dict[str, None] = {}
     parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, BesidePart))
     for name in names:
         if _has_matrix(modules[name]):
-            found[name] = None
+            inside[name] = None
             continue
         for inner, module in modules.items():
             is_in = inner.startswith(f"{name}." if name else "") and not inner.startswith(parts)
             is_router = not set(_ROUTERS).isdisjoint(inner.split("."))
             if is_in and _has_matrix(module) and not is_router:
-                found[inner] = None
-    return list(found)
+                inside[inner] = None
+    return list(inside)
 
 
 def _has_matrix(module: Any) -> bool:
@@ -208,16 +210,16 @@ def watch_inputs(
         for members in by_module.values():
             module: Any = members[0].module
             if isinstance(module, Experts):
-                told = partial(_told_multiply, module.multiply, members, note)
-                module.__dict__["multiply"] = told
+                reporting = partial(_told_multiply, module.multiply, members, note)
+                module.__dict__["multiply"] = reporting
                 undo.append(partial(module.__dict__.pop, "multiply"))
             else:
                 hook = partial(_tell, members[0], note)
                 undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
     finally:
-        for one in undo:
-            one()
+        for restore in undo:
+            restore()
 
 
 def _tell(

@@ -84,12 +84,15 @@ def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
     """Refuse gates, which change shapes at the end, together with methods that fix the shapes."""
     settings = [(name, getattr(config, part)) for name, (part, _) in _PARTS.items()]
     settings += [(method.name, getattr(method, "config", None)) for method in own]
-    if not any(name == "structure" and getattr(told, "gates", ()) for name, told in settings):
+    if not any(
+        name == "structure" and getattr(config_of_method, "gates", ())
+        for name, config_of_method in settings
+    ):
         return
-    for name, told in settings:
-        if said := _needs_shapes(name, told):
+    for name, config_of_method in settings:
+        if needed := _needs_shapes(name, config_of_method):
             raise ConfigError(
-                f"gates end in other shapes than {said} are made for: finish them in a job of "
+                f"gates end in other shapes than {needed} are made for: finish them in a job of "
                 "their own before (in a recipe for `bmforge compress` they are the phase "
                 "`structure`)."
             )

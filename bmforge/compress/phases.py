@@ -62,7 +62,7 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
             steps.
     """
     everything = [part for parts in PHASES.values() for part in parts]
-    found = []
+    phases = []
     for name, parts in PHASES.items():
         count = getattr(steps, name)
         is_wanted = any(getattr(config, part) is not None for part in parts)
@@ -77,15 +77,15 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
             continue
         left_out = dict.fromkeys(part for part in everything if part not in parts)
         teacher = config.distill if count else None
-        found.append(Phase(name, replace(config, distill=teacher, **left_out), count))
-    if not found:
+        phases.append(Phase(name, replace(config, distill=teacher, **left_out), count))
+    if not phases:
         raise ConfigError(
             "the recipe asks for nothing: give at least one of structure, moefy, prune, quantize, "
             "or distill with steps.weights."
         )
-    if config.distill is not None and not any(phase.steps for phase in found):
+    if config.distill is not None and not any(phase.steps for phase in phases):
         raise ConfigError(
             "distill has no effect without steps: give some of steps.structure, steps.experts and "
             "steps.weights."
         )
-    return tuple(found)
+    return tuple(phases)

@@ -91,7 +91,7 @@ class CompressReport:
     @property
     def facts(self) -> dict[str, Any]:
         """Facts of all methods, by method name."""
-        return {name: said for phase in self.phases for name, said in phase.facts.items()}
+        return {name: facts for phase in self.phases for name, facts in phase.facts.items()}
 
     def format(self) -> str:
         """Format the report as text, one line per phase."""
@@ -99,11 +99,11 @@ class CompressReport:
         rows += [(p.name, p.sizes, p.quality, p.speed) for p in self.phases]
         lines = [f"{self.model}: {_times(self.before.size_bytes, self.after.size_bytes)} smaller"]
         for name, sizes, *figures in rows:
-            said = "".join(f"  {k} {v:.4g}" for found in figures for k, v in found.items())
+            line = "".join(f"  {k} {v:.4g}" for figure in figures for k, v in figure.items())
             zeros = f", {sizes.zeros / max(1, sizes.parameters):.0%} zeros" if sizes.zeros else ""
             lines.append(
                 f"  {name:<24}{sizes.parameters:>14,} parameters "
-                f"{sizes.size_bytes / 1e6:>10,.1f} MB{zeros}{said}"
+                f"{sizes.size_bytes / 1e6:>10,.1f} MB{zeros}{line}"
             )
         return "\n".join(lines)
 
@@ -123,19 +123,19 @@ class CompressReport:
         return write_page(folder / _PAGE, self.model, "compression report", sections)
 
     def _sizes(self, key: str, scale: float) -> list[tuple[str, float]]:
-        found = [("before", self.before), *((p.name, p.sizes) for p in self.phases)]
-        return [(name, getattr(sizes, key) * scale) for name, sizes in found]
+        phases = [("before", self.before), *((p.name, p.sizes) for p in self.phases)]
+        return [(name, getattr(sizes, key) * scale) for name, sizes in phases]
 
     def _figures(self, kind: str) -> dict[str, list[tuple[str, float]]]:
         """Return metric -> (phase, value) pairs of the measured metrics of one kind."""
-        found: dict[str, list[tuple[str, float]]] = {}
+        by_metric: dict[str, list[tuple[str, float]]] = {}
         for name, values in [
             ("before", getattr(self, kind)),
             *((phase.name, getattr(phase, kind)) for phase in self.phases),
         ]:
             for figure, value in values.items():
-                found.setdefault(figure, []).append((name, value))
-        return found
+                by_metric.setdefault(figure, []).append((name, value))
+        return by_metric
 
     @classmethod
     def load(cls, directory: str | Path) -> CompressReport:
@@ -247,10 +247,10 @@ def _facts_section(phase: PhaseFacts) -> str:
     parts = []
     for method, facts in phase.facts.items():
         numbers = {k: v for k, v in facts.items() if _is_table(v)}
-        rest = {k: v for k, v in facts.items() if k not in numbers}
+        others = {k: v for k, v in facts.items() if k not in numbers}
         lines = "".join(
             f"<tr><th>{escape(_name(k))}</th><td>{escape(_say(v))}</td></tr>"
-            for k, v in rest.items()
+            for k, v in others.items()
             if not _is_empty(v)
         )
         parts.append(f"<h3>{escape(method)}</h3>" + (f"<table>{lines}</table>" if lines else ""))
@@ -285,8 +285,8 @@ def _say(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:.4g}" if abs(value) < _LARGE else f"{value:,.0f}"
     if isinstance(value, Mapping):
-        said = [f"{_name(k)}: {_say(v)}" for k, v in value.items() if not _is_empty(v)]
-        return "; ".join(said)
+        items = [f"{_name(k)}: {_say(v)}" for k, v in value.items() if not _is_empty(v)]
+        return "; ".join(items)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"{len(value):,}" if len(value) > _FEW else ", ".join(map(_say, value))
     return str(value)

@@ -37,11 +37,11 @@ def round_matrix(matrix: Tensor, spec: QuantSpec) -> Tensor:
     rows, columns = matrix.shape
     if spec.symmetric and _kernels_for(matrix) is not None:
         return dequantize(pack_weights(matrix, spec), rows, spec).to(matrix.dtype)
-    found = quantize_groups(matrix, spec)
-    values = found.values.view(rows, -1, spec.group_of(columns)).float()
-    values *= found.scales.float()[..., None]
-    if found.minima is not None:
-        values += found.minima.float()[..., None]
+    quantized = quantize_groups(matrix, spec)
+    values = quantized.values.view(rows, -1, spec.group_of(columns)).float()
+    values *= quantized.scales.float()[..., None]
+    if quantized.minima is not None:
+        values += quantized.minima.float()[..., None]
     return values.view(rows, columns).to(matrix.dtype)
 
 
@@ -52,8 +52,8 @@ def quantize_rows(matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         matrix: (rows, columns); returns (rows, columns) int8 and (rows,) fp32
     """
     if _kernels_for(matrix) is None:
-        found = quantize_groups(matrix, spec)
-        return found.values, found.scales[:, 0].float()
+        quantized = quantize_groups(matrix, spec)
+        return quantized.values, quantized.scales[:, 0].float()
     packed, rows = pack_weights(matrix, spec), matrix.shape[0]
     scales = packed.scales.transpose(1, 2).flatten(0, 1)[:rows, 0]
     return unpack_values(packed.packed, spec)[:rows], scales.float()

@@ -74,7 +74,9 @@ def measure_sensitivity(
     for matrix in find_matrices(model, where):
         groups.setdefault(matrix.owner, []).append(matrix)
     trials = {name: _fitting(members, schemes) for name, members in groups.items()}
-    added = {(name, scheme): 0.0 for name, found in trials.items() for scheme in found}
+    added = {
+        (name, scheme): 0.0 for name, trials_of_name in trials.items() for scheme in trials_of_name
+    }
     tokens = [_count_tokens(batch) for batch in prepared]
     with evaluating(model):
         for number, batch in enumerate(track(prepared, "sensitivity")):
@@ -82,15 +84,15 @@ def measure_sensitivity(
             measure = _measurer(model, batch, loss)
             base = measure()
             for name, scheme in added:
-                kept = [matrix.read().clone() for matrix in groups[name]]
+                originals = [matrix.read().clone() for matrix in groups[name]]
                 for matrix in groups[name]:
                     matrix.write_(round_matrix(matrix.read(), PRESETS[scheme]))
                 added[name, scheme] += (measure() - base) * weight
-                for matrix, old in zip(groups[name], kept, strict=True):
+                for matrix, old in zip(groups[name], originals, strict=True):
                     matrix.write_(old)
     return [
-        Sensitivity(name, scheme, found, *_size(groups[name], PRESETS[scheme]))
-        for (name, scheme), found in added.items()
+        Sensitivity(name, scheme, trials_of_name, *_size(groups[name], PRESETS[scheme]))
+        for (name, scheme), trials_of_name in added.items()
     ]
 
 
@@ -103,18 +105,18 @@ def _count_tokens(batch: Mapping[str, Any]) -> int:
 
 
 def _fitting(members: Sequence[Matrix], schemes: Sequence[str]) -> list[str]:
-    found = []
+    fitting = []
     for scheme in schemes:
         if scheme not in PRESETS:
             raise ConfigError(f"the scheme {scheme!r} is unknown; known: {', '.join(PRESETS)}.")
         if all(PRESETS[scheme].fits(m.read().shape[1]) for m in members):
-            found.append(scheme)
-    if not found:
+            fitting.append(scheme)
+    if not fitting:
         columns = members[0].read().shape[1]
         raise ConfigError(
             f"{members[0].owner}: {PRESETS[schemes[-1]].problem(columns)}. Leave it out of `where`."
         )
-    return found
+    return fitting
 
 
 def _size(members: Sequence[Matrix], spec: QuantSpec) -> tuple[int, float]:
@@ -131,8 +133,8 @@ def _measurer(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> 
         return lambda: float(model(**batch).loss)
     before = model(**batch)
     key = next((k for k in ("logits", "last_hidden_state") if _take(before, k) is not None), "")
-    kept = _take(before, key)
-    if kept is None:
+    reference = _take(before, key)
+    if reference is None:
         raise ConfigError(
             f"{type(model).__name__} returns neither logits nor hidden states: give `loss`, or "
             "labels in the batches."
@@ -142,8 +144,8 @@ def _measurer(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> 
         now = _take(model(**batch), key)
         assert now is not None
         if key != "logits":
-            return float((now - kept).square().mean())
-        pair = F.log_softmax(now, -1).flatten(0, -2), F.log_softmax(kept, -1).flatten(0, -2)
+            return float((now - reference).square().mean())
+        pair = F.log_softmax(now, -1).flatten(0, -2), F.log_softmax(reference, -1).flatten(0, -2)
         return float(F.kl_div(*pair, reduction="batchmean", log_target=True))
 
     return moved
@@ -173,20 +175,22 @@ def choose_specs(
     Raises:
         ConfigError: a budget below the smallest possible or above the largest useful one.
     """
-    found = measure_sensitivity(model, batches, where=where, loss=loss)
-    return {name: PRESETS[scheme] for name, scheme in spend_bits(found, average_bits).items()}
+    sensitivities = measure_sensitivity(model, batches, where=where, loss=loss)
+    return {
+        name: PRESETS[scheme] for name, scheme in spend_bits(sensitivities, average_bits).items()
+    }
 
 
-def spend_bits(found: Sequence[Sensitivity], average_bits: float) -> dict[str, str]:
+def spend_bits(sensitivities: Sequence[Sensitivity], average_bits: float) -> dict[str, str]:
     """Return module name -> scheme within a bit budget: greedy upgrades, best gain per bit first.
 
     Raises:
         ConfigError: a budget below the fewest bits, or above the most.
     """
     by_name: dict[str, list[Sensitivity]] = {}
-    for one in found:
-        by_name.setdefault(one.name, []).append(one)
-    options = {name: sorted(each, key=lambda one: one.bits) for name, each in by_name.items()}
+    for trial in sensitivities:
+        by_name.setdefault(trial.name, []).append(trial)
+    options = {name: sorted(each, key=lambda trial: trial.bits) for name, each in by_name.items()}
     weights = sum(each[0].weights for each in options.values())
     least = sum(each[0].bits * each[0].weights for each in options.values())
     most = sum(each[-1].bits * each[-1].weights for each in options.values())
@@ -209,7 +213,7 @@ def spend_bits(found: Sequence[Sensitivity], average_bits: float) -> dict[str, s
         more = (high.bits - low.bits) * low.weights
         if spent + more <= budget * (1 + 1e-9) and high.loss < low.loss:
             chosen[name], spent = high, spent + more
-    return {name: one.scheme for name, one in chosen.items()}
+    return {name: trial.scheme for name, trial in chosen.items()}
 
 
 def _gain(low: Sensitivity, high: Sensitivity) -> float:

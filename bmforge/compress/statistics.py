@@ -136,19 +136,19 @@ class Hessian:
         damped.diagonal().add_(damp * damped.diagonal().mean())
         columns = damped.shape[0]
         # The matrix is symmetric: its transpose is column-major, so LAPACK works in place.
-        found, failed = damped.mT, torch.empty((), dtype=torch.int32, device=damped.device)
-        torch.linalg.cholesky_ex(found, out=(found, failed))
+        factor, failed = damped.mT, torch.empty((), dtype=torch.int32, device=damped.device)
+        torch.linalg.cholesky_ex(factor, out=(factor, failed))
         is_positive = not int(failed)
         if is_positive:
-            torch.cholesky_inverse(found, out=found)
-            torch.linalg.cholesky_ex(found, upper=True, out=(found, failed))
+            torch.cholesky_inverse(factor, out=factor)
+            torch.linalg.cholesky_ex(factor, upper=True, out=(factor, failed))
             # isfinite() of the full matrix would allocate another one; its extremes suffice.
-            ends = torch.stack(found.mT.aminmax())  # contiguous
+            ends = torch.stack(factor.mT.aminmax())  # contiguous
             is_positive = not int(failed) and bool(ends.isfinite().all())
         if not is_positive:
             raise ConfigError(
                 f"{name}: the Hessian of what goes in is not positive with damp={damp}, "
                 f"{self.tokens} tokens and {columns} columns. Give more texts, or raise damp (0.1)."
             )
-        self._factor = found
-        return found
+        self._factor = factor
+        return factor

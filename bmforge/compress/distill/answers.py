@@ -85,7 +85,7 @@ def write_answers(
     partial.mkdir(parents=True)
     shards = _Shards(partial, shard_bytes)
     recorder, before = Recorder(teacher), head.measure
-    recorder.watch_head_(head, lambda *given: take_prediction(recorder, *given))
+    recorder.watch_head_(head, lambda *arguments: take_prediction(recorder, *arguments))
     try:
         with evaluating(teacher):
             for batch in batches:
@@ -129,37 +129,39 @@ def find_head(model: nn.Module, who: str) -> LMHead:
     Raises:
         ConfigError: the model has no such head.
     """
-    found = next((module for module in model.modules() if isinstance(module, LMHead)), None)
-    if found is None:
+    head = next((module for module in model.modules() if isinstance(module, LMHead)), None)
+    if head is None:
         raise ConfigError(
             f"the {who} is a {type(model).__name__} without a language model's head of ours, whose "
             "answers could be kept: open it with bmforge.models.AutoModel."
         )
-    return found
+    return head
 
 
 def _ask(
     teacher: nn.Module, recorder: Recorder, batch: Any, count: int, temperature: float
 ) -> tuple[list[int], Answers]:
     """Run the teacher; return the keys of a batch's rows and the answers at all their positions."""
-    given = prepare_batch(teacher, batch)
-    given["labels"] = given["input_ids"].clone()  # answers for every position
+    inputs = prepare_batch(teacher, batch)
+    inputs["labels"] = inputs["input_ids"].clone()  # answers for every position
     with recorder.recording():
-        teacher(**given)
-        found, keys = recorder.prediction, keys_of(recorder.inputs)
-    if found is None or found.vocab is not None:
+        teacher(**inputs)
+        prediction, keys = recorder.prediction, keys_of(recorder.inputs)
+    if prediction is None or prediction.vocab is not None:
         raise ConfigError("answers are kept of a teacher that is whole in this process (tp=1).")
-    if found.given.hidden.shape[0] != given["input_ids"].numel():
+    if prediction.given.hidden.shape[0] != inputs["input_ids"].numel():
         raise ConfigError(
-            f"a {type(teacher).__name__} predicted {found.given.hidden.shape[0]} tokens of "
-            f"{given['input_ids'].numel()}: answers are kept of models that predict everywhere."
+            f"a {type(teacher).__name__} predicted {prediction.given.hidden.shape[0]} tokens of "
+            f"{inputs['input_ids'].numel()}: answers are kept of models that predict everywhere."
         )
-    step = max(1, _CHUNK_ELEMENTS // found.given.weight.shape[0])
+    step = max(1, _CHUNK_ELEMENTS // prediction.given.weight.shape[0])
     parts = []
-    for start in range(0, found.given.hidden.shape[0], step):
+    for start in range(0, prediction.given.hidden.shape[0], step):
         some = slice(start, start + step)
-        added = tuple((low[some], rows) for low, rows in found.given.added)
-        few = HeadInput(found.given.hidden[some], found.given.weight, found.given.bias, added)
+        added = tuple((low[some], rows) for low, rows in prediction.given.added)
+        few = HeadInput(
+            prediction.given.hidden[some], prediction.given.weight, prediction.given.bias, added
+        )
         parts.append(pick_answers(make_logits(few), count, temperature))
     return keys, Answers(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
 
@@ -172,16 +174,16 @@ def keys_of(inputs: Mapping[str, Any]) -> list[int]:
         if name in _NOT_SEEN or not isinstance(value, Tensor) or value.shape[:1] != (rows,):
             continue
         seen[name] = value.detach().cpu().contiguous()
-    found = []
+    keys = []
     for row in range(rows):
         digest = blake2b(digest_size=8)
         for name, value in seen.items():
             if name == "attention_mask" and bool(value[row].bool().all()):
                 continue  # an all-ones mask hashes like no mask
-            whole = value[row].long() if not value.is_floating_point() else value[row].double()
-            digest.update(name.encode() + whole.numpy().tobytes())
-        found.append(int.from_bytes(digest.digest(), "little") >> 1)
-    return found
+            numbers = value[row].long() if not value.is_floating_point() else value[row].double()
+            digest.update(name.encode() + numbers.numpy().tobytes())
+        keys.append(int.from_bytes(digest.digest(), "little") >> 1)
+    return keys
 
 
 class _Shards:
@@ -212,11 +214,13 @@ class _Shards:
             self._write()
 
     def _write(self) -> None:
-        ids, log_probs, rest = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        ids, log_probs, rest_log_probs = (
+            torch.cat(parts) for parts in zip(*self._parts, strict=True)
+        )
         tensors = {
             "ids": ids.to(torch.int32),
             "log_probs": log_probs.float(),
-            "rest": rest.float(),
+            "rest": rest_log_probs.float(),
             "keys": torch.tensor(self._keys),
             "starts": torch.tensor(self._starts),
         }
@@ -298,10 +302,12 @@ class TeacherAnswers:
             file = self._files[number]
             names = ("ids", "log_probs", "rest")
             parts.append([file.get_slice(name)[start:stop] for name in names])
-        ids, log_probs, rest = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        found, device = Answers(ids.long(), log_probs, rest), inputs["input_ids"].device
+        ids, log_probs, rest_log_probs = (
+            torch.cat(tensors) for tensors in zip(*parts, strict=True)
+        )
+        answers, device = Answers(ids.long(), log_probs, rest_log_probs), inputs["input_ids"].device
         labels = inputs.get("labels")
         if tokens not in (None, ids.shape[0]) and labels is not None:
             picked = (labels.flatten() != IGNORE_INDEX).cpu()
-            found = Answers(*(tensor[picked] for tensor in found))
-        return Answers(*(tensor.to(device) for tensor in found))
+            answers = Answers(*(tensor[picked] for tensor in answers))
+        return Answers(*(tensor.to(device) for tensor in answers))

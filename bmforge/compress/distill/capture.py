@@ -234,30 +234,30 @@ def _note_entering(
 
 
 def _note_mix(
-    recorder: Recorder, name: str, inner: Callable[..., Tensor], *given: Any, **more: Any
+    recorder: Recorder, name: str, inner: Callable[..., Tensor], *arguments: Any, **more: Any
 ) -> Tensor:
     if recorder.is_recording:
-        recorder.attention[name] = AttentionInput(*given[:7])
-    return inner(*given, **more)
+        recorder.attention[name] = AttentionInput(*arguments[:7])
+    return inner(*arguments, **more)
 
 
 def take_prediction(
     recorder: Recorder,
-    given: HeadInput,
+    head_input: HeadInput,
     labels: Tensor,
     num_items: float | Tensor | None,
     vocab: VocabCut | None,
 ) -> Tensor:
     """Record the inputs of the teacher's head and return a loss of 0 while recording."""
     if recorder.is_recording:
-        recorder.prediction = Prediction(given.detach(), labels, num_items, vocab)
-        return given.hidden.new_zeros(())
-    return cross_entropy_of(given, labels, num_items, vocab)
+        recorder.prediction = Prediction(head_input.detach(), labels, num_items, vocab)
+        return head_input.hidden.new_zeros(())
+    return cross_entropy_of(head_input, labels, num_items, vocab)
 
 
 def cross_entropy_of(
-    given: HeadInput, labels: Tensor, num_items: float | Tensor | None, vocab: VocabCut | None
+    head_input: HeadInput, labels: Tensor, num_items: float | Tensor | None, vocab: VocabCut | None
 ) -> Tensor:
     """Return the cross-entropy loss that the head computes by default."""
-    hidden, weight, bias, added = given
+    hidden, weight, bias, added = head_input
     return linear_cross_entropy(hidden, weight, labels, bias, num_items, vocab, added)

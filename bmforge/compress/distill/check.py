@@ -24,11 +24,19 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
         )
     problems = []
     for what in ("vocab_size", "head", "num_labels"):
-        mine, theirs = (getattr(_config(model), what, None) for model in (student, teacher))
+        student_value, teacher_value = (
+            getattr(_config(model), what, None) for model in (student, teacher)
+        )
         if what == "num_labels" and not _classifies(student):
             continue
-        if mine is not None and theirs is not None and mine != theirs:
-            problems.append(f"the student has {what}={mine!r}, the teacher {theirs!r}")
+        if (
+            student_value is not None
+            and teacher_value is not None
+            and student_value != teacher_value
+        ):
+            problems.append(
+                f"the student has {what}={student_value!r}, the teacher {teacher_value!r}"
+            )
     for loss in config.losses:
         if loss.kind == "logits":
             continue
@@ -57,11 +65,11 @@ def check_answers(student: nn.Module, answers: TeacherAnswers, config: DistillCo
             "kept answers say nothing of what is inside the teacher: learn logits alone "
             '(kind="logits"), or give the teacher itself.'
         )
-    wanted = config.losses[0].temperature
-    if wanted != answers.temperature:
+    temperature = config.losses[0].temperature
+    if temperature != answers.temperature:
         raise ConfigError(
             f"the answers were kept at temperature={answers.temperature}, and the student is to "
-            f"learn at {wanted}: take the same one, or ask the teacher again."
+            f"learn at {temperature}: take the same one, or ask the teacher again."
         )
 
 
@@ -73,28 +81,33 @@ def _classifies(model: nn.Module) -> bool:
 def _attention_problems(
     student: nn.Module, teacher: nn.Module, loss: DistillLoss, pairs: list[tuple[str, str]]
 ) -> list[str]:
-    found = []
-    for mine, theirs in pairs:
-        ours, others = find_attention(student, mine), find_attention(teacher, theirs)
-        if loss.kind == "attention" and ours.num_heads != others.num_heads:
-            found.append(
-                f"{mine} has {ours.num_heads} heads, the teacher's {theirs} {others.num_heads}: "
+    problems = []
+    for student_name, teacher_name in pairs:
+        own_attention, others = (
+            find_attention(student, student_name),
+            find_attention(teacher, teacher_name),
+        )
+        if loss.kind == "attention" and own_attention.num_heads != others.num_heads:
+            problems.append(
+                f"{student_name} has {own_attention.num_heads} heads, the teacher's "
+                f"{teacher_name} {others.num_heads}: "
                 'learn relations instead (kind="relation")'
             )
-        if loss.kind == "value" and _value_width(ours) != _value_width(others):
-            found.append(
-                f"{mine} has values of {_value_width(ours)} channels, the teacher's {theirs} of "
+        if loss.kind == "value" and _value_width(own_attention) != _value_width(others):
+            problems.append(
+                f"{student_name} has values of {_value_width(own_attention)} channels, the "
+                f"teacher's {teacher_name} of "
                 f'{_value_width(others)}: learn relations instead (kind="relation")'
             )
         if loss.kind == "relation":
-            heads = relation_heads(loss, ours)
-            widths = [_width(attn, loss.of) for attn in (ours, others)]
+            heads = relation_heads(loss, own_attention)
+            widths = [_width(attn, loss.of) for attn in (own_attention, others)]
             if any(width % heads for width in widths):
-                found.append(
+                problems.append(
                     f"relation_heads={heads} does not divide the {widths[0]} and {widths[1]} "
-                    f"channels of {mine} and the teacher's {theirs}"
+                    f"channels of {student_name} and the teacher's {teacher_name}"
                 )
-    return found
+    return problems
 
 
 def _width(attn: Any, of: str) -> int:

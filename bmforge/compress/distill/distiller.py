@@ -94,7 +94,7 @@ class Distiller:
             for loss in self.config.losses
             if loss.kind != "logits"
         }
-        self._logits = next((one for one in self.config.losses if one.kind == "logits"), None)
+        self._logits = next((entry for entry in self.config.losses if entry.kind == "logits"), None)
         self._heads = _find_head(student), _find_head(teacher)
         self._mine, self._theirs = Recorder(student), Recorder(teacher)
         self._ask: Callable[[], None] | None = None
@@ -105,17 +105,17 @@ class Distiller:
     def _watch_(self) -> None:
         """Install the recording hooks in student and teacher."""
         for loss, pairs in self._pairs.items():
-            for mine, theirs in pairs:
+            for student_name, teacher_name in pairs:
                 if loss.kind == "hidden":
-                    width, wanted = (_width(model) for model in (self.student, self.teacher))
-                    if width and wanted and width != wanted:
-                        self._mine.watch_turned_(self.student, mine, width, wanted)
+                    width, teacher_width = (_width(model) for model in (self.student, self.teacher))
+                    if width and teacher_width and width != teacher_width:
+                        self._mine.watch_turned_(self.student, student_name, width, teacher_width)
                     else:
-                        self._mine.watch_state_(self.student, mine)
-                    self._theirs.watch_state_(self.teacher, theirs)
+                        self._mine.watch_state_(self.student, student_name)
+                    self._theirs.watch_state_(self.teacher, teacher_name)
                 else:
-                    self._mine.watch_attention_(self.student, mine)
-                    self._theirs.watch_attention_(self.teacher, theirs)
+                    self._mine.watch_attention_(self.student, student_name)
+                    self._theirs.watch_attention_(self.teacher, teacher_name)
         head, other = self._heads
         if head is not None:
             self._mine.watch_head_(head, self._measure)
@@ -173,31 +173,31 @@ class Distiller:
 
     def _measure(
         self,
-        given: HeadInput,
+        head_input: HeadInput,
         labels: Tensor,
         num_items: float | Tensor | None,
         vocab: VocabCut | None,
     ) -> Tensor:
         """Compute the loss of the student's head, run the teacher and compute the logit loss."""
-        task = cross_entropy_of(given, labels, num_items, vocab)
+        task = cross_entropy_of(head_input, labels, num_items, vocab)
         if not self._mine.is_recording:
             return task
-        self._mine.prediction = Prediction(given.detach(), labels, num_items, vocab)
+        self._mine.prediction = Prediction(head_input.detach(), labels, num_items, vocab)
         if self.answers is not None and self._logits is not None:
             self._taught = linear_answers(
-                given,
-                self.answers.look_up(self._mine.inputs, given.hidden.shape[0]),
+                head_input,
+                self.answers.look_up(self._mine.inputs, head_input.hidden.shape[0]),
                 labels,
                 temperature=self._logits.temperature,
                 num_items=num_items,
             )
             return task
         self._let_teacher_run()
-        theirs = self._theirs.prediction
-        if self._logits is not None and theirs is not None:
+        teacher_prediction = self._theirs.prediction
+        if self._logits is not None and teacher_prediction is not None:
             self._taught = linear_distillation(
-                given,
-                theirs.given,
+                head_input,
+                teacher_prediction.given,
                 labels,
                 temperature=self._logits.temperature,
                 num_items=num_items,
@@ -211,11 +211,11 @@ class Distiller:
         total = task * self.config.task_weight
         values: dict[str, Tensor] = {}
         for loss in self.config.losses:
-            found = self._compare(loss, num_items)
-            values[loss.kind] = values.get(loss.kind, 0) + found.detach()
+            loss_value = self._compare(loss, num_items)
+            values[loss.kind] = values.get(loss.kind, 0) + loss_value.detach()
             weight = loss.weight_at(self.step)
             if weight:
-                total = total + weight * found
+                total = total + weight * loss_value
         self.parts = values
         return total
 
@@ -224,47 +224,50 @@ class Distiller:
             return self._compare_inside(loss, num_items)
         if self._taught is not None:
             return self._taught
-        given = self._mine, self._theirs, self.student
-        return compare_outputs(*given, loss.temperature, num_items)
+        sides = self._mine, self._theirs, self.student
+        return compare_outputs(*sides, loss.temperature, num_items)
 
     def _compare_inside(self, loss: DistillLoss, num_items: float) -> Tensor:
         """Return a loss on internal tensors: mean over pairs, sum over tokens, per item."""
         pairs = self._pairs[loss]
-        parts = [self._compare_pair(loss, mine, theirs) for mine, theirs in pairs]
+        parts = [
+            self._compare_pair(loss, student_name, teacher_name)
+            for student_name, teacher_name in pairs
+        ]
         return torch.stack(parts).sum() / len(pairs) / num_items
 
-    def _compare_pair(self, loss: DistillLoss, mine: str, theirs: str) -> Tensor:
+    def _compare_pair(self, loss: DistillLoss, student_name: str, teacher_name: str) -> Tensor:
         """Return the loss of one pair of modules, summed over tokens."""
         if loss.kind == "hidden":
-            states = self._mine.states[mine], self._theirs.states[theirs]
-            weights = self._weights(mine, states[0][..., 0])
+            states = self._mine.states[student_name], self._theirs.states[teacher_name]
+            weights = self._weights(student_name, states[0][..., 0])
             return (compare_states(*states, weights, loss.form) * weights).sum()
-        given = self._mine.attention[mine], self._theirs.attention[theirs]
-        attn: Any = find_attention(self.student, mine)
+        inputs = self._mine.attention[student_name], self._theirs.attention[teacher_name]
+        attn: Any = find_attention(self.student, student_name)
         share = attn.head_share[1]
         if loss.kind == "attention":
-            found = compare_attention(*given, attn.num_heads)
+            distances = compare_attention(*inputs, attn.num_heads)
         elif loss.kind == "relation":
             heads = relation_heads(loss, attn)
-            found = compare_relations(*given, loss.of, heads, share)
+            distances = compare_relations(*inputs, loss.of, heads, share)
         else:
-            found = compare_values(
-                *given, given[0].value.shape[1] * given[0].value.shape[3] * share
+            distances = compare_values(
+                *inputs, inputs[0].value.shape[1] * inputs[0].value.shape[3] * share
             )
-        return self._sum_heads((found * self._weights(mine, found)).sum(), share)
+        return self._sum_heads((distances * self._weights(student_name, distances)).sum(), share)
 
-    def _weights(self, place: str, like: Tensor) -> Tensor:
+    def _weights(self, module_name: str, like: Tensor) -> Tensor:
         """Return the weight of each token, (B, T), on the device of `like`."""
-        found = spread_items(self._mine, self.student, place, like.shape)
-        return found.to(like.device, wide_dtype(like.dtype))
+        weights = spread_items(self._mine, self.student, module_name, like.shape)
+        return weights.to(like.device, wide_dtype(like.dtype))
 
     def _sum_heads(self, part: Tensor, share: int) -> Tensor:
         """Sum a loss over tensor-parallel heads; the gradient is that of the local heads."""
         prediction = self._mine.prediction
         if share == 1 or prediction is None or prediction.vocab is None:
             return part
-        here = part.detach()
-        return part + (prediction.vocab.sum_(here.clone()) - here)
+        local = part.detach()
+        return part + (prediction.vocab.sum_(local.clone()) - local)
 
     def after_step_(self) -> None:
         """Count an optimizer step in a custom training loop."""

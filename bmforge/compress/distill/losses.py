@@ -50,12 +50,14 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
             "tells hidden_size other widths are turned."
         )
     wide = wide_dtype(student.dtype)
-    mine, theirs = student.to(wide), teacher.to(wide)
+    student_wide, teacher_wide = student.to(wide), teacher.to(wide)
     if form == "cosine":
-        return 1 - F.cosine_similarity(mine, theirs, dim=-1)
+        return 1 - F.cosine_similarity(student_wide, teacher_wide, dim=-1)
     if form == "mean_norm":
-        mine, theirs = (_by_mean_length(x, weights) for x in (mine, theirs))
-    return (mine - theirs).square().mean(-1)
+        student_wide, teacher_wide = (
+            _by_mean_length(x, weights) for x in (student_wide, teacher_wide)
+        )
+    return (student_wide - teacher_wide).square().mean(-1)
 
 
 def _by_mean_length(x: Tensor, weights: Tensor) -> Tensor:
@@ -75,14 +77,15 @@ def compare_values(student: AttentionInput, teacher: AttentionInput, channels: i
     Shape:
         returns (B, S)
     """
-    mine, theirs = _join_heads(student.value), _join_heads(teacher.value)
-    if mine.shape != theirs.shape:
+    student_values, teacher_values = _join_heads(student.value), _join_heads(teacher.value)
+    if student_values.shape != teacher_values.shape:
         raise ShapeError(
-            f"the student's values are {tuple(mine.shape)}, the teacher's {tuple(theirs.shape)}: "
+            f"the student's values are {tuple(student_values.shape)}, the teacher's "
+            f"{tuple(teacher_values.shape)}: "
             'other widths have relations, kind="relation".'
         )
-    wide = wide_dtype(mine.dtype)
-    return (mine.to(wide) - theirs.to(wide)).square().sum(-1) / channels
+    wide = wide_dtype(student_values.dtype)
+    return (student_values.to(wide) - teacher_values.to(wide)).square().sum(-1) / channels
 
 
 def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: int) -> Tensor:
@@ -103,8 +106,8 @@ def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: i
         )
 
     def compare(start: int, stop: int) -> Tensor:
-        mine, theirs = (_look(side, start, stop) for side in (student, teacher))
-        return _divergence(mine, theirs).sum(1) / heads
+        student_probs, teacher_probs = (_look(side, start, stop) for side in (student, teacher))
+        return _divergence(student_probs, teacher_probs).sum(1) / heads
 
     rows, count, length = student.query.shape[:3]
     return _in_chunks(compare, length, rows * count * student.key.shape[2])
@@ -127,15 +130,17 @@ def compare_relations(
 
     Source: Wang et al., "MiniLMv2" (2021).
     """
-    here = heads // share
-    mine, theirs = (_divide(getattr(side, of), here, heads) for side in (student, teacher))
+    num_local = heads // share
+    student_parts, teacher_parts = (
+        _divide(getattr(side, of), num_local, heads) for side in (student, teacher)
+    )
 
     def compare(start: int, stop: int) -> Tensor:
         # Use the student's mask for both: without gradients some models merge it into the bias.
-        both = (_relate(x, student, start, stop) for x in (mine, theirs))
+        both = (_relate(x, student, start, stop) for x in (student_parts, teacher_parts))
         return _divergence(*both).sum(1) / heads
 
-    rows, count, length, _ = mine.shape
+    rows, count, length, _ = student_parts.shape
     return _in_chunks(compare, length, rows * count * length)
 
 
@@ -153,10 +158,10 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
             f"{tuple(teacher.shape)}: both must have the same classes."
         )
     wide = wide_dtype(student.dtype)
-    mine, theirs = student.to(wide), teacher.to(wide)
-    if mine.shape[-1] == 1:
-        return (mine - theirs).square().squeeze(-1)
-    both = (torch.log_softmax(x / temperature, -1) for x in (mine, theirs))
+    student_wide, teacher_wide = student.to(wide), teacher.to(wide)
+    if student_wide.shape[-1] == 1:
+        return (student_wide - teacher_wide).square().squeeze(-1)
+    both = (torch.log_softmax(x / temperature, -1) for x in (student_wide, teacher_wide))
     return _divergence(*both) * temperature**2
 
 
@@ -197,8 +202,8 @@ def _log_softmax_seen(scores: Tensor, side: AttentionInput, start: int, stop: in
     if seen is not None and seen.shape[2] > 1:
         seen = seen[:, :, start:stop]
     if seen is None and side.causal and side.query.shape[2] > 1:
-        place = torch.arange(scores.shape[-1], device=scores.device)
-        seen = place[None, :] <= place[start:stop, None]
+        position = torch.arange(scores.shape[-1], device=scores.device)
+        seen = position[None, :] <= position[start:stop, None]
     return torch.log_softmax(scores if seen is None else scores.masked_fill(~seen, _NEVER), -1)
 
 
@@ -214,12 +219,12 @@ def _join_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def _divide(x: Tensor, here: int, heads: int) -> Tensor:
+def _divide(x: Tensor, num_local: int, heads: int) -> Tensor:
     """Split the channels of all heads into relation heads: (B, A, T, channels / A)."""
     joined = _join_heads(x)
-    if not here or joined.shape[-1] % here:
+    if not num_local or joined.shape[-1] % num_local:
         raise ShapeError(
             f"relation_heads={heads} must divide the {joined.shape[-1]} channels of both sides, "
             "and be divided by the processes that share them."
         )
-    return joined.unflatten(-1, (here, -1)).transpose(1, 2)
+    return joined.unflatten(-1, (num_local, -1)).transpose(1, 2)

@@ -64,11 +64,11 @@ def find_stacks(model: nn.Module) -> dict[str, list[str]]:
     """
     rules: Any = getattr(model, "layout_rules", None)
     if callable(rules):
-        found = {
+        blocks_of_stack = {
             stack: [f"{stack}.{key}" for key, _ in model.get_submodule(stack).named_children()]
             for stack in rules().stacks
         }
-        return {stack: blocks for stack, blocks in found.items() if blocks}
+        return {stack: blocks for stack, blocks in blocks_of_stack.items() if blocks}
     stacks: dict[str, list[str]] = {}
     for name in find_repeated_blocks(model):
         stacks.setdefault(name.rpartition(".")[0], []).append(name)
@@ -87,19 +87,23 @@ def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pai
     """
     if loss.pairs:
         return _check_pairs(student, teacher, loss.pairs)
-    mine, theirs = find_stacks(student), find_stacks(teacher)
-    if len(mine) != len(theirs):
+    student_stacks, teacher_stacks = find_stacks(student), find_stacks(teacher)
+    if len(student_stacks) != len(teacher_stacks):
         raise ConfigError(
-            f"the student has the stacks {', '.join(mine)}, the teacher {', '.join(theirs)}: name "
+            f"the student has the stacks {', '.join(student_stacks)}, the teacher "
+            f"{', '.join(teacher_stacks)}: name "
             "pairs of modules."
         )
     if loss.stack:
-        mine, theirs = _pick(mine, loss.stack), _pick(theirs, loss.stack)
-    found: Pairs = []
-    for ours, others in zip(mine.values(), theirs.values(), strict=True):
-        pairs = pair_layers(len(ours), len(others), loss.layers)
-        found += [(ours[i], others[j]) for i, j in pairs]
-    return found
+        student_stacks, teacher_stacks = (
+            _pick(student_stacks, loss.stack),
+            _pick(teacher_stacks, loss.stack),
+        )
+    pairs_found: Pairs = []
+    for own_blocks, others in zip(student_stacks.values(), teacher_stacks.values(), strict=True):
+        pairs = pair_layers(len(own_blocks), len(others), loss.layers)
+        pairs_found += [(own_blocks[i], others[j]) for i, j in pairs]
+    return pairs_found
 
 
 def _pick(stacks: Mapping[str, list[str]], part: str) -> dict[str, list[str]]:
@@ -111,13 +115,13 @@ def _pick(stacks: Mapping[str, list[str]], part: str) -> dict[str, list[str]]:
 
 
 def _check_pairs(student: nn.Module, teacher: nn.Module, pairs: Sequence[tuple[str, str]]) -> Pairs:
-    for place, model in enumerate((student, teacher)):
-        known = dict(model.named_modules())
+    for side, model in enumerate((student, teacher)):
+        modules = dict(model.named_modules())
         for pair in pairs:
-            name = pair[place].removeprefix(INTO)
-            if name not in known:
-                who = ("student", "teacher")[place]
+            name = pair[side].removeprefix(INTO)
+            if name not in modules:
+                who = ("student", "teacher")[side]
                 raise ConfigError(
-                    f"distill.losses: the {who} has no module {name!r}.{suggest(name, known)}"
+                    f"distill.losses: the {who} has no module {name!r}.{suggest(name, modules)}"
                 )
     return list(pairs)

@@ -31,40 +31,40 @@ def compare_outputs(
     Raises:
         ConfigError: student or teacher returned no logits.
     """
-    mine, theirs = student.output, teacher.output
-    logits = _logits_of(mine), _logits_of(theirs)
+    student_output, teacher_output = student.output, teacher.output
+    logits = _logits_of(student_output), _logits_of(teacher_output)
     if logits[0] is None or logits[1] is None:
-        return _compare_spans(mine, theirs, temperature) / num_items
-    found = compare_logits(logits[0], logits[1], temperature)
-    return (found * _counted(student, model, found)).sum() / num_items
+        return _compare_spans(student_output, teacher_output, temperature) / num_items
+    losses = compare_logits(logits[0], logits[1], temperature)
+    return (losses * _counted(student, model, losses)).sum() / num_items
 
 
 def _logits_of(output: Any) -> Tensor | None:
-    found = getattr(output, "logits", None)
-    return found if isinstance(found, Tensor) else None
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else None
 
 
 def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
     """Return the mean of the start and end logits' losses, summed over rows."""
     total: Tensor | None = None
     for name in ("start_logits", "end_logits"):
-        mine, theirs = getattr(student, name, None), getattr(teacher, name, None)
-        if mine is None or theirs is None:
+        student_logits, teacher_logits = getattr(student, name, None), getattr(teacher, name, None)
+        if student_logits is None or teacher_logits is None:
             raise ConfigError(
                 f"{type(student).__name__} has no logits to learn from: kind='logits' needs a "
                 "model that returns them, or one of ours with a head."
             )
-        found = compare_logits(mine, theirs, temperature).sum() / 2
-        total = found if total is None else total + found
+        both = compare_logits(student_logits, teacher_logits, temperature).sum() / 2
+        total = both if total is None else total + both
     assert total is not None
     return total
 
 
-def _counted(recorder: Recorder, model: nn.Module, found: Tensor) -> Tensor:
+def _counted(recorder: Recorder, model: nn.Module, losses: Tensor) -> Tensor:
     """Return a mask: 1 for the rows or tokens that have a label."""
     labels = recorder.inputs.get("labels")
-    if labels is None or labels.is_floating_point() or labels.dim() != found.dim():
-        return torch.ones_like(found)
+    if labels is None or labels.is_floating_point() or labels.dim() != losses.dim():
+        return torch.ones_like(losses)
     if labels.dim() == 2 and shifts_labels(model):
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return (labels != IGNORE_INDEX).to(found)
+    return (labels != IGNORE_INDEX).to(losses)

@@ -15,7 +15,7 @@ __all__ = ["shifts_labels", "spread_items"]
 
 
 def spread_items(
-    recorder: Recorder, model: nn.Module, place: str, shape: tuple[int, int] | torch.Size
+    recorder: Recorder, model: nn.Module, module_name: str, shape: tuple[int, int] | torch.Size
 ) -> Tensor:
     """Return a weight per token; the weights sum to the number of items, as labels are counted.
 
@@ -25,7 +25,7 @@ def spread_items(
     Args:
         recorder: recorder of the student's call.
         model: student model.
-        place: name of the module whose tokens are weighted.
+        module_name: name of the module whose tokens are weighted.
         shape: (B, T).
 
     Shape:
@@ -33,7 +33,7 @@ def spread_items(
     """
     rows, length = shape
     labels = _labels_of(recorder, rows)
-    in_encoder = "encoder" in place.split(".")
+    in_encoder = "encoder" in module_name.split(".")
     fits = labels.dim() == 2 and labels.shape[1] == length
     if fits and not in_encoder and _predicts_in_place(model):
         if shifts_labels(model):

@@ -36,14 +36,14 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
     _check(rows.shape[0], groups)
     unit = F.normalize(rows.detach().float(), dim=-1)
     centers = _first_centers(unit, groups, seed)
-    found = torch.full((rows.shape[0],), -1, device=unit.device)
+    clusters = torch.full((rows.shape[0],), -1, device=unit.device)
     for _ in range(_MAX_ROUNDS):
-        before, found = found, assign_balanced(unit @ centers.T)
-        if torch.equal(found, before):
+        before, clusters = clusters, assign_balanced(unit @ centers.T)
+        if torch.equal(clusters, before):
             break
-        sums = torch.zeros_like(centers).index_add_(0, found, unit)
+        sums = torch.zeros_like(centers).index_add_(0, clusters, unit)
         centers = F.normalize(sums, dim=-1)
-    return found
+    return clusters
 
 
 def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:

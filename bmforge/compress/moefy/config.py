@@ -62,8 +62,8 @@ class MoEfyConfig:
             if not 0 < share <= 1:
                 problems.append(f"{name}={share} must be above 0 and at most 1")
         words = {"group": Grouping, "router": RouterForm, "choice": Literal["top_k", "per_call"]}
-        for name, known in words.items():
-            value, fits = getattr(self, name), get_args(known)
+        for name, choices in words.items():
+            value, fits = getattr(self, name), get_args(choices)
             if value not in fits:
                 problems.append(f"{name}={value!r} is unknown{suggest(value, fits)}")
         for name in ("max_tokens", "epochs", "batch_size"):

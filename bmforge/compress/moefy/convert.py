@@ -252,15 +252,17 @@ def _group(mlp: MLP, tokens: Tensor, config: MoEfyConfig) -> Tensor:
         total = sum((part.sum(0) for part in each_activity(mlp, tokens)), nothing)
         free = total.argsort(descending=True, stable=True)[config.always :].sort().values
     if config.group == "random":
-        mine = group_at_random(len(free), config.num_experts, config.seed)
+        grouped = group_at_random(len(free), config.num_experts, config.seed)
     elif config.group == "weights":
         first = mlp.up_proj if mlp.gate_proj is None else mlp.gate_proj
-        mine = group_rows(first.weight[free], config.num_experts, config.seed)
+        grouped = group_rows(first.weight[free], config.num_experts, config.seed)
     else:
         parts = (part[:, free] for part in each_activity(mlp, tokens))
-        mine = group_together(count_together(parts, config.share), config.num_experts, config.seed)
+        grouped = group_together(
+            count_together(parts, config.share), config.num_experts, config.seed
+        )
     groups = torch.full((width,), -1, device=weight.device)
-    groups[free] = mine.to(weight.device)
+    groups[free] = grouped.to(weight.device)
     return groups
 
 

@@ -63,10 +63,10 @@ def train_router_(
     tokens = tokens.float()
     target = activity / activity.amax(1, keepdim=True).clamp(min=1e-30)
     order = torch.randperm(len(tokens), generator=generator).to(tokens.device)
-    held = max(1, len(tokens) // 10)
-    test, train = order[:held], order[held:] if len(tokens) > held else order
+    num_test = max(1, len(tokens) // 10)
+    test, train = order[:num_test], order[num_test:] if len(tokens) > num_test else order
     best = captured_share(router(tokens[test]), activity[test], per_token)
-    kept = {name: p.detach().clone() for name, p in router.named_parameters()}
+    best_values = {name: p.detach().clone() for name, p in router.named_parameters()}
     if config.router == "similarity":
         return best
     with torch.enable_grad():
@@ -83,10 +83,10 @@ def train_router_(
                 now = captured_share(router(tokens[test]), activity[test], per_token)
             if now > best:
                 best = now
-                kept = {name: p.detach().clone() for name, p in router.named_parameters()}
+                best_values = {name: p.detach().clone() for name, p in router.named_parameters()}
     with torch.no_grad():
         for name, parameter in router.named_parameters():
-            parameter.copy_(kept[name])
+            parameter.copy_(best_values[name])
     return best
 
 

@@ -39,17 +39,17 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
         return {}
     at_once = ["num_experts", "num_layers", "attn_layers", "mlp_layers"]
     at_once += [] if "hidden" in config.gates else ["hidden_size"]
-    if given := [name for name in at_once if getattr(config, name)]:
+    if given_names := [name for name in at_once if getattr(config, name)]:
         raise ConfigError(
             "gates reach num_heads, num_kv_heads, head_dim and intermediate_size, of 'hidden' "
-            f"hidden_size; choose {', '.join(given)} at once (gates=())."
+            f"hidden_size; choose {', '.join(given_names)} at once (gates=())."
         )
-    found: dict[tuple[str, str], float] = {}
+    shares: dict[tuple[str, str], float] = {}
     if config.hidden_size:
         width = model.config.hidden_size
         if not 0 < config.hidden_size <= width:
             raise ConfigError(f"hidden_size={config.hidden_size} is more than the {width} it has.")
-        found["", "hidden"] = config.hidden_size / width
+        shares["", "hidden"] = config.hidden_size / width
     blocks = blocks_of(model)
     for glob, sizes in wanted_sizes(model, config).items():
         for name, block in blocks.items():
@@ -63,17 +63,17 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
                         f"{name}: num_heads={sizes.num_heads} is no number of whole key-value "
                         f"heads, {each} query heads each; gates take those."
                     )
-                found[name, "heads"] = sizes.num_heads // each / groups
+                shares[name, "heads"] = sizes.num_heads // each / groups
             if sizes.head_dim and spec.attn is not None:
-                found[name, "dims"] = _share_of_dims(model, name, spec.attn, sizes.head_dim)
+                shares[name, "dims"] = _share_of_dims(model, name, spec.attn, sizes.head_dim)
             if sizes.intermediate_size and spec.mlp is not None:
-                found[name, "features"] = sizes.intermediate_size / spec.mlp.intermediate_size
-    lacking = {kind for _, kind in found} - set(config.gates)
-    if lacking or not found:
+                shares[name, "features"] = sizes.intermediate_size / spec.mlp.intermediate_size
+    lacking = {kind for _, kind in shares} - set(config.gates)
+    if lacking or not shares:
         raise ConfigError(
             f"gates={config.gates} cannot reach sizes of {', '.join(sorted(lacking)) or 'nothing'}."
         )
-    return found
+    return shares
 
 
 def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> float:
@@ -99,12 +99,12 @@ def binarise(
         ConfigError: the target is out of reach: every layer keeps one unit of each kind, and
             each attention and MLP unless they have gates themselves.
     """
-    wanted = open_units(model, config)
+    shares = open_units(model, config)
     open_now = _order_shared(model, dict(likely))
-    if wanted:
+    if shares:
         chosen: Chosen = {}
         for key, value in open_now.items():
-            count = round(wanted[key] * len(value)) if key in wanted else _likely_open(value)
+            count = round(shares[key] * len(value)) if key in shares else _likely_open(value)
             groups = _groups(model, key)
             chosen[key] = _best_of_each(value, max(groups, count), groups)
         return chosen
@@ -152,20 +152,20 @@ def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
     """Return the sets of units that can be closed at once, each with its open probability."""
-    found = []
+    steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":
-            found += _dim_steps((name, kind), value, _groups(model, (name, kind)))
+            steps += _dim_steps((name, kind), value, _groups(model, (name, kind)))
             continue
         ordered, index = value.double().sort(stable=True)
         order, values = index.tolist(), ordered.tolist()
         size = _fewest(kind, config)
-        rest = len(order) % size
-        borders = [0] * bool(rest) + list(range(rest, len(order), size)) + [len(order)]
+        remainder = len(order) % size
+        borders = [0] * bool(remainder) + list(range(remainder, len(order), size)) + [len(order)]
         for first, last in itertools.pairwise(borders):
             mean = sum(values[first:last]) / (last - first)
-            found.append((mean, (name, kind), order[first:last]))
-    return found
+            steps.append((mean, (name, kind), order[first:last]))
+    return steps
 
 
 def _dim_steps(
@@ -176,8 +176,8 @@ def _dim_steps(
     size = ordered.shape[1]
     starts = torch.arange(groups)[:, None] * size
     return [
-        (float(ordered[:, place].mean()), key, (index + starts)[:, place].tolist())
-        for place in range(size)
+        (float(ordered[:, column].mean()), key, (index + starts)[:, column].tolist())
+        for column in range(size)
     ]
 
 
@@ -245,11 +245,15 @@ def _order_shared(
     """
     for stack in dict.fromkeys(name.rpartition(".")[0] for name, _ in likely):
         owner = model.get_submodule(stack.rpartition(".")[0])
-        mine = [key for key in likely if key[1] == "heads" and key[0].rpartition(".")[0] == stack]
-        if getattr(owner, "rel_bias", None) is None or not mine:
+        stack_keys = [
+            key for key in likely if key[1] == "heads" and key[0].rpartition(".")[0] == stack
+        ]
+        if getattr(owner, "rel_bias", None) is None or not stack_keys:
             continue
-        order = torch.stack([likely[key].double() for key in mine]).sum(0).argsort(stable=True)
-        for key in mine:
+        order = (
+            torch.stack([likely[key].double() for key in stack_keys]).sum(0).argsort(stable=True)
+        )
+        for key in stack_keys:
             ranked = likely[key].clone()
             ranked[order] = likely[key].sort().values
             likely[key] = ranked
@@ -264,31 +268,31 @@ def plan_of_units(model: Any, chosen: Chosen) -> Plan:
         if kind == "hidden":
             continue
         block = blocks[name]
-        mine = layers.setdefault(name, {})
+        parts = layers.setdefault(name, {})
         if kind == "block" and not numbers:
             gone.append(name)
         elif kind in ("attn", "mlp") and not numbers:
-            mine[kind] = False
+            parts[kind] = False
         elif kind == "features":
-            mine["features"] = numbers
+            parts["features"] = numbers
         elif kind == "heads":
             assert block.spec.attn is not None
             each = heads_per_group(block.spec.attn)
             heads = tuple(group * each + head for group in numbers for head in range(each))
-            mine["heads"] = heads
+            parts["heads"] = heads
             if block.spec.cross_attn is not None:
-                mine["cross_heads"] = heads
+                parts["cross_heads"] = heads
         elif kind == "dims":
             assert block.spec.attn is not None
-            mine |= _kept_dims(model, block.spec.attn, numbers)
-    for name, mine in layers.items():
-        _leave_closed_heads_(blocks[name], mine)
-    kept = {
+            parts |= _kept_dims(model, block.spec.attn, numbers)
+    for name, parts in layers.items():
+        _leave_closed_heads_(blocks[name], parts)
+    layer_parts = {
         name: Kept(**_alone(options, blocks[name].spec.cross_attn is not None))
         for name, options in layers.items()
         if name not in gone
     }
-    return Plan(kept, tuple(gone), chosen.get(("", "hidden")))
+    return Plan(layer_parts, tuple(gone), chosen.get(("", "hidden")))
 
 
 def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[str, Any]:
@@ -299,9 +303,9 @@ def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[
     queries, values = [], []
     for group in range(spec.num_kv_heads):
         units = sorted(n - group * size for n in numbers if n // size == group)
-        mine = tuple(unit * step + place for unit in units for place in range(step))
-        values.append(mine)
-        queries.append(tuple(sorted(order[: len(mine)])) if order else mine)
+        dims = tuple(unit * step + offset for unit in units for offset in range(step))
+        values.append(dims)
+        queries.append(tuple(sorted(order[: len(dims)])) if order else dims)
     return {"query_dims": tuple(queries), "value_dims": tuple(values)}
 
 

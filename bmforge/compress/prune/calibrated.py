@@ -75,19 +75,19 @@ class _Prune:
     config: PruneConfig
     mask: Tensor | None = None
 
-    def settle(self, number: int, block: Tensor, place: int, roots: Tensor) -> Tensor:
+    def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
         """See `columns.Settler`; the weights with the smallest (weight / root)^2 are pruned."""
         if self.config.pattern == "2:4":
-            if place % 4 == 0:
-                four = slice(place, place + 4)
+            if offset % 4 == 0:
+                four = slice(offset, offset + 4)
                 self.mask = keep_2_of_4((block[:, four] / roots[four]).square())
             assert self.mask is not None
-            return block[:, place].masked_fill(~self.mask[:, place % 4], 0)
-        if place == 0:
+            return block[:, offset].masked_fill(~self.mask[:, offset % 4], 0)
+        if offset == 0:
             scores = (block / roots).square()
             self.mask = keep_largest(scores, round(self.config.sparsity * scores.numel()))
         assert self.mask is not None
-        return block[:, place].masked_fill(~self.mask[:, place], 0)
+        return block[:, offset].masked_fill(~self.mask[:, offset], 0)
 
 
 def prune_sparsegpt(matrix: Tensor, hessian: Hessian, config: PruneConfig, name: str) -> Tensor:

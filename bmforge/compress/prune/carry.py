@@ -128,12 +128,15 @@ def _order_shared_heads(model: Any, plan: Plan) -> Plan:
     """
     layers = dict(plan.layers)
     for stack, table in _shared_biases(model).items():
-        mine = {n: b for n, b in blocks_of(model).items() if n.rpartition(".")[0] == stack}
-        mine = {n: b for n, b in mine.items() if n not in plan.gone and b.attn is not None}
-        mine = {n: b for n, b in mine.items() if layers.get(n, Kept()).attn}
+        stack_blocks = {n: b for n, b in blocks_of(model).items() if n.rpartition(".")[0] == stack}
+        stack_blocks = {
+            n: b for n, b in stack_blocks.items() if n not in plan.gone and b.attn is not None
+        }
+        stack_blocks = {n: b for n, b in stack_blocks.items() if layers.get(n, Kept()).attn}
         every = tuple(range(table.shape[1]))
         sets = {
-            n: tuple(layers.get(n, Kept()).heads or every[: _heads(b)]) for n, b in mine.items()
+            n: tuple(layers.get(n, Kept()).heads or every[: _heads(b)])
+            for n, b in stack_blocks.items()
         }
         order: list[int] = []
         for heads in sorted(sets.values(), key=len):
@@ -147,22 +150,22 @@ def _order_shared_heads(model: Any, plan: Plan) -> Plan:
             if (name in layers and layers[name].heads is not None) or list(heads) != order[
                 : len(heads)
             ]:
-                kept = layers.get(name, Kept())
-                layers[name] = _with_heads(kept, tuple(order[: len(heads)]))
+                part = layers.get(name, Kept())
+                layers[name] = _with_heads(part, tuple(order[: len(heads)]))
     return Plan(layers, plan.gone, plan.hidden)
 
 
-def _with_heads(kept: Kept, heads: tuple[int, ...]) -> Kept:
+def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
     """Return a copy with the heads reordered; lists of dims are reordered along with them."""
-    old = kept.heads or tuple(sorted(heads))
+    old = part.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
     # Self- and cross-attention share the lists of dims, one per head.
     for key in ("query_dims", "value_dims", "cross_heads"):
-        lists = getattr(kept, key)
-        if lists is not None and kept.query_dims is not None:
-            changes[key] = tuple(lists[place] for place in places)
-    return Kept(**{**{f: getattr(kept, f) for f in kept.__dataclass_fields__}, **changes})
+        lists = getattr(part, key)
+        if lists is not None and part.query_dims is not None:
+            changes[key] = tuple(lists[index] for index in places)
+    return Kept(**{**{f: getattr(part, f) for f in part.__dataclass_fields__}, **changes})
 
 
 def _heads(block: Any) -> int:
@@ -171,13 +174,13 @@ def _heads(block: Any) -> int:
 
 def _shared_biases(model: Any) -> dict[str, Tensor]:
     """Return stack name -> its shared position bias table, with a column per head."""
-    found = {}
+    tables = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks_of(model)):
         owner = model.get_submodule(stack.rpartition(".")[0])
         table = getattr(owner, "rel_bias", None)
         if table is not None:
-            found[stack] = table.weight
-    return found
+            tables[stack] = table.weight
+    return tables
 
 
 def _collect(model: Any, settled: Settled, plan: Plan) -> dict[str, Tensor]:
@@ -186,17 +189,17 @@ def _collect(model: Any, settled: Settled, plan: Plan) -> dict[str, Tensor]:
     wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
     stay = None if plan.hidden is None else torch.tensor(plan.hidden)
     old_blocks, old = blocks_of(model), persistent_tensors(model)
-    found = {}
+    values = {}
     for name in persistent_tensors(settled.model):
         block, key = _split_name(name, settled.sources)
         source = name if block is None else f"{settled.sources[block]}.{key}"
-        mine: Picks = list(picks.get(source, []))
+        own_picks: Picks = list(picks.get(source, []))
         if block is not None:
-            kept = plan.layers.get(settled.sources[block], Kept())
-            mine += pick_block(old_blocks[settled.sources[block]], kept).get(key, [])
+            part = plan.layers.get(settled.sources[block], Kept())
+            own_picks += pick_block(old_blocks[settled.sources[block]], part).get(key, [])
         if stay is not None:
-            mine += [(dim, stay) for dim in wide[source]]
-        value = take(old[source], mine)
+            own_picks += [(dim, stay) for dim in wide[source]]
+        value = take(old[source], own_picks)
         factor = 1.0
         if block is not None:
             was, now = old_blocks[settled.sources[block]], settled.model.get_submodule(block)
@@ -204,8 +207,8 @@ def _collect(model: Any, settled: Settled, plan: Plan) -> dict[str, Tensor]:
             factor = fold_block(was.spec, now.spec, key, has_norm)
         else:
             factor = _fold_beside(model, settled.model, name)
-        found[name] = value if factor == 1.0 else value * factor
-    return found
+        values[name] = value if factor == 1.0 else value * factor
+    return values
 
 
 def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
@@ -219,19 +222,19 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
 
 def _pick_beside(model: Any, settled: Settled, plan: Plan) -> dict[str, Picks]:
     """Return the kept columns of the shared position biases, the kept heads first."""
-    found: dict[str, Picks] = {}
+    picks: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
         heads: list[int] = []
-        for name, kept in plan.layers.items():
-            if name.rpartition(".")[0] == stack and kept.heads is not None and kept.attn:
-                heads += [head for head in kept.heads if head not in heads]
+        for name, part in plan.layers.items():
+            if name.rpartition(".")[0] == stack and part.heads is not None and part.attn:
+                heads += [head for head in part.heads if head not in heads]
         owner = stack.rpartition(".")[0]
         name = f"{owner}.rel_bias.weight" if owner else "rel_bias.weight"
         order = heads + [head for head in range(table.shape[1]) if head not in heads]
         left = settled.model.get_parameter(name).shape[1]
         if order[:left] != list(range(table.shape[1])):
-            found[name] = [(1, torch.tensor(order[:left]))]
-    return found
+            picks[name] = [(1, torch.tensor(order[:left]))]
+    return picks
 
 
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
@@ -277,7 +280,7 @@ def _last_norms(model: Any) -> Sequence[str]:
 
 def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, bool]) -> None:
     """Load tensors into the empty model; tied parameters stay tied."""
-    made: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
     described = persistent_tensors(settled.model)
     for name, tensor in described.items():
         if tuple(values[name].shape) != tuple(tensor.shape):
@@ -288,7 +291,7 @@ def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, b
         block, key = _split_name(name, settled.sources)
         source = name if block is None else f"{settled.sources[block]}.{key}"
         is_parameter = isinstance(tensor, nn.Parameter)
-        made[id(tensor)] = (
+        memo[id(tensor)] = (
             nn.Parameter(values[name], requires_grad=flags.get(source, True))
             if is_parameter
             else values[name]
@@ -296,5 +299,5 @@ def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, b
     for module in settled.model.modules():
         for own in (module._parameters, module._buffers):
             for key, tensor in own.items():
-                if tensor is not None and id(tensor) in made:
-                    own[key] = made[id(tensor)]
+                if tensor is not None and id(tensor) in memo:
+                    own[key] = memo[id(tensor)]

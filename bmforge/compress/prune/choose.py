@@ -42,11 +42,11 @@ def choose_plan(
         ConfigError: sizes that do not fit, with the nearest that do.
     """
     blocks = blocks_of(model)
-    wanted: dict[str, dict[str, Any]] = {}
+    requested: dict[str, dict[str, Any]] = {}
     for glob, size in sizes.items():
-        given = {k: v for k, v in vars(size).items() if v is not None}
+        values = {k: v for k, v in vars(size).items() if v is not None}
         for name in match_names(blocks, (glob,), "layer"):
-            wanted.setdefault(name, {}).update(given)
+            requested.setdefault(name, {}).update(values)
     lost = [
         name
         for stack, count in (gone or {}).items()
@@ -54,11 +54,11 @@ def choose_plan(
     ]
     for half, count in (halves or {}).items():
         for name in _without_half(scores, blocks, half, count, lost):
-            wanted.setdefault(name, {})[half] = False
+            requested.setdefault(name, {})[half] = False
     shared = shared_scores(model, blocks, scores)
     layers = {
         name: _keep(model, name, blocks[name], options, scores | shared)
-        for name, options in wanted.items()
+        for name, options in requested.items()
         if name not in lost
     }
     hidden = None
@@ -71,9 +71,9 @@ def choose_plan(
     return Plan({n: k for n, k in layers.items() if k != Kept()}, tuple(lost), hidden)
 
 
-def nearest_fit(wanted: int, unit: int, most: int) -> int:
+def nearest_fit(target: int, unit: int, most: int) -> int:
     """Return the nearest multiple of `unit` that is at least `unit` and at most `most`."""
-    return max(unit, min(most // unit, round(wanted / unit)) * unit)
+    return max(unit, min(most // unit, round(target / unit)) * unit)
 
 
 def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads: int) -> list[int]:
@@ -91,9 +91,9 @@ def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads
     each = num_heads // num_kv_heads
     groups = scores.view(spec.num_kv_heads, -1)
     best = groups.topk(each, -1)
-    kept = _best(best.values.sum(-1), num_kv_heads)
+    chosen_groups = _best(best.values.sum(-1), num_kv_heads)
     per = heads_per_group(spec)
-    return [g * per + h for g in kept for h in sorted(best.indices[g].tolist())]
+    return [g * per + h for g in chosen_groups for h in sorted(best.indices[g].tolist())]
 
 
 def _best(scores: Tensor, count: int) -> tuple[int, ...]:
@@ -113,52 +113,58 @@ def _without_half(
     scores: Scores, blocks: Mapping[str, Block], half: str, count: int, lost: list[str]
 ) -> list[str]:
     """Return the blocks that lose attention or the MLP: all but the `count` best of every stack."""
-    found = []
+    removed = []
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
-        mine = [name for name in blocks if name.rpartition(".")[0] == stack and name not in lost]
-        mine = [name for name in mine if getattr(blocks[name], half) is not None]
-        if count > len(mine):
-            raise ConfigError(f"{half}_layers={count} is more than the {len(mine)} of {stack}.")
-        found += sorted(mine, key=lambda name: float(scores[name, half]))[: len(mine) - count]
-    return found
+        candidates = [
+            name for name in blocks if name.rpartition(".")[0] == stack and name not in lost
+        ]
+        candidates = [name for name in candidates if getattr(blocks[name], half) is not None]
+        if count > len(candidates):
+            raise ConfigError(
+                f"{half}_layers={count} is more than the {len(candidates)} of {stack}."
+            )
+        removed += sorted(candidates, key=lambda name: float(scores[name, half]))[
+            : len(candidates) - count
+        ]
+    return removed
 
 
 def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Scores:
     """Return combined head scores for layers that share a position bias with a column per head."""
-    found: Scores = {}
+    shared: Scores = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         owner = model.get_submodule(stack.rpartition(".")[0])
         if getattr(owner, "rel_bias", None) is None:
             continue
-        mine = [
+        names = [
             n for n, b in blocks.items() if n.rpartition(".")[0] == stack and b.attn is not None
         ]
-        widest = max(len(scores[name, "heads"]) for name in mine)
+        widest = max(len(scores[name, "heads"]) for name in names)
         total = torch.zeros(widest)
-        for name in mine:
+        for name in names:
             part = scores[name, "heads"].cpu()
             total[: len(part)] += part / part.sum().clamp(min=1e-30)
-        for name in mine:
-            found[name, "heads"] = total[: len(scores[name, "heads"])]
-    return found
+        for name in names:
+            shared[name, "heads"] = total[: len(scores[name, "heads"])]
+    return shared
 
 
 def _keep(model: Any, name: str, block: Block, options: dict[str, Any], scores: Scores) -> Kept:
     """Return the kept parts of one layer."""
-    kept: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     spec = block.spec.attn or block.spec.cross_attn
     if options.get("attn") is False:
-        kept["attn"] = False
+        parts["attn"] = False
     if options.get("mlp") is False:
-        kept["mlp"] = False
+        parts["mlp"] = False
     try:
         if spec is not None and (options.get("attn") is not False or block.spec.cross_attn):
-            kept |= _keep_heads(model, name, block, spec, options, scores)
+            parts |= _keep_heads(model, name, block, spec, options, scores)
         if block.spec.mlp is not None and options.get("mlp") is not False:
-            kept |= _keep_features(name, block, options, scores)
+            parts |= _keep_features(name, block, options, scores)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    return Kept(**kept)
+    return Kept(**parts)
 
 
 def _keep_heads(
@@ -169,7 +175,7 @@ def _keep_heads(
     options: dict[str, Any],
     scores: Scores,
 ) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     groups = options.get("num_kv_heads")
     heads = options.get("num_heads")
     if groups is None:
@@ -188,18 +194,22 @@ def _keep_heads(
         for key, part in (("heads", "attn"), ("cross_heads", "cross_attn")):
             own = getattr(block.spec, part)
             if own is not None:
-                kept[key] = tuple(pick_heads(own, scores[name, key], heads, groups))
+                parts[key] = tuple(pick_heads(own, scores[name, key], heads, groups))
     width = options.get("head_dim") or spec.head_dim
     if width == spec.head_dim:
-        return kept
+        return parts
     if width > spec.head_dim:
         raise ConfigError(f"head_dim={width} is more than the {spec.head_dim} that it has.")
-    chosen = kept.get("heads") or kept.get("cross_heads") or range(spec.num_heads)
-    mine = list(dict.fromkeys(head // heads_per_group(spec) for head in chosen))
+    chosen = parts.get("heads") or parts.get("cross_heads") or range(spec.num_heads)
+    groups_kept = list(dict.fromkeys(head // heads_per_group(spec) for head in chosen))
     turned = getattr(model.spec, "rope", None)
-    kept["query_dims"] = _query_dims(block, spec, scores[name, "query_dims"][mine], width, turned)
-    kept["value_dims"] = tuple(_best(row, width) for row in scores[name, "value_dims"][mine])
-    return kept
+    parts["query_dims"] = _query_dims(
+        block, spec, scores[name, "query_dims"][groups_kept], width, turned
+    )
+    parts["value_dims"] = tuple(
+        _best(row, width) for row in scores[name, "value_dims"][groups_kept]
+    )
+    return parts
 
 
 def _query_dims(
@@ -228,7 +238,7 @@ def _keep_features(
     name: str, block: Block, options: dict[str, Any], scores: Scores
 ) -> dict[str, Any]:
     spec = block.spec.mlp
-    kept: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     assert spec is not None
     features = scores[name, "features"]
     if (count := options.get("num_experts")) is not None:
@@ -237,8 +247,8 @@ def _keep_features(
         if count > spec.num_experts:
             raise ConfigError(f"num_experts={count} is more than the {spec.num_experts} it has.")
         if count < spec.num_experts:
-            kept["experts"] = _best(scores[name, "experts"], count)
-            features = features[list(kept["experts"])]
+            parts["experts"] = _best(scores[name, "experts"], count)
+            features = features[list(parts["experts"])]
     size = options.get("intermediate_size") or spec.intermediate_size
     if size > spec.intermediate_size:
         raise ConfigError(
@@ -246,7 +256,7 @@ def _keep_features(
         )
     if size < spec.intermediate_size:
         if isinstance(spec, MoESpec):
-            kept["features"] = tuple(_best(row, size) for row in features)
+            parts["features"] = tuple(_best(row, size) for row in features)
         else:
-            kept["features"] = _best(features, size)
-    return kept
+            parts["features"] = _best(features, size)
+    return parts

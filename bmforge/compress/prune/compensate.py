@@ -37,8 +37,10 @@ def fold_means_(
     """
     removed: dict[str, Tensor] = {}
     blocks = blocks_of(model)
-    for name, kept in plan.layers.items():
-        removed |= {f"{name}.{part}": lost for part, lost in _removed_inputs(blocks[name], kept)}
+    for name, kept_part in plan.layers.items():
+        removed |= {
+            f"{name}.{part}": lost for part, lost in _removed_inputs(blocks[name], kept_part)
+        }
     if not removed:
         return []
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in removed}
@@ -55,16 +57,16 @@ def fold_means_(
     return changed
 
 
-def _removed_inputs(block: Block, kept: Kept) -> Iterator[tuple[str, Tensor]]:
+def _removed_inputs(block: Block, kept_part: Kept) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each linear layer with a bias that loses inputs, and their numbers."""
     mlp = block.mlp
-    is_narrower = kept.features is not None and kept.mlp
+    is_narrower = kept_part.features is not None and kept_part.mlp
     if is_narrower and type(mlp) is MLP and mlp.down_proj.bias is not None:
-        stay = torch.tensor(kept.features, dtype=torch.int64)
+        stay = torch.tensor(kept_part.features, dtype=torch.int64)
         yield "mlp.down_proj", _others(stay, mlp.down_proj.weight.shape[1])
-    for part, heads in (("attn", kept.heads), ("cross_attn", kept.cross_heads)):
+    for part, heads in (("attn", kept_part.heads), ("cross_attn", kept_part.cross_heads)):
         attn: Any = getattr(block, part)
-        if heads is None or attn is None or not kept.attn or kept.value_dims is not None:
+        if heads is None or attn is None or not kept_part.attn or kept_part.value_dims is not None:
             continue
         if attn.o_proj.bias is not None:
             width = getattr(block.spec, part).head_dim

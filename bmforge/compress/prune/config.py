@@ -52,20 +52,20 @@ class PruneConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` with everything that contradicts itself or has no effect."""
         object.__setattr__(self, "where", _as_tuple(self.where))
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
                 raise ConfigError(
                     f"prune.{name}={getattr(self, name)!r} is unknown."
-                    f"{suggest(str(getattr(self, name)), known)} Known: {', '.join(known)}."
+                    f"{suggest(str(getattr(self, name)), choices)} Known: {', '.join(choices)}."
                 )
         problems = [*self._range_problems(), *self._method_problems()]
         if problems:
             raise ConfigError(f"prune: {'; '.join(problems)}.")
 
     def _range_problems(self) -> list[str]:
-        found = []
+        problems = []
         if not 0 < self.sparsity < 1:
-            found.append(f"sparsity={self.sparsity} must lie between 0 and 1, both excluded")
+            problems.append(f"sparsity={self.sparsity} must lie between 0 and 1, both excluded")
         for name, least in (
             ("begin_step", 0),
             ("steps", 0),
@@ -73,43 +73,43 @@ class PruneConfig:
             ("block_columns", 4),
         ):
             if getattr(self, name) < least:
-                found.append(f"{name}={getattr(self, name)} must be at least {least}")
+                problems.append(f"{name}={getattr(self, name)} must be at least {least}")
         if not self.damp > 0:
-            found.append(f"damp={self.damp} must be above 0")
+            problems.append(f"damp={self.damp} must be above 0")
         if self.block_columns % 4:
-            found.append(f"block_columns={self.block_columns} must be a multiple of 4")
+            problems.append(f"block_columns={self.block_columns} must be a multiple of 4")
         if self.pattern != "free":
             if self.sparsity != 0.5:
-                found.append(
+                problems.append(
                     f"sparsity={self.sparsity}: pattern={self.pattern!r} makes half of the weights "
                     "zeros; leave sparsity out"
                 )
-            found += self._without_effect("scope", f"with pattern={self.pattern!r}")
-        return found
+            problems += self._without_effect("scope", f"with pattern={self.pattern!r}")
+        return problems
 
     def _method_problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.is_calibrated and (self.steps or self.begin_step):
-            found.append(
+            problems.append(
                 f"method={self.method!r} looks at what texts bring, once: steps={self.steps} and "
                 f"begin_step={self.begin_step} must be 0"
             )
         if self.method == "movement" and not self.steps:
-            found.append('method="movement" needs steps in which weights move: set `steps`')
+            problems.append('method="movement" needs steps in which weights move: set `steps`')
         if self.pattern != "free" and self.steps:
-            found.append(f"pattern={self.pattern!r} comes at once: leave `steps` out")
+            problems.append(f"pattern={self.pattern!r} comes at once: leave `steps` out")
         if self.is_calibrated and self.scope == "global":
-            found.append(f"scope='global': the scores of {self.method} are those of one matrix")
+            problems.append(f"scope='global': the scores of {self.method} are those of one matrix")
         if self.method == "sparsegpt":
-            found += self._without_effect("scope", "with sparsegpt")
+            problems += self._without_effect("scope", "with sparsegpt")
             if self.pattern not in ("free", "2:4"):
-                found.append(f"pattern={self.pattern!r} is not known to sparsegpt")
+                problems.append(f"pattern={self.pattern!r} is not known to sparsegpt")
         else:
             for name in ("damp", "block_columns"):
-                found += self._without_effect(name, f"with method={self.method!r}")
+                problems += self._without_effect(name, f"with method={self.method!r}")
         if not self.steps:
-            found += self._without_effect("every_steps", "without steps")
-        return found
+            problems += self._without_effect("every_steps", "without steps")
+        return problems
 
     def _without_effect(self, name: str, when: str) -> list[str]:
         usual = next(field.default for field in fields(self) if field.name == name)

@@ -151,20 +151,20 @@ def count_costs(
     """
     count = partial(_flops_of, seq_len=seq_len) if target == "flops" else _parameters_of
     blocks = blocks_of(model)
-    found = {name: count(block, block.spec.hidden_size, ()) for name, block in blocks.items()}
+    costs = {name: count(block, block.spec.hidden_size, ()) for name, block in blocks.items()}
     bare: dict[str, dict[str, Half]] = {}
     if hidden:
         wide = hidden_tensors(model)
         for name, block in blocks.items():
-            mine = {n.removeprefix(f"{name}.") for n in wide if n.startswith(f"{name}.")}
-            bare[name] = count(block, 0, mine)
+            own_wide = {n.removeprefix(f"{name}.") for n in wide if n.startswith(f"{name}.")}
+            bare[name] = count(block, 0, own_wide)
     rope = getattr(getattr(model, "spec", None), "rope", None)
-    for halves in (found, bare):
+    for halves in (costs, bare):
         for name in halves:
             if (spec := blocks[name].spec.attn) is not None:
                 dims = spec.num_kv_heads * spec.head_dim // (2 if query_order(spec, rope) else 1)
                 halves[name]["attn"] = replace(halves[name]["attn"], dims=dims)
-    return Costs(found, bare, model.config.hidden_size)
+    return Costs(costs, bare, model.config.hidden_size)
 
 
 def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str, Half]:
@@ -175,7 +175,7 @@ def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str,
         width: hidden size.
         wide: names of tensors that are not counted, because the hidden size is 0.
     """
-    spec, found = block.spec, {}
+    spec, halves = block.spec, {}
     count_of = partial(_numel, block, wide)
     own = {part: count_of(part) for part in ("attn", "cross_attn", "mlp")}
     if spec.attn is not None:
@@ -190,31 +190,31 @@ def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str,
             more = each * _head_parameters(spec.cross_attn, width)
             always = own["cross_attn"] + count_of("cross_attn_norm") - more * units
         fixed = own["attn"] + norm - weights * units
-        found["attn"] = Half(fixed, weights, units, always, more)
+        halves["attn"] = Half(fixed, weights, units, always, more)
     if spec.mlp is not None:
         count = spec.mlp.intermediate_size
         weights = _feature_parameters(block, width)
         norm = 0 if spec.norm_place == "parallel" else count_of("mlp_norm")
-        found["mlp"] = Half(own["mlp"] + norm - weights * count, weights, count)
-    return found
+        halves["mlp"] = Half(own["mlp"] + norm - weights * count, weights, count)
+    return halves
 
 
 def _flops_of(block: Block, width: int, wide: Collection[str], *, seq_len: int) -> dict[str, Half]:
-    spec, found = block.spec, {}
+    spec, halves = block.spec, {}
     if spec.attn is not None:
         units, each = _head_units(spec.attn)
         head = spec.attn.head_dim
         keys = 2 * head * width * spec.attn.num_kv_heads / units
         per_unit = 6 * (2 * each * head * width + keys) + 12 * each * head * seq_len
         more = per_unit if spec.cross_attn is not None else 0.0
-        found["attn"] = Half(0.0, per_unit, units, 0.0, more)
+        halves["attn"] = Half(0.0, per_unit, units, 0.0, more)
     if spec.mlp is not None:
         share = 1.0
         if isinstance(spec.mlp, MoESpec):
             share = spec.mlp.experts_per_token
         matrices = (3 if spec.mlp.gated else 2) * share
-        found["mlp"] = Half(0.0, 6 * matrices * width, spec.mlp.intermediate_size)
-    return found
+        halves["mlp"] = Half(0.0, 6 * matrices * width, spec.mlp.intermediate_size)
+    return halves
 
 
 def _numel(block: Block, without: Collection[str], part: str) -> int:

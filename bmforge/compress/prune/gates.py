@@ -42,7 +42,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
     """
     if find_gates(model):
         raise ConfigError(f"{type(model).__name__} has gates already.")
-    found: Gates = {}
+    gates: Gates = {}
     turned = getattr(model.spec, "rope", None)
     for name, block in blocks_of(model).items():
         for kind in kinds:
@@ -51,13 +51,13 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
                 continue
             like = next(block.parameters())
             gate.to(device=like.device, dtype=like.dtype)
-            found[name, kind] = gate.train(block.training)
+            gates[name, kind] = gate.train(block.training)
     if "hidden" in kinds:
-        found["", "hidden"] = _put_hidden(model, seed)
+        gates["", "hidden"] = _put_hidden(model, seed)
     for kind in kinds:
-        if not any(mine == kind for _, mine in found):
+        if not any(gate_kind == kind for _, gate_kind in gates):
             raise ConfigError(f"gates: no layer of this {type(model).__name__} has {kind}.")
-    for (name, kind), gate in found.items():
+    for (name, kind), gate in gates.items():
         if kind == "hidden":
             continue
         places = _slots(model.get_submodule(name), kind)
@@ -66,14 +66,14 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
                 delattr(owner, slot)
             setattr(owner, slot, gate)
             if kind == "dims":
-                asked: Any = gate
-                owner.thin_query = partial(asked, asks=True)
+                query_gate: Any = gate
+                owner.thin_query = partial(query_gate, asks=True)
         if not gate.delta.is_meta:
             owner, slot = places[0]
-            place = name if isinstance(owner, Block) else f"{name}.{_part_of(kind)}"
+            owner_name = name if isinstance(owner, Block) else f"{name}.{_part_of(kind)}"
             note = gate.tensor_notes()["delta"]
-            draw_tensor_(gate.delta, f"{place}.{slot}.delta", note, 0.0, seed)
-    return found
+            draw_tensor_(gate.delta, f"{owner_name}.{slot}.delta", note, 0.0, seed)
+    return gates
 
 
 def _put_hidden(model: Any, seed: int) -> HiddenWidth:
@@ -103,8 +103,8 @@ def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardC
     if kind == "features" and isinstance(block.mlp, MLP):
         assert spec.mlp is not None
         return HardConcrete(f"{name}.features", spec.mlp.intermediate_size)
-    there = {"attn": spec.attn, "mlp": spec.mlp, "block": spec}
-    return None if there.get(kind) is None else HardConcrete(f"{name}.{kind}", 1)
+    specs = {"attn": spec.attn, "mlp": spec.mlp, "block": spec}
+    return None if specs.get(kind) is None else HardConcrete(f"{name}.{kind}", 1)
 
 
 def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
@@ -161,8 +161,8 @@ def _whole(delta: Tensor) -> Tensor:
     if not isinstance(delta, DTensor):
         return delta
     mesh = delta.device_mesh
-    whole = delta.full_tensor(grad_placements=[Partial()] * mesh.ndim)
-    return _Average.apply(whole, mesh.size())
+    full = delta.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    return _Average.apply(full, mesh.size())
 
 
 def masks_of(chosen: Mapping[tuple[str, str], Sequence[int]], gates: Gates) -> None:

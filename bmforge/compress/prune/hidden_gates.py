@@ -84,23 +84,23 @@ class _Places:
 
 def _find_places(model: Any) -> _Places:
     width, modules = model.config.hidden_size, dict(model.named_modules())
-    found, inside = _Places(), tuple(f"{name}." for name in blocks_of(model))
+    places, inside = _Places(), tuple(f"{name}." for name in blocks_of(model))
     for block in blocks_of(model).values():  # gate after the all-reduce
         parts = (block.attn, block.cross_attn, block.mlp)
-        found.writers |= {id(part): part for part in parts if part is not None}
-    found.norms = {id(m): m for m in modules.values() if _has_width(m, width)}
+        places.writers |= {id(part): part for part in parts if part is not None}
+    places.norms = {id(m): m for m in modules.values() if _has_width(m, width)}
     for name, dims in _wide_dims(model).items():
         module = modules[name.rpartition(".")[0]]
         if isinstance(module, (RMSNorm, nn.LayerNorm)) and dims:
-            found.norms[id(module)] = module
+            places.norms[id(module)] = module
         elif not dims or name.startswith(inside):
             continue
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             if _writes(module, dims):
-                found.writers[id(module)] = module
+                places.writers[id(module)] = module
         else:
-            found.has_others = True
-    return found
+            places.has_others = True
+    return places
 
 
 def _has_width(module: nn.Module, width: int) -> bool:
@@ -112,11 +112,11 @@ def _writes(module: nn.Module, dims: list[int]) -> bool:
     return (1 if isinstance(module, nn.Embedding) else 0) in dims
 
 
-def _scale_before(gate: HiddenWidth, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return gate(given[0]), *given[1:]
+def _scale_before(gate: HiddenWidth, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return gate(args[0]), *args[1:]
 
 
-def _scale(gate: HiddenWidth, module: nn.Module, given: Any, out: Any) -> Any:
+def _scale(gate: HiddenWidth, module: nn.Module, args: Any, out: Any) -> Any:
     # Expert layers return a tuple: the output and the router's statistics.
     return (gate(out[0]), *out[1:]) if isinstance(out, tuple) else gate(out)
 

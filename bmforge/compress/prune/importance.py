@@ -82,9 +82,12 @@ def _sizes(model: Any, blocks: Mapping[str, Block]) -> Scores:
             scores[name, what] = (asks + answers).sum(-1).flatten().sqrt()
             if part == "attn" or block.attn is None:
                 per_head = (spec.num_kv_heads, -1, spec.head_dim)
-                asked = query.view(per_head).sum(1) + key.view(per_head).sum(1)
-                given = out.view(per_head).sum(1) + value.view(per_head).sum(1)
-                scores[name, "query_dims"], scores[name, "value_dims"] = asked.sqrt(), given.sqrt()
+                query_sizes = query.view(per_head).sum(1) + key.view(per_head).sum(1)
+                value_sizes = out.view(per_head).sum(1) + value.view(per_head).sum(1)
+                scores[name, "query_dims"], scores[name, "value_dims"] = (
+                    query_sizes.sqrt(),
+                    value_sizes.sqrt(),
+                )
         if block.mlp is not None:
             features = _feature_sizes(block)
             scores[name, "features"] = features
@@ -119,8 +122,8 @@ def _hidden_sizes(model: Any, blocks: Mapping[str, Block]) -> Tensor:
 def _squares(module: nn.Module, key: str, inputs: bool = False) -> Tensor:
     """Return the sum of squares of every row, or column, of a linear layer's weight."""
     weight = getattr(module, key).weight.detach().float()
-    found: Tensor = weight.square().sum(0 if inputs else 1)
-    return found
+    sums: Tensor = weight.square().sum(0 if inputs else 1)
+    return sums
 
 
 def _feature_sizes(block: Block) -> Tensor:
@@ -229,16 +232,16 @@ class _Probes:
 
     def scores(self, by: By) -> Scores:
         """Return the importance of each unit: the mean over tokens, or batches of gradients."""
-        found: Scores = {}
+        scores: Scores = {}
         for (name, what), total in self.seen.items():
             mean = total / self.counts[name, what]
             if what.endswith(".thin"):
-                found |= self._unit_scores(name, what, mean)
+                scores |= self._unit_scores(name, what, mean)
             elif what in ("hidden",) or self.wants_gradient:
-                found[name, what] = mean
+                scores[name, what] = mean
             elif what.endswith(".turn" if by == "influence" else ".size"):
-                found[name, what.partition(".")[0]] = mean
-        return found
+                scores[name, what.partition(".")[0]] = mean
+        return scores
 
     def _unit_scores(self, name: str, what: str, mean: Tensor) -> Scores:
         """Return scores of heads, dims and features from the inputs of o and down."""
@@ -252,7 +255,7 @@ class _Probes:
         if not self.wants_gradient:
             mean = mean * _squares(getattr(block, part), "o_proj", True)
         units = mean.view(spec.num_kv_heads, -1, spec.head_dim)
-        found: Scores = {(name, key): units.sum(-1).flatten()}
+        scores: Scores = {(name, key): units.sum(-1).flatten()}
         if part == "attn" or block.attn is None:
-            found[name, "value_dims"] = units.sum(1)
-        return found
+            scores[name, "value_dims"] = units.sum(1)
+        return scores

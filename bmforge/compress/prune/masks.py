@@ -90,8 +90,8 @@ def keep_2_of_4_both_ways(scores: Tensor, *, exact: bool = True) -> Tensor:
             raise ConfigError(_misfit(name, size))
     blocks = scores.view(rows // 4, 4, columns // 4, 4).transpose(1, 2).reshape(-1, 16)
     find = _best_of_90 if exact else _first_that_fit
-    kept = torch.cat([find(part) for part in blocks.split(_BLOCKS_AT_ONCE)])
-    return kept.view(rows // 4, columns // 4, 4, 4).transpose(1, 2).reshape(rows, columns)
+    mask = torch.cat([find(part) for part in blocks.split(_BLOCKS_AT_ONCE)])
+    return mask.view(rows // 4, columns // 4, 4, 4).transpose(1, 2).reshape(rows, columns)
 
 
 def _misfit(what: str, size: int) -> str:
@@ -107,11 +107,11 @@ def _misfit(what: str, size: int) -> str:
 def both_ways_patterns() -> tuple[tuple[int, ...], ...]:
     """Return the 90 masks of 4 x 4 that have two ones in every row and every column."""
     rows = [tuple(int(i in pair) for i in range(4)) for pair in combinations(range(4), 2)]
-    found = []
+    patterns = []
     for four in product(rows, repeat=4):
         if all(sum(column) == 2 for column in zip(*four, strict=True)):
-            found.append(tuple(one for row in four for one in row))
-    return tuple(found)
+            patterns.append(tuple(entry for row in four for entry in row))
+    return tuple(patterns)
 
 
 def _best_of_90(blocks: Tensor) -> Tensor:
@@ -127,14 +127,14 @@ def _first_that_fit(blocks: Tensor) -> Tensor:
     each = torch.arange(count, device=blocks.device)
     order = blocks.argsort(dim=1, descending=True, stable=True)
     in_rows = torch.zeros(count, 4, dtype=torch.int8, device=blocks.device)
-    in_columns, kept = in_rows.clone(), torch.zeros_like(blocks, dtype=torch.bool)
-    for place in order.unbind(1):
-        row, column = place // 4, place % 4
+    in_columns, mask = in_rows.clone(), torch.zeros_like(blocks, dtype=torch.bool)
+    for position in order.unbind(1):
+        row, column = position // 4, position % 4
         fits = (in_rows[each, row] < 2) & (in_columns[each, column] < 2)
-        kept[each, place] = fits
+        mask[each, position] = fits
         in_rows[each, row] += fits
         in_columns[each, column] += fits
-    return kept
+    return mask
 
 
 def cubic_share(step: int, begin: int, steps: int, share: float) -> float:

@@ -41,22 +41,22 @@ def take(tensor: Tensor, picks: Picks) -> Tensor:
     return tensor.clone()
 
 
-def pick_block(block: Block, kept: Kept) -> dict[str, Picks]:
+def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
     """Return parameter name -> selected indices for a block; other parameters are kept whole."""
     picks: dict[str, Picks] = {}
-    for part, heads in (("attn", kept.heads), ("cross_attn", kept.cross_heads)):
+    for part, heads in (("attn", kept_part.heads), ("cross_attn", kept_part.cross_heads)):
         spec = getattr(block.spec, part)
         if spec is not None:
-            for key, numbers in _attention_rows(spec, heads, kept).items():
+            for key, numbers in _attention_rows(spec, heads, kept_part).items():
                 # For the output projection the indices select input columns.
                 dims = {"weight": 1} if key == "o_proj" else {"weight": 0, "bias": 0}
                 for kind, dim in dims.items():
                     picks[f"{part}.{key}.{kind}"] = [(dim, numbers)]
     spec = block.spec.mlp
     if isinstance(spec, MoESpec):
-        return picks | _expert_picks(kept)
-    if spec is not None and kept.features is not None:
-        numbers = torch.tensor(kept.features)
+        return picks | _expert_picks(kept_part)
+    if spec is not None and kept_part.features is not None:
+        numbers = torch.tensor(kept_part.features)
         for key in ("gate_proj", "up_proj"):
             picks[f"mlp.{key}.weight"] = picks[f"mlp.{key}.bias"] = [(0, numbers)]
         picks["mlp.down_proj.weight"] = [(1, numbers)]
@@ -64,41 +64,41 @@ def pick_block(block: Block, kept: Kept) -> dict[str, Picks]:
 
 
 def _attention_rows(
-    spec: AttentionSpec, heads: Sequence[int] | None, kept: Kept
+    spec: AttentionSpec, heads: Sequence[int] | None, part: Kept
 ) -> dict[str, Tensor]:
     """Return projection name -> kept output rows (for o: kept input columns)."""
-    if heads is None and kept.query_dims is None:
+    if heads is None and part.query_dims is None:
         return {}
     heads = tuple(range(spec.num_heads)) if heads is None else heads
     groups, width = kept_groups(spec, heads), spec.head_dim
-    whole = (tuple(range(width)),) * len(groups)
-    query, value = kept.query_dims or whole, kept.value_dims or whole
-    place = {group: number for number, group in enumerate(groups)}
-    per_head = [place[head // heads_per_group(spec)] for head in heads]
+    all_dims = (tuple(range(width)),) * len(groups)
+    query, value = part.query_dims or all_dims, part.value_dims or all_dims
+    position = {group: number for number, group in enumerate(groups)}
+    per_head = [position[head // heads_per_group(spec)] for head in heads]
 
     def rows(units: Sequence[int], dims: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(
-            [u * width + d for u, mine in zip(units, dims, strict=True) for d in mine]
+            [u * width + d for u, own_dims in zip(units, dims, strict=True) for d in own_dims]
         )
 
     of_heads = rows(heads, [query[number] for number in per_head])
-    found = {
+    kept_rows = {
         "q_proj": of_heads,
         "k_proj": rows(groups, query),
         "v_proj": rows(groups, value),
         "o_proj": rows(heads, [value[number] for number in per_head]),
     }
-    found |= {f"{key[0]}_global_proj": found[key] for key in ("q_proj", "k_proj", "v_proj")}
-    if kept.query_dims is not None:
+    kept_rows |= {f"{key[0]}_global_proj": kept_rows[key] for key in ("q_proj", "k_proj", "v_proj")}
+    if part.query_dims is not None:
         norm = torch.tensor(query[0])
-        found |= {"q_norm": norm, "k_norm": norm}
-    return found
+        kept_rows |= {"q_norm": norm, "k_norm": norm}
+    return kept_rows
 
 
-def _expert_picks(kept: Kept) -> dict[str, Picks]:
+def _expert_picks(part: Kept) -> dict[str, Picks]:
     """Return the selected indices of stacked experts and their router."""
-    first: Picks = [] if kept.experts is None else [(0, torch.tensor(kept.experts))]
-    inside = None if kept.features is None else torch.tensor(kept.features)
+    first: Picks = [] if part.experts is None else [(0, torch.tensor(part.experts))]
+    inside = None if part.features is None else torch.tensor(part.features)
     picks: dict[str, Picks] = {"mlp.router.weight": list(first)}
     for key, dim in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
         width: Picks = [] if inside is None else [(dim, inside)]

@@ -65,11 +65,11 @@ class Plan:
         """Return the plan as plain JSON values, without default values."""
         layers = {
             name: {
-                f.name: getattr(kept, f.name)
-                for f in fields(kept)
-                if getattr(kept, f.name) != f.default
+                f.name: getattr(part, f.name)
+                for f in fields(part)
+                if getattr(part, f.name) != f.default
             }
-            for name, kept in self.layers.items()
+            for name, part in self.layers.items()
         }
         return {"layers": layers, "gone": list(self.gone), "hidden": self.hidden}
 
@@ -80,15 +80,15 @@ class Plan:
         Raises:
             ConfigError: an unknown field.
         """
-        known = {f.name for f in fields(Kept)}
+        field_names = {f.name for f in fields(Kept)}
         layers = {}
-        for name, kept in dict(value.get("layers") or {}).items():
-            if unknown := sorted(set(kept) - known):
+        for name, part in dict(value.get("layers") or {}).items():
+            if unknown := sorted(set(part) - field_names):
                 raise ConfigError(
-                    f"{name}: a plan has no {unknown[0]!r}.{suggest(unknown[0], known)} "
-                    f"Known: {', '.join(sorted(known))}."
+                    f"{name}: a plan has no {unknown[0]!r}.{suggest(unknown[0], field_names)} "
+                    f"Known: {', '.join(sorted(field_names))}."
                 )
-            layers[name] = Kept(**{key: _as_tuples(item) for key, item in kept.items()})
+            layers[name] = Kept(**{key: _as_tuples(item) for key, item in part.items()})
         hidden = value.get("hidden")
         return cls(layers, tuple(value.get("gone") or ()), _as_tuples(hidden))
 
@@ -104,9 +104,9 @@ class Plan:
             for name in (*self.layers, *self.gone)
             if name not in blocks
         ]
-        for name, kept in self.layers.items():
+        for name, part in self.layers.items():
             if name in blocks:
-                problems += [f"{name}: {text}" for text in _problems(blocks[name], kept)]
+                problems += [f"{name}: {text}" for text in _problems(blocks[name], part)]
         width = model.config.hidden_size  # type: ignore[union-attr]
         if self.hidden is not None:
             problems += _numbers(self.hidden, width, "features of the hidden states")
@@ -165,36 +165,36 @@ def kept_groups(spec: AttentionSpec, heads: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(head // heads_per_group(spec) for head in heads))
 
 
-def _problems(block: Block, kept: Kept) -> list[str]:
-    found = []
+def _problems(block: Block, part: Kept) -> list[str]:
+    problems = []
     for what, name in (("heads", "attn"), ("cross_heads", "cross_attn")):
-        heads, attn = getattr(kept, what), getattr(block.spec, name)
+        heads, attn = getattr(part, what), getattr(block.spec, name)
         if heads is None:
             continue
         if attn is None:
-            found.append(f"{what} are given, but it has no {name}")
+            problems.append(f"{what} are given, but it has no {name}")
         else:
-            found += _head_problems(attn, heads, what)
-    counts = {len(heads) for heads in (kept.heads, kept.cross_heads) if heads is not None}
+            problems += _head_problems(attn, heads, what)
+    counts = {len(heads) for heads in (part.heads, part.cross_heads) if heads is not None}
     if len(counts) > 1:
-        found.append("both attentions of a layer keep equally many heads")
-    if kept.query_dims is not None or kept.value_dims is not None:
-        found += _dim_problems(block, kept)
-    if (kept.features is not None or kept.experts is not None) and block.mlp is None:
-        found.append("features are given, but it has no MLP")
-    elif kept.features is not None or kept.experts is not None:
-        found += _feature_problems(block, kept)
-    if not kept.attn and block.attn is None:
-        found.append("it has no attention to lose")
-    if not kept.mlp and block.mlp is None:
-        found.append("it has no MLP to lose")
-    return found
+        problems.append("both attentions of a layer keep equally many heads")
+    if part.query_dims is not None or part.value_dims is not None:
+        problems += _dim_problems(block, part)
+    if (part.features is not None or part.experts is not None) and block.mlp is None:
+        problems.append("features are given, but it has no MLP")
+    elif part.features is not None or part.experts is not None:
+        problems += _feature_problems(block, part)
+    if not part.attn and block.attn is None:
+        problems.append("it has no attention to lose")
+    if not part.mlp and block.mlp is None:
+        problems.append("it has no MLP to lose")
+    return problems
 
 
 def _head_problems(spec: AttentionSpec, heads: Sequence[int], what: str) -> list[str]:
-    found = _numbers(heads, spec.num_heads, what)
-    if found:
-        return found
+    problems = _numbers(heads, spec.num_heads, what)
+    if problems:
+        return problems
     groups = [head // heads_per_group(spec) for head in heads]
     counts = {group: groups.count(group) for group in groups}
     if len(set(counts.values())) > 1:
@@ -207,62 +207,62 @@ def _head_problems(spec: AttentionSpec, heads: Sequence[int], what: str) -> list
     return []
 
 
-def _dim_problems(block: Block, kept: Kept) -> list[str]:
+def _dim_problems(block: Block, part: Kept) -> list[str]:
     spec = block.spec.attn or block.spec.cross_attn
     if spec is None:
         return ["dims of heads are given, but it has no attention"]
-    if kept.query_dims is None or kept.value_dims is None:
+    if part.query_dims is None or part.value_dims is None:
         return ["query_dims and value_dims belong together: a head has one width"]
     groups = spec.num_kv_heads
-    if kept.heads is not None:
-        groups = len(kept_groups(spec, kept.heads))
-    found = []
+    if part.heads is not None:
+        groups = len(kept_groups(spec, part.heads))
+    problems = []
     widths = set()
     for what in ("query_dims", "value_dims"):
-        lists = getattr(kept, what)
+        lists = getattr(part, what)
         if len(lists) != groups:
-            found.append(f"{what} has {len(lists)} lists for {groups} key-value heads")
+            problems.append(f"{what} has {len(lists)} lists for {groups} key-value heads")
         for dims in lists:
             widths.add(len(dims))
-            found += _numbers(dims, spec.head_dim, what)
+            problems += _numbers(dims, spec.head_dim, what)
     if len(widths) > 1:
-        found.append(f"all heads of a layer have one width, not {sorted(widths)}")
+        problems.append(f"all heads of a layer have one width, not {sorted(widths)}")
     module: Any = block.attn or block.cross_attn
     is_normed = isinstance(module, Attention) and module.q_norm is not None
-    if is_normed and len(set(kept.query_dims)) > 1:
-        found.append("heads that share a norm keep the same query_dims")
-    return found
+    if is_normed and len(set(part.query_dims)) > 1:
+        problems.append("heads that share a norm keep the same query_dims")
+    return problems
 
 
-def _feature_problems(block: Block, kept: Kept) -> list[str]:
+def _feature_problems(block: Block, part: Kept) -> list[str]:
     spec = block.spec.mlp
     assert spec is not None
     if not isinstance(spec, MoESpec):
-        if kept.experts is not None:
+        if part.experts is not None:
             return ["experts are given, but it has an MLP"]
-        return _numbers(kept.features or (), spec.intermediate_size, "features")
-    found = []
+        return _numbers(part.features or (), spec.intermediate_size, "features")
+    problems = []
     experts = spec.num_experts
-    if kept.experts is not None:
-        experts = len(kept.experts)
-        found += _numbers(kept.experts, spec.num_experts, "experts")
-    if kept.features is not None:
-        if len(kept.features) != experts:
-            found.append(f"features has {len(kept.features)} lists for {experts} experts")
-        for one in kept.features:
-            found += _numbers(one, spec.intermediate_size, "features")
-        if len({len(one) for one in kept.features}) > 1:
-            found.append("all experts of a layer have one width")
-    return found
+    if part.experts is not None:
+        experts = len(part.experts)
+        problems += _numbers(part.experts, spec.num_experts, "experts")
+    if part.features is not None:
+        if len(part.features) != experts:
+            problems.append(f"features has {len(part.features)} lists for {experts} experts")
+        for numbers in part.features:
+            problems += _numbers(numbers, spec.intermediate_size, "features")
+        if len({len(numbers) for numbers in part.features}) > 1:
+            problems.append("all experts of a layer have one width")
+    return problems
 
 
-def _numbers(given: Sequence[int], count: int, what: str) -> list[str]:
-    if not given:
+def _numbers(numbers: Sequence[int], count: int, what: str) -> list[str]:
+    if not numbers:
         return [f"{what}: at least one must stay"]
-    if len(set(given)) < len(given):
+    if len(set(numbers)) < len(numbers):
         return [f"{what} has a number twice"]
-    if not 0 <= min(given) <= max(given) < count:
-        return [f"{what} go from 0 to {count - 1}, not from {min(given)} to {max(given)}"]
+    if not 0 <= min(numbers) <= max(numbers) < count:
+        return [f"{what} go from 0 to {count - 1}, not from {min(numbers)} to {max(numbers)}"]
     return []
 
 

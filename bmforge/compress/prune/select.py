@@ -61,12 +61,12 @@ def mask_matrix(scores: Tensor, config: PruneConfig, share: float) -> Tensor:
 
 
 def choose_masks(
-    found: Mapping[str, Scored], names: Sequence[str], config: PruneConfig, share: float
+    scored: Mapping[str, Scored], names: Sequence[str], config: PruneConfig, share: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the mask of the local shard of every parameter.
 
     Args:
-        found: name -> local parameter with scores.
+        scored: name -> local parameter with scores.
         names: names of all parameters on all processes, in the same order everywhere.
         config: pattern and scope.
         share: share of zeros.
@@ -75,26 +75,28 @@ def choose_masks(
         instead.
     """
     if config.scope == "global" and config.pattern == "free":
-        yield from _choose_globally(found, names, share)
+        yield from _choose_globally(scored, names, share)
         return
-    for name, one in found.items():
-        scores = whole_tensor(laid_out_like(one.scores, one.parameter))
+    for name, entry in scored.items():
+        scores = whole_tensor(laid_out_like(entry.scores, entry.parameter))
         mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-        parts = zip(matrices_in(one.module, mask), matrices_in(one.module, scores), strict=True)
+        parts = zip(matrices_in(entry.module, mask), matrices_in(entry.module, scores), strict=True)
         for target, part in parts:
             target.copy_(mask_matrix(part, config, share))
-        yield name, mask[local_box(one.parameter).slices].contiguous()
+        yield name, mask[local_box(entry.parameter).slices].contiguous()
 
 
 def _choose_globally(
-    found: Mapping[str, Scored], names: Sequence[str], share: float
+    scored: Mapping[str, Scored], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Find the global threshold score, then how many weights equal to it to prune."""
-    counts = _Counts(found, names)
+    counts = _Counts(scored, names)
     high = counts.histogram(lambda keys: keys >> _HALF_BITS)
     zeros = round(share * int(high[-1]))
     if not zeros:
-        yield from ((n, torch.ones_like(one.scores, dtype=torch.bool)) for n, one in found.items())
+        yield from (
+            (n, torch.ones_like(entry.scores, dtype=torch.bool)) for n, entry in scored.items()
+        )
         return
     top = _first_at_least(high, zeros)
     before = int(high[top - 1]) if top else 0
@@ -106,7 +108,7 @@ def _choose_globally(
     bottom = _first_at_least(low, zeros - before)
     border = (top << _HALF_BITS) + bottom
     left = zeros - before - (int(low[bottom - 1]) if bottom else 0)
-    yield from _cut_at(found, names, border, left, counts.ties(border))
+    yield from _cut_at(scored, names, border, left, counts.ties(border))
 
 
 def _first_at_least(sums: Tensor, count: int) -> int:
@@ -119,17 +121,19 @@ class _Counts:
     Comm: an all-reduce per count, and one of a number per parameter in the constructor.
     """
 
-    def __init__(self, found: Mapping[str, Scored], names: Sequence[str]) -> None:
+    def __init__(self, scored: Mapping[str, Scored], names: Sequence[str]) -> None:
         self._names = names
-        self._here = {n: one for n, one in found.items() if is_first_replica(one.parameter, True)}
-        self._device = next((one.scores.device for one in found.values()), device_at())
+        self._here = {
+            n: entry for n, entry in scored.items() if is_first_replica(entry.parameter, True)
+        }
+        self._device = next((entry.scores.device for entry in scored.values()), device_at())
         counted = self._new(len(names))
         for number, name in enumerate(names):
             if name in self._here:
                 counted[number] = self._here[name].scores.numel()
         # Plain tensors, and tensors shared by pipeline stages, are counted on several processes.
         times = dict(zip(names, _sum(counted).tolist(), strict=True))
-        self._share = {n: one.parameter.numel() / times[n] for n, one in self._here.items()}
+        self._share = {n: entry.parameter.numel() / times[n] for n, entry in self._here.items()}
 
     def _new(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.float64, device=self._device)
@@ -137,36 +141,36 @@ class _Counts:
     def histogram(self, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Return how many weights have a key of at most 0, 1, 2, ..."""
         total = self._new(1 << _HALF_BITS)
-        for name, one in self._here.items():
-            keys = keys_of(_ordered(one.scores))
+        for name, entry in self._here.items():
+            keys = keys_of(_ordered(entry.scores))
             total += self._share[name] * torch.bincount(keys, minlength=1 << _HALF_BITS)
         return _sum(total).round().to(torch.int64).cumsum(0)
 
     def ties(self, border: int) -> list[int]:
         """Return the number of weights of every parameter with this key."""
-        found = self._new(len(self._names))
+        tied = self._new(len(self._names))
         for number, name in enumerate(self._names):
             if name in self._here:
                 equal = (_ordered(self._here[name].scores) == border).sum()
-                found[number] = self._share[name] * equal
-        return _sum(found).round().to(torch.int64).tolist()
+                tied[number] = self._share[name] * equal
+        return _sum(tied).round().to(torch.int64).tolist()
 
 
 def _cut_at(
-    found: Mapping[str, Scored], names: Sequence[str], border: int, left: int, ties: Sequence[int]
+    scored: Mapping[str, Scored], names: Sequence[str], border: int, left: int, ties: Sequence[int]
 ) -> Iterator[tuple[str, Tensor]]:
     """Prune all weights below the threshold, and the first `left` equal ones in parameter order."""
     for name, count in zip(names, ties, strict=True):
         going, left = min(count, left), left - min(count, left)
-        if name not in found:
+        if name not in scored:
             continue
-        one = found[name]
-        keys = _ordered(one.scores).view(one.scores.shape)
+        entry = scored[name]
+        keys = _ordered(entry.scores).view(entry.scores.shape)
         if 0 < going < count:
-            whole = whole_tensor(laid_out_like(keys, one.parameter))
-            on = (whole == border).flatten()
-            kept = (whole > border) | (on & (on.cumsum(0) > going)).view(whole.shape)
-            yield name, kept[local_box(one.parameter).slices].contiguous()
+            full_keys = whole_tensor(laid_out_like(keys, entry.parameter))
+            on = (full_keys == border).flatten()
+            mask = (full_keys > border) | (on & (on.cumsum(0) > going)).view(full_keys.shape)
+            yield name, mask[local_box(entry.parameter).slices].contiguous()
         else:
             yield name, keys > border if going else keys >= border
 

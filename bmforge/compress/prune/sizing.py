@@ -44,7 +44,7 @@ def settle_config(model: Any, plan: Plan) -> Settled:
     """
     blocks = blocks_of(model)
     sources = _number_anew(blocks, plan)
-    wanted = {
+    sizes = {
         name: _sizes_left(blocks[old], plan.layers.get(old, Kept()))
         for name, old in sources.items()
     }
@@ -52,17 +52,17 @@ def settle_config(model: Any, plan: Plan) -> Settled:
     base = base.replace(changes=())
     if hasattr(base, "mask_modules") and not getattr(base, "folded", False):
         # CPM-Live has a config field for layers without attention or MLP.
-        lacking = tuple((not s.attn, not s.intermediate_size) for s in wanted.values())
+        lacking = tuple((not s.attn, not s.intermediate_size) for s in sizes.values())
         base = base.replace(mask_modules=lacking if any(map(any, lacking)) else ())
     best: Settled | None = None
     tries = [(n, own) for n in ((*_HEADS, *_FEED), _FEED, _HEADS, ()) for own in (False, True)]
     for names, says_own in tries:
         try:
-            values = _common_fields(base, wanted.values(), names)
+            values = _common_fields(base, sizes.values(), names)
             if plan.hidden is not None:
                 values["hidden_size"] = len(plan.hidden)
             config = _with_fields(base, values, says_own)
-            config = config.replace(changes=tuple(_changes_to(config, wanted)))
+            config = config.replace(changes=tuple(_changes_to(config, sizes)))
             new = type(model).from_config(config, device="meta", dtype=_dtype_of(model))
         except ConfigError:
             if (names, says_own) != tries[-1] or best is not None:
@@ -78,7 +78,7 @@ def settle_config(model: Any, plan: Plan) -> Settled:
             "from the heads' width."
         )
     for name, source in sources.items():
-        _check_block(best.model.get_submodule(name), blocks[source], wanted[name], name)
+        _check_block(best.model.get_submodule(name), blocks[source], sizes[name], name)
     return best
 
 
@@ -86,63 +86,64 @@ def own_fields(config: Any) -> list[str]:
     """Return the config fields and changes that only bmforge understands."""
     out = config.to_hf()
     named = set(config.hf_names.values())
-    found = [name for name in ("head_dim", "intermediate_size") if name in out]
-    found = [name for name in found if name not in named]
-    return found + [f"{change.kind} {', '.join(change.where)}" for change in config.changes]
+    extra = [name for name in ("head_dim", "intermediate_size") if name in out]
+    extra = [name for name in extra if name not in named]
+    return extra + [f"{change.kind} {', '.join(change.where)}" for change in config.changes]
 
 
 def _number_anew(blocks: Mapping[str, Block], plan: Plan) -> dict[str, str]:
     """Return new name -> old name of every kept block."""
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     counts: dict[str, int] = {}
     for name in blocks:
         stack = name.rpartition(".")[0]
         if name not in plan.gone:
-            found[f"{stack}.{counts.get(stack, 0)}"] = name
+            renamed[f"{stack}.{counts.get(stack, 0)}"] = name
             counts[stack] = counts.get(stack, 0) + 1
-    return found
+    return renamed
 
 
-def _sizes_left(block: Block, kept: Kept) -> LayerSizes:
+def _sizes_left(block: Block, part: Kept) -> LayerSizes:
     sizes = sizes_of(block.spec)
     spec = block.spec.attn or block.spec.cross_attn
-    heads = kept.heads or kept.cross_heads
+    heads = part.heads or part.cross_heads
     if spec is not None and heads is not None:
         groups = len(kept_groups(spec, heads))
         sizes = replace(sizes, num_heads=len(heads), num_kv_heads=groups)
-    if kept.query_dims is not None:
-        sizes = replace(sizes, head_dim=len(kept.query_dims[0]))
-    if kept.experts is not None:
-        count = len(kept.experts)
+    if part.query_dims is not None:
+        sizes = replace(sizes, head_dim=len(part.query_dims[0]))
+    if part.experts is not None:
+        count = len(part.experts)
         per_token = min(sizes.experts_per_token, count)
         sizes = replace(sizes, num_experts=count, experts_per_token=per_token)
-    if kept.features is not None:
+    if part.features is not None:
         has_lists = isinstance(block.spec.mlp, MoESpec)
-        width = len(kept.features[0]) if has_lists else len(kept.features)
+        width = len(part.features[0]) if has_lists else len(part.features)
         sizes = replace(sizes, intermediate_size=width)
-    return sizes.without(not kept.attn, not kept.mlp)
+    return sizes.without(not part.attn, not part.mlp)
 
 
 def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: Plan) -> Any:
     """Return a copy of the config without the removed blocks."""
     if not plan.gone:
         return config
-    kept: dict[str, list[int]] = {}
+    remaining: dict[str, list[int]] = {}
     for name in blocks:
         stack, _, number = name.rpartition(".")
-        kept.setdefault(stack, [])
+        remaining.setdefault(stack, [])
         if name not in plan.gone:
-            kept[stack].append(int(number))
+            remaining[stack].append(int(number))
     changes: dict[str, Any] = {}
-    for stack, numbers in kept.items():
+    for stack, numbers in remaining.items():
         has_own = stack.startswith("decoder.") and hasattr(config, "num_decoder_layers")
         key = "num_decoder_layers" if has_own else "num_layers"
         if changes.setdefault(key, len(numbers)) != len(numbers):
             raise ConfigError(
                 f"a {type(config).__name__} has one num_layers for all its stacks: take as many "
-                f"blocks from each ({', '.join(f'{s}: {len(n)}' for s, n in kept.items())} left)."
+                f"blocks from each ({', '.join(f'{s}: {len(n)}' for s, n in remaining.items())} "
+                "left)."
             )
-    numbers = next(iter(kept.values()))
+    numbers = next(iter(remaining.values()))
     for item in fields(config):
         value = getattr(config, item.name)
         if not isinstance(value, (list, tuple)) or item.name == "changes" or not value:
@@ -178,10 +179,10 @@ def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
 
 
 def _common_fields(
-    config: Any, wanted: Iterable[LayerSizes], names: Sequence[str]
+    config: Any, sizes: Iterable[LayerSizes], names: Sequence[str]
 ) -> dict[str, Any]:
     """Return the config's fields whose value is equal in all layers."""
-    layers, found = list(wanted), {}
+    layers, common = list(sizes), {}
     with_heads = [layer for layer in layers if layer.num_attentions]
     with_mlp = [layer for layer in layers if layer.intermediate_size]
     dense = [layer for layer in with_mlp if not layer.num_experts]
@@ -192,19 +193,19 @@ def _common_fields(
         own = "expert_size" if hasattr(config, "expert_size") else "intermediate_size"
         groups.append((own, "intermediate_size", sparse))
         groups += [(n, n, sparse) for n in ("num_experts", "experts_per_token")]
-    for key, name, mine in groups:
-        values = {getattr(layer, name) for layer in mine}
+    for key, name, members in groups:
+        values = {getattr(layer, name) for layer in members}
         if name in names and hasattr(config, key) and len(values) == 1:
-            found[key] = values.pop()
-    return found
+            common[key] = values.pop()
+    return common
 
 
-def _changes_to(config: Any, wanted: Mapping[str, LayerSizes]) -> list[Change]:
+def _changes_to(config: Any, wanted_sizes: Mapping[str, LayerSizes]) -> list[Change]:
     """Return the changes that turn the layers that the config describes into the wanted ones."""
     own = config.own_sizes()
     layers = {f"{stack}.{n}": size for stack, sizes in own.items() for n, size in enumerate(sizes)}
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
-    for name, want in wanted.items():
+    for name, want in wanted_sizes.items():
         if name not in layers:
             raise ConfigError(f"{name} is not among the layers of {type(config).__name__}.")
         if options := _options_to(layers[name], want):
@@ -257,8 +258,8 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
 def _alike(new: Any, old: Any) -> Any:
     """Return a copy of the old spec with the sizes and scales of the new one."""
     names = (*_HEADS, *_FEED, "in_scale", "out_scale")
-    known = {item.name for item in dataclasses.fields(old)}
-    return replace(old, **{name: getattr(new, name) for name in names if name in known})
+    field_names = {item.name for item in dataclasses.fields(old)}
+    return replace(old, **{name: getattr(new, name) for name in names if name in field_names})
 
 
 def _dtype_of(model: Any) -> torch.dtype:

@@ -178,7 +178,7 @@ class StructureMethod(MethodBase):
         targets = [[key] for key in self.wanted] or [list(self.gates)]
         for keys in targets:
             low, high = -_FAR, _FAR
-            place = list(self.wanted).index(keys[0]) if self.wanted else 0
+            index = list(self.wanted).index(keys[0]) if self.wanted else 0
             moved = 0.0
             for _ in range(_HALVINGS):
                 middle = (low + high) / 2
@@ -186,7 +186,7 @@ class StructureMethod(MethodBase):
                     self.gates[key].delta.add_(middle - moved)
                 moved = middle
                 # Sparser than the target: open the gates further.
-                too_sparse = float(self._missed(self.config.warmup_steps)[place]) > 0
+                too_sparse = float(self._missed(self.config.warmup_steps)[index]) > 0
                 low, high = (middle, high) if too_sparse else (low, middle)
 
     def state_dict(self) -> dict[str, Any]:

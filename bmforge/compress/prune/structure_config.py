@@ -102,8 +102,10 @@ class StructureConfig:
         if self.target == "sizes" and not sizes and not self.layers:
             problems.append("no size is given: give some, or a target")
         if self.target != "sizes" and (sizes or self.layers):
-            given = ", ".join([*sizes, *(["layers"] if self.layers else [])])
-            problems.append(f"{given} and target={self.target!r} both say how large it is to be")
+            given_sizes = ", ".join([*sizes, *(["layers"] if self.layers else [])])
+            problems.append(
+                f"{given_sizes} and target={self.target!r} both say how large it is to be"
+            )
         if self.target != "sizes" and not 0 < self.keep_ratio < 1:
             problems.append(f"keep_ratio={self.keep_ratio} must be between 0 and 1")
         problems += [f"gates: {kind!r} is unknown" for kind in self.gates if kind not in GATE_KINDS]
@@ -126,31 +128,31 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
     Raises:
         ConfigError: sizes that tensor parallelism or the model forbids, with the nearest that fit.
     """
-    given = {name: getattr(config, name) for name in _SIZES if getattr(config, name)}
-    found: dict[str, Sizes] = {}
+    common = {name: getattr(config, name) for name in _SIZES if getattr(config, name)}
+    sizes_by_name: dict[str, Sizes] = {}
     for name, block in blocks_of(model).items():
-        options: dict[str, Any] = dict(sizes_that_apply(block.spec, given))
+        options: dict[str, Any] = dict(sizes_that_apply(block.spec, common))
         if options:
-            found[name] = Sizes(**options)
-    lacking = [n for n in given if not any(getattr(sizes, n) for sizes in found.values())]
+            sizes_by_name[name] = Sizes(**options)
+    lacking = [n for n in common if not any(getattr(sizes, n) for sizes in sizes_by_name.values())]
     if lacking:
         raise ConfigError(
-            f"{lacking[0]}={given[lacking[0]]}: no layer of this {type(model).__name__} has such "
+            f"{lacking[0]}={common[lacking[0]]}: no layer of this {type(model).__name__} has such "
             "parts."
         )
     for glob, options in config.layers.items():
-        found[glob] = config_from_dict(Sizes, dict(options), f"layers.{glob}.")
+        sizes_by_name[glob] = config_from_dict(Sizes, dict(options), f"layers.{glob}.")
     _check_layout(model, config)
-    return found
+    return sizes_by_name
 
 
-def sizes_that_apply(spec: Any, given: Mapping[str, int]) -> dict[str, int]:
+def sizes_that_apply(spec: Any, sizes: Mapping[str, int]) -> dict[str, int]:
     """Filter the sizes for all layers to those that one layer has."""
     heads = spec.attn is not None or spec.cross_attn is not None
     has = {"num_heads": heads, "num_kv_heads": heads, "head_dim": heads}
     has["intermediate_size"] = spec.mlp is not None
     has["num_experts"] = spec.mlp is not None and hasattr(spec.mlp, "num_experts")
-    return {name: size for name, size in given.items() if has[name]}
+    return {name: size for name, size in sizes.items() if has[name]}
 
 
 def _check_layout(model: Any, config: StructureConfig) -> None:

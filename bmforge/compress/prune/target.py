@@ -86,7 +86,7 @@ def _rank(
     scores estimate the same loss in all layers; other scores are only comparable within a kind and
     layer.
     """
-    found = []
+    removable = []
     for name, halves in costs.blocks.items():
         for kind, half in halves.items():
             units = _unit_scores(blocks[name], kind, scores, name).double()
@@ -95,16 +95,16 @@ def _rank(
             ordered, index = units.sort(stable=True)
             order, values = index.tolist(), ordered.tolist()
             step = _fewest(kind, config)
-            rest = len(order) % step
-            starts = [(0, rest)] * bool(rest) + [
-                (at, at + step) for at in range(rest, len(order), step)
+            remainder = len(order) % step
+            starts = [(0, remainder)] * bool(remainder) + [
+                (at, at + step) for at in range(remainder, len(order), step)
             ]
             for first, last in starts:
                 numbers = order[first:last]
                 gain = sum(values[first:last]) / (last - first)
                 worth = gain / half.per_unit if config.by == "taylor" else gain
-                found.append((worth, name, kind, numbers))
-    return sorted(found, key=lambda item: item[0])
+                removable.append((worth, name, kind, numbers))
+    return sorted(removable, key=lambda item: item[0])
 
 
 def _unit_scores(block: Block, kind: str, scores: Scores, name: str) -> Tensor:
@@ -172,11 +172,11 @@ def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Co
         )
     sizes = {}
     for name, block in blocks_of(model).items():
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if block.spec.attn is not None:
             each = heads_per_group(block.spec.attn)
-            given = {"num_heads": best[1] * each, "num_kv_heads": best[1]}
+            options = {"num_heads": best[1] * each, "num_kv_heads": best[1]}
         if block.spec.mlp is not None:
-            given["intermediate_size"] = best[2]
-        sizes[name] = Sizes(**given)
+            options["intermediate_size"] = best[2]
+        sizes[name] = Sizes(**options)
     return choose_plan(model, scores, sizes)

@@ -34,21 +34,21 @@ def measure_costs(model: Any, seq_len: int) -> Costs:
         ConfigError: cross-attention or sparse attention, which are not timed.
     """
     times: dict[str, dict[str, Half]] = {}
-    found = {}
+    halves = {}
     for name, block in blocks_of(model).items():
         kind = repr(block.spec)
         if kind not in times:
             times[kind] = _time_halves(name, block, seq_len)
-        found[name] = times[kind]
+        halves[name] = times[kind]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        shared: list[Any] = [found]
+        shared: list[Any] = [halves]
         dist.broadcast_object_list(shared)
-        found = shared[0]
-    return Costs(found)
+        halves = shared[0]
+    return Costs(halves)
 
 
 def _time_halves(name: str, block: Block, seq_len: int) -> dict[str, Half]:
-    spec, found = block.spec, {}
+    spec, halves = block.spec, {}
     if spec.cross_attn is not None or (spec.attn is not None and spec.attn.global_tokens):
         raise ConfigError(
             f"{name} attends to a memory or to chosen tokens, whose time is not measured: "
@@ -63,15 +63,15 @@ def _time_halves(name: str, block: Block, seq_len: int) -> dict[str, Half]:
             )
             for count in _sizes(units)
         }
-        found["attn"] = _as_half(specs, units, block, seq_len)
+        halves["attn"] = _as_half(specs, units, block, seq_len)
     if spec.mlp is not None:
         units = spec.mlp.intermediate_size
         specs = {
             count: replace(alone, mlp=replace(spec.mlp, intermediate_size=count))
             for count in _sizes(units)
         }
-        found["mlp"] = _as_half(specs, units, block, seq_len)
-    return found
+        halves["mlp"] = _as_half(specs, units, block, seq_len)
+    return halves
 
 
 def _sizes(units: int) -> list[int]:
@@ -102,16 +102,16 @@ def _build(spec: BlockSpec, like: Tensor) -> Block:
 @torch.no_grad()
 def time_each(blocks: Sequence[Block], x: Tensor) -> list[float]:
     """Return each block's time in milliseconds: the median over rounds that run all blocks."""
-    found: list[list[float]] = [[] for _ in blocks]
+    times: list[list[float]] = [[] for _ in blocks]
     for number in range(_ROUNDS + 1):
-        for block, taken in zip(blocks, found, strict=True):
+        for block, taken in zip(blocks, times, strict=True):
             _wait(x)
             start = time.perf_counter()
             block(x)
             _wait(x)
             if number:  # the first round is warm-up
                 taken.append(1000 * (time.perf_counter() - start))
-    return [statistics.median(taken) for taken in found]
+    return [statistics.median(taken) for taken in times]
 
 
 def _wait(x: Tensor) -> None:

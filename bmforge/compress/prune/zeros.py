@@ -98,23 +98,23 @@ class Zeros(MethodBase):
             self._make_zeros_(model, self.config.sparsity)
         self._is_late = is_now and not is_real
 
-    def _see_zeros_(self, model: nn.Module, wanted: set[int]) -> None:
+    def _see_zeros_(self, model: nn.Module, parameter_ids: set[int]) -> None:
         """Make every module with one of these parameters, tied ones too, use `keep_zeros`."""
         for module in model.modules():
-            keys = [key for key, p in module._parameters.items() if id(p) in wanted]
-            if keys and all(place != _PLACE for place, _ in wrappers_of(module)):
+            keys = [key for key, p in module._parameters.items() if id(p) in parameter_ids]
+            if keys and all(order_key != _PLACE for order_key, _ in wrappers_of(module)):
                 view_parameters_(module, dict.fromkeys(keys, keep_zeros), _PLACE)
 
     def after_step_(self, model: nn.Module, step: int) -> None:
         """Reset zeros that momentum has moved, and prune further if the schedule is due."""
         config = self.config
         is_scheduled = bool(config.steps or config.begin_step)
-        for name, one in self._found(model):
+        for name, parameter in self._found(model):
             mask = self._kept.get(name)
-            if mask is None or not (is_scheduled or source_of(one).keeper is None):
+            if mask is None or not (is_scheduled or source_of(parameter).keeper is None):
                 continue  # weights that were 0 before the first step have no momentum
-            if mask.shape == local_tensor(one).shape:
-                _put_zeros_(one, mask)
+            if mask.shape == local_tensor(parameter).shape:
+                _put_zeros_(parameter, mask)
             else:
                 # The model was parallelized since: the mask has the wrong shape.
                 del self._kept[name]
@@ -140,7 +140,7 @@ class Zeros(MethodBase):
 
     @torch.no_grad()
     def _make_zeros_(self, model: nn.Module, share: float) -> None:
-        found = {}
+        scored = {}
         for name, parameter in self._found(model):
             values = _values_of(parameter)
             scores = values.abs()
@@ -148,10 +148,10 @@ class Zeros(MethodBase):
                 scores = self._movement.scores(name, values).masked_fill(values == 0, -torch.inf)
             module = _find(model, self._places[name][0])
             assert module is not None
-            found[name] = Scored(module, parameter, scores)
+            scored[name] = Scored(module, parameter, scores)
         names = list(self._places)
-        for name, mask in choose_masks(found, names, self.config, share):
-            _put_zeros_(found[name].parameter, mask)
+        for name, mask in choose_masks(scored, names, self.config, share):
+            _put_zeros_(scored[name].parameter, mask)
             self._kept[name] = mask
         if self._movement is not None:
             self._movement.begin(dict(self._found(model)))
@@ -184,7 +184,7 @@ class Zeros(MethodBase):
             values = _values_of(parameter)
             counts[name] = int((values == 0).sum()), values.numel()
         for module in model.modules():
-            if any(place == _PLACE for place, _ in wrappers_of(module)):
+            if any(order_key == _PLACE for order_key, _ in wrappers_of(module)):
                 unwrap_forward_(module, _PLACE)
         self._kept.clear()
         total = sum(n for _, n in counts.values())

@@ -66,8 +66,8 @@ def quantize(
     elif config.method != "absmax":
         quantize_scaled_(model, config, chosen, batches or ())
     else:
-        for one, names in by_spec(chosen).items():
-            quantize_(model, one, where=as_globs(model, names))
+        for scheme, names in by_spec(chosen).items():
+            quantize_(model, scheme, where=as_globs(model, names))
     warn_of_stacks(model, config.where, "quantized")
     return model
 
@@ -75,28 +75,28 @@ def quantize(
 def _config_of(
     spec: str | QuantSpec | QuantizeConfig, method: str | None, where: tuple[str, ...]
 ) -> QuantizeConfig:
-    given: dict[str, Any] = {"method": method} if method is not None else {}
-    given |= {"where": where} if where else {}
+    options: dict[str, Any] = {"method": method} if method is not None else {}
+    options |= {"where": where} if where else {}
     if isinstance(spec, QuantizeConfig):
-        clash = [name for name in given if getattr(spec, name) != given[name]]
+        clash = [name for name in options if getattr(spec, name) != options[name]]
         if clash:
             raise ConfigError(f"{clash[0]} is given twice: in the config, and beside it.")
         return spec
     if isinstance(spec, QuantSpec):
-        return QuantizeConfig(spec=spec, **given)
-    return QuantizeConfig(scheme=spec, **given)
+        return QuantizeConfig(spec=spec, **options)
+    return QuantizeConfig(scheme=spec, **options)
 
 
 def _choose_specs(
     model: nn.Module,
     config: QuantizeConfig,
     batches: Sequence[Any] | None,
-    given: Mapping[str, QuantSpec] | None,
+    given_specs: Mapping[str, QuantSpec] | None,
 ) -> dict[str, QuantSpec]:
     """Return module name -> scheme, after checking that it fits; holds no reference to modules."""
-    matrices = find_matrices(model, config.where or tuple(given or ()))
-    if given is not None:
-        chosen = dict(given)
+    matrices = find_matrices(model, config.where or tuple(given_specs or ()))
+    if given_specs is not None:
+        chosen = dict(given_specs)
     elif config.is_auto:
         assert config.average_bits is not None
         chosen = choose_specs(model, batches or (), config.average_bits, where=config.where)
@@ -115,6 +115,6 @@ def check_widths(matrices: Sequence[Matrix], specs: Mapping[str, QuantSpec]) -> 
         if problem := specs[matrix.owner].problem(columns):
             problems[matrix.owner] = problem
     if problems:
-        said = [f"{name}: {problem}" for name, problem in problems.items()]
-        more = f" And {len(said) - 3} more." if len(said) > 3 else ""
-        raise ConfigError(f"{'. '.join(said[:3])}.{more} Leave them out of `where`.")
+        lines = [f"{name}: {problem}" for name, problem in problems.items()]
+        more = f" And {len(lines) - 3} more." if len(lines) > 3 else ""
+        raise ConfigError(f"{'. '.join(lines[:3])}.{more} Leave them out of `where`.")

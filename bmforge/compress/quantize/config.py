@@ -56,58 +56,60 @@ class QuantizeConfig:
         """Raise `ConfigError` with everything that contradicts itself or has no effect."""
         where = (self.where,) if isinstance(self.where, str) else tuple(self.where)
         object.__setattr__(self, "where", where)
-        for name, known in _CHOICES.items():
+        for name, choices in _CHOICES.items():
             value = str(getattr(self, name))
-            if value not in known:
+            if value not in choices:
                 raise ConfigError(
-                    f"quantize.{name}={value!r} is unknown.{suggest(value, known)} "
-                    f"Known: {', '.join(known)}."
+                    f"quantize.{name}={value!r} is unknown.{suggest(value, choices)} "
+                    f"Known: {', '.join(choices)}."
                 )
         problems = [*self._scheme_problems(), *self._method_problems()]
         if problems:
             raise ConfigError(f"quantize: {'; '.join(problems)}.")
 
     def _scheme_problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.is_auto != (self.average_bits is not None):
-            found.append(
+            problems.append(
                 'scheme="auto" needs average_bits, such as 5.0'
                 if self.is_auto
                 else f'average_bits={self.average_bits} is for scheme="auto"'
             )
         if self.spec is not None:
-            found += self._without_effect("scheme", "where a spec is given")
+            problems += self._without_effect("scheme", "where a spec is given")
         elif not self.is_auto:
             find_preset(self.scheme)
         if self.training.startswith("int8") and not self.is_rows_by_tokens:
-            found.append(
+            problems.append(
                 f"training={self.training!r} multiplies whole rows by whole tokens: take "
                 'scheme="int8-dynamic", or training="fake"'
             )
-        return found
+        return problems
 
     def _method_problems(self) -> list[str]:
-        found = []
+        problems = []
         for name, method in _OF_METHOD.items():
             if self.method != method:
-                found += self._without_effect(name, f"with method={self.method!r}")
+                problems += self._without_effect(name, f"with method={self.method!r}")
         if not 0 <= self.strength <= 1:
-            found.append(f"strength={self.strength} must lie between 0 and 1")
+            problems.append(f"strength={self.strength} must lie between 0 and 1")
         if self.grid < 1 or self.block_columns < 1:
-            found.append(f"grid={self.grid} and block_columns={self.block_columns} must be above 0")
+            problems.append(
+                f"grid={self.grid} and block_columns={self.block_columns} must be above 0"
+            )
         if not self.damp > 0:
-            found.append(f"damp={self.damp} must be above 0")
+            problems.append(f"damp={self.damp} must be above 0")
         if self.training != "none" and self.method != "absmax":
-            found.append(
+            problems.append(
                 f"method={self.method!r} moves weights after training; with training="
                 f"{self.training!r} they are what training has made of them: leave method out"
             )
         if self.spec is not None and self.spec.outlier_ratio:
             if self.method == "gptq":
-                found.append("gptq has no outliers: set spec.outlier_ratio=0")
+                problems.append("gptq has no outliers: set spec.outlier_ratio=0")
             if self.training != "none":
-                found.append("training rounds all columns alike: set spec.outlier_ratio=0")
-        return found
+                problems.append("training rounds all columns alike: set spec.outlier_ratio=0")
+        return problems
 
     def _without_effect(self, name: str, when: str) -> list[str]:
         usual = next(field.default for field in fields(self) if field.name == name)
@@ -130,8 +132,8 @@ class QuantizeConfig:
         if self.is_auto:
             return False
         spec = self.used_spec
-        whole = spec.bits == 8 and spec.group_size == 0 and spec.symmetric
-        return whole and spec.activations == "int8"
+        is_per_row = spec.bits == 8 and spec.group_size == 0 and spec.symmetric
+        return is_per_row and spec.activations == "int8"
 
     @property
     def is_calibrated(self) -> bool:

@@ -31,7 +31,7 @@ _PLACE = "rounding"
 
 def is_rounding(module: nn.Module) -> bool:
     """Return True if `FakeQuantize` makes a layer compute with rounded values."""
-    return any(place == _PLACE for place, _ in wrappers_of(module))
+    return any(order_key == _PLACE for order_key, _ in wrappers_of(module))
 
 
 class FakeQuantize(MethodBase):
@@ -145,24 +145,24 @@ def _run_fake(
     **kwargs: Any,
 ) -> Any:
     own = module._parameters
-    whole = {key: own[key] for key in keys if own.get(key) is not None}
+    weights = {key: own[key] for key in keys if own.get(key) is not None}
     is_turned = hasattr(module, "nf")
-    group = _group_here(spec, module, whole)
+    group = _group_here(spec, module, weights)
     if spec.activations == "int8" and not isinstance(module, Experts):
         x = round_activations(x, group)
     try:
-        for key, weight in whole.items():
+        for key, weight in weights.items():
             assert weight is not None
             seen.dtype = weight.dtype
             own[key] = round_weight(weight, spec, is_turned)  # type: ignore[assignment]
         return inner(x, *args, **kwargs)
     finally:
-        own.update(whole)
+        own.update(weights)
 
 
-def _group_here(spec: QuantSpec, module: nn.Module, whole: Mapping[str, Any]) -> int:
+def _group_here(spec: QuantSpec, module: nn.Module, weights: Mapping[str, Any]) -> int:
     """Return the group size for the local shard; raise if tensor parallelism splits a group."""
-    for key, weight in whole.items():
+    for key, weight in weights.items():
         columns = weight.shape[0 if hasattr(module, "nf") else -1]
         if spec.group_size and columns % spec.group_size:
             raise ConfigError(

@@ -62,8 +62,8 @@ class Fold:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that a scale changes."""
-        found = [matrix.parameter for matrix in self.targets]
-        return [t.detach() for t in (*found, *self.source.parameters(recurse=False))]
+        matrices = [matrix.parameter for matrix in self.targets]
+        return [t.detach() for t in (*matrices, *self.source.parameters(recurse=False))]
 
     def scale_(self, scales: Tensor) -> None:
         """Multiply the targets' columns and divide the source's channels by the scales."""
@@ -80,14 +80,14 @@ class Fold:
 def find_folds(run: BlockRun) -> list[Fold]:
     """Return the possible folds of a block: from norms, v into o, up into down."""
     linear = {m.owner: m for m in run.matrices if not isinstance(m.module, (Experts, nn.Embedding))}
-    made: list[tuple[Tensor, nn.Module]] = []
+    outputs: list[tuple[Tensor, nn.Module]] = []
     taken: list[tuple[Tensor, Matrix]] = []
     handles = []
     for module in run.block.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 1 and not list(module.children()):
             handles.append(
-                module.register_forward_hook(lambda own, args, out: made.append((out, own)))
+                module.register_forward_hook(lambda own, args, out: outputs.append((out, own)))
             )
     for matrix in linear.values():
         handles.append(
@@ -105,14 +105,14 @@ def find_folds(run: BlockRun) -> list[Fold]:
         return []  # a layer that did not run may read the same input in another call
     folds = [
         Fold(source, targets)
-        for out, source in made
+        for out, source in outputs
         if (targets := [m for x, m in taken if x is out and m.read().shape[1] == out.shape[-1]])
     ]
     return folds + _find_pairs(run, linear)
 
 
 def _find_pairs(run: BlockRun, linear: dict[str, Matrix]) -> list[Fold]:
-    found = []
+    folds = []
     for owner, matrix in linear.items():
         parent, _, last = owner.rpartition(".")
         for first, second in _PAIRS:
@@ -125,10 +125,10 @@ def _find_pairs(run: BlockRun, linear: dict[str, Matrix]) -> list[Fold]:
             name = parent.removeprefix(f"{run.name}.")
             width = int(getattr(run.block.get_submodule(name), "head_dim", 0) or 0)
             if rows == columns:
-                found.append(Fold(source.module, [matrix]))
+                folds.append(Fold(source.module, [matrix]))
             elif width and columns % rows == 0 and rows % width == 0:
-                found.append(Fold(source.module, [matrix], width))
-    return found
+                folds.append(Fold(source.module, [matrix], width))
+    return folds
 
 
 @torch.no_grad()

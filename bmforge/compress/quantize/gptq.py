@@ -135,16 +135,16 @@ def quantize_gptq_(
 
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
     """Return block name -> columns of its narrowest matrix; experts only if it has no other."""
-    found = by_block(find_matrices(model, tuple(specs)), find_repeated_blocks(model))
+    matrices = by_block(find_matrices(model, tuple(specs)), find_repeated_blocks(model))
     return {
         name: min(m.read().shape[1] for m in [m for m in inside if m.index is None] or inside)
-        for name, inside in found.items()
+        for name, inside in matrices.items()
     }
 
 
 def _check_tokens(run: BlockRun, narrowest: Mapping[str, int]) -> None:
     """Raise `ConfigError` if a block got fewer tokens than its narrowest matrix has columns."""
-    tokens = max(found.tokens for found in run.statistics.values())
+    tokens = max(statistic.tokens for statistic in run.statistics.values())
     if tokens < narrowest[run.name]:
         raise ConfigError(
             f"{tokens} tokens came to {run.name}, whose narrowest matrix has "
@@ -159,9 +159,9 @@ class _Tokens:
     def __init__(self) -> None:
         self._few: list[str] = []
 
-    def are_enough(self, matrix: Matrix, found: Hessian | None) -> bool:
+    def are_enough(self, matrix: Matrix, hessian: Hessian | None) -> bool:
         """Return True if a matrix received at least as many tokens as it has columns."""
-        enough = found is not None and found.tokens >= matrix.read().shape[1]
+        enough = hessian is not None and hessian.tokens >= matrix.read().shape[1]
         if not enough:
             self._few.append(matrix.name)
         return enough
@@ -190,12 +190,14 @@ class _Round:
         self.scales: list[Tensor] = []
         self.minima: list[Tensor] = []
 
-    def settle(self, number: int, block: Tensor, place: int, roots: Tensor) -> Tensor:
+    def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
         """See `columns.Settler`."""
         if number % self.group == 0:
-            whole = self.group == self.matrix.shape[1]
-            self._find_scale(self.matrix if whole else block[:, place : place + self.group])
-        column = block[:, place]
+            is_per_column = self.group == self.matrix.shape[1]
+            self._find_scale(
+                self.matrix if is_per_column else block[:, offset : offset + self.group]
+            )
+        column = block[:, offset]
         scale = self.scales[-1].to(column.dtype)
         least = self.minima[-1].to(column.dtype) if self.minima else torch.zeros_like(scale)
         inverse = torch.where(scale == 0, 0.0, 1 / scale)
@@ -207,10 +209,10 @@ class _Round:
         return integers * scale + least
 
     def _find_scale(self, columns: Tensor) -> None:
-        found = quantize_groups(columns, replace(self.spec, group_size=0))
-        self.scales.append(found.scales[:, 0])
-        if found.minima is not None:
-            self.minima.append(found.minima[:, 0])
+        quantized = quantize_groups(columns, replace(self.spec, group_size=0))
+        self.scales.append(quantized.scales[:, 0])
+        if quantized.minima is not None:
+            self.minima.append(quantized.minima[:, 0])
 
     def integers(self) -> Integers:
         """Return the integers, scales and minima of the rounded matrix."""

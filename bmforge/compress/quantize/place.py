@@ -30,13 +30,13 @@ def store_block_(
         specs: module name -> scheme.
         integers: matrix name -> its integers; None rounds to nearest.
     """
-    mine = {matrix.owner: specs[matrix.owner] for matrix in matrices}
-    for spec, names in by_spec(mine).items():
+    own_specs = {matrix.owner: specs[matrix.owner] for matrix in matrices}
+    for spec, names in by_spec(own_specs).items():
         apply_change_(model, Change("quantize", tuple(names), asdict(spec)))
     for matrix in matrices if integers is not None else ():
         assert integers is not None
         store: Any = model.get_submodule(matrix.owner)
-        packed = pack_matrix(integers[matrix.name], mine[matrix.owner])
+        packed = pack_matrix(integers[matrix.name], own_specs[matrix.owner])
         if matrix.index is None:
             store.take_packed_(packed)
         else:
@@ -45,10 +45,10 @@ def store_block_(
 
 def by_spec(specs: Mapping[str, QuantSpec]) -> dict[QuantSpec, list[str]]:
     """Group module names by scheme: scheme -> names."""
-    found: dict[QuantSpec, list[str]] = {}
+    names_of_spec: dict[QuantSpec, list[str]] = {}
     for name, spec in specs.items():
-        found.setdefault(spec, []).append(name)
-    return found
+        names_of_spec.setdefault(spec, []).append(name)
+    return names_of_spec
 
 
 def remember_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
@@ -60,10 +60,10 @@ def remember_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
 
 def as_globs(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return globs that match exactly these modules, with few globs if blocks are alike."""
-    known, wanted = [name for name, _ in model.named_modules() if name], set(names)
-    found: dict[str, None] = {}
+    all_names, chosen = [name for name, _ in model.named_modules() if name], set(names)
+    globs: dict[str, None] = {}
     for name in names:
         glob = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        fits = all(other in wanted for other in known if match_glob(other, glob))
-        found[glob if fits else name] = None
-    return list(found)
+        fits = all(other in chosen for other in all_names if match_glob(other, glob))
+        globs[glob if fits else name] = None
+    return list(globs)

@@ -58,10 +58,10 @@ def quantize_scaled_(
             if inputs is None:
                 continue
             if config.method == "smooth":
-                found = smooth_scales(fold, inputs, config.strength)
+                new_scales = smooth_scales(fold, inputs, config.strength)
             else:
-                found = awq_scales(fold, inputs, specs, config.grid)
-            if fold_(run, fold, settled := fold.settle(found)):
+                new_scales = awq_scales(fold, inputs, specs, config.grid)
+            if fold_(run, fold, settled := fold.settle(new_scales)):
                 scales |= {matrix.name: settled for matrix in fold.targets}
         scaled.update(scales)
         integers = None
