@@ -197,8 +197,8 @@ def _find_units(model: nn.Module, rules: Rules | None, problems: list[str]) -> t
 def _stage_of(name: str, cutting: Cutting | None) -> int | None:
     """Return the first pipeline stage that contains a module."""
     homes = {} if cutting is None else cutting.homes
-    found = (min(on) for home, on in homes.items() if f"{name}.".startswith(f"{home}."))
-    return next(found, None)
+    first_stages = (min(on) for home, on in homes.items() if f"{name}.".startswith(f"{home}."))
+    return next(first_stages, None)
 
 
 def _half_dtype(precision: str, problems: list[str]) -> torch.dtype | None:
@@ -221,8 +221,8 @@ def _split_ties(model: nn.Module, units: Sequence[Unit]) -> list[str]:
         owners.setdefault(id(parameter), set()).add(unit)
         names.setdefault(id(parameter), name)
     return [
-        f"parameter {names[key]} is shared by {', '.join(sorted(found))}; "
+        f"parameter {names[key]} is shared by {', '.join(sorted(sharing))}; "
         "leave one of them out of zero_units so that both lie in the root"
-        for key, found in owners.items()
-        if len(found) > 1
+        for key, sharing in owners.items()
+        if len(sharing) > 1
     ]

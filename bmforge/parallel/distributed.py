@@ -158,9 +158,9 @@ def run_everywhere(function: Callable[[], T]) -> T:
         dist.all_gather_object(problems, _sendable(problem))
         if problem is not None:
             problems[dist.get_rank()] = problem  # the original, with its traceback
-    for found in problems:
-        if found is not None:
-            raise found
+    for failure in problems:
+        if failure is not None:
+            raise failure
     return cast(T, result)
 
 
@@ -171,10 +171,10 @@ def _sendable(problem: Exception | None) -> Exception | None:
     """
     try:
         pickle.dumps(problem)
-        made = copy.deepcopy(problem)  # rebuilds the exception as unpickling does
+        rebuilt = copy.deepcopy(problem)  # rebuilds the exception as unpickling does
     except Exception:
-        made = None
-    if type(made) is type(problem) and str(made) == str(problem):
+        rebuilt = None
+    if type(rebuilt) is type(problem) and str(rebuilt) == str(problem):
         return problem
     return DistributedError(f"rank {dist.get_rank()} failed: {type(problem).__name__}: {problem}")
 

@@ -115,22 +115,22 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
 def _divide_parameters_(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Replace the parameters, (E, ...) each, with DTensors that hold this process's experts."""
     for key, parameter in list(experts.named_parameters(recurse=False)):
-        whole, cut = parameter.detach(), ()
-        if isinstance(whole, DTensor):
-            local, cut = whole.to_local(), whole.placements
+        stacked, cut = parameter.detach(), ()
+        if isinstance(stacked, DTensor):
+            local, cut = stacked.to_local(), stacked.placements
         else:
-            local = whole
+            local = stacked
         count = local.shape[0] // axis_size(mesh, "ep")
-        here = local.narrow(0, mesh.get_local_rank("ep") * count, count).clone()
-        made = DTensor.from_local(
-            here,
+        local_experts = local.narrow(0, mesh.get_local_rank("ep") * count, count).clone()
+        distributed = DTensor.from_local(
+            local_experts,
             mesh["ep", "tp"] if cut else mesh["ep"],
             [Shard(0), *cut],
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=stacked.shape,
+            stride=stacked.stride(),
         )
-        new = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        new = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         experts.register_parameter(key, new)
 
 
@@ -174,19 +174,19 @@ def _dispatch_far(
         num_experts: number of experts of all processes.
         run: function that computes this process's experts.
     """
-    here = num_experts // group.size()
+    num_local = num_experts // group.size()
 
     def run_far(rows: Tensor, ends: Tensor) -> Tensor:
         counts = ends.diff(prepend=ends.new_zeros(1))
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
-        sent, received = torch.stack((counts, arriving)).view(2, -1, here).sum(2).tolist()
+        sent, received = torch.stack((counts, arriving)).view(2, -1, num_local).sum(2).tolist()
         # Rows without an expert come last and are not sent.
         arrived = exchange_rows(rows[: sum(sent)], group, sent, received)
-        numbers = torch.arange(here, device=x.device).repeat(group.size())
+        numbers = torch.arange(num_local, device=x.device).repeat(group.size())
         numbers = numbers.repeat_interleave(arriving, output_size=sum(received))
-        made = inner(arrived, numbers.unsqueeze(1), here, run).squeeze(1)
-        back = exchange_rows(made, group, received, sent)
+        outputs = inner(arrived, numbers.unsqueeze(1), num_local, run).squeeze(1)
+        back = exchange_rows(outputs, group, received, sent)
         return F.pad(back, (0, 0, 0, rows.shape[0] - back.shape[0]))
 
     return inner(x, index, num_experts, run_far)
@@ -221,8 +221,8 @@ def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
 def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Return the number of rows of every process of a group."""
     length = torch.tensor([rows.shape[0]], device=rows.device)
-    found: list[int] = all_gather(length, group, 0).tolist()
-    return found
+    lengths: list[int] = all_gather(length, group, 0).tolist()
+    return lengths
 
 
 @torch.compiler.disable

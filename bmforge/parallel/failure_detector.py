@@ -216,8 +216,8 @@ class _Heartbeats:
         silent = silent or [rank for rank, beat in enumerate(after) if beat == _LEFT]
         if not silent:
             return None
-        said = f"ranks {silent} are dead or hang"
-        return self._store.compare_set(_VERDICT, "", said).decode()
+        message = f"ranks {silent} are dead or hang"
+        return self._store.compare_set(_VERDICT, "", message).decode()
 
     def _read(self, rank: int) -> str:
         key = _beat_key(rank)

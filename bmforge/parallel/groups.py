@@ -25,8 +25,8 @@ def group_timeout(group: Any = None) -> timedelta:
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            found: timedelta = options._timeout
-            return found
+            timeout: timedelta = options._timeout
+            return timeout
     return default_pg_timeout  # a backend without options, such as the fake one of the planner
 
 

@@ -115,35 +115,35 @@ class Layout:
 
     def problems(self, world_size: int) -> list[str]:
         """Return the problems of this layout on `world_size` processes."""
-        found = []
+        problems = []
         if self.zero not in (0, 2, 3):
-            found.append(f"zero={self.zero} must be 0, 2 or 3")
+            problems.append(f"zero={self.zero} must be 0, 2 or 3")
         for name in ("tp", "pp", "cp", "ep", "dp_replicate"):
             if getattr(self, name) < 1:
-                found.append(f"{name}={getattr(self, name)} must be at least 1")
-        found += self._pipeline_problems()
+                problems.append(f"{name}={getattr(self, name)} must be at least 1")
+        problems += self._pipeline_problems()
         if self.sequence_parallel and self.tp == 1:
-            found.append("sequence_parallel has no effect with tp=1")
+            problems.append("sequence_parallel has no effect with tp=1")
         if self.cp_method not in get_args(CPMethod):
-            found.append(f"cp_method={self.cp_method!r} must be one of {get_args(CPMethod)}")
+            problems.append(f"cp_method={self.cp_method!r} must be one of {get_args(CPMethod)}")
         elif self.cp_method != "gather" and self.cp == 1:
-            found.append(f"cp_method={self.cp_method!r} has no effect with cp=1")
+            problems.append(f"cp_method={self.cp_method!r} has no effect with cp=1")
         fixed = self.dp_replicate * self.tp * self.pp * self.cp
-        if not found and world_size % fixed:
-            found.append(
+        if not problems and world_size % fixed:
+            problems.append(
                 f"dp_replicate={self.dp_replicate} x tp={self.tp} x pp={self.pp} x cp={self.cp} = "
                 f"{fixed} does not divide the {world_size} processes; start a multiple of {fixed}"
             )
-        if not found and self.ep > 1 and self.zero == 0:
-            found.append(f"ep={self.ep} needs zero=2 or 3: zero=0 replicates everything")
-        elif not found and world_size // fixed * self.cp % self.ep:
-            found.append(
+        if not problems and self.ep > 1 and self.zero == 0:
+            problems.append(f"ep={self.ep} needs zero=2 or 3: zero=0 replicates everything")
+        elif not problems and world_size // fixed * self.cp % self.ep:
+            problems.append(
                 f"ep={self.ep} does not divide dp_shard={world_size // fixed} x cp={self.cp}, from "
                 "which it is borrowed"
             )
-        if not found and self.zero == 0 and self.dp_replicate > 1:
-            found.append("dp_replicate has no effect with zero=0, which replicates everything")
-        return found
+        if not problems and self.zero == 0 and self.dp_replicate > 1:
+            problems.append("dp_replicate has no effect with zero=0, which replicates everything")
+        return problems
 
     def _pipeline_problems(self) -> list[str]:
         unset = Layout()
@@ -166,8 +166,8 @@ class Layout:
 
     def axis_lengths(self, world_size: int) -> dict[str, int]:
         """Return the lengths of the mesh axes, slowest axis first."""
-        rest = world_size // (self.dp_replicate * self.tp * self.pp * self.cp)
-        rows = (rest, 1) if self.zero == 0 else (self.dp_replicate, rest)
+        rows_left = world_size // (self.dp_replicate * self.tp * self.pp * self.cp)
+        rows = (rows_left, 1) if self.zero == 0 else (self.dp_replicate, rows_left)
         return dict(zip(_AXES, (self.pp, *rows, self.cp, self.tp), strict=True))
 
 
@@ -228,13 +228,13 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
         ConfigError: there are several processes, but the model is not parallelized.
     """
     record = laid_out(model)
-    found = None if record is None else record.mesh
-    if found is None and dist.is_initialized() and dist.get_world_size() > 1:
+    mesh = None if record is None else record.mesh
+    if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"{dist.get_world_size()} processes train a {type(model).__name__} that is not laid "
             "out over them. Call parallelize(model, layout) first."
         )
-    return found
+    return mesh
 
 
 def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
@@ -253,10 +253,10 @@ def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
     """
     if mesh is None or mesh.size() == axis_size(mesh, *ROW_AXES):
         return True
-    found = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=mesh.device_type)
-    found[dist.get_rank()] = digest
-    dist.all_reduce(found)
-    table = found[mesh.mesh.to(found.device)]
+    digests = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=mesh.device_type)
+    digests[dist.get_rank()] = digest
+    dist.all_reduce(digests)
+    table = digests[mesh.mesh.to(digests.device)]
     for dim, axis in enumerate(mesh.mesh_dim_names or ()):
         if axis not in ROW_AXES and not torch.equal(
             table, table.narrow(dim, 0, 1).expand_as(table)

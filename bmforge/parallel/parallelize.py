@@ -148,11 +148,11 @@ def _build_pipeline(
 
 def _check_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     """Return the mesh if its axes match the layout; raise ConfigError otherwise."""
-    given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    axes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     needed = layout.axis_lengths(dist.get_world_size())
-    if given != needed:
+    if axes != needed:
         raise ConfigError(
-            f"mesh has the axes {given}, {layout} needs {needed}. Leave mesh out, or make it with "
+            f"mesh has the axes {axes}, {layout} needs {needed}. Leave mesh out, or make it with "
             "build_mesh(layout)."
         )
     return mesh

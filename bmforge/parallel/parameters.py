@@ -76,10 +76,10 @@ def _shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
                 break
 
 
-def _overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
-    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+def _overlap(parameter: nn.Parameter, other: nn.Parameter) -> bool:
+    if parameter.untyped_storage()._cdata != other.untyped_storage()._cdata:
         return False
-    (first, last), (start, end) = _extent(one), _extent(other)
+    (first, last), (start, end) = _extent(parameter), _extent(other)
     return first <= end and start <= last
 
 

@@ -32,24 +32,24 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
         tensor, and a broadcast of each that differs.
     """
     every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    here = {name: tensor for name, tensor in every.items() if not tensor.is_meta}
+    materialized = {name: tensor for name, tensor in every.items() if not tensor.is_meta}
     if mesh.size() == 1:
         return
-    known = [(name, tuple(t.shape), str(t.dtype)) for name, t in here.items()]
-    if not _agree(_hash(repr(known).encode()), mesh):
+    signature = [(name, tuple(t.shape), str(t.dtype)) for name, t in materialized.items()]
+    if not _agree(_hash(repr(signature).encode()), mesh):
         raise ConfigError(
             f"processes were given different {type(model).__name__}s: names, shapes or dtypes of "
             "what they hold are not the same. Build the same model on each, or on meta on all."
         )
-    different = _find_different(list(here.values()), mesh)
-    names = [name for name, differs in zip(here, different, strict=True) if differs]
+    different = _find_different(list(materialized.values()), mesh)
+    names = [name for name, differs in zip(materialized, different, strict=True) if differs]
     for name in names:
-        _send(here[name].detach(), mesh)
+        _send(materialized[name].detach(), mesh)
     if names and dist.get_rank() == 0:
         get_logger().warning(
             "%d of %d tensors were drawn otherwise on other processes (%s, ...): all go on with "
             "rank 0's. Seed every process alike before the model is built, or build it on meta.",
-            *(len(names), len(here), names[0]),
+            *(len(names), len(materialized), names[0]),
         )
 
 

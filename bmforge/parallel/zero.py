@@ -175,16 +175,16 @@ class _OneBuffer:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new buffer, and the same one in the next call."""
-        given = None if self._before is None else self._before()
+        previous = None if self._before is None else self._before()
         self._before = None
-        if given is not None and given.shape == torch.Size(size) and given.dtype == dtype:
-            return given
-        made = torch.empty(size, dtype=dtype, device=device)
-        self._before = weakref.ref(made)
-        return made
+        if previous is not None and previous.shape == torch.Size(size) and previous.dtype == dtype:
+            return previous
+        buffer = torch.empty(size, dtype=dtype, device=device)
+        self._before = weakref.ref(buffer)
+        return buffer
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any
+        self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **more: Any
     ) -> None:
         """Reduce in a group of one process; torch versions that handle this case do not call it."""
         if output_tensor is not input_tensor:
@@ -195,8 +195,8 @@ def _name_as_before_(modules: Sequence[nn.Module]) -> None:
     """Restore the original class name of modules for logs and errors; FSDP2 creates a subclass."""
     for module in modules:
         if isinstance(module, FSDPModule):
-            made = type(module)
-            made.__name__ = made.__qualname__ = made.__bases__[1].__name__
+            subclass = type(module)
+            subclass.__name__ = subclass.__qualname__ = subclass.__bases__[1].__name__
 
 
 def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
@@ -271,7 +271,7 @@ def half_units(model: nn.Module, dtype: torch.dtype) -> Iterator[list[nn.Paramet
     for module in model.modules():
         for group in param_groups_of(module):
             if group.mp_policy.param_dtype == dtype:
-                yield [one.sharded_param for one in group.fsdp_params]
+                yield [parameter.sharded_param for parameter in group.fsdp_params]
 
 
 def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> None:
@@ -281,13 +281,17 @@ def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> Non
     """
     for module in model.modules():
         for group in param_groups_of(module):
-            mine = [one for one in group.fsdp_params if id(one.sharded_param) in chosen]
-            for one in mine:
-                old = one.sharded_param
+            chosen_params = [
+                fsdp_param
+                for fsdp_param in group.fsdp_params
+                if id(fsdp_param.sharded_param) in chosen
+            ]
+            for fsdp_param in chosen_params:
+                old = fsdp_param.sharded_param
                 new = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
                 swap_(old, new)
-                one.reset_sharded_param()
-            if mine:
+                fsdp_param.reset_sharded_param()
+            if chosen_params:
                 group._init_mp_dtypes()
 
 
@@ -300,8 +304,8 @@ def param_groups_of(module: nn.Module) -> list[Any]:
 
 def groups_of_state(state: Any) -> list[Any]:
     """Return the parameter groups of FSDP2's state of one module; older versions have one."""
-    one = getattr(state, "_fsdp_param_group", None)
-    return getattr(state, "_fsdp_param_groups", [one] if one else [])
+    group = getattr(state, "_fsdp_param_group", None)
+    return getattr(state, "_fsdp_param_groups", [group] if group else [])
 
 
 def reshard_(model: nn.Module) -> None:

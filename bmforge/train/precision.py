@@ -121,13 +121,17 @@ def check_precision(model: nn.Module, precision: str) -> None:
         ConfigError: the model was parallelized with another precision, or not parallelized at all.
     """
     record = laid_out(model)
-    given = None if record is None else record.precision
-    if given != precision and (given is not None or precision != "fp32"):
-        has = "is not laid out" if given is None else f"was laid out with {given!r}"
+    model_precision = None if record is None else record.precision
+    if model_precision != precision and (model_precision is not None or precision != "fp32"):
+        has = (
+            "is not laid out"
+            if model_precision is None
+            else f"was laid out with {model_precision!r}"
+        )
         raise ConfigError(
             f"train.precision={precision!r}, but the model {has}. Call parallelize(model, "
             f"layout, precision={precision!r}) before it is trained, or set "
-            f"train.precision={given or 'fp32'!r}."
+            f"train.precision={model_precision or 'fp32'!r}."
         )
 
 

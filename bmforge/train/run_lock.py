@@ -212,9 +212,9 @@ class RunLock:
 def _parse(text: str | None) -> _Holder:
     """Return the holder from the content of a lock file; an empty one if it is unreadable."""
     try:
-        found = json.loads(text or "")
-        words = {name: str(found[name]) for name in ("host", "machine", "born", "since")}
-        return _Holder(pid=int(found["pid"]), **words)
+        fields = json.loads(text or "")
+        words = {name: str(fields[name]) for name in ("host", "machine", "born", "since")}
+        return _Holder(pid=int(fields["pid"]), **words)
     except (ValueError, TypeError, KeyError):
         return _Holder()
 

@@ -17,7 +17,7 @@ from bmforge.parallel import data_parallel_size, rows_agree
 __all__ = ["check_same_count", "check_same_rows"]
 
 
-def check_same_count(count: int, total: int, squares: int, place: str) -> None:
+def check_same_count(count: int, total: int, squares: int, position: str) -> None:
     """Raise, on all processes, if their numbers of micro-batches differ.
 
     Each forward and backward is a set of collectives, so the other processes would wait for one
@@ -27,7 +27,7 @@ def check_same_count(count: int, total: int, squares: int, place: str) -> None:
         count: this process's number of micro-batches of the step.
         total: sum of the counts over all processes.
         squares: sum of the squared counts, which is minimal if all counts are equal.
-        place: name of the step.
+        position: name of the step.
 
     Raises:
         ConfigError: the counts differ.
@@ -40,7 +40,7 @@ def check_same_count(count: int, total: int, squares: int, place: str) -> None:
     counts = [0] * size
     dist.all_gather_object(counts, count)
     raise ConfigError(
-        f"{place}: the loaders gave rank after rank {counts} micro-batches. Every process needs "
+        f"{position}: the loaders gave rank after rank {counts} micro-batches. Every process needs "
         "equally many: fill up with rows whose labels are all -100, which count nothing."
     )
 

@@ -191,7 +191,7 @@ class Trainer:
             return None
         if any(name.startswith("train.optim") for name in self.overridden):
             restore_settings_(self.optimizers, settings)
-        self.step, state = found
+        self.step, state = loaded
         self.load_state_dict(state)
         if state.get("mesh", self._shape()) != self._shape():
             # Generators were saved per process of the old layout, so they are reseeded.
@@ -326,16 +326,18 @@ class Trainer:
             metrics,
         )
 
-    def _sum(self, counts: list[int], asked: bool, passes: int, place: str) -> list[int]:
+    def _sum(
+        self, counts: list[int], stop_requested: bool, passes: int, position: str
+    ) -> list[int]:
         """Sum the counts over the rows of a batch, and stop requests over all processes."""
         if not counts_here(self.mesh, *ROW_AXES):
             counts = [0] * len(counts)
-        here = [*counts, int(asked), passes, passes * passes]
-        values = torch.tensor(here, dtype=torch.int64, device=self.device)
+        own_counts = [*counts, int(stop_requested), passes, passes * passes]
+        values = torch.tensor(own_counts, dtype=torch.int64, device=self.device)
         if self.mesh is not None and self.mesh.size() > 1:
             dist.all_reduce(values)
         *sums, total, squares = values.tolist()
-        check_same_count(passes, total, squares, place)
+        check_same_count(passes, total, squares, position)
         return sums
 
     def _show(self, row: Row, bar: ProgressBar) -> None:
@@ -364,7 +366,9 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "mesh": self._shape(),
-            "callbacks": {name: one.state_dict() for name, one in self._stateful().items()},
+            "callbacks": {
+                name: callback.state_dict() for name, callback in self._stateful().items()
+            },
         }
 
     def _stateful(self) -> dict[str, Any]:
@@ -391,11 +395,11 @@ class Trainer:
         self.guard.load_state_dict(state["guard"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-        here, there = self._stateful(), state.get("callbacks", {})
-        if set(here) != set(there):
+        callbacks, saved = self._stateful(), state.get("callbacks", {})
+        if set(callbacks) != set(saved):
             raise ConfigError(
-                f"the run that is to go on had the callbacks {sorted(there) or 'none'}, this one "
-                f"has {sorted(here) or 'none'}. Give it the same ones."
+                f"the run that is to go on had the callbacks {sorted(saved) or 'none'}, this one "
+                f"has {sorted(callbacks) or 'none'}. Give it the same ones."
             )
-        for name, callback in here.items():
-            callback.load_state_dict(there[name])
+        for name, callback in callbacks.items():
+            callback.load_state_dict(saved[name])

@@ -122,8 +122,8 @@ def context_problems(
 
 def _attentions(stack: nn.Module) -> list[Any]:
     """Return the self-attention modules; cross-attention sees the whole memory and is left out."""
-    found = [getattr(block, "attn", None) for block in stack.children()]
-    return [attn for attn in found if attn is not None]
+    attentions = [getattr(block, "attn", None) for block in stack.children()]
+    return [attn for attn in attentions if attn is not None]
 
 
 def _is_window(attn: nn.Module) -> bool:
@@ -174,8 +174,8 @@ def _heads_here(prefix: Pair, times: int, share: TokenShare) -> Pair:
 
 def _causal_rows(share: TokenShare, device: torch.device) -> Tensor:
     """Return the causal mask of this rank's queries, (1, 1, local T, T)."""
-    place = torch.arange(share.length, device=device)
-    return (place <= share.take(place, 0)[:, None])[None, None]
+    positions = torch.arange(share.length, device=device)
+    return (positions <= share.take(positions, 0)[:, None])[None, None]
 
 
 def _mix_in_ring(
@@ -216,17 +216,17 @@ def _mix_by_heads(
     if not isinstance(mask, Rows):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share, size = mask.share, mask.share.size
-    one = [1] * size
+    one_each = [1] * size
     times = _repeat_for(key.shape[1], query.shape[1], size)
     key, value = (t.repeat_interleave(times, 1) if times > 1 else t for t in (key, value))
     heads = [t.shape[1] // size for t in (query, key, value)]
     parts = torch.cat([t.unflatten(1, (size, -1)) for t in (query, key, value)], 2)
-    parts = exchange_rows(share.pad(parts, 3).movedim(1, 0), share.group, one, one)
-    whole = share.order(parts.movedim(0, 2).flatten(2, 3), 2)
-    here = [_heads_here(pair, times, share) for pair in prefix]
-    mixed = inner(*whole.split(heads, 1), mask.mask, bias, causal, scale, dropout, *here)
+    parts = exchange_rows(share.pad(parts, 3).movedim(1, 0), share.group, one_each, one_each)
+    by_head = share.order(parts.movedim(0, 2).flatten(2, 3), 2)
+    own_heads = [_heads_here(pair, times, share) for pair in prefix]
+    mixed = inner(*by_head.split(heads, 1), mask.mask, bias, causal, scale, dropout, *own_heads)
     parts = share.spread(mixed, 2).unflatten(2, (size, share.width)).movedim(2, 0)
-    parts = exchange_rows(parts, share.group, one, one).narrow(3, 0, query.shape[2])
+    parts = exchange_rows(parts, share.group, one_each, one_each).narrow(3, 0, query.shape[2])
     return parts.movedim(0, 1).flatten(1, 2)
 
 

@@ -35,14 +35,14 @@ class _KeyTile(NamedTuple):
     """Queries of one chunk and the local keys that they attend to.
 
     Args:
-        mine: chunk of the queries.
+        queries: chunk of the queries.
         keys: slice of the local keys.
         columns: slice of the same keys in the sequence; None: prefix keys, which all queries see.
         diagonal: True if queries and keys are the same tokens and attention is causal; False if
             every query sees every key.
     """
 
-    mine: Chunk
+    queries: Chunk
     keys: slice
     columns: slice | None
     diagonal: bool
@@ -128,7 +128,7 @@ class _Work:
         self.total = self.out.new_full(query.shape[:3], -torch.inf)
 
     def _scores(self, tile: _KeyTile, pair: Tensor) -> _Scores:
-        own = tile.mine.own
+        own = tile.queries.own
         # The kernels need as many key heads as query heads.
         pair = pair[:, :, tile.keys].repeat_interleave(self.query.shape[1] // pair.shape[1], 1)
         key, value = pair.chunk(2, -1)
@@ -143,11 +143,11 @@ class _Work:
     def add(self, tile: _KeyTile, pair: Tensor) -> None:
         """Merge the attention output of a tile into the accumulated output."""
         out, total = _attend(self._scores(tile, pair))
-        own = tile.mine.own
+        own = tile.queries.own
         before = self.total[:, :, own]
         both = torch.logaddexp(before, total.to(self.wide))
-        kept, new = ((t - _finite(both)).exp()[..., None] for t in (before, total.to(self.wide)))
-        self.out[:, :, own] = self.out[:, :, own] * kept + out * new
+        decay, new = ((t - _finite(both)).exp()[..., None] for t in (before, total.to(self.wide)))
+        self.out[:, :, own] = self.out[:, :, own] * decay + out * new
         self.total[:, :, own] = both
 
     def start_backward(self, grad: Tensor, out: Tensor, total: Tensor) -> None:
@@ -158,32 +158,32 @@ class _Work:
 
     def add_backward(self, tile: _KeyTile, pair: Tensor, grad_pair: Tensor) -> None:
         """Accumulate the gradients of a tile; those of its keys and values into `grad_pair`."""
-        own = tile.mine.own
+        own = tile.queries.own
         results = (t[:, :, own] for t in (self.grad, self.out, self.total))
         query, key, value, scores = _attend_backward(self._scores(tile, pair), *results)
         self.grad_query[:, :, own] += query
-        found = torch.cat((key, value), -1).unflatten(1, (pair.shape[1], -1)).sum(2)
-        grad_pair[:, :, tile.keys] += found
+        gradient = torch.cat((key, value), -1).unflatten(1, (pair.shape[1], -1)).sum(2)
+        grad_pair[:, :, tile.keys] += gradient
         if self.grad_bias is not None and scores is not None and tile.columns is not None:
-            place = self.grad_bias[:, :, own, tile.columns]
-            place += scores if place.shape[0] > 1 else scores.sum(0, keepdim=True)
+            columns = self.grad_bias[:, :, own, tile.columns]
+            columns += scores if columns.shape[0] > 1 else scores.sum(0, keepdim=True)
 
 
 def _tiles_of(share: TokenShare, source: int, causal: bool) -> Iterator[_KeyTile]:
     """Yield the tiles of this rank's queries and the keys of rank `source`."""
-    for mine in share.mine:
-        for theirs in share.chunks_of(source):
-            if not causal or theirs.number <= mine.number:
-                columns = slice(theirs.start, theirs.end)
-                yield _KeyTile(mine, theirs.own, columns, causal and theirs.number == mine.number)
+    for queries in share.mine:
+        for keys in share.chunks_of(source):
+            if not causal or keys.number <= queries.number:
+                columns = slice(keys.start, keys.end)
+                yield _KeyTile(queries, keys.own, columns, causal and keys.number == queries.number)
 
 
 def _prefix_tiles(share: TokenShare, prefix: Tensor | None) -> Iterator[_KeyTile]:
     """Yield the tiles of this rank's queries and the prefix keys."""
     if prefix is None:
         return
-    for mine in share.mine:
-        yield _KeyTile(mine, slice(0, prefix.shape[2]), None, False)
+    for queries in share.mine:
+        yield _KeyTile(queries, slice(0, prefix.shape[2]), None, False)
 
 
 def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
@@ -191,13 +191,13 @@ def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
 
     `before` is the number of prefix keys in front of the keys of the sequence.
     """
-    for mine in share.mine:
+    for chunk in share.mine:
         for keys, diagonal in (
-            (slice(0, before + mine.start), False),
-            (slice(before + mine.start, before + mine.end), True),
+            (slice(0, before + chunk.start), False),
+            (slice(before + chunk.start, before + chunk.end), True),
         ):
             if keys.stop > keys.start:
-                yield _KeyTile(mine, keys, keys, diagonal)
+                yield _KeyTile(chunk, keys, keys, diagonal)
 
 
 def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float | None) -> Tensor:
@@ -222,14 +222,14 @@ def attend_to_ends(query: Tensor, pair: Tensor, share: TokenShare, scale: float)
     before = pair.shape[2] - share.length
     parts = [
         F.scaled_dot_product_attention(
-            query[:, :, mine.own],
-            key[:, :, : before + mine.end],
-            value[:, :, : before + mine.end],
-            causal_lower_right(mine.end - mine.start, before + mine.end),
+            query[:, :, chunk.own],
+            key[:, :, : before + chunk.end],
+            value[:, :, : before + chunk.end],
+            causal_lower_right(chunk.end - chunk.start, before + chunk.end),
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        for mine in share.mine
+        for chunk in share.mine
     ]
     return torch.cat(parts, 2)
 
@@ -328,12 +328,12 @@ class _Ring(torch.autograd.Function):
         arriving: _Message | None = None
         for step in range(share.size):
             coming = _Message(moving, share) if step + 1 < share.size else None
-            found = torch.zeros_like(pair, dtype=work.wide)
+            key_gradient = torch.zeros_like(pair, dtype=work.wide)
             for tile in _tiles_of(share, (share.rank - step) % share.size, ctx.causal):
-                work.add_backward(tile, moving, found)
+                work.add_backward(tile, moving, key_gradient)
             # The gradients from previous ranks travel behind their keys and values.
-            found = found if arriving is None else found + arriving.wait()
-            arriving = _Message(found, share)
+            key_gradient = key_gradient if arriving is None else key_gradient + arriving.wait()
+            arriving = _Message(key_gradient, share)
             moving = moving if coming is None else coming.wait()
         assert arriving is not None
         grad_bias = None if work.grad_bias is None else work.grad_bias.to(bias.dtype)

@@ -73,13 +73,13 @@ class TokenShare:
         """Return the non-empty chunks of a rank."""
         count = self.size * (2 if self.zigzag else 1)
         unit = 1 if self.length % self.unit else self.unit
-        base, rest = divmod(self.length // unit, count)
-        found: list[Chunk] = []
+        base, remainder = divmod(self.length // unit, count)
+        chunks: list[Chunk] = []
         for number in (rank, count - 1 - rank) if self.zigzag else (rank,):
-            start, end = ((n * base + min(n, rest)) * unit for n in (number, number + 1))
+            start, end = ((n * base + min(n, remainder)) * unit for n in (number, number + 1))
             if end > start:
-                found.append(Chunk(number, start, end, sum(c.end - c.start for c in found)))
-        return found
+                chunks.append(Chunk(number, start, end, sum(c.end - c.start for c in chunks)))
+        return chunks
 
     @cached_property
     def mine(self) -> list[Chunk]:
@@ -98,10 +98,10 @@ class TokenShare:
 
     def pad(self, x: Tensor, dim: int) -> Tensor:
         """Pad this process's tokens to `width` with zeros."""
-        rest = self.width - x.shape[dim]
-        if not rest:
+        missing = self.width - x.shape[dim]
+        if not missing:
             return x
-        return torch.cat((x, x.new_zeros(*x.shape[:dim], rest, *x.shape[dim + 1 :])), dim)
+        return torch.cat((x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])), dim)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """Select this process's tokens of the whole sequence; backward gives a partial gradient."""
@@ -128,9 +128,9 @@ class TokenShare:
         parts = []
         for rank, count in enumerate(self.counts):
             parts += [x.narrow(dim, c.start, c.end - c.start) for c in self.chunks_of(rank)]
-            rest = self.width - count
-            if rest:
-                parts.append(x.new_zeros(*x.shape[:dim], rest, *x.shape[dim + 1 :]))
+            missing = self.width - count
+            if missing:
+                parts.append(x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :]))
         return torch.cat(parts, dim)
 
     def enter(
@@ -160,8 +160,8 @@ class TokenShare:
 
     def _cut_mask(self, mask: Any) -> Any:
         """Return the rows of a mask that belong to this process's tokens."""
-        whole = self.by_heads or not isinstance(mask, Tensor) or mask.shape[2] == 1
-        return mask if whole else self.take(mask, 2)
+        keeps_all = self.by_heads or not isinstance(mask, Tensor) or mask.shape[2] == 1
+        return mask if keeps_all else self.take(mask, 2)
 
 
 class Rows(NamedTuple):

@@ -131,9 +131,9 @@ def _decode(header: Tensor) -> list[_Spec | None]:
     specs: list[_Spec | None] = []
     for index in range(count):
         code, requires_grad, dims, *shape = numbers[index * _ROW : (index + 1) * _ROW]
-        known = code != _NONE
+        exists = code != _NONE
         specs.append(
-            _Spec(_DTYPES[code], bool(requires_grad), tuple(shape[:dims])) if known else None
+            _Spec(_DTYPES[code], bool(requires_grad), tuple(shape[:dims])) if exists else None
         )
     return specs
 
@@ -302,9 +302,9 @@ class Wire:
         if spec is None or buffer is None:
             return None
         if self._link.parts(spec) > 1:
-            whole = buffer.new_empty(spec.numel)
-            gather_into(whole, buffer, group=self._link.slice_group)
-            buffer = whole.view(spec.shape)
+            gathered = buffer.new_empty(spec.numel)
+            gather_into(gathered, buffer, group=self._link.slice_group)
+            buffer = gathered.view(spec.shape)
         return buffer.requires_grad_(spec.requires_grad)
 
 
@@ -323,8 +323,8 @@ def share_from(owner: int, tensors: Tensors | None, link: Link) -> Tensors:
     shared: list[Tensor | None] = []
     for index, spec in enumerate(_decode(header)):
         tensor: Tensor | None = None
-        if tensors is not None and (mine := tensors[index]) is not None:
-            tensor = mine.detach().contiguous()
+        if tensors is not None and (own := tensors[index]) is not None:
+            tensor = own.detach().contiguous()
         elif spec is not None:
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=link.device)
         if tensor is not None and tensor.numel():

@@ -99,9 +99,13 @@ class PipelinedModel:
         self._owners = owners = self._build(num_micro_batches=None).stage_ranks
         self.show_stage(owners.index(self.rank))
         ranks = {name: sorted({owners[s] for s in stages}) for name, stages in shared.items()}
-        self.copied = frozenset(n for n, found in ranks.items() if found[0] != self.rank)
+        self.copied = frozenset(
+            n for n, owner_ranks in ranks.items() if owner_ranks[0] != self.rank
+        )
         self._groups = _build_groups(mesh, {tuple(r) for r in self._all_sets(owners)})
-        self._shared = {n: tuple(found) for n, found in ranks.items() if len(found) > 1}
+        self._shared = {
+            n: tuple(owner_ranks) for n, owner_ranks in ranks.items() if len(owner_ranks) > 1
+        }
         wrap_forward_(model, self._forward, "stages")
         model.register_forward_hook(self._note_output)
 
@@ -126,8 +130,8 @@ class PipelinedModel:
         Buffers of the modules that contain the stacks are on every rank.
         """
         homes = self.cutting.homes
-        found = (h for n, h in homes.items() if name == n or name.startswith(f"{n}."))
-        return min(self._owners[stage] for stage in next(found, range(self.cutting.num_stages)))
+        stages = (h for n, h in homes.items() if name == n or name.startswith(f"{n}."))
+        return min(self._owners[stage] for stage in next(stages, range(self.cutting.num_stages)))
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -201,8 +205,8 @@ class PipelinedModel:
                 return None
             return tuple(v if isinstance(v, Tensor) else None for v in self.output)
 
-        (found,) = self._run_forward(run, [kwargs], share=True)
-        return type(kind[-1])(*found)
+        (outputs,) = self._run_forward(run, [kwargs], share=True)
+        return type(kind[-1])(*outputs)
 
     def _note_output(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._is_inside:
@@ -225,10 +229,10 @@ class PipelinedModel:
     def _pipeline(self, num_micro_batches: int) -> Pipeline:
         if num_micro_batches not in self._pipelines:
             schedule = self._build(num_micro_batches)
-            here = schedule.stages_of(self._link.rank)
-            stages = {number: _Stage(self, number) for number in here}
+            own_stages = schedule.stages_of(self._link.rank)
+            stages = {number: _Stage(self, number) for number in own_stages}
             # The loss changes its gradient in place, so its backward cannot be split.
-            halves = set(here) - {schedule.num_stages - 1} if self._splits else ()
+            halves = set(own_stages) - {schedule.num_stages - 1} if self._splits else ()
             pipeline = Pipeline(schedule, stages, self._link, split=halves)
             self._pipelines[num_micro_batches] = pipeline
         return self._pipelines[num_micro_batches]

@@ -133,7 +133,7 @@ def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     Messages are ordered by the time at which the senders finish at unit times. That agrees with the
     order of actions of every rank, so a rank that waits for a message waits only for earlier work.
     """
-    found: dict[tuple[int, int], list[Message]] = {}
+    messages: dict[tuple[int, int], list[Message]] = {}
     times = _finish_times(schedule, _UNIT_TIMES)
     for action in sorted(times, key=lambda a: times[a]):
         if action.kind == "backward_weight":
@@ -144,5 +144,5 @@ def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
         if 0 <= message.receiver < schedule.num_stages:
             ends = schedule.stage_ranks[message.stage], schedule.stage_ranks[message.receiver]
             if ends[0] != ends[1]:
-                found.setdefault((min(ends), max(ends)), []).append(message)
-    return found
+                messages.setdefault((min(ends), max(ends)), []).append(message)
+    return messages

@@ -61,7 +61,7 @@ class _Run:
     wire: Wire
     micro_batches: Sequence[Batch]
     handed: dict[Message, Tensors] = field(default_factory=dict)
-    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    saved: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     weights: dict[tuple[int, int], WeightBackward] = field(default_factory=dict)
     results: dict[int, Tensors] = field(default_factory=dict)
 
@@ -97,11 +97,12 @@ class Pipeline:
         sync: Sync | None = None,
         split: Collection[int] | None = None,
     ) -> None:
-        wanted = schedule.stages_of(link.rank)
-        if link.size != schedule.num_ranks or set(stages) != set(wanted):
+        own_stages = schedule.stages_of(link.rank)
+        if link.size != schedule.num_ranks or set(stages) != set(own_stages):
             raise ConfigError(
                 f"rank {link.rank} of {link.size} was given the stages {sorted(stages)}; "
-                f"{schedule.name} is for {schedule.num_ranks} ranks and has {list(wanted)} here."
+                f"{schedule.name} is for {schedule.num_ranks} ranks and has {list(own_stages)} "
+                "here."
             )
         self.schedule, self.link = schedule, link
         self._stages, self._sync = dict(stages), sync
@@ -190,7 +191,7 @@ class Pipeline:
         outputs = (result,) if isinstance(result, Tensor) else result
         training = torch.is_grad_enabled()
         if training:
-            run.kept[stage, micro_batch] = _Kept(
+            run.saved[stage, micro_batch] = _Kept(
                 [t if t is not None and t.requires_grad else None for t in carry or ()],
                 [get_gradient_edge(t) if _wants_gradient(t) else None for t in outputs],
             )
@@ -211,35 +212,39 @@ class Pipeline:
             self._sync(stage, completes)
         if kind == "backward_weight":
             weights = run.weights.pop((stage, micro_batch))
-            weights.run(whole=completes and self._sync is not None)
+            weights.run(all_groups=completes and self._sync is not None)
             return
         edges, grads, inputs = self._gather(run, stage, micro_batch)
         if is_whole:
             if edges:
                 torch.autograd.backward(edges, grads)
         else:
-            wanted = [t for t in inputs if t is not None]
-            run.weights[stage, micro_batch] = backward_input(edges, grads, wanted)
+            tensors = [t for t in inputs if t is not None]
+            run.weights[stage, micro_batch] = backward_input(edges, grads, tensors)
         if stage:
-            mine = tuple(None if t is None else t.grad for t in inputs)
+            own_grads = tuple(None if t is None else t.grad for t in inputs)
             for tensor in inputs:
                 if tensor is not None:
                     tensor.grad = None  # being sent; a later half must not add to it
-            self._give(run, Message("backward", stage, micro_batch), mine)
+            self._give(run, Message("backward", stage, micro_batch), own_grads)
 
     def _gather(
         self, run: _Run, stage: int, micro_batch: int
     ) -> tuple[list[GradientEdge], list[Tensor], list[Tensor | None]]:
         """Return the outputs that have a gradient, their gradients, and the inputs."""
-        kept = run.kept.pop((stage, micro_batch))
+        saved = run.saved.pop((stage, micro_batch))
         grads: Tensors
         if stage == self._last:
             grads = tuple(torch.ones_like(t) for t in run.results[micro_batch] if t is not None)
         else:
             grads = self._take(run, Message("backward", stage + 1, micro_batch))
-        pairs = zip(kept.outputs, grads, strict=True)
-        found = [(e, g) for e, g in pairs if e is not None and g is not None]
-        return [edge for edge, _ in found], [grad for _, grad in found], kept.inputs
+        pairs = zip(saved.outputs, grads, strict=True)
+        edges_and_grads = [(e, g) for e, g in pairs if e is not None and g is not None]
+        return (
+            [edge for edge, _ in edges_and_grads],
+            [grad for _, grad in edges_and_grads],
+            saved.inputs,
+        )
 
     def _give(self, run: _Run, message: Message, tensors: Tensors) -> None:
         if self.schedule.stage_ranks[message.receiver] != self.link.rank:
@@ -261,8 +266,8 @@ def _wants_gradient(value: object) -> bool:
 
 def _check_loss(result: object, stage: int) -> None:
     if not _wants_gradient(result) or result.dim() != 0:  # type: ignore[attr-defined]
-        given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        returned = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise ShapeError(
-            f"the last stage ({stage}) returned {given}; it must return the loss, a scalar that "
+            f"the last stage ({stage}) returned {returned}; it must return the loss, a scalar that "
             "requires a gradient."
         )

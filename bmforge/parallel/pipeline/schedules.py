@@ -261,28 +261,28 @@ def problems(
         ]
     recipe = _RECIPES[name]
     per_rank = recipe.fewest_per_rank if stages_per_rank is None else stages_per_rank
-    given = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
-    found = [f"{key}={value} must be at least 1" for key, value in given.items() if value < 1]
+    counts = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
+    reasons = [f"{key}={value} must be at least 1" for key, value in counts.items() if value < 1]
     most = recipe.most_per_rank
     if per_rank < recipe.fewest_per_rank or (most is not None and per_rank > most):
         need = f"exactly {most}" if most is not None else f"at least {recipe.fewest_per_rank}"
-        found.append(f"stages_per_rank={per_rank}: {name} needs {need}")
-    if found:
-        return found
+        reasons.append(f"stages_per_rank={per_rank}: {name} needs {need}")
+    if reasons:
+        return reasons
     fewest = recipe.fewest_per_stage * num_ranks * per_rank
     if num_micro_batches < fewest:
-        found.append(
+        reasons.append(
             f"num_micro_batches={num_micro_batches}: {name} on {num_ranks} ranks needs at least "
             f"{fewest}; make them smaller or take zbv"
         )
     if recipe.in_rounds and num_micro_batches % _rounds(num_ranks, num_micro_batches):
         rounded = -(-num_micro_batches // num_ranks) * num_ranks
-        found.append(
+        reasons.append(
             f"num_micro_batches={num_micro_batches} does not divide into "
             f"{_rounds(num_ranks, num_micro_batches)} equal rounds, which {name} on {num_ranks} "
             f"ranks needs; {rounded} would"
         )
-    return found
+    return reasons
 
 
 def write_schedule(
@@ -302,9 +302,9 @@ def write_schedule(
     Raises:
         ConfigError: the name or the numbers do not fit; lists all `problems`.
     """
-    found = problems(name, num_ranks, num_micro_batches, stages_per_rank)
-    if found:
-        raise ConfigError("cannot build the pipeline schedule: " + "; ".join(found))
+    reasons = problems(name, num_ranks, num_micro_batches, stages_per_rank)
+    if reasons:
+        raise ConfigError("cannot build the pipeline schedule: " + "; ".join(reasons))
     recipe = _RECIPES[name]
     per_rank = recipe.fewest_per_rank if stages_per_rank is None else stages_per_rank
     ranks = list(range(num_ranks))

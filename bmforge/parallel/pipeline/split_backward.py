@@ -59,14 +59,14 @@ class WeightBackward:
     arrived: dict[Node, Grads] = field(default_factory=dict)
     groups: list[_Group] | None = None
 
-    def run(self, *, whole: bool = False) -> None:
+    def run(self, *, all_groups: bool = False) -> None:
         """Accumulate the weights' gradients into their `.grad`.
 
         Args:
-            whole: run the complete backward again instead, for the hooks of modules that need a
+            all_groups: run the complete backward again instead, for hooks of modules that need a
                 single complete backward (FSDP2 reduces gradients in one).
         """
-        if whole or self.groups is None:
+        if all_groups or self.groups is None:
             if self.outputs:
                 torch.autograd.backward(self.outputs, self.grads)
         else:

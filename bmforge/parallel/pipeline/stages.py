@@ -144,7 +144,7 @@ def _spans(stacks: dict[str, list[nn.Module]], begin: int, end: int) -> Iterator
     offset = 0
     for name, stack in stacks.items():
         total = len(stack)
-        first, last = (min(max(place - offset, 0), total) for place in (begin, end))
+        first, last = (min(max(bound - offset, 0), total) for bound in (begin, end))
         yield name, Span(first, last, total)
         offset += total
 
@@ -182,8 +182,10 @@ def _homes(
     parents = {name.rpartition(".")[0] for name in rules.stacks} | {""}
     for stack in rules.stacks:
         for number, key in enumerate(dict(model.get_submodule(stack).named_children())):
-            here = (s for s in everywhere if spans[s][stack].first <= number < spans[s][stack].last)
-            yield f"{stack}.{key}", frozenset(here)
+            stages = (
+                s for s in everywhere if spans[s][stack].first <= number < spans[s][stack].last
+            )
+            yield f"{stack}.{key}", frozenset(stages)
     for parent in sorted(parents):
         runs = [s for s in everywhere if not parent or _runs(spans[s], parent)]
         owner = model.get_submodule(parent)
@@ -220,31 +222,33 @@ def _join_ties(model: nn.Module, homes: dict[str, frozenset[int]]) -> None:
 def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
     parent, _, leaf = name.rpartition(".")
     owner: Any = model.get_submodule(parent)
-    found = owner._modules.get(leaf)
-    if found is not None:
-        return list(found.parameters())
+    module = owner._modules.get(leaf)
+    if module is not None:
+        return list(module.parameters())
     parameter = owner._parameters.get(leaf)
     return [] if parameter is None else [parameter]
 
 
-def drop_the_rest_(model: nn.Module, cutting: Cutting, here: Sequence[int]) -> dict[str, list[int]]:
-    """Drop the modules that are on none of the stages `here`; return the shared parameters.
+def drop_the_rest_(
+    model: nn.Module, cutting: Cutting, stages: Sequence[int]
+) -> dict[str, list[int]]:
+    """Drop the modules that are on none of `stages`; return the shared parameters.
 
     Returns:
         name of a parameter that other stages also have -> its stages, in order
     """
     shared = {}
     for name, homes in cutting.homes.items():
-        if not homes & set(here):
+        if not homes & set(stages):
             parent, _, leaf = name.rpartition(".")
             owner = model.get_submodule(parent)
             if isinstance(owner, nn.ModuleDict):
                 del owner[leaf]
             else:
                 setattr(owner, leaf, None)
-    kept = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, homes in cutting.homes.items():
         if len(homes) > 1:
-            inside = (n for n in kept if n == name or n.startswith(f"{name}."))
+            inside = (n for n in parameters if n == name or n.startswith(f"{name}."))
             shared.update({n: sorted(homes) for n in inside})
     return shared

@@ -129,7 +129,7 @@ class Estimator:
     exact_shards: bool = False
     engine: Engine = OURS
     traces: dict[Setting, StepTrace] = field(default_factory=dict)
-    kept: TraceStore | None = None
+    store: TraceStore | None = None
     _outcomes: Outcomes = field(default_factory=Outcomes)
     _counts: tuple[float, float] | None = None
     _model: nn.Module | None = None
@@ -167,12 +167,12 @@ class Estimator:
     def _trace(self, setting: Setting) -> StepTrace:
         if setting not in self.traces:
             workload = self.request.workload
-            found = None if self.kept is None else self.kept.read(workload, setting)
-            if found is None:
-                found = trace_step(workload, setting, self._outcomes)
-                if self.kept is not None:
-                    self.kept.write(workload, setting, found)
-            self.traces[setting] = found
+            trace = None if self.store is None else self.store.read(workload, setting)
+            if trace is None:
+                trace = trace_step(workload, setting, self._outcomes)
+                if self.store is not None:
+                    self.store.write(workload, setting, trace)
+            self.traces[setting] = trace
         return self.traces[setting]
 
     def _cut(self, layout: Layout) -> tuple[Rank, ...]:
@@ -193,10 +193,10 @@ class Estimator:
 
     def shards(self, layout: Layout) -> tuple[int, int]:
         """Return the number of ZeRO shards, and that of processes with different rows."""
-        rest = self.request.cluster.count // (layout.tp * layout.pp * layout.cp)
+        processes = self.request.cluster.count // (layout.tp * layout.pp * layout.cp)
         if layout.zero == 0:
-            return 1, rest
-        return rest // layout.dp_replicate * layout.cp, rest
+            return 1, processes
+        return processes // layout.dp_replicate * layout.cp, processes
 
     def _micro_batches(self, choice: Choice, replicas: int) -> int:
         batch = self.request.batch
@@ -249,8 +249,8 @@ class Estimator:
                 half=self.request.precision != "fp32",
                 gradients_leave=not self.request.cluster.device.is_host,
             )
-        found = [peak_memory(trace, share) for share in shares.values()]
-        return max(found, key=lambda memory: memory.total)
+        peaks = [peak_memory(trace, share) for share in shares.values()]
+        return max(peaks, key=lambda memory: memory.total)
 
     def _times(
         self, trace: StepTrace, choice: Choice, count: int, shards: int, ranks: Sequence[Rank]
@@ -299,10 +299,10 @@ class Estimator:
             self._counts = _count(self.request.workload)
         layout = choice.layout
         shards, _ = self.shards(layout)
-        here, trained = (count / layout.pp / layout.tp for count in self._counts)
+        total, trained = (count / layout.pp / layout.tp for count in self._counts)
         width = 4 if self.request.precision == "fp32" else 2
         # Frozen weights may be stored in the compute dtype, or quantized to as little as 4 bits.
-        least = (here - trained) * 0.5 + trained * 12 - trained * 8 * choice.offloaded
+        least = (total - trained) * 0.5 + trained * 12 - trained * 8 * choice.offloaded
         least = (least - trained * (4 - width) * choice.offloaded) / shards
         if layout.zero != 3 and (shards > 1 or width == 2):
             least += trained * width  # gathered from forward to backward

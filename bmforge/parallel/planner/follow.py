@@ -107,12 +107,12 @@ class Follower(TorchDispatchMode):
         out = self.outcomes.run(func, args, kwargs)
         if part == _SHAPE_PROPAGATION:
             return out
-        made = list(tensors_of(out))
-        for tensor in made:
+        outputs = list(tensors_of(out))
+        for tensor in outputs:
             self._follow(tensor.untyped_storage(), part)
         if self.copies and func._schema.name in _COPIED:
             self._copy(tensors_of((args, kwargs, out)))
-        self._count(func, args, kwargs, out, made, part)
+        self._count(func, args, kwargs, out, outputs, part)
         return out
 
     def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
@@ -122,13 +122,13 @@ class Follower(TorchDispatchMode):
         equals that of later ones, so only the work has to be multiplied.
         """
         counts: dict[Hashable, int] = {}
-        kept = []
+        recorded = []
         for piece in pieces:
             size = size_of(piece)
             counts[size] = counts.get(size, 0) + 1
             if counts[size] <= 2:
-                kept.append((piece, size, counts[size] == 2))
-        for piece, size, is_second in kept:
+                recorded.append((piece, size, counts[size] == 2))
+        for piece, size, is_second in recorded:
             before = self.flops, self.traffic_bytes
             yield piece
             if is_second:
@@ -146,31 +146,31 @@ class Follower(TorchDispatchMode):
         """Set the purpose and owner of storages that have already been recorded."""
         self.note_resizes()
         for tensor in tensors:
-            found = self.alive.get(tensor.untyped_storage()._cdata)
-            if found is not None and (found.part, found.end) != (part, end):
-                for index in found.events:
+            record = self.alive.get(tensor.untyped_storage()._cdata)
+            if record is not None and (record.part, record.end) != (part, end):
+                for index in record.events:
                     self.events[index] = (self.events[index][0], part, end)
-                found.part, found.end = part, end
+                record.part, record.end = part, end
 
     def note_resizes(self) -> None:
         """Record the storages that FSDP has freed or allocated since the last operator or mark.
 
         FSDP resizes the storages of gathered parameters directly, without an operator.
         """
-        for found in self.resizable.values():
-            storage = found.ref()
-            if storage is not None and storage.nbytes() != found.size:
-                self._note(found, storage.nbytes() - found.size)
+        for record in self.resizable.values():
+            storage = record.ref()
+            if storage is not None and storage.nbytes() != record.size:
+                self._note(record, storage.nbytes() - record.size)
 
     def _follow(self, storage: torch.UntypedStorage, part: int) -> None:
         key = storage._cdata
         if key in self.alive:
             return
         reference = weakref.ref(storage, lambda _: self._forget(key))
-        found = self.alive[key] = _Storage(reference, 0, part, self.end)
+        record = self.alive[key] = _Storage(reference, 0, part, self.end)
         if part == _COMMUNICATION:
-            self.resizable[key] = found
-        self._note(found, storage.nbytes())
+            self.resizable[key] = record
+        self._note(record, storage.nbytes())
 
     def _note(self, storage: _Storage, change: int) -> None:
         if change:
@@ -190,7 +190,7 @@ class Follower(TorchDispatchMode):
         self.events += [(size, _COMMUNICATION, self.end), (-size, _COMMUNICATION, self.end)]
 
     def _count(
-        self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor], part: int
+        self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor], part: int
     ) -> None:
         formula = flop_registry.get(func._overloadpacket)
         if "scaled_dot_product" in func._schema.name:
@@ -202,7 +202,7 @@ class Follower(TorchDispatchMode):
             self.flops += 2 * rows.numel() * other.shape[-2 if other.dim() == 3 else -1]
         elif not _is_free(func) and part != _COMMUNICATION:
             # FSDP's copies overlap with matrix products, on a separate stream.
-            moved = (*tensors_of((args, kwargs)), *made)
+            moved = (*tensors_of((args, kwargs)), *outputs)
             self.traffic_bytes += sum(t.numel() * t.element_size() for t in moved)
 
 

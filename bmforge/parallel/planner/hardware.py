@@ -96,19 +96,19 @@ def find_device(
         if value is not None and value <= 0:
             raise ConfigError(f"{label} {value} must be above 0.")
     key = re.sub(r"^(nvidia|tesla|geforce|rtx|-)+(?=\w)", "", re.sub(r"[_ ]", "-", name.lower()))
-    found = DEVICES.get(key)
-    if found is None:
+    known_device = DEVICES.get(key)
+    if known_device is None:
         if memory_gib is None or half_tflops is None:
             raise ConfigError(
                 f"--gpu {name!r} is not known.{suggest(key, DEVICES)} Known: "
                 f"{', '.join(DEVICES)}. Any other: give --gpu-memory GIB and --gpu-tflops N."
             )
-        wanted = half_tflops
-        near = min(DEVICES.values(), key=lambda device: abs(device.half_tflops - wanted))
-        found = replace(near, name=name, source=f"by hand, the rest as {near.name}")
+        tflops = half_tflops
+        near = min(DEVICES.values(), key=lambda device: abs(device.half_tflops - tflops))
+        known_device = replace(near, name=name, source=f"by hand, the rest as {near.name}")
     if memory_gib is not None:
-        found = replace(found, memory_gib=memory_gib)
-    return found if half_tflops is None else replace(found, half_tflops=half_tflops)
+        known_device = replace(known_device, memory_gib=memory_gib)
+    return known_device if half_tflops is None else replace(known_device, half_tflops=half_tflops)
 
 
 def parse_interconnect(text: str) -> float:

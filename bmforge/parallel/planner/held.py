@@ -40,8 +40,10 @@ def held_bytes(
     """
 
     def find(*modules: nn.Module) -> dict[int, Tensor]:
-        found = (t for module in modules for t in persistent_tensors(module).values() if counts(t))
-        return {id(tensor): tensor for tensor in found}
+        counted = (
+            t for module in modules for t in persistent_tensors(module).values() if counts(t)
+        )
+        return {id(tensor): tensor for tensor in counted}
 
     def size(tensors: Mapping[int, Tensor]) -> int:
         return sum(map(local_bytes, tensors.values()))
@@ -55,12 +57,12 @@ def held_bytes(
 
 def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
     """Return the names of the modules before the blocks and after the blocks."""
-    found = []
+    ends = []
     rules: Any = getattr(model, "layout_rules", None)
     for globs in (rules().pipeline_first, rules().pipeline_last) if callable(rules) else ((), ()):
         named = (n for n, _ in model.named_children())
-        found.append({n for n in named if any(match_glob(n, glob) for glob in globs)})
-    return found[0], found[1]
+        ends.append({n for n in named if any(match_glob(n, glob) for glob in globs)})
+    return ends[0], ends[1]
 
 
 def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
@@ -69,10 +71,10 @@ def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
     def count(parameters: Iterable[Tensor]) -> int:
         return sum(_tensor_share(p) for p in {id(p): p for p in parameters}.values())
 
-    found = {name: count(blocks[1].parameters()) for name, blocks in stacks.items()}
+    counts = {name: count(blocks[1].parameters()) for name, blocks in stacks.items()}
     inside = {id(p) for blocks in stacks.values() for b in blocks for p in b.parameters()}
-    found[""] = count(p for p in model.parameters() if id(p) not in inside)
-    return found
+    counts[""] = count(p for p in model.parameters() if id(p) not in inside)
+    return counts
 
 
 def _tensor_share(parameter: Tensor) -> int:
@@ -82,7 +84,7 @@ def _tensor_share(parameter: Tensor) -> int:
     names = parameter.device_mesh.mesh_dim_names or ()
     cuts = [
         parameter.device_mesh.size(axis)
-        for axis, (name, place) in enumerate(zip(names, parameter.placements, strict=False))
-        if name in TENSOR_AXES and place.is_shard()
+        for axis, (name, placement) in enumerate(zip(names, parameter.placements, strict=False))
+        if name in TENSOR_AXES and placement.is_shard()
     ]
     return parameter.numel() // math.prod(cuts)

@@ -55,10 +55,10 @@ class TraceStore:
             return None
         key = _key(workload, setting)
         try:
-            found = json.loads(self._path(key).read_bytes())
-            if found["key"] != key or found["hash"] != _hash(found["trace"]):
+            content = json.loads(self._path(key).read_bytes())
+            if content["key"] != key or content["hash"] != _hash(content["trace"]):
                 return None
-            return _to_trace(found["trace"])
+            return _to_trace(content["trace"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
@@ -98,8 +98,8 @@ def _key(workload: Workload, setting: Setting) -> dict[str, Any]:
         "workload": workload.key,
         "setting": asdict(setting),
     }
-    found: dict[str, Any] = json.loads(json.dumps(key))
-    return found
+    plain: dict[str, Any] = json.loads(json.dumps(key))
+    return plain
 
 
 def _hash(value: Any) -> str:
@@ -110,11 +110,11 @@ def _hash(value: Any) -> str:
 def _code() -> str:
     """Return a hash of the traced source code."""
     root = Path(bmforge.__file__).parent
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for room in _TRACED:
         for file in sorted((root / room).rglob("*.py")):
-            found.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
-    return found.hexdigest()
+            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _to_plain(trace: StepTrace) -> dict[str, Any]:

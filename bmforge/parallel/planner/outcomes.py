@@ -79,8 +79,8 @@ class Outcomes:
 def _is_told(func: Any) -> bool:
     """Return True if the metadata of the arguments determine the operator's result."""
     name = func._schema.name
-    known = name.split("::")[0] in _ROOMS and "lift" not in name
-    return known and not any(tag in func.tags for tag in _OTHER)
+    is_shape_op = name.split("::")[0] in _ROOMS and "lift" not in name
+    return is_shape_op and not any(tag in func.tags for tag in _OTHER)
 
 
 def _key(
@@ -90,12 +90,12 @@ def _key(
     key: list[Any] = [func._schema.name, func._overloadname, *kwargs]
     if not (_tell(args, key, mode) and _tell(kwargs.values(), key, mode)):
         return None
-    found = tuple(key)
+    hashed = tuple(key)
     try:
-        hash(found)
+        hash(hashed)
     except TypeError:
         return None
-    return found
+    return hashed
 
 
 def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
@@ -126,13 +126,13 @@ def _learn_on_meta(
     Returns None if that is not possible: the arguments have no device or several, or the operator
     has no meta implementation, whatever error that raises.
     """
-    given = list(tensors_of((args, kwargs)))
-    devices = {t.fake_device for t in given if isinstance(t, FakeTensor)}
+    tensors = list(tensors_of((args, kwargs)))
+    devices = {t.fake_device for t in tensors if isinstance(t, FakeTensor)}
     of_device = func._schema.name in _OF_THE_DEVICE or kwargs.get("device") is not None
     if len(devices) != 1 or of_device:
         return None
     with torch._C._DisableTorchDispatch():
-        blanks = {id(t): _blank(t) for t in given}
+        blanks = {id(t): _blank(t) for t in tensors}
         plain_args, plain_kwargs = _with_blanks((args, kwargs), blanks)
         try:
             out = func(*plain_args, **plain_kwargs)
@@ -177,16 +177,16 @@ def _learn(
     if out is None:
         return lambda args, mode: None
     if isinstance(out, (list, tuple)):
-        made = [_learn(part, args, kwargs, mode, device) for part in out]
-        makers, kind = [make for make in made if make is not None], type(out)
+        makers_of_parts = [_learn(part, args, kwargs, mode, device) for part in out]
+        makers, kind = [make for make in makers_of_parts if make is not None], type(out)
         if len(makers) < len(out) or kind not in (list, tuple):
             return None
         return lambda args, mode: kind(make(args, mode) for make in makers)
     if not (isinstance(out, FakeTensor) if device is None else _is_plain(out)):
         return None
-    for place, value in enumerate(args):
+    for index, value in enumerate(args):
         if value is out:
-            return lambda args, mode: args[place]
+            return lambda args, mode: args[index]
     storages = {id(t): t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
     if id(out) in storages:
         return None
@@ -219,11 +219,11 @@ def _maker_of_new(out: Tensor, wrap: Wrapper) -> Maker:
     return make
 
 
-def _maker_of_view(out: Tensor, place: int, wrap: Wrapper) -> Maker:
+def _maker_of_view(out: Tensor, index: int, wrap: Wrapper) -> Maker:
     shape, stride, dtype, offset = out.shape, out.stride(), out.dtype, out.storage_offset()
 
     def make(args: tuple[Any, ...], mode: FakeTensorMode) -> FakeTensor:
-        storage = args[place].untyped_storage()
+        storage = args[index].untyped_storage()
         with torch._C._DisableTorchDispatch():
             blank = torch.empty(0, dtype=dtype, device="meta")
             blank.set_(storage, offset, shape, stride)
@@ -240,27 +240,27 @@ def _wrapper(device: torch.device, mode: FakeTensorMode) -> Wrapper:
     del fields["fake_mode"]  # differs for every trace
 
     def wrap(blank: Tensor, mode: FakeTensorMode) -> FakeTensor:
-        made: Any = Tensor._make_subclass(
+        wrapped: Any = Tensor._make_subclass(
             FakeTensor, blank, False, dispatch_device=True, device_for_backend_keys=device
         )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__.update(fields, fake_mode=mode)
-        return made  # type: ignore[no-any-return]
+        torch._C._set_throw_on_mutable_data_ptr(wrapped)
+        wrapped.__dict__.update(fields, fake_mode=mode)
+        return wrapped  # type: ignore[no-any-return]
 
     return wrap
 
 
-def _is_like(made: FakeTensor, out: Tensor, fake: bool) -> bool:
+def _is_like(candidate: FakeTensor, out: Tensor, fake: bool) -> bool:
     """Return True if two tensors have equal metadata and, as fakes, equal dispatch keys."""
 
     def tell(tensor: Any) -> tuple[Any, ...]:
         storage = tensor.untyped_storage()
         size = tensor.shape, tensor.stride(), tensor.storage_offset(), storage.nbytes()
-        told = *size, tensor.dtype, tensor.requires_grad
+        facts = *size, tensor.dtype, tensor.requires_grad
         keys = torch._C._dispatch_key_set(tensor)
-        return (*told, tensor.fake_device, tensor.constant, keys) if fake else told
+        return (*facts, tensor.fake_device, tensor.constant, keys) if fake else facts
 
-    return tell(made) == tell(out)
+    return tell(candidate) == tell(out)
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:

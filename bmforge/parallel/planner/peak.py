@@ -83,9 +83,9 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
         trace: trace of the model with three blocks.
         share: part of the model on the process.
     """
-    here = {INSIDE} | ({FIRST_END} if share.first else set())
-    here |= {LAST_END} if share.last else set()
-    live = [_live(each, here) for each in _kinds(trace)]
+    ends = {INSIDE} | ({FIRST_END} if share.first else set())
+    ends |= {LAST_END} if share.last else set()
+    live = [_live(each, ends) for each in _kinds(trace)]
     # The middle block is added before and after itself: it prefetches, which the blocks at the
     # ends do not.
     curves = [_whole_curve(live, trace, share, last) for last in (False, True)]
@@ -113,11 +113,11 @@ def _further(trace: StepTrace, counts: Counts) -> Iterator[tuple[StepTrace, dict
         yield each, {stack: counts[stack][kind] - traced for stack in trace.block_static}
 
 
-def _live(trace: StepTrace, here: set[int]) -> Curve:
+def _live(trace: StepTrace, ends: set[int]) -> Curve:
     """Return the bytes alive after every event, by part."""
     live = np.zeros((len(trace.events) + 1, len(PARTS)))
     change, part, end = np.array(trace.events, dtype=np.int64).reshape(-1, 3).T
-    live[np.arange(1, len(live)), part] = np.where(np.isin(end, list(here)), change, 0)
+    live[np.arange(1, len(live)), part] = np.where(np.isin(end, list(ends)), change, 0)
     return live.cumsum(0)
 
 
@@ -133,7 +133,7 @@ def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bo
     """Return the bytes added by further blocks of every kind, before or after the middle block."""
     added = np.zeros_like(lives[0])
     for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
-        for place, step in zip(_steps(trace), _steps(each), strict=True):
+        for marks, step in zip(_steps(trace), _steps(each), strict=True):
             difference = live[step[1].event] - live[step[0].event]
             # Gradients accumulate in the buffer of the first one, made by a collective: one buffer
             # that counts for another part from then on, not one less for every block.
@@ -141,16 +141,16 @@ def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bo
             difference[_INDEX["communication"]] -= handed
             difference[_INDEX["activations"]] += handed
             more = extra[step[0].stack] * difference
-            added[(place[0] if last else place[1]).event :] += more
+            added[(marks[0] if last else marks[1]).event :] += more
     return added
 
 
 def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
     """Yield the begin and end marks of every middle block's forward and backward."""
-    known = {(m.micro_batch, m.stack, m.kind, m.block): m for m in trace.marks}
-    for (number, stack, kind, block), mark in known.items():
+    by_position = {(m.micro_batch, m.stack, m.kind, m.block): m for m in trace.marks}
+    for (number, stack, kind, block), mark in by_position.items():
         if block == 1:
-            yield mark, known[number, stack, kind, 2 if kind == "forward" else 0]
+            yield mark, by_position[number, stack, kind, 2 if kind == "forward" else 0]
 
 
 def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
@@ -164,16 +164,16 @@ def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
     assert not others
     backward = (m.event for m in trace.marks if m.micro_batch == number and m.kind == "backward")
     column = curve[:, _INDEX["activations"]]
-    held = (column[next(backward)] - column[start]) * (share.in_flight - 1)
+    waiting = (column[next(backward)] - column[start]) * (share.in_flight - 1)
     if share.first and share.last:
-        return held
-    return held + trace.carry_bytes * (1 + (0 if share.first else share.in_flight))
+        return waiting
+    return waiting + trace.carry_bytes * (1 + (0 if share.first else share.in_flight))
 
 
 def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
     """Add parameters and optimizer states to the curve, and apply the further sharding."""
-    held, trained = (_held(trace, share, what) for what in ("static", "trained"))
-    live[:, _INDEX["parameters"]] += held
+    static, trained = (_held(trace, share, what) for what in ("static", "trained"))
+    live[:, _INDEX["parameters"]] += static
     if trace.has_gradients:
         live[:, _INDEX["gradients"]] += sum(
             extra[stack] * size
@@ -187,11 +187,11 @@ def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
 
 def _held(trace: StepTrace, share: Share, what: str) -> float:
     """Return the bytes of a rank's parameters: "static" for all, "trained" for trained ones."""
-    found = float(getattr(trace, what))
+    total = float(getattr(trace, what))
     for each, extra in _further(trace, share.counts):
-        found += sum(extra[k] * size for k, size in getattr(each, f"block_{what}").items())
+        total += sum(extra[k] * size for k, size in getattr(each, f"block_{what}").items())
     first, last = getattr(trace, f"ends_{what}")
-    return found - (0 if share.first else first) - (0 if share.last else last)
+    return total - (0 if share.first else first) - (0 if share.last else last)
 
 
 def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
@@ -226,9 +226,9 @@ def count_parameters(trace: StepTrace, counts: Counts, ends: int = 2) -> tuple[f
     trained = numbers * outside[1] / max(1.0, outside[0])
     for kind, each in enumerate(_kinds(trace)):
         for stack, size in each.block_static.items():
-            here = counts[stack][kind] * each.parameters[stack]
-            numbers += here
-            trained += here * each.block_trained[stack] / max(1, size)
+            block_count = counts[stack][kind] * each.parameters[stack]
+            numbers += block_count
+            trained += block_count * each.block_trained[stack] / max(1, size)
     return numbers, trained
 
 

@@ -50,10 +50,10 @@ def cut_ranks(model: nn.Module, layout: Layout, order: Sequence[int]) -> tuple[R
     order = list(order) or [0] * max(stacks.values())
     kinds = range(max(order) + 1)
     if layout.pp == 1:
-        whole = {
+        everything = {
             k: [list(order[:size]).count(kind) for kind in kinds] for k, size in stacks.items()
         }
-        return (Rank(whole),)
+        return (Rank(everything),)
     problems: list[str] = []
     cutting, owners = plan_pipeline(model, layout, rules, problems)
     if cutting is None or problems:

@@ -83,10 +83,10 @@ def plan(
     every = layouts or tuple(sensible_layouts(request))
     groups = _that_share(every)
     look = _Looker(request, keep)
-    found: dict[Layout, _Look] = {}
+    by_layout: dict[Layout, _Look] = {}
 
     def take(looks: list[_Look]) -> None:
-        found.update({look.layout: look for look in looks})
+        by_layout.update({look.layout: look for look in looks})
         for seen in looks:
             note(str(seen.layout))
 
@@ -98,7 +98,7 @@ def plan(
     with _workers(min(processes, int(left / _WORTH_A_PROCESS_S))) as spread:
         for looked in spread(look, groups[1:]):
             take(looked)
-    looks = [found[layout] for layout in every]
+    looks = [by_layout[layout] for layout in every]
     rows = sorted((row for look in looks for row in look.rows), key=_rank)
     refused = tuple((look.layout, look.refused) for look in looks if look.refused)
     return Plan(request, tuple(rows), refused)
@@ -139,8 +139,8 @@ class _Looker:
 
     def __init__(self, request: Request, keep: Path | None) -> None:
         self.request, self.keep = request, keep
-        kept = None if keep is None else TraceStore(keep)
-        self.estimator = Estimator(request, kept=kept)
+        store = None if keep is None else TraceStore(keep)
+        self.estimator = Estimator(request, store=store)
         # Activation bytes of one row, by recompute and the axes that shard a row.
         self.per_row: dict[tuple[bool, int, int], float] = {}
 
@@ -206,11 +206,11 @@ class _Looker:
     def _expect(self, choice: Choice) -> int:
         """Return the number of rows expected to fit, at most `choice.rows`; 1 if unknown."""
         room = self.request.cluster.device.memory_bytes
-        one = self.per_row.get((choice.recompute, choice.layout.tp, choice.layout.cp))
-        if one is None:
+        bytes_per_row = self.per_row.get((choice.recompute, choice.layout.tp, choice.layout.cp))
+        if bytes_per_row is None:
             return 1
         left, rows = room - self.estimator.least_static(choice), choice.rows
-        while rows > 1 and rows * one > left:
+        while rows > 1 and rows * bytes_per_row > left:
             rows //= 2
         return rows
 
@@ -256,11 +256,11 @@ def sensible_layouts(request: Request) -> Iterator[Layout]:
     for tp in (1, 2, 4, 8):
         for pp in (1, 2, 4, 8, 16, 32, 64):
             for cp in contexts:
-                rest, left = divmod(count, tp * pp * cp)
-                fits = tp <= inside and pp <= workload.depth and not left and rest
+                shards, left = divmod(count, tp * pp * cp)
+                fits = tp <= inside and pp <= workload.depth and not left and shards
                 if not fits or (pp > 1 and cp > 1):
                     continue
-                sharded: tuple[int, ...] = (0,) if rest * cp == 1 else (0, 2, 3)
+                sharded: tuple[int, ...] = (0,) if shards * cp == 1 else (0, 2, 3)
                 if pp > 1:
                     sharded = sharded[:2]
                 for zero in sharded:

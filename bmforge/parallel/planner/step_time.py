@@ -108,12 +108,12 @@ def step_time(
     products = _product_time(work.flops, device, precision)
     moved = _traffic_time(work.traffic_bytes, device, compiled)
     tensor = _tensor_time(work, cluster, layout, engine, recompute)
-    one = products + moved + tensor
+    per_batch = products + moved + tensor
     gathers, reduction = _zero_times(work, cluster, layout)
     forward = _FORWARD_OF_RECOMPUTED if recompute else _FORWARD
     piped = layout.pp > 1
     again = gathers if layout.zero == 3 else 0.0
-    ahead, behind = one * forward, one * (1 - forward)
+    ahead, behind = per_batch * forward, per_batch * (1 - forward)
     unreduced = max(0.0, gathers - ahead) + max(0.0, again - behind)
     reduced = max(0.0, gathers - ahead) + max(0.0, again + reduction - behind)
     if piped:
@@ -122,7 +122,7 @@ def step_time(
         first = unreduced if engine.reduces_once else reduced
         sharding = first * (count - 1) + reduced
     ranks = layout.pp if work.ranks is None else work.ranks
-    bubble = (ranks - 1) / stages_per_rank * one
+    bubble = (ranks - 1) / stages_per_rank * per_batch
     local = work.parameters * work.trained / work.shards
     on_device = local * (1 - work.offloaded) * _ADAM_BYTES / (device.memory_gb_s * 1e9 * _MEMORY)
     times = {
@@ -132,7 +132,7 @@ def step_time(
         "sharding": sharding,
         "bubble": bubble + (_stage_link_time(work, cluster, layout) * count if piped else 0.0),
         "optimizer": on_device,
-        "offload": max(0.0, _offload_time(work, cluster) - one * count),
+        "offload": max(0.0, _offload_time(work, cluster) - per_batch * count),
     }
     return Times(times)
 
@@ -179,10 +179,10 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
     if size == 1:
         return 0.0, 0.0
     inner = layout.tp
-    here = max(1, min(size, cluster.per_node // inner))  # ranks of a group in one node
-    nodes = -(-size // here)
-    network = cluster.network_gbit_s / 8 * 1e9 * here * _LINK
-    inside = cluster.inside_gb_s(here) * 1e9 * _LINK
+    in_node = max(1, min(size, cluster.per_node // inner))  # ranks of a group in one node
+    nodes = -(-size // in_node)
+    network = cluster.network_gbit_s / 8 * 1e9 * in_node * _LINK
+    inside = cluster.inside_gb_s(in_node) * 1e9 * _LINK
     per_byte = max((size - 1) / size / inside, (nodes - 1) / nodes / network)
     weights = work.parameters * work.width * per_byte
     gradients = work.parameters * work.trained * _GRADIENT_BYTES * per_byte

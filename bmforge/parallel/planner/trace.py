@@ -259,8 +259,8 @@ def _begin_gradients_(model: nn.Module) -> None:
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
     """Return the end of the model for parameters by id; those at both ends count as inside."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
-    found = dict.fromkeys(first - last, FIRST_END)
-    return found | dict.fromkeys(last - first, LAST_END)
+    owners = dict.fromkeys(first - last, FIRST_END)
+    return owners | dict.fromkeys(last - first, LAST_END)
 
 
 @torch.no_grad()
@@ -274,8 +274,8 @@ def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> Non
             end = owners.get(id(p.sharded_param), INSIDE)
             follower.assign(getattr(p, "all_gather_outputs", ()), _COMMUNICATION, end)
             # An unsharded gradient that is reduced at the end of a pipeline's step.
-            held = getattr(p, "unsharded_accumulated_grad", None)
-            follower.assign([] if held is None else [local_tensor(held)], _WHOLE, end)
+            gradient = getattr(p, "unsharded_accumulated_grad", None)
+            follower.assign([] if gradient is None else [local_tensor(gradient)], _WHOLE, end)
 
 
 class _Marks:
@@ -348,5 +348,5 @@ class _Marks:
     def _note(self, stack: str, number: int, kind: str) -> None:
         seen = self.follower
         seen.note_resizes()
-        place = (self.micro_batch, stack, number, kind)
-        self.found.append(Mark(*place, len(seen.events), seen.flops, seen.traffic_bytes))
+        position = (self.micro_batch, stack, number, kind)
+        self.found.append(Mark(*position, len(seen.events), seen.flops, seen.traffic_bytes))

@@ -69,50 +69,50 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
         return []
     if not cuts:
         return [f"tp={size}: {type(model).__name__} has no rules by which it could be cut"]
-    found, modules = [], dict(model.named_modules())
+    problems, modules = [], dict(model.named_modules())
     for cut in cuts:
         try:
             names = match_names(modules, (cut.glob,))
         except BmforgeError as error:
-            found.append(f"tensor_parallel: {error}")
+            problems.append(f"tensor_parallel: {error}")
             continue
         if cut.style not in CUT_DIMS:
-            found.append(f"tensor_parallel: {cut.glob} has the unknown style {cut.style!r}")
+            problems.append(f"tensor_parallel: {cut.glob} has the unknown style {cut.style!r}")
             continue
         shares = cut.style == "key_value" and cut.units and size % cut.units == 0
         if cut.units % size and not shares:
-            found.append(f"tp={size} does not divide the {cut.units} heads of {cut.glob}")
+            problems.append(f"tp={size} does not divide the {cut.units} heads of {cut.glob}")
         reasons = {getattr(modules[name], "uncut_reason", "") for name in names} - {""}
-        found += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
-        found += [
+        problems += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
+        problems += [
             f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
             for name in names
             for key, parameter in modules[name].named_parameters(recurse=False)
             if _leaves_empty(parameter, _dims_of(modules[name], cut).get(key), size) and not shares
         ]
-    return found or _part_problems(model, find_cuts(model, cuts), size)
+    return problems or _part_problems(model, find_cuts(model, cuts), size)
 
 
 def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> list[str]:
     """Return the problems of sharding attached modules like their base modules."""
-    found = []
+    problems = []
     for name, module in model.named_modules():
         if not is_beside(module):
             continue
-        cut, known = _cut_around(name, module, styles), module.cut_styles
+        cut, supported = _cut_around(name, module, styles), module.cut_styles
         style = "" if cut is None else cut.style
-        if style not in known:
-            found.append(
+        if style not in supported:
+            problems.append(
                 f"tp={size}: {name}, a {type(module).__name__}, stands beside a module that is cut "
-                f"as {style!r}; it can follow {', '.join(map(repr, sorted(known - {''})))} only"
+                f"as {style!r}; it can follow {', '.join(map(repr, sorted(supported - {''})))} only"
             )
         elif cut is not None:
-            found += [
+            problems += [
                 f"tp={size}: {name}.{key} has only {tuple(parameter.shape)}, too few to cut"
                 for key, parameter in module.named_parameters(recurse=False)
                 if _leaves_empty(parameter, _dims_of(module, cut).get(key), size)
             ]
-    return found
+    return problems
 
 
 def is_beside(module: Any) -> bool:
@@ -170,7 +170,7 @@ def apply_tensor_parallel_(
         backward; with `sequence`, an all-gather and a reduce-scatter each way instead. The
         embedding one all-reduce forward, the head one backward.
     """
-    tensor, whole = TensorGroup(mesh), TensorGroup(mesh)
+    tensor, whole_group = TensorGroup(mesh), TensorGroup(mesh)
     blocks = {id(module) for stack in stacks for module in stack.modules()}
     mixtures = tuple(
         f"{n}." for n, module in model.named_modules() if n in styles and is_mixture(module)
@@ -181,12 +181,12 @@ def apply_tensor_parallel_(
         # Inside a mixture of experts tokens are replicated; outside each process has its own.
         is_next_to = is_beside(module) and f"{name.rpartition('.')[0]}." in mixtures
         inside = name.startswith(mixtures) and not is_next_to
-        here = whole if inside else tensor
+        group = whole_group if inside else tensor
         has_all = inside or f"{name}." in mixtures
-        between = here.view_between if id(module) in blocks and not has_all else view_here
-        views = dict(_cut_parameters_(module, cut, here, between, new))
+        between = group.view_between if id(module) in blocks and not has_all else view_here
+        views = dict(_cut_parameters_(module, cut, group, between, new))
         if cut is not None and cut.style in APPLY and not is_beside(module):
-            APPLY[cut.style](module, here)
+            APPLY[cut.style](module, group)
         if views:
             view_parameters_(module, views, "views")
     if sequence:
@@ -236,5 +236,5 @@ def _cut_parameters_(
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
     """Return the parameter as a DTensor; every process must have the same values."""
     data = parameter.detach()
-    made = distribute_tensor(data, mesh, [placement], src_data_rank=None)
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    distributed = distribute_tensor(data, mesh, [placement], src_data_rank=None)
+    return nn.Parameter(distributed, requires_grad=parameter.requires_grad)

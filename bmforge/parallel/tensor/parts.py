@@ -80,8 +80,8 @@ class TensorGroup:
 
     def pad(self, x: Tensor) -> Tensor:
         """Pad (B, T, D) with zeros until all shares are equal; the padding is never used."""
-        rest = -x.shape[1] % self.size
-        return F.pad(x, (0, 0, 0, rest)) if rest else x
+        padding = -x.shape[1] % self.size
+        return F.pad(x, (0, 0, 0, padding)) if padding else x
 
     def view_between(self, parameter: Tensor) -> Tensor:
         """Return a parameter used between block parts; sums its gradient if tokens are sharded."""
@@ -188,9 +188,9 @@ def _apply_embedding_(module: nn.Embedding, tensor: TensorGroup) -> None:
 def _look_up_here(
     module: nn.Embedding, tensor: TensorGroup, first: int, inner: Callable[..., Any], ids: Tensor
 ) -> Tensor:
-    here = (ids >= first) & (ids < first + module.weight.shape[0])
-    found = inner((ids - first).where(here, 0))
-    return tensor.sum_forward(found * here[..., None])
+    is_local = (ids >= first) & (ids < first + module.weight.shape[0])
+    rows = inner((ids - first).where(is_local, 0))
+    return tensor.sum_forward(rows * is_local[..., None])
 
 
 class _Vocab:

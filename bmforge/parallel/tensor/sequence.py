@@ -29,10 +29,12 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
     def span() -> tuple[nn.Module, nn.Module]:
         """Return the first and the last block of a call; a pipeline stage runs a subset."""
-        found = as_stack_(stack).span
-        if found is None:
+        stack_span = as_stack_(stack).span
+        if stack_span is None:
             return blocks[0], blocks[-1]
-        return stack.get_submodule(str(found.first)), stack.get_submodule(str(found.last - 1))
+        return stack.get_submodule(str(stack_span.first)), stack.get_submodule(
+            str(stack_span.last - 1)
+        )
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is span()[0]:

@@ -41,17 +41,17 @@ def describe_base(model: nn.Module, base: Base, peers: Peers) -> dict[str, Any]:
 
 def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) -> str | None:
     """Return how a model's base differs from that of a checkpoint, or None. Collective."""
-    told = manifest.get("base")
-    if told is None:
+    base = manifest.get("base")
+    if base is None:
         return None
-    mark, missing = _take_fingerprint(model, told["names"], peers)
+    mark, missing = _take_fingerprint(model, base["names"], peers)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         return f"the base has no {', '.join(missing[:5])}{more}"
-    if mark != told["fingerprint"]:
+    if mark != base["fingerprint"]:
         return (
             f"the base is another: its fingerprint is {mark}, that of the run's, from "
-            f"{told['source']!r}, was {told['fingerprint']}. Checkpoints do not hold it: put back "
+            f"{base['source']!r}, was {base['fingerprint']}. Checkpoints do not hold it: put back "
             "the weights that the run began with"
         )
     return None
@@ -61,23 +61,23 @@ def _take_fingerprint(
     model: nn.Module, names: Sequence[str], peers: Peers
 ) -> tuple[str, list[str]]:
     """Return the fingerprint of the named parameters, and the names that no process has."""
-    here = named_tensors(model)
-    mine = {
-        name: (tuple(here[name].shape), sample_values(name, here[name]))
+    tensors = named_tensors(model)
+    own_samples = {
+        name: (tuple(tensors[name].shape), sample_values(name, tensors[name]))
         for name in names
-        if name in here
+        if name in tensors
     }
-    found: dict[str, tuple[tuple[int, ...], dict[int, bytes]]] = {}
-    for part in peers.gather(mine):
+    samples: dict[str, tuple[tuple[int, ...], dict[int, bytes]]] = {}
+    for part in peers.gather(own_samples):
         for name, (shape, values) in part.items():
-            found.setdefault(name, (shape, {}))[1].update(values)
-    digest, missing = hashlib.sha256(), [name for name in names if name not in found]
+            samples.setdefault(name, (shape, {}))[1].update(values)
+    digest, missing = hashlib.sha256(), [name for name in names if name not in samples]
     for name in names:
-        if name in found:
-            shape, values = found[name]
+        if name in samples:
+            shape, values = samples[name]
             count = 1
             for size in shape:
                 count *= size
             digest.update(f"{name} {shape}".encode())
-            digest.update(b"".join(values[place] for place in sample_places(name, count)))
+            digest.update(b"".join(values[offset] for offset in sample_places(name, count)))
     return digest.hexdigest()[:16], missing

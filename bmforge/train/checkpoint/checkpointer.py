@@ -90,16 +90,18 @@ def save_checkpoint(
     """
     peers = Peers()
     folder = Path(directory)
-    told = None if base is None else describe_base(model, base, peers)
-    snapshot = take_snapshot(model, optimizer, step=step, state=state, rank=peers.rank, base=told)
+    base_record = None if base is None else describe_base(model, base, peers)
+    snapshot = take_snapshot(
+        model, optimizer, step=step, state=state, rank=peers.rank, base=base_record
+    )
     if blocking or snapshot.is_late:
         try:
             publish(folder, snapshot, peers)
         finally:
             peers.close()
     else:
-        given = (folder, snapshot, peers)
-        threading.Thread(target=_publish_or_warn, args=given, name="save checkpoint").start()
+        arguments = (folder, snapshot, peers)
+        threading.Thread(target=_publish_or_warn, args=arguments, name="save checkpoint").start()
     return folder / step_name(step)
 
 
@@ -136,13 +138,13 @@ def load_checkpoint(
     """
     peers = Peers()
     try:
-        one, candidates = peers.broadcast(run_on_first(lambda: _candidates(Path(path))))
+        single, candidates = peers.broadcast(run_on_first(lambda: _candidates(Path(path))))
         if not candidates:
             raise CheckpointError(
                 f"no checkpoint in {path}. Needed: a directory named like {step_name(1000)}, or a "
                 "folder that holds some"
             )
-        if one:
+        if single:
             return _load_one(candidates[0], model, optimizer, peers, strict)[1]
         return _load_newest_sound(candidates, model, optimizer, peers, strict)[1]
     finally:
@@ -186,8 +188,8 @@ def _load_one(
 def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
     """Verify one checkpoint, distributing the hashing; every process gets the same result."""
     manifest: dict[str, Any] = peers.broadcast(run_on_first(lambda: read_manifest(path)))
-    found = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
-    problems = [problem for part in found for problem in part]
+    damage = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
+    problems = [problem for part in damage for problem in part]
     if problems:
         raise DamagedCheckpointError(f"checkpoint {path} is damaged: " + "; ".join(problems))
     return manifest
@@ -271,8 +273,10 @@ class Checkpointer:
             self._check()
         if self._base is not None and self._told is None:
             self._told = describe_base(model, self._base, self._peers)
-        rank, told = self._peers.rank, self._told
-        snapshot = take_snapshot(model, optimizers, step=step, state=state, rank=rank, base=told)
+        rank, base_record = self._peers.rank, self._told
+        snapshot = take_snapshot(
+            model, optimizers, step=step, state=state, rank=rank, base=base_record
+        )
         self._fault("snapshot")
         if not self._asynchronous or snapshot.is_late:
             self._write(snapshot)
@@ -298,13 +302,13 @@ class Checkpointer:
 
     def _publish(self, snapshot: Snapshot) -> None:
         """Write a checkpoint; if it does not fit, delete the oldest one and retry."""
-        given = self.directory, snapshot, self._peers, self._fault, self._sound
+        arguments = self.directory, snapshot, self._peers, self._fault, self._sound
         try:
-            publish(*given)
+            publish(*arguments)
         except NoRoomError:
             if not self._peers.broadcast(self._peers.rank == 0 and self._make_room(snapshot.step)):
                 raise
-            publish(*given)
+            publish(*arguments)
 
     def _make_room(self, step: int) -> bool:
         try:
@@ -323,10 +327,10 @@ class Checkpointer:
         """
         self.wait()
         peers = self._peers
-        found = peers.broadcast(run_on_first(lambda: find_checkpoints(self.directory)))
-        if not found:
+        paths = peers.broadcast(run_on_first(lambda: find_checkpoints(self.directory)))
+        if not paths:
             return None
-        return _load_newest_sound(found, model, optimizers, peers, strict=True)
+        return _load_newest_sound(paths, model, optimizers, peers, strict=True)
 
     def wait(self) -> None:
         """Wait for the running save; `last_error` is then the result of the last one."""
@@ -347,8 +351,8 @@ class Checkpointer:
             stopped: True if a signal has ended the run before its last step.
         """
         self.wait()
-        found = find_checkpoints(self.directory)
-        newest = f"step {step_of(found[0])}" if found else "none"
+        paths = find_checkpoints(self.directory)
+        newest = f"step {step_of(paths[0])}" if paths else "none"
         if self.last_error is not None:
             get_logger().error(
                 "the checkpoint of step %d could not be written (%s); the newest on disk: %s",

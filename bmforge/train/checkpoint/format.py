@@ -109,8 +109,8 @@ def find_checkpoints(directory: str | Path) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [(step_of(path), path) for path in directory.iterdir() if path.is_dir()]
-    return [path for step, path in sorted(found, key=_newest_first) if step is not None]
+    steps = [(step_of(path), path) for path in directory.iterdir() if path.is_dir()]
+    return [path for step, path in sorted(steps, key=_newest_first) if step is not None]
 
 
 def _newest_first(item: tuple[int | None, Path]) -> int:
@@ -245,8 +245,8 @@ def find_damage(
         parts: number of processes that share the work.
     """
     names = sorted(manifest["files"])[part::parts]
-    found = (damage_of(Path(path), name, manifest["files"][name]) for name in names)
-    return [problem for problem in found if problem is not None]
+    damage = (damage_of(Path(path), name, manifest["files"][name]) for name in names)
+    return [problem for problem in damage if problem is not None]
 
 
 def file_path(path: Path, name: str, record: dict[str, Any]) -> Path:

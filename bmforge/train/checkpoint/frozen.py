@@ -94,29 +94,31 @@ def _shared(manifest: dict[str, Any]) -> dict[str, Any]:
     return {name: record for name, record in manifest["files"].items() if record.get("shared")}
 
 
-def find_changed(final: Path, snapshot: Snapshot, known: Known) -> frozenset[str]:
+def find_changed(final: Path, snapshot: Snapshot, recorded: Known) -> frozenset[str]:
     """Return the tensors that cannot refer to an existing file, as far as this process knows.
 
     They are not frozen here, or this process has a chunk that differs from the stored one.
     """
     changed = {name for name in snapshot.records if name.startswith("model/")} - snapshot.frozen
-    with ChunkReader(final, known) as reader:
+    with ChunkReader(final, recorded) as reader:
         for name, box in snapshot.boxes.items():
-            if name in snapshot.frozen and not _is_known(name, box, snapshot, known, reader):
+            if name in snapshot.frozen and not _is_known(name, box, snapshot, recorded, reader):
                 changed.add(name)
     return frozenset(changed)
 
 
-def _is_known(name: str, box: Box, snapshot: Snapshot, known: Known, reader: ChunkReader) -> bool:
-    record, source = known["tensors"].get(name), snapshot.tensors[name]
+def _is_known(
+    name: str, box: Box, snapshot: Snapshot, recorded: Known, reader: ChunkReader
+) -> bool:
+    record, source = recorded["tensors"].get(name), snapshot.tensors[name]
     if record is None or any(record[k] != v for k, v in snapshot.records[name].items()):
         return False
     part = describe_part(box)
     for chunk in record["chunks"]:
         if {key: chunk[key] for key in part} == part:
             return bool(chunk["sha256"] == hash_values(source))
-    kept, mine = reader.read(name, box), source.read()
-    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (kept, mine)))
+    stored, current = reader.read(name, box), source.read()
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (stored, current)))
 
 
 def describe_part(box: Box) -> dict[str, Any]:

@@ -152,10 +152,10 @@ def check_fit(
     ]
     # A process may have no optimizer: a pipeline stage without trained parameters.
     if manifest["optimizer"] is not None and any(fit.parameters for fit in compared):
-        held = set(manifest["optimizer"]).difference(*(fit.parameters for fit in compared))
+        unexpected = set(manifest["optimizer"]).difference(*(fit.parameters for fit in compared))
         problems += [
             _Problem(f"no optimizer holds {name}, which one did when saved")
-            for name in sorted(held)
+            for name in sorted(unexpected)
         ]
     if not problems:
         return
@@ -268,13 +268,13 @@ def _state_tensor(
     `step` counter is on the host unless the optimizer is fused or capturable.
     """
     saved_name = state_tensor_name(name, key)
-    whole = reader.whole_box(saved_name)
+    full_box = reader.whole_box(saved_name)
     present = optimizer.state.get(parameter, {}).get(key)
     if isinstance(present, DTensor):
         return _read_like(reader, saved_name, present)
-    if key != "step" and whole.lengths == tuple(parameter.shape):
+    if key != "step" and full_box.lengths == tuple(parameter.shape):
         return _read_like(reader, saved_name, parameter)
-    value = reader.read(saved_name, whole)
+    value = reader.read(saved_name, full_box)
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return value if on_host else value.to(local_tensor(parameter).device)
 
@@ -292,16 +292,16 @@ def _restore_groups(
     model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]
 ) -> None:
     """Set the saved hyper-parameters of every parameter group."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    entries_of_group: dict[int, list[dict[str, Any]]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for name, _, group, optimizer in optimizer_parameters(model, optimizers):
         entry = saved.get(name)
         if entry is not None and entry["optimizer"] == kind_of(optimizer):
             groups[id(group)] = group
-            found.setdefault(id(group), []).append(entry["group"])
+            entries_of_group.setdefault(id(group), []).append(entry["group"])
     for key, group in groups.items():
-        first = found[key][0]
-        if any(other != first for other in found[key]):
+        first = entries_of_group[key][0]
+        if any(other != first for other in entries_of_group[key]):
             get_logger().warning(
                 "a parameter group now joins parameters that were saved with different settings; "
                 "it keeps its own"

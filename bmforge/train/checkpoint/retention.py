@@ -44,13 +44,13 @@ def make_room(directory: Path, step: int, keep_last: int, keep_every: int | None
 
     At least one valid checkpoint stays. Return True if any was removed.
     """
-    found = find_checkpoints(directory)
-    past = [path for path in found if (step_of(path) or 0) <= step]
+    paths = find_checkpoints(directory)
+    past = [path for path in paths if (step_of(path) or 0) <= step]
     if len(past) < 2:
         return False
     verify_checkpoint(past[0])
     remove_old(directory, step, max(1, keep_last - 1), keep_every)
-    gone = [path.name for path in found if not path.exists()]
+    gone = [path.name for path in paths if not path.exists()]
     if gone:
         get_logger().warning(
             "no room for one more checkpoint: %s removed before %s is written",

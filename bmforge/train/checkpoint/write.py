@@ -139,19 +139,19 @@ def publish(
     if opened.value is None:
         _keep_the_same(final, snapshot, peers)
         return
-    folder, known = opened.value
+    folder, recorded = opened.value
     temporary = directory / folder
-    outcomes = peers.gather(_attempt(_weigh_share, final, snapshot, known))
+    outcomes = peers.gather(_attempt(_weigh_share, final, snapshot, recorded))
     if all(outcome.error is None for outcome in outcomes):
         shares = [outcome.value for outcome in outcomes]
         outcomes = [_attempt(_check_room, shares)]
     if all(outcome.error is None for outcome in outcomes):
         changed = frozenset().union(*(share.changed for share in shares))
-        given = temporary, snapshot, known, changed, peers, fault
-        outcomes = peers.gather(_attempt(_write_own_share, *given))
+        arguments = temporary, snapshot, recorded, changed, peers, fault
+        outcomes = peers.gather(_attempt(_write_own_share, *arguments))
     verdict = _Outcome()
     if first:
-        verdict = _attempt(_finish, temporary, final, outcomes, snapshot, known, fault)
+        verdict = _attempt(_finish, temporary, final, outcomes, snapshot, recorded, fault)
         sound.update(verdict.value or ())
         shutil.rmtree(temporary, ignore_errors=True)
     _raise_failure(final, peers.broadcast(verdict))
@@ -166,10 +166,10 @@ class _ShareWeight:
     free_bytes: int
 
 
-def _weigh_share(final: Path, snapshot: Snapshot, known: Known) -> _ShareWeight:
-    changed = find_changed(final, snapshot, known)
-    kept = snapshot.frozen - changed
-    needed = sum(s.size_bytes for name, s in snapshot.tensors.items() if name not in kept)
+def _weigh_share(final: Path, snapshot: Snapshot, recorded: Known) -> _ShareWeight:
+    changed = find_changed(final, snapshot, recorded)
+    unchanged = snapshot.frozen - changed
+    needed = sum(s.size_bytes for name, s in snapshot.tensors.items() if name not in unchanged)
     return _ShareWeight(changed, needed, shutil.disk_usage(final.parent).free)
 
 
@@ -199,10 +199,10 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
             return None
         except DamagedCheckpointError as error:
             get_logger().warning("%s; it will be moved aside and saved anew", error)
-    known = known_frozen(final.parent, sound)
+    recorded = known_frozen(final.parent, sound)
     temporary = final.parent / f"{TEMPORARY_PREFIX}{final.name}-{os.urandom(4).hex()}"
     temporary.mkdir(parents=True)
-    return temporary.name, known
+    return temporary.name, recorded
 
 
 def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
@@ -232,13 +232,13 @@ def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
         if saved.get(name) != entry:
             return f"how the optimizer has {name}"
     for name, record in snapshot.records.items():
-        known = manifest["tensors"].get(name, {})
-        if any(known.get(key) != value for key, value in record.items()):
+        saved_record = manifest["tensors"].get(name, {})
+        if any(saved_record.get(key) != value for key, value in record.items()):
             return f"dtype or shape of {name}"
     with ChunkReader(path, manifest) as reader:
         for name, box in snapshot.boxes.items():
-            mine = snapshot.tensors[name].read()
-            bits = [t.reshape(-1).view(torch.uint8) for t in (mine, reader.read(name, box))]
+            own = snapshot.tensors[name].read()
+            bits = [t.reshape(-1).view(torch.uint8) for t in (own, reader.read(name, box))]
             if not torch.equal(*bits):
                 return f"the values of {name}"
     return None
@@ -247,7 +247,7 @@ def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
 def _write_own_share(
     temporary: Path,
     snapshot: Snapshot,
-    known: Known,
+    recorded: Known,
     changed: frozenset[str],
     peers: Peers,
     fault: Fault,
@@ -257,23 +257,23 @@ def _write_own_share(
     Frozen tensors that have changed are written to the shard, since they may change again.
     """
     name = shard_name(peers.rank, peers.world_size)
-    kept = snapshot.frozen - changed
-    added = (snapshot.frozen & changed) - known["tensors"].keys()
+    unchanged = snapshot.frozen - changed
+    added = (snapshot.frozen & changed) - recorded["tensors"].keys()
     new = {n: s for n, s in snapshot.tensors.items() if n in added}
-    rest = {n: s for n, s in snapshot.tensors.items() if n not in kept and n not in new}
+    to_write = {n: s for n, s in snapshot.tensors.items() if n not in unchanged and n not in new}
     files: dict[str, Any] = {}
-    parts = {n: {"file": name, "key": n, **describe_part(snapshot.boxes[n])} for n in rest}
+    parts = {n: {"file": name, "key": n, **describe_part(snapshot.boxes[n])} for n in to_write}
     if new:
         frozen, files[frozen] = write_frozen(temporary, peers.rank, new)
         for key, source in new.items():
             where = {"file": frozen, "key": key, **describe_part(snapshot.boxes[key])}
             parts[key] = {**where, "sha256": hash_values(source)}
     generators = {key: Source(tensor) for key, tensor in snapshot.rng.items()}
-    files[name] = write_shard(temporary / name, {**rest, **generators}, fault)
+    files[name] = write_shard(temporary / name, {**to_write, **generators}, fault)
     return {
         "files": files,
         "parts": parts,
-        "kept": sorted(kept & snapshot.tensors.keys()),
+        "kept": sorted(unchanged & snapshot.tensors.keys()),
         "records": snapshot.records,
         "optimizer": snapshot.optimizer,
     }
@@ -284,7 +284,7 @@ def _finish(
     final: Path,
     outcomes: list[_Outcome],
     snapshot: Snapshot,
-    known: Known,
+    recorded: Known,
     fault: Fault,
 ) -> list[str]:
     """On rank 0: write the manifest, publish the directory, then move `latest`.
@@ -297,9 +297,9 @@ def _finish(
         kind = NoRoomError if any(o.no_room for o in outcomes) else CheckpointError
         raise kind("; ".join(failures))
     fault("exchanged")
-    manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot, known)
+    manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot, recorded)
     shared = [name for name, record in manifest["files"].items() if record.get("shared")]
-    added = [name for name in shared if name not in known["files"]]
+    added = [name for name in shared if name not in recorded["files"]]
     publish_frozen(temporary, final.parent, added)
     fault("frozen-kept")
     content = json.dumps(manifest, separators=(",", ":")).encode()
@@ -329,7 +329,7 @@ def _move_latest(final: Path, fault: Fault) -> None:
 
 
 def _build_manifest(
-    entries: list[dict[str, Any]], snapshot: Snapshot, known: Known
+    entries: list[dict[str, Any]], snapshot: Snapshot, recorded: Known
 ) -> dict[str, Any]:
     """Merge all processes' entries; raises CheckpointError if any part of a tensor is missing."""
     tensors: dict[str, Any] = {}
@@ -342,17 +342,17 @@ def _build_manifest(
         for name, part in entry["parts"].items():
             tensors[name]["chunks"].append(part)
         for name in entry["kept"]:
-            tensors[name] = known["tensors"][name]
+            tensors[name] = recorded["tensors"][name]
             named = {chunk["file"] for chunk in tensors[name]["chunks"]}
-            files |= {file: known["files"][file] for file in named}
+            files |= {file: recorded["files"][file] for file in named}
         if entry["optimizer"] is not None:
             optimizer = {**(optimizer or {}), **entry["optimizer"]}
     for name, record in tensors.items():
-        held = sum(_product(chunk["lengths"]) for chunk in record["chunks"])
-        if held != _product(record["shape"]):
+        covered = sum(_product(chunk["lengths"]) for chunk in record["chunks"])
+        if covered != _product(record["shape"]):
             raise CheckpointError(
                 f"{name} has {_product(record['shape'])} elements but the processes together wrote "
-                f"{held}"
+                f"{covered}"
             )
     version = 2 if any("shared" in record for record in files.values()) else 1
     return {

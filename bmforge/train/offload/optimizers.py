@@ -141,8 +141,8 @@ class _KeptElsewhere:
 
     def send_away(self, parameters: Iterable[Away]) -> None:
         """Register offloaded parameters and move their checkpoint state to its storage."""
-        for one in parameters:
-            self.away[id(one.parameter)] = one
+        for offloaded in parameters:
+            self.away[id(offloaded.parameter)] = offloaded
         self.is_waiting = False
         for parameter, values in self.waiting.items():
             self.write_state(parameter, {k: _put_back(parameter, v) for k, v in values.items()})
@@ -150,43 +150,43 @@ class _KeptElsewhere:
 
     def read_state(self, parameter: Tensor) -> dict[str, Any]:
         """Return a parameter's state: tensors, or the storage of offloaded ones."""
-        one = self.away.get(id(parameter))
+        offloaded = self.away.get(id(parameter))
         if parameter in self.waiting:
-            kept = self.waiting[parameter]
-            return {name: _put_back(parameter, value) for name, value in kept.items()}
-        if one is None:
+            values = self.waiting[parameter]
+            return {name: _put_back(parameter, value) for name, value in values.items()}
+        if offloaded is None:
             return self.state.get(parameter, {})
-        one.wait()
-        if not one.steps:
+        offloaded.wait()
+        if not offloaded.steps:
             return {}
-        return {**self._counted(one), **one.homes}
+        return {**self._counted(offloaded), **offloaded.homes}
 
     def write_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
         """Set a parameter's state from a checkpoint."""
         if self.is_waiting:
             self.waiting[parameter] = {name: _take_off(value) for name, value in values.items()}
             return
-        one = self.away.get(id(parameter))
-        if one is None:
+        offloaded = self.away.get(id(parameter))
+        if offloaded is None:
             self.state[parameter] = values
             return
-        one.wait()
-        one.steps = int(values.get("step", 1)) if values else 0  # empty: never updated
-        for name, home in one.homes.items():
+        offloaded.wait()
+        offloaded.steps = int(values.get("step", 1)) if values else 0  # empty: never updated
+        for name, home in offloaded.homes.items():
             if values:
                 home.put(0, local_tensor(values[name]).to(home.dtype).cpu())
             else:
                 home.clear()
 
-    def _counted(self, one: Away) -> dict[str, Any]:
+    def _counted(self, offloaded: Away) -> dict[str, Any]:
         return {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including offloaded ones."""
-        for one in self.away.values():
-            one.early = None
-            if one.left is not None:
-                one.left.clear()
+        for offloaded in self.away.values():
+            offloaded.early = None
+            if offloaded.left is not None:
+                offloaded.left.clear()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
@@ -218,47 +218,49 @@ class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the parameters; offloaded ones are complete when `Away.wait` returns."""
-        found = [
+        ready = [
             (self.away[id(p)], group)
             for group in self.param_groups
             for p in group["params"]
             if id(p) in self.away
         ]
-        for one, group in sorted(found, key=lambda pair: pair[0].order):
-            gradient = one.take_gradient()
+        for offloaded, group in sorted(ready, key=lambda pair: pair[0].order):
+            gradient = offloaded.take_gradient()
             if gradient is not None:
-                one.begin_step()
+                offloaded.begin_step()
                 numbers = {name: group[name] for name in ("lr", "weight_decay", "eps", "betas")}
-                work = partial(_step_adamw, one, gradient, numbers, float(one.steps))
-                one.tickets.append(one.engine.run(work, f"step of parameter {one.order}"))
+                work = partial(_step_adamw, offloaded, gradient, numbers, float(offloaded.steps))
+                offloaded.tickets.append(
+                    offloaded.engine.run(work, f"step of parameter {offloaded.order}")
+                )
         return super().step(closure)
 
-    def _counted(self, one: Away) -> dict[str, Any]:
-        return {"step": torch.tensor(float(one.steps))}
+    def _counted(self, offloaded: Away) -> dict[str, Any]:
+        return {"step": torch.tensor(float(offloaded.steps))}
 
 
-def _step_adamw(one: Away, gradient: Gradient, numbers: Group, step: float) -> None:
-    mean, square = one.homes["exp_avg"], one.homes["exp_avg_sq"]
+def _step_adamw(offloaded: Away, gradient: Gradient, numbers: Group, step: float) -> None:
+    mean, square = offloaded.homes["exp_avg"], offloaded.homes["exp_avg_sq"]
     # Use the one-pass kernel if it saves a pass: a 16-bit gradient, 16-bit weights, or scaling.
     kernel = load_adam_kernel() if mean.dtype == torch.float32 else None
     kernel = kernel if len(gradient.factors) <= 1 else None
     for start in range(0, mean.numel, _CHUNK_ELEMENTS):
         stop = min(start + _CHUNK_ELEMENTS, mean.numel)
-        weights = one.weights(start, stop)
+        weights = offloaded.weights(start, stop)
         moments = mean.fetch(start, stop), square.fetch(start, stop)
         narrow = None
         if kernel is None:
             step_plain(weights, gradient.read(start, stop), *moments, numbers, step)
         else:
-            narrow = one.new_narrow(stop - start)
+            narrow = offloaded.new_narrow(stop - start)
             scale = gradient.factors[0] if gradient.factors else 1.0
             part = gradient.part(start, stop)
             kernel.step(weights, part, *moments, numbers, step, scale=scale, narrow=narrow)
         mean.put(start, moments[0])
         square.put(start, moments[1])
-        copied = one.put_weights(start, weights, narrow)
+        copied = offloaded.put_weights(start, weights, narrow)
         if copied is not None:
-            one.tickets.append(copied)
+            offloaded.tickets.append(copied)
 
 
 class OffloadedMuon(_KeptElsewhere, Muon):
@@ -276,38 +278,40 @@ class OffloadedMuon(_KeptElsewhere, Muon):
         todo = []
         for group in self.param_groups:
             for p in group["params"]:
-                one = self.away.get(id(p))
-                gradient = None if one is None else one.take_gradient()
-                if one is not None and gradient is not None:
-                    todo.append((one, gradient, group))
+                offloaded = self.away.get(id(p))
+                gradient = None if offloaded is None else offloaded.take_gradient()
+                if offloaded is not None and gradient is not None:
+                    todo.append((offloaded, gradient, group))
         buffers: dict[int, list[Tensor]] = {0: []}
-        for index, (one, gradient, group) in enumerate(todo):
+        for index, (offloaded, gradient, group) in enumerate(todo):
             if index == 0:
-                _fetch_momentum(one, buffers[0])
+                _fetch_momentum(offloaded, buffers[0])
             buffers[index + 1] = []
             if index + 1 < len(todo):
                 _fetch_momentum(todo[index + 1][0], buffers[index + 1])
-            one.wait()
+            offloaded.wait()
             (buffer,) = buffers.pop(index)
-            one.begin_step()
-            _step_muon(one, gradient, buffer, group)
+            offloaded.begin_step()
+            _step_muon(offloaded, gradient, buffer, group)
         return super().step(closure)
 
 
-def _fetch_momentum(one: Away, into: list[Tensor]) -> None:
-    home = one.homes["momentum_buffer"]
-    one.tickets.append(one.engine.run(lambda: into.append(home.fetch()), f"momentum {one.order}"))
+def _fetch_momentum(offloaded: Away, into: list[Tensor]) -> None:
+    home = offloaded.homes["momentum_buffer"]
+    offloaded.tickets.append(
+        offloaded.engine.run(lambda: into.append(home.fetch()), f"momentum {offloaded.order}")
+    )
 
 
-def _step_muon(one: Away, gradient: Gradient, buffer: Tensor, group: Group) -> None:
-    parameter, home = one.parameter, one.homes["momentum_buffer"]
+def _step_muon(offloaded: Away, gradient: Gradient, buffer: Tensor, group: Group) -> None:
+    parameter, home = offloaded.parameter, offloaded.homes["momentum_buffer"]
     local = local_tensor(parameter.detach())
-    weights = one.weights(0, home.numel)
-    here = [t.to(local.device) for t in (weights, gradient.read(0, home.numel), buffer)]
-    target, grad, momentum = (t.view(local.shape) for t in here)
+    weights = offloaded.weights(0, home.numel)
+    tensors = [t.to(local.device) for t in (weights, gradient.read(0, home.numel), buffer)]
+    target, grad, momentum = (t.view(local.shape) for t in tensors)
     update_(target, grad, momentum, parameter, group)
-    if one.master is not None:
+    if offloaded.master is not None:
         if not is_streamed(parameter):
             local.copy_(target)
-        one.master.put(0, target.to(weights.device))
+        offloaded.master.put(0, target.to(weights.device))
     home.put(0, momentum.to(buffer.device))

@@ -109,8 +109,8 @@ class StateOffload:
     def wait(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Wait until these parameters, or all of them, contain the last update."""
         if parameters is None:
-            for one in self._away.values():
-                one.wait()
+            for offloaded in self._away.values():
+                offloaded.wait()
             return
         for parameter in parameters:
             waited = self._away.get(id(parameter))
@@ -125,19 +125,19 @@ class StateOffload:
         """
         self.wait()
         reshard_(self._model)
-        for one in self._away.values():
-            if one.left is not None:
-                one.left.close()
-                one.left = None
+        for offloaded in self._away.values():
+            if offloaded.left is not None:
+                offloaded.left.close()
+                offloaded.left = None
         change_dtype_(self._model, self._narrow, torch.float32)
-        for key, one in self._away.items():
-            if one.master is None or is_streamed(one.parameter):
+        for key, offloaded in self._away.items():
+            if offloaded.master is None or is_streamed(offloaded.parameter):
                 continue
             if key in self._narrow:
-                local = local_tensor(one.parameter)
-                local.copy_(one.master.fetch().view(local.shape))
-            note_(one.parameter, master=None)
-            one.master = None
+                local = local_tensor(offloaded.parameter)
+                local.copy_(offloaded.master.fetch().view(local.shape))
+            note_(offloaded.parameter, master=None)
+            offloaded.master = None
         self._narrow = set()
         while self._hooks:
             self._hooks.pop().remove()
@@ -167,8 +167,10 @@ class StateOffload:
         if self._leaves and self._away:
             self._let_gradients_leave()
         for optimizer in self._optimizers():
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            optimizer.send_away(one for key, one in self._away.items() if key in held)
+            parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            optimizer.send_away(
+                offloaded for key, offloaded in self._away.items() if key in parameter_ids
+            )
         self._take_over_streaming()
         if self._away:
             self._hooks = wait_before_use(self._model, self.wait)
@@ -196,12 +198,12 @@ class StateOffload:
         local = local_tensor(parameter.detach())
         _, states = self._homes[id(parameter)]
         homes = {name: self._home(local, signed) for name, signed in states.items()}
-        one = Away(parameter, order, self.engine, homes)
+        offloaded = Away(parameter, order, self.engine, homes)
         if self._has_master(parameter):
-            one.master = Home(local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk)
-            one.master.put(0, source_of(parameter).read())
-            note_(parameter, master=one.master)
-        return one
+            offloaded.master = Home(local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk)
+            offloaded.master.put(0, source_of(parameter).read())
+            note_(parameter, master=offloaded.master)
+        return offloaded
 
     def _has_master(self, parameter: Tensor) -> bool:
         """Return True if a master copy is updated: of device, streamed or narrow parameters."""
@@ -215,8 +217,8 @@ class StateOffload:
             streamer.forget()
             streamer.read = partial(_read_stepped, named, streamer.read)
             for name in streamer.names:
-                if (one := named.get(name)) is not None:
-                    one.changed = streamer.forget
+                if (offloaded := named.get(name)) is not None:
+                    offloaded.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
         """Return the parameters of which the device keeps bfloat16 copies only.
@@ -232,13 +234,17 @@ class StateOffload:
 
     def _let_gradients_leave(self) -> None:
         late = self._summed_late()
-        largest = max(local_tensor(one.parameter).numel() for one in self._away.values())
+        largest = max(
+            local_tensor(offloaded.parameter).numel() for offloaded in self._away.values()
+        )
         self._backlog = Backlog(max(_SMALLEST_BACKLOG_BYTES, 8 * largest))
-        for key, one in self._away.items():
+        for key, offloaded in self._away.items():
             if key not in late:
-                label = f"parameter {one.order}"
-                disk = self._disk if is_streamed(one.parameter) else None
-                one.left = LeftGradient(one.parameter, self.engine, self._backlog, disk, label)
+                label = f"parameter {offloaded.order}"
+                disk = self._disk if is_streamed(offloaded.parameter) else None
+                offloaded.left = LeftGradient(
+                    offloaded.parameter, self.engine, self._backlog, disk, label
+                )
 
     def _home(self, local: Tensor, signed: bool) -> Home:
         kind = self.config.states
@@ -268,9 +274,11 @@ class StateOffload:
 
 def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
     """Raise for parameters in half precision: optimizer states need fp32 weights."""
-    held = {id(p) for p in parameters}
+    offloaded_ids = {id(p) for p in parameters}
     narrow = [
-        n for n, p in model.named_parameters() if id(p) in held and p.dtype != wide_dtype(p.dtype)
+        n
+        for n, p in model.named_parameters()
+        if id(p) in offloaded_ids and p.dtype != wide_dtype(p.dtype)
     ]
     if narrow:
         raise ConfigError(
@@ -290,9 +298,9 @@ def _read_stepped(
     named: Mapping[str, Any], before: Callable[[str, Tensor], None], name: str, target: Tensor
 ) -> None:
     """Fill a tensor with the updated value if the parameter is trained, else the original value."""
-    one = named.get(name)
-    if one is None or one.master is None:
+    offloaded = named.get(name)
+    if offloaded is None or offloaded.master is None:
         before(name, target)
         return
-    one.wait()
-    one.master.fill(target)
+    offloaded.wait()
+    offloaded.master.fill(target)

@@ -150,12 +150,19 @@ class AdamKernel:
             scale: factor applied to the gradient first.
             narrow: bf16 output for the updated weights.
         """
-        whole = weights.numel() // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS
-        if whole < weights.numel():  # torch uses other operations for an incomplete vector
-            scaled = gradient[whole:].float() * scale
-            step_plain(weights[whole:], scaled, mean[whole:], square[whole:], group, step)
+        num_vectorized = weights.numel() // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS
+        if num_vectorized < weights.numel():  # torch uses other operations for an incomplete vector
+            scaled = gradient[num_vectorized:].float() * scale
+            step_plain(
+                weights[num_vectorized:],
+                scaled,
+                mean[num_vectorized:],
+                square[num_vectorized:],
+                group,
+                step,
+            )
             if narrow is not None:
-                narrow[whole:].copy_(weights[whole:])
+                narrow[num_vectorized:].copy_(weights[num_vectorized:])
         beta1, beta2 = group["betas"]
         numbers = (ctypes.c_float * 8)(
             scale,
@@ -168,7 +175,7 @@ class AdamKernel:
             group["eps"],
         )
         self._run(
-            ctypes.c_int64(whole),
+            ctypes.c_int64(num_vectorized),
             ctypes.c_int(torch.get_num_threads()),
             numbers,
             ctypes.c_void_p(weights.data_ptr()),
@@ -210,6 +217,6 @@ def _gives_torchs_bits(kernel: AdamKernel) -> bool:
         weights, mean, square = got
         kernel.step(weights, gradient, mean, square, group, number + 1.0, narrow=narrow)
         pairs = [*zip(want, got, strict=True), (want[0].bfloat16(), narrow)]
-        if not all(torch.equal(one, other) for one, other in pairs):
+        if not all(torch.equal(first, other) for first, other in pairs):
             return False
     return True

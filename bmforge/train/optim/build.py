@@ -175,16 +175,16 @@ def build_optimizers(
     _check_trainable(model, config, named, hidden)
     check_globs(model, config.groups)
     taken = {name for name, _ in hidden}
-    rest = [(name, parameter) for name, parameter in named if name not in taken]
+    others = [(name, parameter) for name, parameter in named if name not in taken]
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
         optimizers.append(_muon(hidden, config, offloaded))
-    if rest and config.name == "sgd":
+    if others and config.name == "sgd":
         momentum = 0.9 if config.momentum is None else config.momentum
-        groups = make_groups(rest, config.lr, config.weight_decay, config.groups)
+        groups = make_groups(others, config.lr, config.weight_decay, config.groups)
         optimizers.append(torch.optim.SGD(groups, momentum=momentum))
-    elif rest:
-        optimizers.append(_adamw(rest, config, offloaded))
+    elif others:
+        optimizers.append(_adamw(others, config, offloaded))
     return optimizers
 
 
@@ -195,14 +195,14 @@ def _check_trainable(
     hidden: Named,
 ) -> None:
     """Raise if there are no trainable parameters on any stage of the pipeline."""
-    found, pipeline = [len(named), len(hidden)], pipeline_of(model)
+    numbers, pipeline = [len(named), len(hidden)], pipeline_of(model)
     if pipeline is not None:
-        counts = torch.tensor(found, device=pipeline.mesh.device_type)
+        counts = torch.tensor(numbers, device=pipeline.mesh.device_type)
         dist.all_reduce(counts, group=pipeline.group)
-        found = counts.tolist()
-    if not found[0]:
+        numbers = counts.tolist()
+    if not numbers[0]:
         raise ConfigError("The model has no trainable parameter: every requires_grad is False.")
-    if config.name == "muon" and not found[1]:
+    if config.name == "muon" and not numbers[1]:
         raise ConfigError(
             "optim.name='muon' needs hidden matrices (2-dim parameters outside embeddings and "
             "heads) and this model has none that is trainable. Use optim.name='adamw'."
@@ -333,14 +333,14 @@ def _gradient_norm(parameter: Tensor) -> Tensor | None:
 
 
 def _scale_gradients_(parameters: Iterable[Tensor], coefficient: float) -> None:
-    here = []
+    gradients = []
     for parameter in parameters:
         left = left_gradient(parameter)
         if left is not None:
             left.scale_(coefficient)
         elif parameter.grad is not None:
-            here.append(local_tensor(parameter.grad))
-    for same_kind in _by_kind(here):
+            gradients.append(local_tensor(parameter.grad))
+    for same_kind in _by_kind(gradients):
         torch._foreach_mul_(same_kind, coefficient)
 
 

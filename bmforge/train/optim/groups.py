@@ -73,21 +73,23 @@ def make_groups(
     for name, parameter in named:
         fit = next((group for group in own if match_glob(name, group.glob)), None)
         parts[fit].append((name, parameter))
-    found = []
+    groups = []
     for group, part in parts.items():
         rate = lr if group is None or group.lr is None else group.lr
         has_own = group is not None and group.weight_decay is not None
         decay = group.weight_decay if group is not None and has_own else weight_decay
         assert decay is not None
-        found += [{**one, "lr": rate, "base_lr": rate} for one in _decay_groups(part, decay)]
-    return found
+        groups += [
+            {**group_part, "lr": rate, "base_lr": rate} for group_part in _decay_groups(part, decay)
+        ]
+    return groups
 
 
 def check_globs(model: nn.Module, own: Sequence[OptimGroup]) -> None:
     """Raise `ConfigError` for a group whose glob matches no parameter, on any pipeline stage."""
-    whole = getattr(model, "whole", None)
-    known = whole() if callable(whole) else model
-    names = [name for name, _ in known.named_parameters()]
+    find_whole = getattr(model, "whole", None)
+    full_model = find_whole() if callable(find_whole) else model
+    names = [name for name, _ in full_model.named_parameters()]
     match_names(names, [group.glob for group in own], "optim.groups: parameter")
 
 

@@ -129,16 +129,16 @@ def update_(target: Tensor, grad: Tensor, buffer: Tensor, parameter: Tensor, gro
     target.masked_fill_(still, 0)
 
 
-def _iteration_dtype(update: Tensor, asked: str | None) -> torch.dtype:
+def _iteration_dtype(update: Tensor, dtype_name: str | None) -> torch.dtype:
     if update.dtype == torch.float64:
         return torch.float64
-    return parse_dtype(asked or ("fp32" if update.device.type == "cpu" else "bf16"))
+    return parse_dtype(dtype_name or ("fp32" if update.device.type == "cpu" else "bf16"))
 
 
 def _whole(part: Tensor, like: Tensor) -> Tensor:
     """Return the whole matrix of which `part` is this process's shard."""
-    found = laid_out_like(part, like)
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    laid_out = laid_out_like(part, like)
+    return laid_out.full_tensor() if isinstance(laid_out, DTensor) else laid_out
 
 
 def _orthogonalize(matrix: Tensor, steps: int) -> Tensor:

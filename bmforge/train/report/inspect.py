@@ -112,10 +112,10 @@ class ActivationRecorder:
         self._mesh = mesh_of(model)
         own = {name: module for name, module in model.named_modules() if name}
         pipeline = pipeline_of(model)
-        known: Shapes = dict.fromkeys(own, ())
+        shapes: Shapes = dict.fromkeys(own, ())
         if pipeline is not None:
-            known = _join(known, pipeline.group)
-        self._modules = {n: own[n] for n in _select(known, globs, "module") if n in own}
+            shapes = _join(shapes, pipeline.group)
+        self._modules = {n: own[n] for n in _select(shapes, globs, "module") if n in own}
         self._values: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._shapes: Shapes = {}

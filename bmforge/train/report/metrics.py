@@ -143,10 +143,10 @@ def _truncate(path: Path, resume_step: int | None) -> None:
     """Drop the rows after `resume_step` by writing a temporary file and renaming it."""
     if not path.exists():
         return
-    kept = [] if resume_step is None else read_metrics(path)
+    rows = [] if resume_step is None else read_metrics(path)
     beside = path.with_name(path.name + ".tmp")
     with beside.open("w", encoding="utf-8") as file:
-        for row in kept:
+        for row in rows:
             if resume_step is not None and row["step"] <= resume_step:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
@@ -193,13 +193,13 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise MissingDependencyError("wandb", "wandb", "Weights & Biases logging") from error
-        kept = Path(run_dir) / "wandb_id"
-        if not kept.exists():
-            replace_file(kept, secrets.token_hex(8))
+        id_file = Path(run_dir) / "wandb_id"
+        if not id_file.exists():
+            replace_file(id_file, secrets.token_hex(8))
         self._run = wandb.init(
             project=project,
             name=Path(run_dir).resolve().name,
-            id=kept.read_text(encoding="utf-8"),
+            id=id_file.read_text(encoding="utf-8"),
             resume="allow",
             dir=str(run_dir),
             config=dict(config or {}),
@@ -284,11 +284,11 @@ def measure_memory(device_memory: Callable[[], int | None] | None = None) -> dic
     """
     peak = peak_resident_bytes()
     now = resident_bytes() or peak
-    found = {"memory_bytes": now, "memory_peak_bytes": max(peak, now)}
+    memory = {"memory_bytes": now, "memory_peak_bytes": max(peak, now)}
     on_device = None if device_memory is None else device_memory()
     if on_device is not None:
-        found["device_memory_bytes"] = on_device
-    return found
+        memory["device_memory_bytes"] = on_device
+    return memory
 
 
 def format_progress(

@@ -74,12 +74,12 @@ def write_report(run_dir: str | Path) -> Path:
 
 def _points(rows: Sequence[Row], key: str) -> list[Point]:
     """Return (step, value) of every row that has a finite number under `key`."""
-    found = []
+    points = []
     for row in rows:
         value = row.get(key)
         if isinstance(value, int | float) and math.isfinite(value):
-            found.append((float(row["step"]), float(value)))
-    return found
+            points.append((float(row["step"]), float(value)))
+    return points
 
 
 def _charts(rows: Sequence[Row]) -> list[str]:
@@ -202,12 +202,12 @@ def _read_results(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}. Remove it or evaluate again.") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} must hold a JSON object of numbers, not {type(found).__name__}.")
-    return found
+    if not isinstance(results, dict):
+        raise DataError(f"{path} must hold a JSON object of numbers, not {type(results).__name__}.")
+    return results
 
 
 # SVG of a chart
@@ -223,18 +223,18 @@ def _chart(title: str, curves: list[_Curve], skips: Sequence[float] = ()) -> str
     if not points:
         return f'<figure class="chart">{head}<p class="none">no values recorded</p></figure>'
     steps = [x for x, _ in points] + list(skips)
-    x_ticks = _ticks(min(steps), max(steps), whole=True)
+    x_ticks = _ticks(min(steps), max(steps), integers_only=True)
     y_ticks = _ticks(min(y for _, y in points), max(y for _, y in points))
     x_range = (min(steps), max(steps)) if min(steps) < max(steps) else (x_ticks[0], x_ticks[-1])
-    place = _Scale(x_range, (y_ticks[0], y_ticks[-1]))
+    scale = _Scale(x_range, (y_ticks[0], y_ticks[-1]))
     inside = [x for x in x_ticks if x_range[0] <= x <= x_range[1]]
-    drawn = [_axes(place, inside, y_ticks)]
+    drawn = [_axes(scale, inside, y_ticks)]
     drawn += [
-        f'<line class="skipline" x1="{place.x(s):.1f}" x2="{place.x(s):.1f}" y1="{_TOP}" '
+        f'<line class="skipline" x1="{scale.x(s):.1f}" x2="{scale.x(s):.1f}" y1="{_TOP}" '
         f'y2="{_HEIGHT - _BOTTOM}"><title>step {s:.0f} skipped</title></line>'
         for s in skips
     ]
-    drawn += [_line(curve, place) for curve in curves if curve.points]
+    drawn += [_line(curve, scale) for curve in curves if curve.points]
     return (
         f'<figure class="chart">{head}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(title)} over steps">{"".join(drawn)}</svg></figure>'
@@ -257,18 +257,18 @@ class _Scale:
         return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def _axes(place: _Scale, x_ticks: list[float], y_ticks: list[float]) -> str:
+def _axes(scale: _Scale, x_ticks: list[float], y_ticks: list[float]) -> str:
     """Return grid lines, tick labels and the name of the x axis."""
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = [
-        f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{place.y(y):.1f}" '
-        f'y2="{place.y(y):.1f}"/>'
-        f'<text x="{_LEFT - 8}" y="{place.y(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>'
+        f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{scale.y(y):.1f}" '
+        f'y2="{scale.y(y):.1f}"/>'
+        f'<text x="{_LEFT - 8}" y="{scale.y(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>'
         for y in y_ticks
     ]
     parts += [
-        f'<line class="grid" x1="{place.x(x):.1f}" x2="{place.x(x):.1f}" y1="{bottom}" '
-        f'y2="{bottom + 4}"/><text x="{place.x(x):.1f}" y="{bottom + 18}" '
+        f'<line class="grid" x1="{scale.x(x):.1f}" x2="{scale.x(x):.1f}" y1="{bottom}" '
+        f'y2="{bottom + 4}"/><text x="{scale.x(x):.1f}" y="{bottom + 18}" '
         f'text-anchor="middle">{_number(x)}</text>'
         for x in x_ticks
     ]
@@ -278,14 +278,14 @@ def _axes(place: _Scale, x_ticks: list[float], y_ticks: list[float]) -> str:
     )
 
 
-def _line(curve: _Curve, place: _Scale) -> str:
+def _line(curve: _Curve, scale: _Scale) -> str:
     """Return one curve and its points, each with its values as a tooltip."""
     points = _thin(curve.points, _MAX_POINTS)
-    path = " ".join(f"{place.x(x):.1f},{place.y(y):.1f}" for x, y in points)
+    path = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in points)
     radius = 3 if len(points) <= 60 else 2
     shown = "dot" if len(points) <= 30 else "dot hidden"
     dots = "".join(
-        f'<circle class="{shown}" cx="{place.x(x):.1f}" cy="{place.y(y):.1f}" r="{radius}">'
+        f'<circle class="{shown}" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="{radius}">'
         f"<title>{escape(curve.name)} {_number(y)} at step {x:,.0f}</title></circle>"
         for x, y in _thin(points, _MAX_DOTS)
     )
@@ -296,19 +296,19 @@ def _line(curve: _Curve, place: _Scale) -> str:
 def _thin(points: list[Point], most: int) -> list[Point]:
     """Return at most about `most` evenly spaced points, always including the last one."""
     every = max(1, math.ceil(len(points) / most))
-    kept = points[::every]
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+    thinned = points[::every]
+    return thinned if thinned[-1] == points[-1] else [*thinned, points[-1]]
 
 
-def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
+def _ticks(low: float, high: float, integers_only: bool = False) -> list[float]:
     """Return about five round numbers that enclose low .. high (seven whole ones for steps)."""
     if high <= low:
-        pad = 1.0 if whole else abs(low) * 0.1 or 1.0
+        pad = 1.0 if integers_only else abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
-    raw = (high - low) / (6 if whole else 4)
+    raw = (high - low) / (6 if integers_only else 4)
     size = 10.0 ** math.floor(math.log10(raw))
     unit = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= raw * 0.999)
-    if whole:
+    if integers_only:
         unit = max(1.0, math.ceil(unit))
     first, last = math.floor(low / unit + 1e-9), math.ceil(high / unit - 1e-9)
     digits = max(0, 12 - math.floor(math.log10(unit)))
