@@ -171,22 +171,22 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
     if config.freeze_base:
         raise ConfigError("freeze_base=True has no effect with an adapter: leave it out.")
     kind, options = KINDS[chosen.kind], chosen.options()
-    whole = list(chosen.modules_to_save)
+    saved_modules = list(chosen.modules_to_save)
     if config.new_head:
         owners = (n.rpartition(".")[0] for n in config.model.heads[config.model.head].names)
-        whole += [name for name in dict.fromkeys(owners) if name not in whole]
+        saved_modules += [name for name in dict.fromkeys(owners) if name not in saved_modules]
     targets = chosen.target_modules or ((ALL_LINEAR,) if kind is Lora else ())
     if targets:
         if kind in (ParallelAdapter, SoftPrompt):
             raise ConfigError(
                 f"adapter.target_modules has no effect with adapter.kind={chosen.kind!r}."
             )
-        options["targets"] = _resolve_targets(model, targets, whole)
+        options["targets"] = _resolve_targets(model, targets, saved_modules)
     return kind(
         model,
         name=ADAPTER_NAME,
         exclude=chosen.exclude_modules,
-        train_also=whole,
+        train_also=saved_modules,
         seed=config.seed,
         **options,
     )
@@ -223,7 +223,7 @@ def log_trained(model: nn.Module, config: Any) -> None:
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters if not p.requires_grad)
-    layers = dict.fromkeys(place.rpartition(".")[2] for place in delta.places())
+    layers = dict.fromkeys(name.rpartition(".")[2] for name in delta.places())
     get_logger().info(
         "training %s%s on %s: %d parameters, %.3f%% of the %d of the model; learning rate %g",
         type(delta).__name__,

@@ -179,9 +179,9 @@ def _choose(
     at = 0
     for example in examples:
         options = wording.options(example)
-        mine = scores[at : at + len(options)]
+        own_scores = scores[at : at + len(options)]
         at += len(options)
-        best = max(range(len(options)), key=mine.__getitem__)
+        best = max(range(len(options)), key=own_scores.__getitem__)
         chosen.append(options[best] if isinstance(example.label, str) else best)
     return chosen
 
@@ -204,16 +204,16 @@ def _pairs(
     examples: Sequence[TaskExample], wording: Wording, tokenizer: Tokenizer, config: Any
 ) -> list[list[Pair]]:
     """Return (prompt, option) pairs for all options of every example."""
-    width, traits, found = config.data.seq_len, traits_of(config.model), []
+    width, traits, pairs = config.data.seq_len, traits_of(config.model), []
     for example in examples:
         options, prompt = wording.options(example), wording.write_prompt(example)
         if traits.reads == "apart":
             read = fill_prompt(prompt, "", tokenizer, width, traits.sentinel)
             answers = encode_answers(options, tokenizer, traits.answer_sentinel)
-            found.append([Pair(read, a) for a in answers])
+            pairs.append([Pair(read, a) for a in answers])
         else:
-            found.append(continue_prompt(prompt, options, tokenizer, width))
-    return found
+            pairs.append(continue_prompt(prompt, options, tokenizer, width))
+    return pairs
 
 
 def _ask(
@@ -224,11 +224,11 @@ def _ask(
     unanswered = [example.idx for example in examples if not example.answers]
     if unanswered:
         raise DataError(f"{task.name}: these questions have no answer: {unanswered[:5]}.")
-    asked = [f"Question: {e.fields['question'].strip()} Answer:" for e in examples]
+    questions = [f"Question: {e.fields['question'].strip()} Answer:" for e in examples]
     texts = [f"Context: {e.fields['context'].strip()}" for e in examples]
     right = [example.answers[0] for example in examples]
     if traits.reads == "left":  # truncation removes the beginning, so the question comes last
-        prompts = [f"{text} {question}" for text, question in zip(texts, asked, strict=True)]
+        prompts = [f"{text} {question}" for text, question in zip(texts, questions, strict=True)]
         return [
             continue_prompt(prompt, [answer], tokenizer, width)[0]
             for prompt, answer in zip(prompts, right, strict=True)
@@ -236,5 +236,5 @@ def _ask(
     answers = encode_answers(right, tokenizer, traits.answer_sentinel)
     return [
         Pair(fill_prompt(question, text, tokenizer, width, traits.sentinel), answer)
-        for question, text, answer in zip(asked, texts, answers, strict=True)
+        for question, text, answer in zip(questions, texts, answers, strict=True)
     ]

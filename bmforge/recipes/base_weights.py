@@ -153,7 +153,7 @@ def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> 
     materialize_(model, device)
     skipped = {name for delta in list_deltas(model).values() for name in delta.names()}
     tensors = persistent_tensors(model)
-    wanted = [(name, tensor) for name, tensor in tensors.items() if name not in skipped]
-    for name, tensor in track(wanted, "quantize"):
+    to_fill = [(name, tensor) for name, tensor in tensors.items() if name not in skipped]
+    for name, tensor in track(to_fill, "quantize"):
         values = read(name)
         local_tensor(tensor.detach()).copy_(values[local_box(tensor).slices])

@@ -83,10 +83,10 @@ def cut_blanks(
         cut = min(max(cut, 1), len(ids) - 1)
         return [list(ids[:-cut])], [list(ids[-cut:])]
     noise, spans = count_spans(len(ids), config.noise_density, config.mean_span_length)
-    kept = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
+    lengths = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
     gone = divide(noise, spans, derive_key(*seed, "cut"))
     edges = [0]
-    for keep, drop in zip(kept, gone, strict=True):
+    for keep, drop in zip(lengths, gone, strict=True):
         edges += [edges[-1] + keep, edges[-1] + keep + drop]
     parts = [list(ids[a:b]) for a, b in pairwise(edges)]
     return parts[::2], parts[1::2]
@@ -115,9 +115,9 @@ class _BlankExamples:
 
     def make(self, index: int, seed: Seed) -> Example:
         """Return text `index` with blanks sampled by `seed`."""
-        kept, cut = cut_blanks(self._pieces[index].tolist(), seed, self._config)
+        contexts, cut = cut_blanks(self._pieces[index].tolist(), seed, self._config)
         ids = [self._begin]
-        for part in kept:
+        for part in contexts:
             ids += [*part, self._blank]
         ids.append(self._end)
         # The label of a position is the token that the previous one predicts: a span is followed
@@ -145,10 +145,10 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 def _open_texts(config: Any, tokenizer: GLMTokenizer, rows: World) -> TrainingData:
     model = config.model
-    known = {"sop_token_id": tokenizer.role_id("sop"), "mask_token_id": tokenizer.role_id("mask")}
-    wrong = [f"model.{n}={getattr(model, n)}" for n, id in known.items() if getattr(model, n) != id]
+    ids = {"sop_token_id": tokenizer.role_id("sop"), "mask_token_id": tokenizer.role_id("mask")}
+    wrong = [f"model.{n}={getattr(model, n)}" for n, id in ids.items() if getattr(model, n) != id]
     if wrong:
-        needed = " ".join(f"--model.{n.replace('_', '-')} {id}" for n, id in known.items())
+        needed = " ".join(f"--model.{n.replace('_', '-')} {id}" for n, id in ids.items())
         raise ConfigError(
             f"{', '.join(wrong)}: where blanks are, the model finds by these ids, which are others "
             f"in the tokenizer. Give {needed}."

@@ -115,8 +115,8 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
             raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from error
     parts = {f.name for f in dataclasses.fields(CompressConfig)}
     inner = {name: values.pop(name) for name in list(values) if name in parts}
-    given = {**values, "compress": inner, "model": model, "out": out}
-    return config_from_dict(CompressRunConfig, given)
+    values_given = {**values, "compress": inner, "model": model, "out": out}
+    return config_from_dict(CompressRunConfig, values_given)
 
 
 def run_compress(config: CompressRunConfig) -> CompressReport:
@@ -134,13 +134,13 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
         model, done = AutoModel.describe_pretrained(source)[0], list[PhaseFacts]()
         before, quality = _measure_before(config, source, model)
         for number, phase in enumerate(phases, 1):
-            place = _phase_dir(config, number, phase)
-            facts = _read_done(place)
+            phase_dir = _phase_dir(config, number, phase)
+            facts = _read_done(phase_dir)
             if facts is None:
                 get_logger().info("phase %d of %d: %s", number, len(phases), phase.name)
-                facts = _run_phase(config, phase, source, place)
+                facts = _run_phase(config, phase, source, phase_dir)
                 if world.rank == 0:
-                    CompressReport(type(model).__name__, before, (facts,)).save(place)
+                    CompressReport(type(model).__name__, before, (facts,)).save(phase_dir)
             done.append(facts)
             source = Path(facts.directory)
         report = CompressReport(type(model).__name__, before, tuple(done), quality)
@@ -176,13 +176,13 @@ def _measure_before(config: CompressRunConfig, source: Path, model: Any) -> Any:
 
 
 def _wants_figures(config: CompressRunConfig) -> bool:
-    given = config.evaluate
-    return bool(given.text or given.prepared or given.tasks)
+    evaluation = config.evaluate
+    return bool(evaluation.text or evaluation.prepared or evaluation.tasks)
 
 
 def _evaluate(config: CompressRunConfig, directory: Path) -> dict[str, float]:
-    found = evaluate_model(str(directory), config.evaluate)
-    return {f"{metric}, {what}": v for metric, part in found.items() for what, v in part.items()}
+    metrics = evaluate_model(str(directory), config.evaluate)
+    return {f"{metric}, {what}": v for metric, part in metrics.items() for what, v in part.items()}
 
 
 def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
@@ -206,33 +206,37 @@ def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
     find_recipe(config.task, config.model)
 
 
-def _read_done(place: Path) -> PhaseFacts | None:
+def _read_done(directory: Path) -> PhaseFacts | None:
     """Return the report of a finished phase; None if it has not finished."""
-    if not (place / "compression.json").is_file():
+    if not (directory / "compression.json").is_file():
         return None
-    return CompressReport.load(place).phases[-1]
+    return CompressReport.load(directory).phases[-1]
 
 
-def _run_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Path) -> PhaseFacts:
+def _run_phase(
+    config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
+) -> PhaseFacts:
     """Run one phase and return its report."""
     if phase.steps:
-        facts = _train_phase(config, phase, source, place)
+        facts = _train_phase(config, phase, source, phase_dir)
     else:
-        facts = _change_at_once(config, phase, source, place)
+        facts = _change_at_once(config, phase, source, phase_dir)
     quality = _evaluate(config, Path(facts.directory)) if _wants_figures(config) else {}
     return dataclasses.replace(facts, name=phase.name, quality=quality)
 
 
-def _train_phase(config: CompressRunConfig, phase: Phase, source: Path, place: Path) -> PhaseFacts:
+def _train_phase(
+    config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
+) -> PhaseFacts:
     """Train the task with the phase's methods attached to the model."""
-    run_dir = place / "run"
+    run_dir = phase_dir / "run"
     recipe, settings = _settle_run(config, phase, source, run_dir)
     result = recipe.run(settings)
     if result.stopped:
         raise StoppedError
     run_on_first(lambda: _copy_companions(source, run_dir / _EXPORT))
-    found = CompressReport.load(run_dir / "compression").phases[-1]
-    return dataclasses.replace(found, directory=str(run_dir / _EXPORT))
+    facts = CompressReport.load(run_dir / "compression").phases[-1]
+    return dataclasses.replace(facts, directory=str(run_dir / _EXPORT))
 
 
 def _copy_companions(source: Path, export: Path) -> None:
@@ -248,18 +252,18 @@ def _settle_run(
     """Return the task's recipe and the config of its run for a phase."""
     # `source` is the model after the previous phase.
     recipe = find_recipe(config.task, str(source))
-    made = dataclasses.make_dataclass(
+    settings_class = dataclasses.make_dataclass(
         f"Small{recipe.config.__name__}",
         [("compress", PhaseConfig, field(default_factory=PhaseConfig))],
         bases=(recipe.config,),
         kw_only=True,
     )
-    made.__doc__, made.__module__ = recipe.config.__doc__, __name__
+    settings_class.__doc__, settings_class.__module__ = recipe.config.__doc__, __name__
     usual = config_to_dict(recipe.config())
     usual.pop("model")  # the sizes are those of the initial model
-    given = _merge(usual, {**config.run, "run_dir": str(run_dir), "init_from": str(source)})
-    given = _merge(given, {"train": {"steps": phase.steps}})
-    settings: Any = config_from_dict(made, given, "run.")
+    run_values = _merge(usual, {**config.run, "run_dir": str(run_dir), "init_from": str(source)})
+    run_values = _merge(run_values, {"train": {"steps": phase.steps}})
+    settings: Any = config_from_dict(settings_class, run_values, "run.")
     settings.compress = PhaseConfig(config=phase.config, calibration=config.calibration)
     settings.model_changes = ()
     return recipe, settings
@@ -277,8 +281,8 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     Raises:
         BmforgeError: a setting, the teacher or the data does not fit; or `out` exists.
     """
-    told = config.compress.distill
-    if told is None or told.teacher is None:
+    distill = config.compress.distill
+    if distill is None or distill.teacher is None:
         raise ConfigError(
             "the recipe names no teacher to ask: give [distill] teacher; for the student take a "
             "recipe with [distill] answers instead."
@@ -289,27 +293,27 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     phase = max(phases, key=lambda phase: phase.steps)
     with tempfile.TemporaryDirectory() as folder:
         recipe, settings = _settle_run(config, phase, source, Path(folder) / "run")
-        asked = {"answers": config.out, "answer_count": count}
-        settings.compress = dataclasses.replace(settings.compress, **asked)
+        changes = {"answers": config.out, "answer_count": count}
+        settings.compress = dataclasses.replace(settings.compress, **changes)
         recipe.run(settings)
     get_logger().info("kept the teacher's answers in %s: [distill] answers names them", config.out)
     return config.out
 
 
-def _merge(usual: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return nested default tables updated with the given values."""
     out = dict(usual)
-    for name, value in given.items():
+    for name, value in changes.items():
         both = isinstance(value, dict) and isinstance(out.get(name), dict)
         out[name] = _merge(out[name], value) if both else value
     return out
 
 
 def _change_at_once(
-    config: CompressRunConfig, phase: Phase, source: Path, place: Path
+    config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
 ) -> PhaseFacts:
     """Apply a phase without steps on one process, from directory to directory."""
-    target = place / _EXPORT
+    target = phase_dir / _EXPORT
 
     def make() -> None:
         return_freed_memory()  # layers are allocated and freed with many different sizes
@@ -328,11 +332,11 @@ def _change_at_once(
             return f"{report.model}, {report.after.size_bytes / 1e6:,.1f} MB"
 
         write_directory(source, target, write)
-        report.save(place / _MADE)
+        report.save(phase_dir / _MADE)
 
     run_on_first(make)
-    found = CompressReport.load(place / _MADE).phases[-1]
-    return dataclasses.replace(found, directory=str(target))
+    facts = CompressReport.load(phase_dir / _MADE).phases[-1]
+    return dataclasses.replace(facts, directory=str(target))
 
 
 def _publish(report: CompressReport, config: CompressRunConfig) -> CompressReport:
@@ -384,8 +388,8 @@ def describe_phases(config: CompressRunConfig) -> str:
     """Return a text with the phases and the estimated model size after each."""
     phases, source = _check(config)
     lines = []
-    for phase, sizes, said in estimate_phases(source, phases):
+    for phase, sizes, note in estimate_phases(source, phases):
         trained = f"{phase.steps} steps" if phase.steps else "at once"
         what = ", ".join((*phase.config.names, *(["distill"] if phase.config.distill else [])))
-        lines.append(f"{phase.name:<12}{what:<32}{trained:<14}{sizes}{said}")
+        lines.append(f"{phase.name:<12}{what:<32}{trained:<14}{sizes}{note}")
     return "\n".join(lines)

@@ -103,17 +103,18 @@ def read_calibration(
             f"calibration.seq_len={config.seq_len} is more than the model's {limit} positions."
         )
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    wanted, ids = config.rows * config.seq_len, list[int]()
+    num_tokens, ids = config.rows * config.seq_len, list[int]()
     for document in read_documents(config.texts):
         ids += tokenizer.encode(document.text)
-        if len(ids) >= wanted:
+        if len(ids) >= num_tokens:
             break
-    if len(ids) < wanted:
+    if len(ids) < num_tokens:
         raise DataError(
             f"calibration.texts have {len(ids):,} tokens; rows={config.rows} of seq_len="
-            f"{config.seq_len} need {wanted:,}. Name more texts, or ask for fewer or shorter rows."
+            f"{config.seq_len} need {num_tokens:,}. Name more texts, or ask for fewer or shorter "
+            "rows."
         )
-    rows = torch.tensor(ids[:wanted]).view(config.rows, config.seq_len)
+    rows = torch.tensor(ids[:num_tokens]).view(config.rows, config.seq_len)
     return [make_inputs(model, part) for part in rows.split(config.batch_size)]
 
 
@@ -137,8 +138,8 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
     Raises:
         ConfigError: a method does not fit the model or the layout.
     """
-    told: PhaseConfig | None = getattr(config, "compress", None)
-    if told is None:
+    phase: PhaseConfig | None = getattr(config, "compress", None)
+    if phase is None:
         return None
     if config.adapter.kind is not None or config.freeze_base:
         raise ConfigError(
@@ -150,33 +151,33 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
             "whole: use layout.pp=1."
         )
     batches = None
-    if told.config.is_calibrated:
-        batches = read_calibration(model, find_model(config.init_from), told.calibration)
-    teacher = None if told.config.distill is None else _open_teacher(model, config, mesh)
-    return compress(model, told.config, teacher=teacher, batches=batches)
+    if phase.config.is_calibrated:
+        batches = read_calibration(model, find_model(config.init_from), phase.calibration)
+    teacher = None if phase.config.distill is None else _open_teacher(model, config, mesh)
+    return compress(model, phase.config, teacher=teacher, batches=batches)
 
 
 def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | TeacherAnswers:
     """Open the teacher, parallelized like the student, or unsharded if quantized."""
-    told = config.compress.config.distill
-    if told.answers is not None:
-        return TeacherAnswers(told.answers)
-    teacher, _ = _read_teacher(told, model.config.head)
-    if told.teacher_quantize is not None:
+    distill = config.compress.config.distill
+    if distill.answers is not None:
+        return TeacherAnswers(distill.answers)
+    teacher, _ = _read_teacher(distill, model.config.head)
+    if distill.teacher_quantize is not None:
         return teacher
     return parallelize(teacher, config.layout, mesh=mesh, precision=config.train.precision)
 
 
-def _read_teacher(told: DistillConfig, head: str) -> tuple[Model, Path]:
+def _read_teacher(config: DistillConfig, head: str) -> tuple[Model, Path]:
     """Return the unsharded teacher, with the student's head if possible, and its directory."""
-    if told.teacher is None:
+    if config.teacher is None:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
-    directory = find_model(told.teacher)
+    directory = find_model(config.teacher)
     family = AutoModel.family_of(read_config_file(directory))
     named: dict[str, Any] = {"head": head} if head in family.config_class.heads else {}
     teacher = family.from_pretrained(directory, **named)
-    if told.teacher_quantize is not None:
-        teacher = quantize_(teacher, told.teacher_quantize)
+    if config.teacher_quantize is not None:
+        teacher = quantize_(teacher, config.teacher_quantize)
     return teacher, directory
 
 
@@ -197,8 +198,8 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
         ConfigError: several processes, a task whose batches are not the model's own arguments, a
             loss on the teacher's hidden states, or an unsuitable teacher.
     """
-    told: PhaseConfig = config.compress
-    distill = told.config.distill
+    phase: PhaseConfig = config.compress
+    distill = phase.config.distill
     if world.size > 1:
         raise ConfigError(
             f"{world.size} processes were started: one asks the teacher, and its answers serve on "
@@ -214,15 +215,15 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
             "kept answers say nothing of what is inside the teacher: let distill.losses be logits "
             '(kind="logits") alone.'
         )
-    assert told.answers is not None
+    assert phase.answers is not None
     teacher, directory = _read_teacher(distill, config.model.head)
     steps = track(range(config.train.steps), "ask the teacher")
     try:
         write_answers(
             teacher.to(world.device),
             (batch for _ in steps for batch in next(data.loader)),
-            told.answers,
-            count=told.answer_count,
+            phase.answers,
+            count=phase.answer_count,
             temperature=distill.losses[0].temperature,
             vocabulary=read_vocabulary(directory),
         )
@@ -234,9 +235,9 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
 
 def settle_train(train: TrainConfig, job: Compression | None) -> TrainConfig:
     """Return the training config with the parameter groups of the compression methods."""
-    if job is None or not (wanted := job.optim_groups()):
+    if job is None or not (groups_of_glob := job.optim_groups()):
         return train
-    groups = tuple(OptimGroup(glob, **settings) for glob, settings in wanted.items())
+    groups = tuple(OptimGroup(glob, **settings) for glob, settings in groups_of_glob.items())
     optim = dataclasses.replace(train.optim, groups=(*train.optim.groups, *groups))
     return dataclasses.replace(train, optim=optim)
 
@@ -253,7 +254,9 @@ def finish_phase(trainer: Trainer, run_dir: Path) -> Any:
 
     Comm: every process calls it.
     """
-    job = next((one for one in trainer.callbacks if isinstance(one, Compression)), None)
+    job = next(
+        (callback for callback in trainer.callbacks if isinstance(callback, Compression)), None
+    )
     if job is None:
         return trainer.model
     report = job.finish_()

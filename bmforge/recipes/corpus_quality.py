@@ -70,13 +70,13 @@ def train_quality(config: QualityConfig) -> list[Path]:
 
 def _sample(inputs: Sequence[str], config: QualityConfig) -> list[str]:
     """Return at most `most_texts` texts of the inputs: those with the lowest hashes."""
-    found = []
+    keyed = []
     for document in _read(inputs, config):
         key = blake2b(f"{config.seed}{document.text}".encode(), digest_size=8).digest()
-        found.append((key, document.text))
-        if len(found) >= 2 * config.most_texts:
-            found = sorted(found)[: config.most_texts]
-    return [text for _, text in sorted(found)[: config.most_texts]]
+        keyed.append((key, document.text))
+        if len(keyed) >= 2 * config.most_texts:
+            keyed = sorted(keyed)[: config.most_texts]
+    return [text for _, text in sorted(keyed)[: config.most_texts]]
 
 
 def _read(inputs: Sequence[str], config: QualityConfig) -> Iterator[Any]:

@@ -118,10 +118,10 @@ class _Texts:
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:
         check_length(config)
         width = config.data.seq_len
-        given = list(texts)
-        self._texts = [(ids, read) for ids, read in given if len(ids) <= width]
+        encoded = list(texts)
+        self._texts = [(ids, read) for ids, read in encoded if len(ids) <= width]
         reason = f"longer than data.seq_len={width}"
-        tell_left_out([reason] * (len(given) - len(self._texts)), len(given), "texts")
+        tell_left_out([reason] * (len(encoded) - len(self._texts)), len(encoded), "texts")
         # Padding follows the text, so causal attention never sees it.
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (width, 0),
@@ -139,15 +139,15 @@ class _Texts:
 
 
 def encode_chid(
-    text: str, place: re.Match[str], candidates: Sequence[str], tokenizer: CPM1Tokenizer
+    text: str, blank: re.Match[str], candidates: Sequence[str], tokenizer: CPM1Tokenizer
 ) -> list[int]:
     """Return the prompt for one blank of a text, up to the number of the answer.
 
     Its form is 上下文: text with ``<mask>`` ``<eod>`` 选项0: idiom ``<sep>`` ... ``<mask>`` 答案是:
     """
     mask, sep, eod = (_id(tokenizer, role) for role in ("mask", "sep", "eod"))
-    before = _BLANK.sub("", text[: place.start()]).strip()
-    after = _BLANK.sub("", text[place.end() :]).strip()
+    before = _BLANK.sub("", text[: blank.start()]).strip()
+    after = _BLANK.sub("", text[blank.end() :]).strip()
     ids = [*tokenizer.encode("上下文:"), *tokenizer.encode(before), mask]
     ids += [*tokenizer.encode(after), eod]
     for number, idiom in enumerate(candidates):
@@ -156,10 +156,10 @@ def encode_chid(
 
 
 def _id(tokenizer: CPM1Tokenizer, role: str) -> int:
-    found = tokenizer.role_id(role)
-    if found is None:
+    id = tokenizer.role_id(role)
+    if id is None:
         raise ConfigError(f"the tokenizer has no token for {role!r}; give CPM-1's own.")
-    return found
+    return id
 
 
 def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
@@ -167,10 +167,10 @@ def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
     numbers = []
     for number in range(_NUM_OPTIONS):
         ids = tokenizer.encode(f"选项{number}:")
-        found = [i for i in ids if str(number) in tokenizer.decode([i])]
-        if not found:
+        matching = [i for i in ids if str(number) in tokenizer.decode([i])]
+        if not matching:
             raise ConfigError(f"the tokenizer cannot spell {number}; give CPM-1's own.")
-        numbers.append(found[0])
+        numbers.append(matching[0])
     return numbers
 
 
@@ -189,14 +189,14 @@ def _chid_texts(
             where = f"{path}, line {line_number}"
             texts, candidates = _read_question(row, where)
             for text in texts:
-                for place in _BLANK.finditer(text):
-                    answer = answers.get(place.group())
+                for blank in _BLANK.finditer(text):
+                    answer = answers.get(blank.group())
                     if not isinstance(answer, int) or not 0 <= answer < len(candidates):
                         raise DataError(
-                            f"{where}: the answer of {place.group()} in {str(beside)!r} is "
+                            f"{where}: the answer of {blank.group()} in {str(beside)!r} is "
                             f"{answer!r}; needed is a number from 0 to {len(candidates) - 1}."
                         )
-                    question = encode_chid(text, place, candidates, tokenizer)
+                    question = encode_chid(text, blank, candidates, tokenizer)
                     yield [*question, numbers[answer]], len(question)
 
 
@@ -219,12 +219,12 @@ def _read_question(row: Mapping[str, Any], where: str) -> tuple[list[str], list[
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}).") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{where} is {type(found).__name__}, needed is an object.")
-    return found
+    if not isinstance(parsed, dict):
+        raise DataError(f"{where} is {type(parsed).__name__}, needed is an object.")
+    return parsed
 
 
 def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple[list[int], int]]:
@@ -282,14 +282,14 @@ def _measure_accuracy(
     counts = torch.zeros(2, dtype=torch.float64, device=rows.device)
     with evaluating(model), torch.no_grad():
         for ids, labels in ((b["input_ids"], b["labels"]) for b in batches):
-            for row, wanted in zip(ids.to(rows.device), labels.to(rows.device), strict=True):
-                answered = wanted != IGNORE_INDEX
+            for row, label_row in zip(ids.to(rows.device), labels.to(rows.device), strict=True):
+                answered = label_row != IGNORE_INDEX
                 # A row without labels is padding of a batch: it runs through the model, since
                 # all processes of a sharded model need the same number of calls, uncounted.
                 counted = bool(answered.any())
-                place = int(answered.nonzero()[-1]) if counted else 1
-                logits = model(row[None, :place], logits_to_keep=1).logits[0, -1, list(numbers)]
-                right = counted and numbers[int(logits.argmax())] == int(wanted[place])
+                position = int(answered.nonzero()[-1]) if counted else 1
+                logits = model(row[None, :position], logits_to_keep=1).logits[0, -1, list(numbers)]
+                right = counted and numbers[int(logits.argmax())] == int(label_row[position])
                 counts += torch.tensor([right, counted], device=rows.device)
     reshard_(model)
     right, total = sum_over_axes(counts, mesh_of(model), *ROW_AXES).tolist()

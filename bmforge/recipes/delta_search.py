@@ -116,17 +116,17 @@ def search_deltas(config: Any) -> RunResult:
     state = _open_state(config.run_dir, candidates, rounds)
     names, result = list(candidates), None
     for number, (count, steps) in enumerate(rounds):
-        known = state["rounds"][number]
+        results = state["rounds"][number]
         names = _best(state["rounds"][number - 1], count) if number else names
         for name in names:
-            if name in known and not (number == len(rounds) - 1 and name == names[-1]):
+            if name in results and not (number == len(rounds) - 1 and name == names[-1]):
                 continue
             result = tune_task(_config_of(config, name, candidates[name].delta, steps))
             if result.stopped:
                 return result
             assert result.evaluation is not None
             metrics = _metrics_of(config.run_dir / "candidates" / name)
-            known[name] = {"loss": result.evaluation.loss, "metrics": metrics}
+            results[name] = {"loss": result.evaluation.loss, "metrics": metrics}
             run_on_first(lambda: _save(config.run_dir, state))
     assert result is not None
     (best,) = _best(state["rounds"][-1], 1)
@@ -155,32 +155,32 @@ def find_candidates(config: Any) -> dict[str, Candidate]:
     """
     search: SearchConfig = config.search
     sizes = settle_model(with_classes(config)).model
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     refused = []
     for name, delta in _spell(search):
         model = family_of(sizes).from_config(sizes, device="meta")
-        told = dataclasses.replace(config, model=sizes, adapter=delta)
+        candidate_config = dataclasses.replace(config, model=sizes, adapter=delta)
         try:
-            made = attach_adapter(model, told)
+            adapter = attach_adapter(model, candidate_config)
         except ConfigError as error:
             refused.append(f"{name}: {error}")
             continue
-        assert made is not None
-        trained = sum(p.numel() for p in made.parameters())
+        assert adapter is not None
+        trained = sum(p.numel() for p in adapter.parameters())
         if search.max_trained and trained > search.max_trained:
             refused.append(f"{name}: it trains {trained:,} parameters")
             continue
-        found[name] = Candidate(delta, trained)
-    for one in refused:
-        get_logger().info("left out: %s", one)
-    if not found:
+        candidates[name] = Candidate(delta, trained)
+    for reason in refused:
+        get_logger().info("left out: %s", reason)
+    if not candidates:
         raise ConfigError(f"no delta is left to try: {'; '.join(refused)}")
-    return found
+    return candidates
 
 
 def _spell(search: SearchConfig) -> list[tuple[str, AdapterConfig]]:
     """Return (name, adapter config) for every distinct combination of the search space."""
-    found: dict[str, AdapterConfig] = {}
+    configs: dict[str, AdapterConfig] = {}
     for kind in search.kinds:
         for places in search.places if kind not in _PLACED else ("usual",):
             for size in search.sizes if kind in _SIZED else (None,):
@@ -189,8 +189,8 @@ def _spell(search: SearchConfig) -> list[tuple[str, AdapterConfig]]:
                     options["target_modules"] = tuple(places.split(","))
                 name = "-".join([kind, *(places.split(",") if places != "usual" else ())])
                 name = name if size is None else f"{name}-{size}"
-                found[name] = AdapterConfig(kind=kind, **options)
-    return list(found.items())
+                configs[name] = AdapterConfig(kind=kind, **options)
+    return list(configs.items())
 
 
 def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]]:
@@ -228,33 +228,33 @@ def _open_state(
         ConfigError: the directory has another search.
     """
     fresh = {
-        "candidates": {name: one.trained for name, one in candidates.items()},
-        "plan": [list(one) for one in rounds],
+        "candidates": {name: entry.trained for name, entry in candidates.items()},
+        "plan": [list(entry) for entry in rounds],
         "rounds": [{} for _ in rounds],
     }
     file = run_dir / _STATE
     if not file.exists():
         return fresh
-    found: dict[str, Any] = read_json(file)
+    state: dict[str, Any] = read_json(file)
     for name in ("candidates", "plan"):
-        if found.get(name) != fresh[name]:
+        if state.get(name) != fresh[name]:
             raise ConfigError(
                 f"run_dir={str(run_dir)!r} has another search, with other {name}. Name another "
                 "run_dir, or set its search back."
             )
-    return found
+    return state
 
 
-def _best(found: Mapping[str, Any], count: int) -> list[str]:
+def _best(results: Mapping[str, Any], count: int) -> list[str]:
     """Return the names of the candidates with the smallest losses, the best first."""
-    return sorted(found, key=lambda name: (found[name]["loss"], name))[:count]
+    return sorted(results, key=lambda name: (results[name]["loss"], name))[:count]
 
 
 def _metrics_of(run_dir: Path) -> dict[str, float]:
     """Return the task's own metrics of a candidate's last evaluation."""
     file = run_dir / "results.json"
-    known = read_json(file) if file.exists() else {}
-    return {n: v["model"] for n, v in known.items() if n != "validation loss" and "model" in v}
+    recorded = read_json(file) if file.exists() else {}
+    return {n: v["model"] for n, v in recorded.items() if n != "validation loss" and "model" in v}
 
 
 def _save(run_dir: Path, state: Mapping[str, Any]) -> None:

@@ -137,11 +137,11 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 def _warn_early(mixture: TaskMixture) -> None:
     """Warn before the run if a large share of the first samples will be left out."""
-    found = mixture.survey(_SURVEYED)
+    problems = mixture.survey(_SURVEYED)
     looked_at = min(_SURVEYED, mixture.samples_per_epoch)
-    if is_much(len(found), looked_at):
+    if is_much(len(problems), looked_at):
         what = "samples looked at before the run"
-        tell_left_out(found.values(), looked_at, what, mixture.instances_of)
+        tell_left_out(problems.values(), looked_at, what, mixture.instances_of)
 
 
 def _open_tokenizer(config: Any) -> CPMBeeTokenizer:
@@ -185,7 +185,7 @@ def _fitting(
     Raises:
         DataError: a document cannot be encoded and `skip_bad` is off, or none is left.
     """
-    kept, left_out = [], []
+    fitting, left_out = [], []
     for number in range(len(source.documents)):
         document = dict(source.documents[number])
         try:
@@ -196,15 +196,15 @@ def _fitting(
                 raise DataError(f"{source.where(number)}: {error}") from error
             left_out.append(reason_of(error))
             continue
-        kept.append(document)
+        fitting.append(document)
     what = f"held-out documents of task {source.task!r}"
     tell_left_out(left_out, len(source.documents), what)
-    if not kept:
+    if not fitting:
         raise DataError(
             f"no held-out document of task {source.task!r} can be used: all are longer than "
             f"data.seq_len={config.seq_len}, or bad."
         )
-    return kept
+    return fitting
 
 
 def _held_out_batches(
@@ -214,10 +214,10 @@ def _held_out_batches(
     rows: World,
 ) -> Iterator[Batch]:
     """Yield this rank's batches of one pass; a rank without data gets a batch without labels."""
-    whole = iter_documents(
+    all_batches = iter_documents(
         documents, tokenizer, max_length=config.seq_len, batch_size=config.micro_batch_size
     )
-    batches = islice(whole, config.validation_batches)
+    batches = islice(all_batches, config.validation_batches)
     while group := list(islice(batches, rows.size)):
         arrays = group[min(rows.rank, len(group) - 1)].inputs
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}

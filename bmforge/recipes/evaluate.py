@@ -114,8 +114,8 @@ def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = No
 def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: World) -> _Subject:
     """Parallelize a model and load this process's shards of its weights."""
     export = str(find_export(name))
-    place = find_source(export) if is_adapter(export) else None
-    start = find_start(export if place is None else str(place.model))
+    resolved = find_source(export) if is_adapter(export) else None
+    start = find_start(export if resolved is None else str(resolved.model))
     source = start.init_from or config.weights
     if source is None:
         raise ConfigError(
@@ -129,7 +129,7 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
     if start.init_from is not None:
         sizes = sizes.replace(raw=read_config_file(directory))
     model = start.family.from_config(sizes, device="meta")
-    adapter = None if place is None else place.adapter
+    adapter = None if resolved is None else resolved.adapter
     if adapter is not None:  # every process reads the whole base model
         model = start.family.from_pretrained(directory)
         load_delta(model, adapter, trainable=False)
@@ -158,9 +158,9 @@ def _find_run(directory: Path) -> Path | None:
 def _length_in_run(directory: Path) -> int | None:
     """Return the row length in tokens of the run that trained a model; None if unknown."""
     run = _find_run(directory)
-    told = {} if run is None else tomllib.loads((run / "run.toml").read_text(encoding="utf-8"))
-    found = told.get("data", {}).get("seq_len")
-    return found if isinstance(found, int) else None
+    recorded = {} if run is None else tomllib.loads((run / "run.toml").read_text(encoding="utf-8"))
+    length = recorded.get("data", {}).get("seq_len")
+    return length if isinstance(length, int) else None
 
 
 def _find_tokenizer(directory: Path) -> Tokenizer | None:
@@ -227,10 +227,10 @@ def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Meas
 
 def _judge(subject: _Subject, batches: Iterable[Batch], text_bytes: int | None) -> dict[str, float]:
     """Return perplexity, and bits per byte if the number of bytes is known."""
-    found = evaluate(subject.model, batches, mesh=subject.mesh, device=subject.rows.device)
-    figures = {"perplexity": found.perplexity}
+    evaluation = evaluate(subject.model, batches, mesh=subject.mesh, device=subject.rows.device)
+    figures = {"perplexity": evaluation.perplexity}
     if text_bytes:
-        figures["bits per byte"] = found.bits_per_byte(text_bytes)
+        figures["bits per byte"] = evaluation.bits_per_byte(text_bytes)
     return figures
 
 
@@ -248,7 +248,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         raise DataError(f"{name!r} has no example.")
     reading = _Reading(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
-    asked: Callable[..., AskedTask]
+    form: Callable[..., AskedTask]
     if traits.reads == "both" and not traits.has_images and not task.asks_for_text:
         has = model.config.num_labels if model.config.head == "sequence_classification" else 0
         if has != count_classes(task):
@@ -257,14 +257,14 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
                 f"{has} apart (head {model.config.head!r}). Fine-tune it first: bmforge train "
                 "classify."
             )
-        asked = AskedClasses
+        form = AskedClasses
     elif traits.reads in ("left", "apart") and traits.writes:
-        asked = AskedTexts if task.asks_for_text else AskedOptions
+        form = AskedTexts if task.asks_for_text else AskedOptions
     else:
         raise ConfigError(
             f"a {type(model).__name__} with the head {model.config.head!r} cannot be asked {name}."
         )
-    return partial(asked(task, examples, tokenizer, reading).measure, model, subject.rows)
+    return partial(form(task, examples, tokenizer, reading).measure, model, subject.rows)
 
 
 def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> TaskDataConfig:
@@ -277,13 +277,13 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
         labels = config.labels or _own_labels(subject.model)
         if not labels:
             raise ConfigError(f"{name!r} is a task of your own: say its labels with --labels.")
-        found = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
+        data_config = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
     else:
         if config.task_data is None:
             raise ConfigError(f"say with --task-data in which folder {name} lies.")
-        found = TaskDataConfig(task=find_task(name).name, paths=(config.task_data,), **sizes)
-    found.check()
-    return found
+        data_config = TaskDataConfig(task=find_task(name).name, paths=(config.task_data,), **sizes)
+    data_config.check()
+    return data_config
 
 
 def _own_labels(model: Model) -> tuple[str, ...]:
@@ -300,8 +300,8 @@ def _keep(
     if config.out is not None:
         settings = {n: v for n, v in config_to_dict(config).items() if n != "out"}
         settings["layout"] = layout.unusual()
-        told = {"model": name, "results": results, "settings": settings}
-        replace_file(config.out, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+        content = {"model": name, "results": results, "settings": settings}
+        replace_file(config.out, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     run = _find_run(directory)
     if run is not None:
         try:

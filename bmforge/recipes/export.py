@@ -139,15 +139,15 @@ def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
 
 def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None:
     """Save an adapter with its card, provenance and the name of its base model."""
-    known = model.provenance
-    data = dict.fromkeys(f"{p.name} ({p.licence})" for p in known.parts if p.kind == "data")
+    provenance = model.provenance
+    data = dict.fromkeys(f"{p.name} ({p.licence})" for p in provenance.parts if p.kind == "data")
     card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}
-    card |= {"data": ", ".join(data), "license": known.licence}
+    card |= {"data": ", ".join(data), "license": provenance.licence}
     adapter.save(target, **{key: value for key, value in card.items() if value})
 
     def complete() -> None:
         describe_base(target, config.init_from, model.traits.reads)
-        write_provenance(target, known)
+        write_provenance(target, provenance)
 
     run_on_first(complete)
 
@@ -163,8 +163,8 @@ def describe_base(adapter: Path, base: str | None, reads: str) -> None:
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     if base is not None:
-        place = Path(base)
-        config["base_model_name_or_path"] = str(place.resolve()) if place.is_dir() else base
+        base_dir = Path(base)
+        config["base_model_name_or_path"] = str(base_dir.resolve()) if base_dir.is_dir() else base
     if not str(config.get("peft_type", "")).startswith("BMFORGE"):
         config["task_type"] = config.get("task_type") or _TASK_TYPES.get(reads)
     replace_file(file, json.dumps(config, indent=2, sort_keys=True) + "\n")

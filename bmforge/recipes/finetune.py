@@ -170,18 +170,18 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
     return _open(AskedClasses, config, rows, special_ids=words if names else {})
 
 
-def _open(asked: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
+def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
     """Open a task in the form of an `AskedTask`; `fields` are passed to `TrainingData`."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)
-    learned = asked(task, train, tokenizer, config)
-    held_out = asked(task, dev, tokenizer, config) if dev else None
+    learned = form(task, train, tokenizer, config)
+    held_out = form(task, dev, tokenizer, config) if dev else None
 
     def figures(model: Model, evaluation: EvalResult) -> Results:
         assert held_out is not None
-        found = held_out.measure(model, rows)
-        return {metric: {"model": value} for metric, value in found.items()}
+        metrics = held_out.measure(model, rows)
+        return {metric: {"model": value} for metric, value in metrics.items()}
 
     return open_examples(
         learned.source,

@@ -38,8 +38,8 @@ def find_provenance(config: Any) -> Provenance:
         parts += base.as_parts("base", _short(str(config.init_from)))
     where = parse_conditions(getattr(config.data, "where", ()))
     for path in getattr(config.data, "paths", ()):
-        place, own = split_path(path)
-        parts += parts_of_corpus(place, (*where, *own))
+        bare_path, own = split_path(path)
+        parts += parts_of_corpus(bare_path, (*where, *own))
     return Provenance(licence).joined(parts)
 
 

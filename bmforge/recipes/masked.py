@@ -75,13 +75,13 @@ def mask_tokens(
     count = max(1, round(len(ids) * ratio))
     places = permute(np.arange(count), len(ids), derive_key(*seed, "places")).tolist()
     shown, labels = list(ids), [IGNORE_INDEX] * len(ids)
-    for number, place in enumerate(places):
-        labels[place] = ids[place]
+    for number, position in enumerate(places):
+        labels[position] = ids[position]
         kind = draw_below(_OF, derive_key(*seed, "kind", number))
         if kind < _HIDDEN:
-            shown[place] = mask
+            shown[position] = mask
         elif kind < _HIDDEN + _REPLACED:
-            shown[place] = draw_below(vocab_size, derive_key(*seed, "other", number))
+            shown[position] = draw_below(vocab_size, derive_key(*seed, "other", number))
     return shown, labels
 
 
@@ -116,14 +116,14 @@ class _MaskedExamples:
 
 def _find_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
     """Return the tokenizer's begin, end and mask tokens."""
-    found = {role: tokenizer.role_id(role) for role in ("cls", "sep", "mask")}
-    missing = [role for role, id in found.items() if id is None]
+    ids = {role: tokenizer.role_id(role) for role in ("cls", "sep", "mask")}
+    missing = [role for role, id in ids.items() if id is None]
     if missing:
         raise ConfigError(
             f"the tokenizer has no tokens for the roles {', '.join(missing)}; give that of a BERT, "
             "or name them in its tokenizer_config.json (cls_token, sep_token, mask_token)."
         )
-    begin, end, mask = (id for id in found.values() if id is not None)
+    begin, end, mask = (id for id in ids.values() if id is not None)
     return begin, end, mask
 
 

@@ -42,10 +42,10 @@ def _accumulate(data: Any, steps: int, rows: int, usual: int) -> Any:
 
 def _check_schedule(data: Any, layout: Layout, rows: int) -> None:
     count = -(-data.global_batch_size // (data.micro_batch_size * rows))
-    found = step_problems(layout, count)
-    if found:
+    problems = step_problems(layout, count)
+    if problems:
         raise ConfigError(
             f"data.global_batch_size={data.global_batch_size} / (data.micro_batch_size="
             f"{data.micro_batch_size} x {rows} processes with other rows) = {count} micro-batches: "
-            f"{'; '.join(found)}."
+            f"{'; '.join(problems)}."
         )

@@ -38,9 +38,9 @@ def bigram_bits(train: TokenStore, held_out: TokenStore, vocab_size: int) -> flo
     stream = np.asarray(held_out.tokens).astype(np.int64)
     before, after = stream[:-1], stream[1:]
     key = before * vocab_size + after
-    place = np.minimum(np.searchsorted(pairs, key), len(pairs) - 1)
-    count = np.where(pairs[place] == key, counts[place], 0)
+    index = np.minimum(np.searchsorted(pairs, key), len(pairs) - 1)
+    count = np.where(pairs[index] == key, counts[index], 0)
     total = np.maximum(seen[before], 1)
-    known = np.maximum(count - _DISCOUNT, 0) / total
+    discounted = np.maximum(count - _DISCOUNT, 0) / total
     left = np.where(seen[before] > 0, _DISCOUNT * kinds[before] / total, 1.0)
-    return float(-np.log2(known + left * unigram[after]).sum())
+    return float(-np.log2(discounted + left * unigram[after]).sum())

@@ -108,8 +108,8 @@ def _copy_tokenizer(source: Path | None, directory: Path) -> None:
 def _bits_per_byte(corpus: Corpus, evaluation: EvalResult) -> Results:
     config = corpus.config
     # With resets the first token of a document is not predicted, so its bytes have no code length.
-    whole = config.validation_batches is None and not config.reset_at_documents
-    if not corpus.validation_text_bytes or not whole:
+    is_complete = config.validation_batches is None and not config.reset_at_documents
+    if not corpus.validation_text_bytes or not is_complete:
         return {}
     bits = evaluation.bits_per_byte(corpus.validation_text_bytes)
     return {"bits per byte": {"model": bits}}

@@ -177,9 +177,11 @@ def _run_seeds(config: Any, open_data: Any) -> RunResult:
         return run_recipe(config, open_data, head=head)
     for number in range(data.seeds):
         own = dataclasses.replace(data, seeds=1, seed=data.seed + number)
-        place = config.run_dir / f"seed-{own.seed}"
-        one = dataclasses.replace(config, data=own, seed=config.seed + number, run_dir=place)
-        result = run_recipe(one, open_data, head=head)
+        seed_dir = config.run_dir / f"seed-{own.seed}"
+        seed_config = dataclasses.replace(
+            config, data=own, seed=config.seed + number, run_dir=seed_dir
+        )
+        result = run_recipe(seed_config, open_data, head=head)
         if result.stopped:
             return result
     places = [config.run_dir / f"seed-{data.seed + number}" for number in range(data.seeds)]
@@ -189,10 +191,10 @@ def _run_seeds(config: Any, open_data: Any) -> RunResult:
 
 def _summarise(places: Sequence[Path]) -> Results:
     """Return mean and standard deviation of the metrics of several runs."""
-    found = [json.loads((place / "results.json").read_text("utf-8")) for place in places]
+    results = [json.loads((directory / "results.json").read_text("utf-8")) for directory in places]
     summary: Results = {}
-    for metric, values in found[0].items():
-        rows = [one[metric]["model"] for one in found if "model" in values]
+    for metric, values in results[0].items():
+        rows = [result[metric]["model"] for result in results if "model" in values]
         if rows:
             summary[metric] = {"mean": statistics.fmean(rows), "std": statistics.stdev(rows)}
             get_logger().info("%s: %.4f, spread %.4f", metric, *summary[metric].values())
@@ -214,15 +216,15 @@ def _with_rows(config: Any) -> Any:
 
 def _train_rows(config: Any) -> Any:
     """Add the soft rows to the modules that a run's adapter trains and saves."""
-    told = config.adapter
-    if told.kind is None or _ROWS in told.modules_to_save:
+    adapter = config.adapter
+    if adapter.kind is None or _ROWS in adapter.modules_to_save:
         return config
-    if told.kind == "soft-prompt":
+    if adapter.kind == "soft-prompt":
         raise ConfigError(
             "the template has soft rows, and adapter.kind='soft-prompt' would put others in their "
             "place: take soft_front for rows in front, or another delta."
         )
-    delta = dataclasses.replace(told, modules_to_save=(*told.modules_to_save, _ROWS))
+    delta = dataclasses.replace(adapter, modules_to_save=(*adapter.modules_to_save, _ROWS))
     return dataclasses.replace(config, adapter=delta)
 
 
@@ -250,19 +252,19 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
     text = open_template(config, task, train[0])
     template = describe_template(config, tokenizer, text)
     words = open_words(config, task, train[0], tokenizer, template.num_masks).to(rows.device)
-    size, told = config.data.micro_batch_size, (config.data.seq_len, config.cut)
+    size, settings = config.data.micro_batch_size, (config.data.seq_len, config.cut)
 
     def source(examples: Sequence[TaskExample]) -> PromptRows:
         labels = [_label(example) for example in examples]
-        return PromptRows(template, words, examples, labels, *told)
+        return PromptRows(template, words, examples, labels, *settings)
 
     def score(model: Any, examples: PromptRows, which: int) -> Tensor:
         def read(numbers: Sequence[int]) -> Tensor:
             batch = examples.collate([examples.make(n, ()) for n in numbers])
-            given = {n: t.to(rows.device) for n, t in batch.items() if n != "labels"}
-            found = score_batch(model, words, given)
-            assert found is not None
-            return found[which]
+            inputs = {n: t.to(rows.device) for n, t in batch.items() if n != "labels"}
+            scores = score_batch(model, words, inputs)
+            assert scores is not None
+            return scores[which]
 
         return collect_rows(model, len(examples), read, size, rows)
 
@@ -274,11 +276,11 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
     def figures(model: Model, evaluation: EvalResult) -> Results:
         chosen = score(model, source(dev), 0).argmax(-1).tolist()
-        given: list[Any] = [
+        answers: list[Any] = [
             e.choices[c] if isinstance(e.label, str) else c
             for c, e in zip(chosen, dev, strict=True)
         ]
-        return {m: {"model": v} for m, v in score_task(task.name, given, dev).items()}
+        return {m: {"model": v} for m, v in score_task(task.name, answers, dev).items()}
 
     _write(config, text, find_words(config, task, train[0]))
     return open_examples(
@@ -322,7 +324,7 @@ def _open_texts(config: Any, rows: World) -> TrainingData:
         written = writer.write(
             dev, config.data.micro_batch_size, length, max_new_tokens=config.max_new_tokens
         )
-        named = written if task.asks_for_text else [_number(task, one) for one in written]
+        named = written if task.asks_for_text else [_number(task, answer) for answer in written]
         return {m: {"model": v} for m, v in score_task(task.name, named, dev).items()}
 
     _write(config, text, {})
@@ -355,16 +357,17 @@ def _number(task: Task, written: str) -> int:
 
 def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
     """Write template and words next to the export."""
-    said = f"`{config.init_from}`" if config.init_from else "a model that was drawn"
+    base_name = f"`{config.init_from}`" if config.init_from else "a model that was drawn"
     task = config.data.task or "a task of one's own"
     kinds = [
-        f"It is read by `{place}`.\n"
+        f"It is read by `{option_value}`.\n"
         for name in ("template_class", "verbalizer_class")
-        if (place := getattr(config, name, ""))
+        if (option_value := getattr(config, name, ""))
     ]
     card = (
         f"# A prompt for {task}\n\n{type(config.model).__name__.removesuffix('Config')}, from "
-        f"{said}; {config.data.shots or 'all'} examples of a label, seed {config.data.seed}.\n\n"
+        f"{base_name}; {config.data.shots or 'all'} examples of a label, seed "
+        f"{config.data.seed}.\n\n"
         f"    {text}\n\nRead it with `bmforge.tune.prompt.read_template` and `read_verbalizer`, "
         f"or give the files to `bmforge train prompt-classify`.\n{''.join(kinds)}"
     )

@@ -68,8 +68,8 @@ def measure_layers(source: str, target: str, texts: Sequence[str]) -> list[Layer
     longest = model.traits.row_limit(model.config) or _MOST_TOKENS
     ids = _first_tokens(AutoTokenizer.from_pretrained(target), texts, min(longest, _MOST_TOKENS))
     model(input_ids=torch.tensor([ids]))
-    found = [LayerError(name, losses.error(name)) for name in losses.names]
-    return sorted(found, key=lambda one: one.error, reverse=True)
+    errors = [LayerError(name, losses.error(name)) for name in losses.names]
+    return sorted(errors, key=lambda error: error.error, reverse=True)
 
 
 def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]:
@@ -92,8 +92,8 @@ class _Losses:
         known: names of the original weights; a tied head has none.
     """
 
-    def __init__(self, read: WeightReader, known: set[str]) -> None:
-        self._read, self._known = read, known
+    def __init__(self, read: WeightReader, packed_names: set[str]) -> None:
+        self._read, self._known = read, packed_names
         self._off: dict[str, float] = defaultdict(float)
         self._all: dict[str, float] = defaultdict(float)
 

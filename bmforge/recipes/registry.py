@@ -260,8 +260,8 @@ def find_recipe(
     if recipe is not None and model is None:
         return recipe
     meant = _find_tasks(name if recipe is None else recipe.task)
-    said = read_config_values(file)
-    model = model or init_from or said.get("init_from") or said.get("family")
+    file_values = read_config_values(file)
+    model = model or init_from or file_values.get("init_from") or file_values.get("family")
     if model is None:
         raise ConfigError(
             f"the task {name!r} needs a model: give --model with a preset (gpt2-small), a family "
@@ -313,11 +313,11 @@ def _find_tasks(name: str) -> list[tuple[str, str | None]]:
     """
     check_task(name)
     name = ALSO.get(name, name)
-    found: list[tuple[str, str | None]] = [(name, None)] if name in TASKS else []
+    matches: list[tuple[str, str | None]] = [(name, None)] if name in TASKS else []
     published = next((task for task in DATA_TASKS if task.lower() == name.lower()), None)
     if published is not None and name != "squad":
-        found.append(("squad" if DATA_TASKS[published].asks_for_text else "classify", published))
-    return found
+        matches.append(("squad" if DATA_TASKS[published].asks_for_text else "classify", published))
+    return matches
 
 
 def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
@@ -340,9 +340,9 @@ def read_config_values(file: str | None) -> dict[str, Any]:
 def _with_model(base: type[Any], name: str, start: Start, published: str | None) -> type[Any]:
     """Return a form's config class with the fields that depend on the model."""
     family = start.family.__name__
-    place = Path("runs") / f"{family}-{name}".lower()
+    run_dir = Path("runs") / f"{family}-{name}".lower()
     fields: list[tuple[str, Any, Any]] = [
-        ("run_dir", Path, field(default=place)),
+        ("run_dir", Path, field(default=run_dir)),
         ("model", type(start.config), field(default_factory=lambda: start.config.replace())),
         ("family", str | None, field(default=family)),
     ]
@@ -353,11 +353,11 @@ def _with_model(base: type[Any], name: str, start: Start, published: str | None)
     if changes:
         data = field(default_factory=lambda: dataclasses.replace(usual, **changes))
         fields.append(("data", type(usual), data))
-    made = dataclasses.make_dataclass(
+    config_class = dataclasses.make_dataclass(
         f"{family}{base.__name__}", fields, bases=(base,), kw_only=True
     )
-    made.__doc__, made.__module__ = base.__doc__, __name__
-    return made
+    config_class.__doc__, config_class.__module__ = base.__doc__, __name__
+    return config_class
 
 
 def _data_changes(usual: Any, start: Start, published: str | None) -> dict[str, Any]:

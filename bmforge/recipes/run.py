@@ -243,14 +243,14 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
 def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[str]) -> RunResult:
     mesh = build_mesh(config.layout, world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
-    known = find_provenance(config)
+    provenance = find_provenance(config)
     data = open_data(config, rows)
     if asks_teacher(config):
         return RunResult(keep_answers(config, data, world), 0, None, world)
     config = settle_epochs(config, data.epoch_rows)
     model, job, base = build_model(config, world, mesh)
     log_trained(model, config)
-    model.provenance = known
+    model.provenance = provenance
     data.begin(model)
     trainer = Trainer(
         model,
@@ -276,7 +276,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         config.run_dir,
     )
     claim_run_dir(config.run_dir, config)
-    run_on_first(lambda: warn_of_licences(config.run_dir, known))
+    run_on_first(lambda: warn_of_licences(config.run_dir, provenance))
     try:
         trainer.fit()
         evaluation = None

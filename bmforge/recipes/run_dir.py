@@ -112,18 +112,18 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         return f"{str(file)!r} is damaged ({error}); restore it, or name another run_dir."
     allowed = free | overridden_fields(config) | {"override"}
-    told = [
+    differences = [
         f"{name}: {before!r} there, {now!r} now"
         for name, (before, now) in changed.items()
         if not _is_free(name, allowed)
     ]
-    if told:
+    if differences:
         names = [name for name in changed if not _is_free(name, allowed)]
         hint = ""
         if all(name.startswith(_OVERRIDABLE) for name in names) and hasattr(config, "override"):
             hint = f", or change them on purpose with --override {' '.join(names)}"
         return (
-            f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(told)}. "
+            f"run_dir={str(run_dir)!r} belongs to another run: {'; '.join(differences)}. "
             f"Name another run_dir, or set these back to go on with that run{hint}."
         )
     return None
@@ -211,10 +211,10 @@ def check_free(run_dir: Path) -> str | None:
     )
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _differ(first: Any, other: Any) -> bool:
     """Return True if two values differ; None and an empty list are equal."""
     absent: tuple[Any, ...] = (None, [])
-    return one != other and not (one in absent and other in absent)
+    return first != other and not (first in absent and other in absent)
 
 
 def _is_free_place(run_dir: Path) -> bool:
@@ -228,10 +228,10 @@ def _is_free_place(run_dir: Path) -> bool:
 def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:
     """Add metrics to ``results.json``: title -> name -> number."""
     file = run_dir / "results.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    recorded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for title, numbers in results.items():
-        known[title] = {**known.get(title, {}), **numbers}
-    replace_file(file, json.dumps(known, indent=2) + "\n")
+        recorded[title] = {**recorded.get(title, {}), **numbers}
+    replace_file(file, json.dumps(recorded, indent=2) + "\n")
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -27,28 +27,29 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
         title: title of the search.
     """
     rounds, plan = state["rounds"], state["plan"]
-    losses = [one["loss"] for found in rounds for one in found.values()]
+    losses = [result["loss"] for results in rounds for result in results.values()]
     worst = max(losses, default=1.0)
     heads = "".join(f"<th>step {steps:,}</th>" for _, steps in plan)
     metrics = list(
-        dict.fromkeys(m for found in rounds for o in found.values() for m in o["metrics"])
+        dict.fromkeys(m for results in rounds for o in results.values() for m in o["metrics"])
     )
     heads += "".join(f"<th>{html.escape(metric)}</th>" for metric in metrics)
     order = sorted(state["candidates"], key=lambda name: _rank(rounds, name))
     is_done = len(rounds[-1]) == plan[-1][0]
     lines = []
-    for place, name in enumerate(order):
-        cells = [_cell(found.get(name), worst) for found in rounds]
-        last = next((found[name] for found in reversed(rounds) if name in found), None)
+    for rank, name in enumerate(order):
+        cells = [_cell(results.get(name), worst) for results in rounds]
+        last = next((results[name] for results in reversed(rounds) if name in results), None)
         values = ({} if last is None else last["metrics"]).get
         cells += [_number(values(metric)) for metric in metrics]
-        mark = ' class="best"' if place == 0 and is_done else ""
+        mark = ' class="best"' if rank == 0 and is_done else ""
         count = f"{state['candidates'][name]:,}"
         body = "".join(f"<td>{cell}</td>" for cell in [count, *cells])
         lines.append(f"<tr{mark}><td>{html.escape(name)}</td>{body}</tr>\n")
-    said = "done" if is_done else "still running"
+    state_word = "done" if is_done else "still running"
     section = (
-        f"<section><p>{len(order)} deltas, {len(plan)} rounds, {said}. Held-out loss after each "
+        f"<section><p>{len(order)} deltas, {len(plan)} rounds, {state_word}. Held-out loss after "
+        "each "
         "round; the shorter the bar, the better.</p><table><thead><tr><th>delta</th>"
         f"<th>trained</th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></section>"
     )
@@ -57,15 +58,15 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
 
 def _rank(rounds: list[Mapping[str, Any]], name: str) -> tuple[int, float]:
     """Return the sort key of a candidate: its last round, latest first, then its last loss."""
-    seen = [number for number, found in enumerate(rounds) if name in found]
+    seen = [number for number, results in enumerate(rounds) if name in results]
     return (-seen[-1], rounds[seen[-1]][name]["loss"]) if seen else (1, 0.0)
 
 
-def _cell(one: Mapping[str, Any] | None, worst: float) -> str:
-    if one is None:
+def _cell(result: Mapping[str, Any] | None, worst: float) -> str:
+    if result is None:
         return ""
-    width = 6 * one["loss"] / worst if worst > 0 else 0
-    return f'<span class="loss" style="width:{width:.2f}rem"></span>{one["loss"]:.4f}'
+    width = 6 * result["loss"] / worst if worst > 0 else 0
+    return f'<span class="loss" style="width:{width:.2f}rem"></span>{result["loss"]:.4f}'
 
 
 def _number(value: float | None) -> str:

@@ -179,13 +179,14 @@ def _hold_out(
         return int(digest[:12], 16) < fraction * 16**12
 
     held_out = [c for c in conversations if is_held_out(c)]
-    rest = [c for c in conversations if not is_held_out(c)]
-    if not held_out or not rest:
+    training = [c for c in conversations if not is_held_out(c)]
+    if not held_out or not training:
         raise DataError(
-            f"data.validation_fraction={fraction} leaves {len(rest)} conversations for training "
+            f"data.validation_fraction={fraction} leaves {len(training)} conversations for "
+            "training "
             f"and {len(held_out)} for evaluation. Give another fraction or data.seed."
         )
-    return rest, held_out
+    return training, held_out
 
 
 def _open_part(

@@ -40,8 +40,12 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
         ConfigError: no teacher is named, or a token of the student has another id in the teacher.
     """
     if config.answers is not None:
-        kept, here = TeacherAnswers(config.answers), read_vocabulary(source)
-        if kept.vocabulary and here and kept.vocabulary != fingerprint_vocabulary(here):
+        answers, own_vocabulary = TeacherAnswers(config.answers), read_vocabulary(source)
+        if (
+            answers.vocabulary
+            and own_vocabulary
+            and answers.vocabulary != fingerprint_vocabulary(own_vocabulary)
+        ):
             raise ConfigError(
                 f"distill.answers={config.answers!r} are of a teacher with another vocabulary than "
                 "the model's: take one with the same tokenizer."
@@ -50,14 +54,22 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
     if config.teacher is None:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
     teacher = find_model(config.teacher)
-    mine, theirs = read_vocabulary(source), read_vocabulary(teacher)
-    if mine is None or theirs is None:
+    student_vocabulary, teacher_vocabulary = read_vocabulary(source), read_vocabulary(teacher)
+    if student_vocabulary is None or teacher_vocabulary is None:
         return
-    other = next((token for token in mine if theirs.get(token) != mine[token]), None)
+    other = next(
+        (
+            token
+            for token in student_vocabulary
+            if teacher_vocabulary.get(token) != student_vocabulary[token]
+        ),
+        None,
+    )
     if other is not None:
         raise ConfigError(
             f"distill.teacher={config.teacher!r} has another vocabulary than the model: {other!r} "
-            f"is {mine[other]} in the model, {theirs.get(other)} there. A teacher predicts its "
+            f"is {student_vocabulary[other]} in the model, {teacher_vocabulary.get(other)} "
+            "there. A teacher predicts its "
             "own tokens: take one with the same tokenizer."
         )
 
@@ -80,13 +92,13 @@ def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Pha
     model: Any = AutoModel.describe_pretrained(source)[0]
     before = measure_sizes(model)
     for phase in phases:
-        said = _shrink(model, phase)
+        note = _shrink(model, phase)
         sizes = measure_sizes(model)
         text = (
             f"{sizes.parameters:>14,} parameters {sizes.size_bytes / 1e6:>10,.1f} MB "
             f"({before.size_bytes / max(1, sizes.size_bytes):.2f}x smaller)"
         )
-        yield phase, text, said
+        yield phase, text, note
 
 
 def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
@@ -159,8 +171,10 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
         )
     model: Any = AutoModel.describe_pretrained(source)[0]
     widths = {b.spec.attn.head_dim for b in blocks_of(model).values() if b.spec.attn is not None}
-    given = [c.where for p in phases for c in (p.config.quantize, p.config.prune) if c is not None]
-    if any(width % step for width in widths) and not all(given):
+    selections = [
+        c.where for p in phases for c in (p.config.quantize, p.config.prune) if c is not None
+    ]
+    if any(width % step for width in widths) and not all(selections):
         raise ConfigError(
             f"{cause} needs widths that are multiples of {step}, and structure removes heads of "
             f"{min(widths)} channels. Name the layers in `where`, without o_proj, or take a scheme "
@@ -176,8 +190,8 @@ def _shrink(model: Any, phase: Phase) -> str:
             ratio = config.structure.keep_ratio
             return f"; {ratio:.0%} of the blocks' {config.structure.target} will be left"
         for name, sizes in wanted_sizes(model, config.structure).items():
-            given = {k: v for k, v in dataclasses.asdict(sizes).items() if v is not None}
-            model.change_(Change("resize", (name,), given))
+            new_sizes = {k: v for k, v in dataclasses.asdict(sizes).items() if v is not None}
+            model.change_(Change("resize", (name,), new_sizes))
         others = [n for n in ("hidden_size", "num_layers") if getattr(config.structure, n)]
         if others:
             return f"; less than that, by {' and '.join(others)}"

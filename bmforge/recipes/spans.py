@@ -121,12 +121,12 @@ def corrupt_spans(
         mean_length: mean span length in tokens.
     """
     noise, spans = count_spans(len(ids), density, mean_length)
-    kept = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
+    lengths = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
     cut = divide(noise, spans, derive_key(*seed, "cut"))
     source: list[int] = []
     target: list[int] = []
     at = 0
-    for number, (keep, drop) in enumerate(zip(kept, cut, strict=True)):
+    for number, (keep, drop) in enumerate(zip(lengths, cut, strict=True)):
         source += [*ids[at : at + keep], sentinels[number]]
         target += [sentinels[number], *ids[at + keep : at + keep + drop]]
         at += keep + drop

@@ -49,13 +49,13 @@ def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float
     first = Engine(before)
     rows: list[list[tuple[float, float]]] = [[]]
     for directory in others:
-        engine, found = Engine(directory), list[tuple[float, float]]()
+        engine, measured = Engine(directory), list[tuple[float, float]]()
         for number in range(_ROUNDS + 1):
             both = _time_once(first), _time_once(engine)
             if number:  # the first round is warm-up
                 rows[0].append(both[0])
-                found.append(both[1])
-        rows.append(found)
+                measured.append(both[1])
+        rows.append(measured)
     return [
         dict(zip((PREFILL, DECODE), map(statistics.median, zip(*row, strict=True)), strict=True))
         for row in rows

@@ -124,28 +124,30 @@ def with_changes(config: Any) -> Any:
     return model.replace(changes=(*model.changes, *config.changes)) if config.changes else model
 
 
-def read_changes(given: str) -> tuple[Change, ...]:
+def read_changes(option: str) -> tuple[Change, ...]:
     """Read changes of a model.
 
     Args:
-        given: JSON, or a file of it: one change or a list, each with kind, where and options.
+        option: JSON, or a file of it: one change or a list, each with kind, where and options.
 
     Raises:
         ConfigError: the file is missing, or the JSON has another form.
     """
-    text = given
-    if not given.lstrip().startswith(("[", "{")):
+    text = option
+    if not option.lstrip().startswith(("[", "{")):
         try:
-            text = Path(given).read_text(encoding="utf-8")
+            text = Path(option).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--changes {given!r} is neither JSON nor a file ({error})."
+                f"--changes {option!r} is neither JSON nor a file ({error})."
             ) from error
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--changes {given!r} is not valid JSON: {error}.") from error
-    return tuple(Change.from_json(one) for one in (found if isinstance(found, list) else [found]))
+        raise ConfigError(f"--changes {option!r} is not valid JSON: {error}.") from error
+    return tuple(
+        Change.from_json(entry) for entry in (parsed if isinstance(parsed, list) else [parsed])
+    )
 
 
 def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -> Any:
@@ -171,8 +173,8 @@ def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -
 def change_model(config: Any, **changes: Any) -> Any:
     """Return a config with fields of `model` changed, which then also override `init_from`'s."""
     usual = type(config)().model
-    given = {name for name, value in changes.items() if value != getattr(usual, name)}
-    names = None if config.init_from is None else tuple(sorted(given | set(_given(config))))
+    changed_names = {name for name, value in changes.items() if value != getattr(usual, name)}
+    names = None if config.init_from is None else tuple(sorted(changed_names | set(_given(config))))
     model = config.model.replace(**changes)
     return dataclasses.replace(config, model=model, model_changes=names)
 

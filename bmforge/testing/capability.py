@@ -96,9 +96,9 @@ def capability(*names: str) -> Callable[[_Test], _Test]:
 
 def find_capabilities(suite: type) -> dict[str, str]:
     """Return a dictionary from capability to the name of its test method, for one test class."""
-    found: dict[str, str] = {}
+    methods: dict[str, str] = {}
     for attribute in sorted(dir(suite)):
         test = getattr(suite, attribute)
         if attribute.startswith("test_") and callable(test):
-            found.update(dict.fromkeys(getattr(test, "capabilities", ()), attribute))
-    return found
+            methods.update(dict.fromkeys(getattr(test, "capabilities", ()), attribute))
+    return methods

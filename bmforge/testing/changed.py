@@ -109,8 +109,8 @@ def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
                 parameter.data.normal_(0.0, std, generator=generator)
 
 
-def merge_parts_(model: nn.Module, whole: nn.Module) -> dict[str, tuple[str, str, float]]:
-    """Add the products of low-rank parts to the plain weights of `whole`; unties tied weights.
+def merge_parts_(model: nn.Module, target: nn.Module) -> dict[str, tuple[str, str, float]]:
+    """Add the products of low-rank parts to the plain weights of `target`; unties tied weights.
 
     Returns:
         dictionary from merged weight to the names of the part's two matrices and its scale.
@@ -123,7 +123,7 @@ def merge_parts_(model: nn.Module, whole: nn.Module) -> dict[str, tuple[str, str
         keys = {"weight": ""} if isinstance(part, LowRank) else {k: f"{k}_" for k in part.keys}
         for key, prefix in keys.items():
             down, up = f"{name}.{prefix}down", f"{name}.{prefix}up"
-            module = whole.get_submodule(owner)
+            module = target.get_submodule(owner)
             added = part.scale * value_of(model, up) @ value_of(model, down)
             plain = getattr(module, key).detach()
             setattr(module, key, nn.Parameter(plain + added))
@@ -152,12 +152,12 @@ def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def silence_the_rest_(whole: nn.Module, narrow: nn.Module) -> None:
+def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
     """Zero the columns of the last projections that the narrower model does not have."""
     for name, block in narrow.named_modules():
         if not is_block(block):
             continue
-        old: Any = whole.get_submodule(name)
+        old: Any = full_model.get_submodule(name)
         new_spec, old_spec = block.spec.attn, old.spec.attn
         if new_spec is not None and new_spec.num_heads < old_spec.num_heads:
             for attn in (old.attn, old.cross_attn):

@@ -68,14 +68,14 @@ class ChangedSuite:
     def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
         """A low-rank part equals merged weights, and its gradients follow from theirs."""
         model, batch = self._doubled(tiny)
-        whole = copy.deepcopy(model)
+        merged_model = copy.deepcopy(model)
         model.change_(low_rank_everywhere(model))
         for part in list_parts(model):
             for name, parameter in part.named_parameters():
                 if name.endswith("up"):
                     nn.init.normal_(parameter, std=0.1)
-        merged = merge_parts_(model, whole)
-        got, want = run_step_of(model, batch), run_step_of(whole, batch)
+        merged = merge_parts_(model, merged_model)
+        got, want = run_step_of(model, batch), run_step_of(merged_model, batch)
         assert_close(got["loss"], want["loss"])
         for name, (down, up, scale) in merged.items():
             grad = want[f"grad/{name}"]
@@ -88,10 +88,10 @@ class ChangedSuite:
         model, batch = self._doubled(tiny)
         twin = copy.deepcopy(model)
         model.change_(stored_as_int8(model))
-        kept = dict(twin.named_parameters(remove_duplicate=False))
+        parameters = dict(twin.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, rows, scale in list_stored(model):
-                kept[name].copy_(rows.double() * scale.double()[..., None])
+                parameters[name].copy_(rows.double() * scale.double()[..., None])
         got, want = run_step_of(model, batch), run_step_of(twin, batch)
         assert_equal_trees(got, {name: want[name] for name in got})
 
@@ -99,14 +99,14 @@ class ChangedSuite:
     def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
         """A narrower layer equals the full layer with the removed part set to zero."""
         model, batch = self._doubled(tiny)
-        whole = copy.deepcopy(model)
+        full_model = copy.deepcopy(model)
         for change in resized(tiny):
             model.change_(change)
-        silence_the_rest_(whole, model)
-        got, want = run_step_of(model, batch), run_step_of(whole, batch)
+        silence_the_rest_(full_model, model)
+        got, want = run_step_of(model, batch), run_step_of(full_model, batch)
         assert_close(got["loss"], want["loss"])
         counted = sum(tensor.numel() for tensor in persistent_tensors(model).values())
-        assert counted < sum(tensor.numel() for tensor in persistent_tensors(whole).values())
+        assert counted < sum(tensor.numel() for tensor in persistent_tensors(full_model).values())
 
     @capability("changed: save")
     def test_changed_saves_and_opens(
@@ -140,11 +140,11 @@ class ChangedSuite:
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
         want = run_step_of(model, batch)
-        kept = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
+        values = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
         blocks = find_modules(model, globs=model.layout_rules().recompute_units)
         streamer = stream_blocks_(
             model,
-            lambda name, out: out.copy_(kept[name]),
+            lambda name, out: out.copy_(values[name]),
             device=torch.device("cpu"),
             blocks=list(blocks),
         )
@@ -181,10 +181,10 @@ class ChangedSuite:
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
         spread_parts_(model, 1.0)
         plain = copy.deepcopy(tiny).double()
-        kept = dict(plain.named_parameters(remove_duplicate=False))
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, rows, scale in list_stored(model):
-                kept[name].copy_(rows.double() * scale.double()[..., None])
+                parameters[name].copy_(rows.double() * scale.double()[..., None])
         before = self.write_text(plain)
         if before is None:
             pytest.skip("writes no text")

@@ -64,8 +64,10 @@ class CompressSuite:
     def fat(self) -> Any:
         """Return a new model whose MLPs can be halved or split into experts."""
         config = self.wide_config()
-        known = {field.name for field in fields(config)}
-        sizes = {name: _WIDE for name in ("intermediate_size", "expert_size") if name in known}
+        field_names = {field.name for field in fields(config)}
+        sizes = {
+            name: _WIDE for name in ("intermediate_size", "expert_size") if name in field_names
+        }
         return self.model_class.from_config(config.replace(**sizes)).train()
 
     def has_experts(self) -> bool:
@@ -115,11 +117,11 @@ class CompressSuite:
         again = self.model_class.from_pretrained(folder)
         assert_equal_trees(persistent_tensors(again), persistent_tensors(small))
         assert_equal_trees(list_outputs(again(**inputs)), want)
-        kept = {n: t.detach().clone() for n, t in persistent_tensors(again).items()}
+        values = {n: t.detach().clone() for n, t in persistent_tensors(again).items()}
         blocks = find_modules(again, globs=again.layout_rules().recompute_units)
         streamer = stream_blocks_(
             again,
-            lambda name, out: out.copy_(kept[name]),
+            lambda name, out: out.copy_(values[name]),
             device=torch.device("cpu"),
             blocks=list(blocks),
         )
@@ -168,11 +170,11 @@ class CompressSuite:
         small, _ = self.make_small(config, tmp_path / "model")
         assert any(isinstance(module, MoE) for module in small.modules())
         dense = self.fat().eval().double()
-        whole = copy.deepcopy(dense)
+        sparse = copy.deepcopy(dense)
         every = replace(_EXPERTS, share=1.0)
         inputs = widen(self.make_inputs(dense))
-        compress(whole, CompressConfig(moefy=every), batches=[inputs]).finish_()
-        want, got = (list_outputs(model(**inputs)) for model in (dense, whole))
+        compress(sparse, CompressConfig(moefy=every), batches=[inputs]).finish_()
+        want, got = (list_outputs(model(**inputs)) for model in (dense, sparse))
         assert_close({name: got[name] for name in want}, want)
 
     @pytest.mark.long

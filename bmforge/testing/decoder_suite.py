@@ -69,16 +69,16 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         mask[0, :5] = 0
         mask = mask if side == "left" else mask.flip(1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        theirs = twin.theirs(ids, attention_mask=mask, position_ids=positions).logits
-        ours = twin.ours(ids, attention_mask=mask, position_ids=positions).logits
-        assert ours.isfinite().all()
-        assert_close(ours[mask.bool()], theirs[mask.bool()])
+        expected = twin.theirs(ids, attention_mask=mask, position_ids=positions).logits
+        logits = twin.ours(ids, attention_mask=mask, position_ids=positions).logits
+        assert logits.isfinite().all()
+        assert_close(logits[mask.bool()], expected[mask.bool()])
 
     def test_loss_of_part_of_a_batch(self, twin: Twin) -> None:
         """`num_items_in_batch` divides the summed loss."""
         ids = make_batch(twin.ours)
-        theirs = twin.theirs(ids, labels=ids, num_items_in_batch=7).loss
-        assert_close(twin.ours(ids, labels=ids, num_items_in_batch=7).loss, theirs)
+        expected = twin.theirs(ids, labels=ids, num_items_in_batch=7).loss
+        assert_close(twin.ours(ids, labels=ids, num_items_in_batch=7).loss, expected)
 
     def test_padded_gradients_are_finite(self, twin: Twin) -> None:
         """Rows that start with padding have finite gradients."""
@@ -105,8 +105,8 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         mask = torch.ones_like(ids)
         mask[0, :2] = 0
         options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False}
-        theirs = twin.theirs.generate(ids, attention_mask=mask, **options)
-        assert torch.equal(generate(twin.ours, ids, mask, **options), theirs)
+        expected = twin.theirs.generate(ids, attention_mask=mask, **options)
+        assert torch.equal(generate(twin.ours, ids, mask, **options), expected)
 
 
 def check_cached_decode(model: Model) -> None:

@@ -225,11 +225,11 @@ class DeltaSuite:
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
         want = run_step_of(model, batch)
-        kept = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
+        values = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
         blocks = find_modules(model, globs=model.layout_rules().recompute_units)
         streamer = stream_blocks_(
             model,
-            lambda name, out: out.copy_(kept[name]),
+            lambda name, out: out.copy_(values[name]),
             device=torch.device("cpu"),
             blocks=list(blocks),
         )
@@ -237,13 +237,15 @@ class DeltaSuite:
         streamer.close()
 
 
-def _check_slope(model: Any, delta: Delta, batch: Batch, found: dict[str, Tensor]) -> None:
+def _check_slope(model: Any, delta: Delta, batch: Batch, gradients: dict[str, Tensor]) -> None:
     """Compare the gradient along a random direction with what the loss does there."""
     generator = torch.Generator().manual_seed(11)
     ways = {
         n: torch.randn(p.shape, generator=generator).double() for n, p in delta.named_parameters()
     }
-    slope = sum((found[f"grad/{n}"] * way).sum() for n, way in ways.items() if f"grad/{n}" in found)
+    slope = sum(
+        (gradients[f"grad/{n}"] * way).sum() for n, way in ways.items() if f"grad/{n}" in gradients
+    )
     step, losses = 1e-7, []  # so short that no activation's kink is crossed
     with torch.no_grad():
         for sign in (1, -2):
@@ -258,5 +260,5 @@ def _check_slope(model: Any, delta: Delta, batch: Batch, found: dict[str, Tensor
 
 def _first(out: Any) -> Tensor:
     """Return the logits of a model's output, or what it has in their place."""
-    found = out.logits if getattr(out, "logits", None) is not None else out[0]
-    return found.detach()
+    output = out.logits if getattr(out, "logits", None) is not None else out[0]
+    return output.detach()

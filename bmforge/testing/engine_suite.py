@@ -114,15 +114,17 @@ class EngineSuite:
         batch = self.make_inputs(deep)
         batch |= make_labels(deep, batch)
         want = run_step_of(copy.deepcopy(deep), batch)
-        least, held = _smallest(deep), _bytes_of(persistent_tensors(deep).values())
-        with Engine(copy.deepcopy(deep), device_budget_bytes=least + held, config=_CONFIG) as whole:
-            budget = least + int(share * (whole.plan.used_bytes - least))
+        least, weight_bytes = _smallest(deep), _bytes_of(persistent_tensors(deep).values())
+        with Engine(
+            copy.deepcopy(deep), device_budget_bytes=least + weight_bytes, config=_CONFIG
+        ) as unlimited:
+            budget = least + int(share * (unlimited.plan.used_bytes - least))
         with Engine(deep, device_budget_bytes=budget, config=_CONFIG) as engine:
             plan = engine.plan
             assert plan.used_bytes <= budget
             assert bool(plan.moved_bytes) == (share < 1.0)
-            here = [t for t in persistent_tensors(deep).values() if not is_streamed(t)]
-            assert _bytes_of(here) <= plan.weights_bytes
+            resident = [t for t in persistent_tensors(deep).values() if not is_streamed(t)]
+            assert _bytes_of(resident) <= plan.weights_bytes
             assert_equal_trees(run_step_of(deep, batch), want)
 
 

@@ -91,8 +91,8 @@ class FamilySuite(
         inputs = self.make_inputs(tiny)
         twin = copy.deepcopy(tiny)
         assert_equal_trees(_tensors(twin(**inputs)), _tensors(tiny(**inputs)))
-        mine = {p.data_ptr() for p in tiny.parameters()}
-        assert mine.isdisjoint(p.data_ptr() for p in twin.parameters())
+        pointers = {p.data_ptr() for p in tiny.parameters()}
+        assert pointers.isdisjoint(p.data_ptr() for p in twin.parameters())
         assert len(list(twin.parameters())) == len(list(tiny.parameters()))
         assert pickle.loads(pickle.dumps(tiny.config)) == tiny.config
         assert type(tiny).__name__ in repr(tiny)
@@ -138,9 +138,9 @@ class FamilySuite(
     def test_saving_and_opening_is_exact(self, tiny: Model, tmp_path: Path) -> None:
         """Weights and config are saved and opened exactly, in fp32 and bf16."""
         for dtype in (torch.float32, torch.bfloat16):
-            model, place = copy.deepcopy(tiny).to(dtype), tmp_path / str(dtype)
-            model.save_pretrained(place)
-            again = self.model_class.from_pretrained(place, dtype=dtype)
+            model, directory = copy.deepcopy(tiny).to(dtype), tmp_path / str(dtype)
+            model.save_pretrained(directory)
+            again = self.model_class.from_pretrained(directory, dtype=dtype)
             assert_equal_trees(again.state_dict(), model.state_dict())
             assert again.config == model.config
 
@@ -199,14 +199,14 @@ class FamilySuite(
         """Streamed weights and offloaded block inputs give bit-identical results."""
         batch = self.make_inputs(tiny)
         batch |= make_labels(tiny, batch)
-        kept = {name: p.detach().clone() for name, p in tiny.named_parameters()}
+        values = {name: p.detach().clone() for name, p in tiny.named_parameters()}
         want = _loss_and_gradients(tiny, batch)
         host, blocks = (
             torch.device("cpu"),
             find_modules(tiny, globs=tiny.layout_rules().recompute_units),
         )
         streamer = stream_blocks_(
-            tiny, lambda name, out: out.copy_(kept[name]), device=host, blocks=list(blocks)
+            tiny, lambda name, out: out.copy_(values[name]), device=host, blocks=list(blocks)
         )
         engine = make_copy_engine(host, records=True)
         units = list(blocks.values())

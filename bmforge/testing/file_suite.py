@@ -121,8 +121,8 @@ class FileSuite:
         assert len(files) > 2
         assert sorted(set(index["weight_map"].values())) == files
         for file in files:
-            mine = {name for name, where in index["weight_map"].items() if where == file}
-            assert set(load_file(tmp_path / file)) == mine
+            names = {name for name, where in index["weight_map"].items() if where == file}
+            assert set(load_file(tmp_path / file)) == names
         assert_equal_trees(
             self.model_class.from_pretrained(tmp_path).state_dict(), tiny.state_dict()
         )

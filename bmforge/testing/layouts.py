@@ -204,13 +204,13 @@ def _train_on_one(*arguments: Any) -> dict[str, Tensor]:
     """Return the results of one process; cached for the next layout of the same model."""
     key = pickle.dumps(arguments)
     if key not in _REMEMBERED:
-        *given, micro_batches, frozen = arguments
-        found = run_distributed(
-            train_on_layout, 1, *given, Layout(), micro_batches=micro_batches, frozen=frozen
+        *setup, micro_batches, frozen = arguments
+        results = run_distributed(
+            train_on_layout, 1, *setup, Layout(), micro_batches=micro_batches, frozen=frozen
         )
         while len(_REMEMBERED) > 3:
             del _REMEMBERED[next(iter(_REMEMBERED))]
-        _REMEMBERED[key] = found[0]
+        _REMEMBERED[key] = results[0]
     return _REMEMBERED[key]
 
 

@@ -156,8 +156,8 @@ def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, ob
     config = EngineConfig(max_tokens=tokens)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config}
     least = _smallest(directory, options)
-    whole = _smallest(directory, options, whole=True)
-    budget = int(least + share * (whole - least))
+    unlimited = _smallest(directory, options, for_all=True)
+    budget = int(least + share * (unlimited - least))
     group = limit_memory(int(ALLOWANCE * budget))
     engine = Engine(directory, device_budget_bytes=budget, **options)
     model, plan = engine.model, engine.plan
@@ -183,13 +183,13 @@ def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, ob
     }
 
 
-def _smallest(directory: str, options: dict[str, Any], whole: bool = False) -> int:
-    """Return the smallest budget, or with `whole` the smallest with which nothing is moved."""
+def _smallest(directory: str, options: dict[str, Any], for_all: bool = False) -> int:
+    """Return the smallest budget, or with `for_all` the smallest with which nothing is moved."""
     try:
         Engine(directory, device_budget_bytes=1, **options)
     except ConfigError as error:
         least = int(str(error).split("too small: ")[1].split()[0])
-    if not whole:
+    if not for_all:
         return least
     model, _ = AutoModel.describe_pretrained(directory, dtype=options["dtype"])
     plan = plan_memory(model, [torch.device("cpu")], options["config"], least, None)

@@ -128,15 +128,15 @@ class ModelSuite(FamilySuite):
     def check_outputs(self, twin: Twin) -> None:
         """Compare all outputs of both models."""
         inputs = self.make_inputs(twin.ours)
-        theirs = self.run_theirs(twin.theirs, inputs, output_hidden_states=True)
-        ours = twin.ours(**inputs, output_hidden_states=True)
-        compared = _compare(ours, theirs)
+        expected = self.run_theirs(twin.theirs, inputs, output_hidden_states=True)
+        outputs = twin.ours(**inputs, output_hidden_states=True)
+        compared = _compare(outputs, expected)
         assert compared, "nothing in common"
-        states = theirs.get("hidden_states") or theirs.get("decoder_hidden_states")
-        assert len(ours.hidden_states) == len(states)
-        for mine, other in zip(ours.hidden_states, states, strict=True):
-            assert_close(mine, other, atol=_noise(other))
-        assert torch.equal(ours.last_hidden_state, ours.hidden_states[-1])
+        states = expected.get("hidden_states") or expected.get("decoder_hidden_states")
+        assert len(outputs.hidden_states) == len(states)
+        for state, other in zip(outputs.hidden_states, states, strict=True):
+            assert_close(state, other, atol=_noise(other))
+        assert torch.equal(outputs.last_hidden_state, outputs.hidden_states[-1])
 
     def check_gradients(self, twin: Twin) -> None:
         """Compare the loss and all gradients."""
@@ -144,20 +144,20 @@ class ModelSuite(FamilySuite):
         inputs |= make_labels(twin.ours, inputs)
         twin.theirs.zero_grad()
         twin.ours.zero_grad()
-        theirs = self.run_theirs(twin.theirs, inputs)
-        ours = twin.ours(**inputs)
-        theirs.loss.backward()
-        ours.loss.backward()
-        _compare(ours, theirs)
+        expected = self.run_theirs(twin.theirs, inputs)
+        outputs = twin.ours(**inputs)
+        expected.loss.backward()
+        outputs.loss.backward()
+        _compare(outputs, expected)
         assert_close(self.our_gradients(twin.ours), self.their_gradients(twin.theirs))
 
-    def check_conversion(self, twin: Twin, hf_class: Any, place: Path) -> None:
+    def check_conversion(self, twin: Twin, hf_class: Any, directory: Path) -> None:
         """Compare weights and configs after conversion to transformers and back."""
-        twin.ours.save_pretrained(place)
-        back = hf_class.from_pretrained(place)
+        twin.ours.save_pretrained(directory)
+        back = hf_class.from_pretrained(directory)
         assert_equal_trees(back.state_dict(), twin.theirs.state_dict())
         assert _fields(back.config) == _fields(twin.theirs.config)
-        again = self.model_class.from_pretrained(place)
+        again = self.model_class.from_pretrained(directory)
         assert_equal_trees(again.state_dict(), twin.ours.state_dict())
         assert again.config == twin.ours.config
 
@@ -181,13 +181,13 @@ class ModelSuite(FamilySuite):
         }
 
 
-def _compare(ours: Any, theirs: Any) -> list[str]:
+def _compare(outputs: Any, expected: Any) -> list[str]:
     """Compare the outputs that both have; return their names."""
     names = []
     for name in _COMPARED:
-        mine, other = getattr(ours, name, None), theirs.get(name)
-        if mine is not None and other is not None:
-            assert_close({name: mine}, {name: other}, atol=_noise(other))
+        value, other = getattr(outputs, name, None), expected.get(name)
+        if value is not None and other is not None:
+            assert_close({name: value}, {name: other}, atol=_noise(other))
             names.append(name)
     return names
 

@@ -23,9 +23,9 @@ def check_part(part: nn.Module) -> None:
     notes = tensor_notes(part)
     own: dict[str, Any] = dict(part.named_parameters(recurse=False))
     own |= dict(part.named_buffers(recurse=False))
-    kept = {n for n in own if n not in part._non_persistent_buffers_set}
-    plain = kept - set(notes)
-    assert set(notes) <= kept, f"notes of tensors that are not there: {set(notes) - kept}"
+    saved = {n for n in own if n not in part._non_persistent_buffers_set}
+    plain = saved - set(notes)
+    assert set(notes) <= saved, f"notes of tensors that are not there: {set(notes) - saved}"
     if isinstance(part, BesidePart):
         assert not plain, f"nothing is said of {plain}"
         unknown = part.cut_styles - set(CUT_DIMS) - {""}

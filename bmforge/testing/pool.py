@@ -42,10 +42,10 @@ class _CrashError(DistributedError):
     """A worker was killed by a signal."""
 
 
-def _serve(rank: int, connection: Connection, place: str) -> None:
-    """Run jobs until the connection is closed; a crash is written to the file `place`."""
+def _serve(rank: int, connection: Connection, log_path: str) -> None:
+    """Run jobs until the connection is closed; a crash is written to the file `log_path`."""
     torch.set_num_threads(1)
-    crash_log = open(place, "w")  # noqa: SIM115 - open as long as the process
+    crash_log = open(log_path, "w")  # noqa: SIM115 - open as long as the process
     faulthandler.enable(crash_log)
     modules = 0
     while True:
@@ -106,9 +106,9 @@ class _Worker:
     def describe_end(self) -> str:
         """Return the exit code and the crash log."""
         self.process.join(timeout=1)
-        said = f"the process died with exit code {self.process.exitcode}"
+        message = f"the process died with exit code {self.process.exitcode}"
         words = self.last_words.read().partition("\nExtension modules")[0]
-        return f"{said}\n{words}" if words else said
+        return f"{message}\n{words}" if words else message
 
 
 @dataclass
@@ -161,12 +161,12 @@ class WorkerPool:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["bmforge.testing.pool", "torch.distributed.tensor"])
         for rank in range(len(self._workers), world):
-            ours, theirs = context.Pipe()
-            said = tempfile.NamedTemporaryFile("r", prefix="bmforge-worker-")  # noqa: SIM115
-            process = context.Process(target=_serve, args=(rank, theirs, said.name), daemon=True)
+            parent_end, child_end = context.Pipe()
+            log = tempfile.NamedTemporaryFile("r", prefix="bmforge-worker-")  # noqa: SIM115
+            process = context.Process(target=_serve, args=(rank, child_end, log.name), daemon=True)
             process.start()
-            theirs.close()
-            self._workers.append(_Worker(process, ours, said))
+            child_end.close()
+            self._workers.append(_Worker(process, parent_end, log))
 
     def _collect(self, world: int, timeout_s: float) -> list[Any]:
         results: dict[int, tuple[bool, Any]] = {}

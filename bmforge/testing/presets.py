@@ -19,12 +19,12 @@ def count_preset(model_class: type[Model], name: str) -> int:
 
 def check_preset_shapes(model_class: type[Model], hf_class: Any, name: str) -> None:
     """Compare a preset's shapes with those of transformers' model for the written config."""
-    ours = model_class.from_config(model_class.config_class.preset(name), device="meta")
-    fields = {k: v for k, v in ours.config.to_hf().items() if k != "model_type"}
+    model = model_class.from_config(model_class.config_class.preset(name), device="meta")
+    fields = {k: v for k, v in model.config.to_hf().items() if k != "model_type"}
     with torch.device("meta"):
-        theirs = hf_class(hf_class.config_class(**fields))
+        reference = hf_class(hf_class.config_class(**fields))
     shapes = {
-        rule.theirs: rule.source_shape(tuple(ours.get_parameter(rule.ours).shape))
-        for rule in ours.active_rules()
+        rule.theirs: rule.source_shape(tuple(model.get_parameter(rule.ours).shape))
+        for rule in model.active_rules()
     }
-    assert shapes == {n: tuple(p.shape) for n, p in theirs.named_parameters()}
+    assert shapes == {n: tuple(p.shape) for n, p in reference.named_parameters()}

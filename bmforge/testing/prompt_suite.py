@@ -68,7 +68,9 @@ def _check_first(classifier: PromptClassifier) -> None:
     template, words = classifier.template, classifier.verbalizer
     with torch.no_grad():
         scored = classifier.classify(PROMPTED)
-        logits, positions = _all_logits(classifier, [template.encode(one) for one in PROMPTED])
+        logits, positions = _all_logits(
+            classifier, [template.encode(example) for example in PROMPTED]
+        )
     for row in range(len(PROMPTED)):
         token_logits = logits[row, positions[row, 0]]
         scores = [
@@ -98,7 +100,7 @@ def _check_whole(model: Any, template: Template, tokenizer: Any) -> None:
 def _check_learning(classifier: PromptClassifier) -> None:
     """Check that three steps on the soft tokens alone lower the loss."""
     (rows,) = classifier.template.soft_parameters
-    batch = classifier.collate([classifier.ask(one) for one in PROMPTED], [0, 1])
+    batch = classifier.collate([classifier.ask(example) for example in PROMPTED], [0, 1])
     optimizer, losses = torch.optim.Adam([rows], lr=1e-3), []
     for _ in range(4):
         loss = classifier(**batch).loss

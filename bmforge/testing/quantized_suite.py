@@ -30,15 +30,15 @@ _SIZES = ("hidden_size", "intermediate_size", "expert_size", "shared_size", "emb
 def dequantized_twin(plain: Model, model: Model) -> Model:
     """Return a copy of the plain model with dequantized weights."""
     twin: Any = copy.deepcopy(plain)
-    kept = dict(twin.named_parameters(remove_duplicate=False))
+    parameters = dict(twin.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, QuantizedExperts):
                 for key in module.stack_sizes():
-                    target = kept[f"{name}.{key}"]
+                    target = parameters[f"{name}.{key}"]
                     target.copy_(module.dense(key, target.dtype))
             elif isinstance(module, PackedStore):
-                target = kept[f"{name}.weight"]
+                target = parameters[f"{name}.weight"]
                 target.copy_(module.dense(target.dtype))  # type: ignore[operator]
     return twin
 
@@ -49,8 +49,8 @@ class QuantizedSuite(ChangedSuite):
     def wide_config(self) -> ModelConfig:
         """Return the tiny config with widths divisible by 32."""
         config = self.tiny_config()
-        known = {field.name for field in fields(config)}
-        sizes = {name: getattr(config, name) for name in _SIZES if name in known}
+        field_names = {field.name for field in fields(config)}
+        sizes = {name: getattr(config, name) for name in _SIZES if name in field_names}
         if config.num_heads * config.head_dim % _WIDTH:
             sizes["head_dim"] = config.head_dim
         rounded = {n: -(-size // _WIDTH) * _WIDTH for n, size in sizes.items() if size}

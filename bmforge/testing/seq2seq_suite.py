@@ -35,13 +35,13 @@ class Seq2SeqSuite(ModelSuite):
         """Decoding the target in pieces gives the logits of one forward."""
         inputs = self.make_inputs(twin.ours)
         targets = inputs.pop("decoder_input_ids")
-        whole = twin.ours(**inputs, decoder_input_ids=targets).logits
+        at_once = twin.ours(**inputs, decoder_input_ids=targets).logits
         cache = KVCache(len(twin.ours.decoder.layers), targets.shape[1])
         pieces = [
             twin.ours(**inputs, decoder_input_ids=targets[:, start:end], cache=cache).logits
             for start, end in ((0, 3), (3, 4), (4, 7))
         ]
-        assert_close(torch.cat(pieces, 1), whole)
+        assert_close(torch.cat(pieces, 1), at_once)
 
     @capability("generate")
     @pytest.mark.parametrize("beams", [1, 3])
@@ -50,5 +50,5 @@ class Seq2SeqSuite(ModelSuite):
         inputs = self.make_inputs(twin.ours)
         del inputs["decoder_input_ids"]
         options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False}
-        theirs = twin.theirs.generate(**inputs, **options)
-        assert torch.equal(generate(twin.ours, **inputs, **options), theirs)
+        expected = twin.theirs.generate(**inputs, **options)
+        assert torch.equal(generate(twin.ours, **inputs, **options), expected)

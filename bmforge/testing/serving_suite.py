@@ -98,18 +98,18 @@ class ServingSuite:
         alone = [engine.submit(request).wait(120) for request in requests]
         handles = [engine.submit(request) for request in requests]
         together = [handle.wait(120) for handle in handles]
-        for one, beside, request in zip(alone, together, requests, strict=True):
-            assert [(a.ids, a.text) for a in one] == [(a.ids, a.text) for a in beside]
+        for single, beside, request in zip(alone, together, requests, strict=True):
+            assert [(a.ids, a.text) for a in single] == [(a.ids, a.text) for a in beside]
             if not isinstance(request.prompt, str) and not request.options.do_sample:
                 ids = torch.tensor([request.prompt])
                 seen = torch.ones_like(ids)  # the prompt has no padding
                 want = generate(engine.model, ids, seen, request.options)[0, -_NEW:].tolist()
-                assert list(one[0].ids) == want[-len(one[0].ids) :]
+                assert list(single[0].ids) == want[-len(single[0].ids) :]
 
     def check_calls(self, engine: Engine) -> None:
         """Compare calls from several threads at once with each call alone."""
         inputs = [self.make_inputs(engine.model, 2, seed) for seed in range(5)]
-        rows = [next(iter(one.values())) for one in inputs]
+        rows = [next(iter(entry.values())) for entry in inputs]
         want = [engine.embed(row) for row in rows]
         got: dict[int, Any] = {}
 
@@ -127,4 +127,4 @@ class ServingSuite:
 
 def _as_tensor(answer: Completion) -> Tensor:
     """Return an answer's ids as a tensor, or the code points of its text if it has no ids."""
-    return torch.tensor(answer.ids or [ord(one) for one in answer.text])
+    return torch.tensor(answer.ids or [ord(character) for character in answer.text])

@@ -104,16 +104,16 @@ class TemplateSuite:
         """A truncated prompt has exactly the maximum length and keeps protected tokens."""
         for _, template in self.opened():
             for example in self.examples:
-                whole = template.encode(example)
-                assert whole.num_cut == 0
+                full = template.encode(example)
+                assert full.num_cut == 0
                 minimum = _shortest(template, example, cut)
-                kept = template.encode(example, minimum, cut)
-                for max_length in range(minimum, len(whole) + 2):
+                shortest = template.encode(example, minimum, cut)
+                for max_length in range(minimum, len(full) + 2):
                     encoded = template.encode(example, max_length, cut)
-                    assert len(encoded) == min(max_length, len(whole))
-                    assert encoded.num_cut == len(whole) - len(encoded)
-                    assert _is_inside(kept.input_ids, encoded.input_ids)
-                    assert len(encoded.mask_at) == len(whole.mask_at)
+                    assert len(encoded) == min(max_length, len(full))
+                    assert encoded.num_cut == len(full) - len(encoded)
+                    assert _is_inside(shortest.input_ids, encoded.input_ids)
+                    assert len(encoded.mask_at) == len(full.mask_at)
                 with pytest.raises(ConfigError, match="row 7"):
                     template.encode(example, minimum - 1, cut, "row 7")
 
@@ -126,7 +126,7 @@ class TemplateSuite:
     def test_alone_and_together(self) -> None:
         """An example's logits do not depend on the rest of its batch."""
         for model, template in self.opened():
-            together = _ask(model, [template.encode(one) for one in self.examples])
+            together = _ask(model, [template.encode(prompted) for prompted in self.examples])
             for row, example in enumerate(self.examples):
                 assert_close(together[row], _ask(model, [template.encode(example)])[0])
 
@@ -134,16 +134,16 @@ class TemplateSuite:
         """Trained parameters are in the model, have gradients, and lower the loss; may be none."""
         for model, template in self.opened():
             trained = template.soft_parameters
-            ours = {id(parameter) for parameter in model.parameters()}
-            assert {id(parameter) for parameter in trained} <= ours
+            own_ids = {id(parameter) for parameter in model.parameters()}
+            assert {id(parameter) for parameter in trained} <= own_ids
             if not trained:
                 continue
-            prompts = [template.encode(one) for one in self.examples]
+            prompts = [template.encode(example) for example in self.examples]
             optimizer, losses = torch.optim.Adam(trained, lr=1e-3), []
             for _ in range(4):
                 optimizer.zero_grad()
-                said = _ask(model, prompts).flatten(0, 1)
-                loss = torch.nn.functional.cross_entropy(said, torch.arange(len(said)) + 20)
+                logits = _ask(model, prompts).flatten(0, 1)
+                loss = torch.nn.functional.cross_entropy(logits, torch.arange(len(logits)) + 20)
                 loss.backward()
                 losses.append(loss.item())
                 optimizer.step()
@@ -158,7 +158,7 @@ class TemplateSuite:
                 continue  # nothing trained, or it has to be merged first
             with torch.no_grad():
                 rows.weight.add_(0.5)
-            prompts = [template.encode(one) for one in self.examples]
+            prompts = [template.encode(example) for example in self.examples]
             want = _ask(model, prompts)
             folder = tmp_path / type(model).__name__
             model.save_pretrained(folder)
@@ -179,13 +179,15 @@ def _shortest(template: Template, example: Any, cut: Any) -> int:
 
 def _is_inside(some: Sequence[int], ids: Sequence[int]) -> bool:
     """Return whether `some` is a subsequence of `ids`."""
-    rest = iter(ids)
-    return all(id in rest for id in some)
+    iterator = iter(ids)
+    return all(id in iterator for id in some)
 
 
 def _ask(model: Any, prompts: Sequence[Encoded]) -> Tensor:
     """Return the logits (B, M, V) at the masks of prompts."""
-    columns = lay_questions([Question([one], [], []) for one in prompts], _LETTERS.pad_id or 0)
+    columns = lay_questions(
+        [Question([prompt], [], []) for prompt in prompts], _LETTERS.pad_id or 0
+    )
     batch = {name: torch.tensor(values) for name, values in columns.items()}
     answer = ask_model(model, batch, batch.pop("mask_at"))
     assert answer is not None

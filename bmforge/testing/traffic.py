@@ -102,8 +102,8 @@ def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cal
     name = func._schema.name.partition("::")[2].lstrip("_")
     kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    inputs = next((given[key] for key in _INPUTS if key in given), None)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    inputs = next((arguments[key] for key in _INPUTS if key in arguments), None)
     if kind is None or inputs is None:
         raise DistributedError(
             f"{func} communicates, and Traffic does not know how. Give its name a kind in "

@@ -56,9 +56,9 @@ def make_twin(
 ) -> Twin:
     """Build a transformers model, save it, and open it with bmforge; random, on the CPU."""
     transformers_logging.disable_progress_bar()
-    theirs = build_reference(hf_class, fields)
-    theirs.save_pretrained(directory)
-    return Twin(theirs, model_class.from_pretrained(directory), directory)
+    reference = build_reference(hf_class, fields)
+    reference.save_pretrained(directory)
+    return Twin(reference, model_class.from_pretrained(directory), directory)
 
 
 def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -82,9 +82,9 @@ class VerbalizerSuite:
         """The model and the verbalizer's parameters have gradients, and the loss decreases."""
         classifier = self.opened().train()
         classes = classifier.verbalizer.num_classes
-        asked = [classifier.ask(one) for one in self.examples]
-        labels = [number % classes for number in range(len(asked))]
-        batch = classifier.collate(asked, labels)
+        questions = [classifier.ask(example) for example in self.examples]
+        labels = [number % classes for number in range(len(questions))]
+        batch = classifier.collate(questions, labels)
         trained = [p for p in classifier.parameters() if p.requires_grad]
         optimizer, losses = torch.optim.Adam(trained, lr=1e-3), []
         for _ in range(4):
@@ -108,12 +108,12 @@ class VerbalizerSuite:
 
     def test_state_comes_back(self) -> None:
         """A verbalizer's state can be loaded into another, with the same scores."""
-        one, other = self.opened(), self.opened()
+        first, other = self.opened(), self.opened()
         with torch.no_grad():
-            for parameter in one.verbalizer.parameters():
+            for parameter in first.verbalizer.parameters():
                 parameter.add_(0.3 * torch.randn(parameter.shape, dtype=parameter.dtype))
-        other.verbalizer.load_state_dict(one.verbalizer.state_dict())
-        assert_close(other.classify(self.examples), one.classify(self.examples))
+        other.verbalizer.load_state_dict(first.verbalizer.state_dict())
+        assert_close(other.classify(self.examples), first.classify(self.examples))
 
     def test_calibration(self) -> None:
         """Calibration with uniform logits changes nothing; with no examples it raises an error."""
@@ -128,8 +128,8 @@ class VerbalizerSuite:
             calibrate(logits[:0])
         calibrate(torch.zeros_like(logits))
         after = classifier.classify(self.examples)
-        kept = after.shape == before.shape and verbalizer.normalize
-        if kept and getattr(verbalizer, "drop_ratio", 0) == 0:
+        keeps_shape = after.shape == before.shape and verbalizer.normalize
+        if keeps_shape and getattr(verbalizer, "drop_ratio", 0) == 0:
             assert_close(after, before)
         calibrate(logits)
         assert torch.isfinite(classifier.classify(self.examples)).all()
@@ -137,5 +137,5 @@ class VerbalizerSuite:
     def _vocab_logits(self, classifier: PromptClassifier) -> Tensor:
         """Return the verbalizer's input logits for the examples."""
         with torch.no_grad():
-            asked = [classifier.ask(one) for one in self.examples]
-            return classifier(**classifier.collate(asked)).vocab_logits
+            questions = [classifier.ask(example) for example in self.examples]
+            return classifier(**classifier.collate(questions)).vocab_logits

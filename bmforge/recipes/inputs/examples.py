@@ -146,9 +146,9 @@ class ExampleLoader:
         if number is None:
             return _unlabel(self._source.make(0, ("padding",)))
         count, seed = len(self._source), self._config.seed
-        epoch, place = divmod(number, count)
+        epoch, position = divmod(number, count)
         key = derive_key("examples", seed, epoch)
-        index = int(permute(np.array([place]), count, key)[0])
+        index = int(permute(np.array([position]), count, key)[0])
         return self._source.make(index, ("example", seed, number))
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,13 +166,13 @@ class ExampleLoader:
         Raises:
             ConfigError: the state is of other examples or another seed.
         """
-        ours = self.state_dict()
-        state = {"content": ours["content"], **state}  # states of earlier versions lack it
+        own_state = self.state_dict()
+        state = {"content": own_state["content"], **state}  # states of earlier versions lack it
         for key in ("seed", "dataset", "content"):
-            if state.get(key) != ours[key]:
+            if state.get(key) != own_state[key]:
                 raise ConfigError(
                     f"loader state has {key}={state.get(key)}, this loader has {key}="
-                    f"{ours[key]}: the order cannot go on; restore it or start a new "
+                    f"{own_state[key]}: the order cannot go on; restore it or start a new "
                     "run."
                 )
         self._samples = int(state["samples"])

@@ -132,9 +132,9 @@ class ImageFolder:
             "pixel_values": (model.image_size, 0),
             "labels": (1, IGNORE_INDEX),
         }
-        told = [(str(path.relative_to(root)), path.stat().st_size) for path, _ in self._files]
+        listing = [(str(path.relative_to(root)), path.stat().st_size) for path, _ in self._files]
         looks = config.smallest_crop, config.mirror, config.mean, config.std
-        self.fingerprint = fingerprint_of(told, looks, model.image_size, model.num_channels)
+        self.fingerprint = fingerprint_of(listing, looks, model.image_size, model.num_channels)
 
     def __len__(self) -> int:
         return len(self._files)

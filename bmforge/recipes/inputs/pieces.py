@@ -99,7 +99,7 @@ def open_pieces(
     train = [train_prefix(path) for path in config.paths]
     held_out = [train_prefix(path) for path in config.validation]
     places = dict.fromkeys(map(place_of, config.paths))
-    reports = [] if held_out else [read_report(place) for place in places]
+    reports = [] if held_out else [read_report(directory) for directory in places]
     for report in reports:
         if report is not None and report.validation_prefix is not None:
             held_out.append(report.validation_prefix)
@@ -110,11 +110,11 @@ def open_pieces(
 
     run_on_first(check)
     learned = [open_text(path, split=config.split) for path in config.paths]
-    rest: list[TokenStore | Path] = [*held_out]
+    held_out_parts: list[TokenStore | Path] = [*held_out]
     if any(config.split[1:2]):
-        rest = [StorePart(prefix, config.split, 1) for prefix in train]
-    held = Pieces(rest, shortest, longest, end_id) if rest else None
-    return Pieces(learned, shortest, longest, end_id), held
+        held_out_parts = [StorePart(prefix, config.split, 1) for prefix in train]
+    held_out_pieces = Pieces(held_out_parts, shortest, longest, end_id) if held_out_parts else None
+    return Pieces(learned, shortest, longest, end_id), held_out_pieces
 
 
 def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:

@@ -80,22 +80,22 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
     """Return a verbalizer of a user's class."""
     kind = find_class(config.verbalizer_class, "verbalizer_class", nn.Module)
     options = {} if config.join == "first" else {"join": config.join}
-    found = kind(words, tokenizer, **options)
+    verbalizer = kind(words, tokenizer, **options)
     lacking = [
-        n for n in ("takes", "num_masks", "num_classes", "normalize") if not hasattr(found, n)
+        n for n in ("takes", "num_masks", "num_classes", "normalize") if not hasattr(verbalizer, n)
     ]
     if lacking:
         raise ConfigError(
             f"{config.verbalizer_class!r} has no {', '.join(lacking)}, which a verbalizer says of "
             "itself: see bmforge.testing.verbalizer_suite."
         )
-    trained = [name for name, _ in found.named_parameters()]
+    trained = [name for name, _ in verbalizer.named_parameters()]
     if trained and not config.zero_shot:
         raise ConfigError(
             f"{config.verbalizer_class!r} has weights of its own ({', '.join(trained)}), and a run "
             "trains the model's: give --zero-shot, or train it with PromptClassifier."
         )
-    return found.requires_grad_(False)
+    return verbalizer.requires_grad_(False)
 
 
 def describe_template(config: Any, tokenizer: Tokenizer, text: str) -> Template:
@@ -106,34 +106,36 @@ def describe_template(config: Any, tokenizer: Tokenizer, text: str) -> Template:
     kind: Any = Template
     if config.template_class:
         kind = find_class(config.template_class, "template_class", Template)
-    found: Template = kind(text, tokenizer, model, front=config.soft_front, behind=behind)
-    return found
+    template: Template = kind(text, tokenizer, model, front=config.soft_front, behind=behind)
+    return template
 
 
-def find_class(place: str, option: str, base: type) -> Any:
+def find_class(class_path: str, option: str, base: type) -> Any:
     """Import and return a user-defined class; its file or module is executed.
 
     Args:
-        place: "package.module:Class", or "folder/file.py:Class".
+        class_path: "package.module:Class", or "folder/file.py:Class".
         option: name of the option, for messages.
         base: required base class.
 
     Raises:
         ConfigError: there is no such module, file or class, or it has another base.
     """
-    source, _, name = place.rpartition(":")
+    source, _, name = class_path.rpartition(":")
     if not source or not name.isidentifier():
         raise ConfigError(
-            f"{option}={place!r} must be package.module:Class or path/to/file.py:Class."
+            f"{option}={class_path!r} must be package.module:Class or path/to/file.py:Class."
         )
     module = _run_file(Path(source), option) if source.endswith(".py") else _import(source, option)
-    found = getattr(module, name, None)
-    if found is None:
-        known = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise ConfigError(f"{option}={place!r}: {source} has no {name!r}.{suggest(name, known)}")
-    if not isinstance(found, type) or not issubclass(found, base):
-        raise ConfigError(f"{option}={place!r} must be a class that inherits {base.__name__}.")
-    return found
+    attribute = getattr(module, name, None)
+    if attribute is None:
+        class_names = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(
+            f"{option}={class_path!r}: {source} has no {name!r}.{suggest(name, class_names)}"
+        )
+    if not isinstance(attribute, type) or not issubclass(attribute, base):
+        raise ConfigError(f"{option}={class_path!r} must be a class that inherits {base.__name__}.")
+    return attribute
 
 
 def _import(source: str, option: str) -> ModuleType:

@@ -25,10 +25,10 @@ def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
     Raises:
         ConfigError: a condition has an unknown form.
     """
-    place, mark, rest = path.partition(_MARK)
+    bare_path, mark, conditions = path.partition(_MARK)
     if not mark or Path(path).exists():
         return path, ()
-    return place, parse_conditions(rest.split(_AND))
+    return bare_path, parse_conditions(conditions.split(_AND))
 
 
 def place_of(path: str) -> str:
@@ -38,7 +38,10 @@ def place_of(path: str) -> str:
 
 def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[float]) -> None:
     """Raise `ConfigError` for malformed conditions, or conditions combined with `data.split`."""
-    conditions = [*parse_conditions(where), *(one for path in paths for one in split_path(path)[1])]
+    conditions = [
+        *parse_conditions(where),
+        *(condition for path in paths for condition in split_path(path)[1]),
+    ]
     if conditions and split:
         raise ConfigError(
             f"data.split={tuple(split)} divides whole stores, and conditions choose documents. "
@@ -57,10 +60,10 @@ def open_text(path: str, where: Sequence[str] = (), split: Sequence[float] = ())
     Raises:
         DataError: a store is missing or damaged, or no document is left.
     """
-    place, own = split_path(path)
+    bare_path, own = split_path(path)
     if split:
-        return StorePart(place, split, 0)
-    return select_store(open_store(train_prefix(place)), (*parse_conditions(where), *own))
+        return StorePart(bare_path, split, 0)
+    return select_store(open_store(train_prefix(bare_path)), (*parse_conditions(where), *own))
 
 
 def read_report(path: str) -> PrepareReport | None:
@@ -76,10 +79,10 @@ def train_prefix(path: str) -> Path:
     Raises:
         DataError: another directory, or a part of a prepared one.
     """
-    place = Path(place_of(path))
-    if not place.is_dir() or (place / "train").is_dir():
-        return place / "train" / "tokens" if place.is_dir() else place
-    above = place.absolute().parent
+    directory = Path(place_of(path))
+    if not directory.is_dir() or (directory / "train").is_dir():
+        return directory / "train" / "tokens" if directory.is_dir() else directory
+    above = directory.absolute().parent
     if (above / RECORD_NAME).exists():
         raise DataError(f"{path!r} is a part of a prepared directory: give {str(above)!r} itself.")
     raise DataError(

@@ -130,10 +130,10 @@ class SpanCorpus:
         source = part.contexts.tokens[begin : begin + self._length].tolist()
         target: list[int] = []
         count = 0
-        for place, token in enumerate(source):
+        for offset, token in enumerate(source):
             if token >= self._vocab_size:
-                source[place] = self._sentinel(count, part)
-                target += [source[place], *self._span(part, begin + place, token)]
+                source[offset] = self._sentinel(count, part)
+                target += [source[offset], *self._span(part, begin + offset, token)]
                 count += 1
         target.append(self._sentinel(count, part))
         return {"input_ids": source, "labels": target[: self._longest]}
@@ -146,19 +146,19 @@ class SpanCorpus:
             )
         return self._sentinels[count]
 
-    def _span(self, part: _Part, place: int, token: int) -> list[int]:
-        """Return the span that a sentinel at position `place` of the contexts replaces."""
-        text = int(np.searchsorted(part.starts, place, side="right")) - 1
+    def _span(self, part: _Part, position: int, token: int) -> list[int]:
+        """Return the span that a sentinel at `position` of the contexts replaces."""
+        text = int(np.searchsorted(part.starts, position, side="right")) - 1
         number = token - self._vocab_size
-        found: list[int] = []
+        span: list[int] = []
         if 2 * number + 2 <= int(part.offsets.sizes[text]):
             offset, length = part.offsets.get(text, 2 * number, 2).tolist()
             if length > 0 and offset + length <= int(part.targets.sizes[text]):
-                found = part.targets.get(text, offset, length).tolist()
-        if found[:1] != [token] or max(found[1:], default=0) >= self._vocab_size:
+                span = part.targets.get(text, offset, length).tolist()
+        if span[:1] != [token] or max(span[1:], default=0) >= self._vocab_size:
             raise DataError(
                 f"{part.prefix!r}, text {text}: span {number} is not where its offset says. The "
                 "three stores must be of one corpus, made with this tokenizer of "
                 f"{self._vocab_size} tokens."
             )
-        return found[1:]
+        return span[1:]

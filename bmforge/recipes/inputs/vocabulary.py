@@ -37,21 +37,22 @@ def check_tokenizers(
     if not folders:
         return
     for path, folder in zip(prepared[1:], folders[1:], strict=True):
-        if (found := _find_difference(folder, folders[0])) is not None:
+        if (difference := _find_difference(folder, folders[0])) is not None:
             raise ConfigError(
                 f"the corpora {prepared[0]!r} and {path!r} have different tokenizers, so their "
-                f"token ids do not mean the same ({found}). Prepare the later ones with "
+                f"token ids do not mean the same ({difference}). Prepare the later ones with "
                 f"`--tokenizer {folders[0]}`."
             )
-    wanted = tokenizer if tokenizer is not None else init_from
-    if wanted is None:
+    source_name = tokenizer if tokenizer is not None else init_from
+    if source_name is None:
         return
     name = "init_from" if tokenizer is None else "data.tokenizer"
-    own = find_model(wanted) if tokenizer is None else Path(wanted)
-    if (found := _find_difference(folders[0], own)) is not None:
+    own = find_model(source_name) if tokenizer is None else Path(source_name)
+    if (difference := _find_difference(folders[0], own)) is not None:
         raise ConfigError(
-            f"{prepared[0]!r} was prepared with another tokenizer than {name}={wanted!r} has: "
-            f"{found}. Prepare the text for it: `bmforge prepare TEXT... --out DIR --tokenizer "
+            f"{prepared[0]!r} was prepared with another tokenizer than {name}={source_name!r} has: "
+            f"{difference}. Prepare the text for it: `bmforge prepare TEXT... --out DIR "
+            "--tokenizer "
             f"{own}`."
         )
 
@@ -70,8 +71,8 @@ def _find_difference(corpus: Path, own: Path) -> str | None:
         )
         return None
     for token, id in AutoTokenizer.from_pretrained(corpus).get_vocab().items():
-        if (there := ids.token_to_id(token)) != id:
-            return f"{token!r} is {id} in the text, {there} there"
+        if (other_id := ids.token_to_id(token)) != id:
+            return f"{token!r} is {id} in the text, {other_id} there"
     return None
 
 
