@@ -77,14 +77,14 @@ def find_gone(table: Table) -> Iterator[tuple[str, str]]:
 
 
 def missing_names(
-    package: str, table: Table, known: Sequence[str], inside: str = ""
+    package: str, table: Table, names: Sequence[str], inside: str = ""
 ) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, which says what to use instead of a name that is gone.
 
     Args:
         package: the old package's name.
         table: of its names.
-        known: the names that the module has, to suggest one of.
+        names: the names that the module has, to suggest one of.
         inside: which module of the package it is; "" for the package itself.
 
     A name that is gone is an ImportError, which `from ... import name` passes on as it is; of an
@@ -97,7 +97,7 @@ def missing_names(
         use = dict(find_gone(table)).get(before + name)
         if use is not None:
             raise ImportError(f"{package}.{before}{name} is gone. Use {use}. {page}")
-        hint = suggest(name, known)
+        hint = suggest(name, names)
         raise AttributeError(f"bmforge.compat.{package} has no {before + name!r}.{hint} {page}")
 
     return missing

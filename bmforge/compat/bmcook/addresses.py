@@ -35,15 +35,15 @@ _MODULES = (
 
 def our_module(name: str) -> str:
     """Return bmforge's name of a ModelCenter module; other names are unchanged."""
-    for pattern, ours in _MODULES:
-        name = re.sub(pattern, ours, name)
+    for pattern, replacement in _MODULES:
+        name = re.sub(pattern, replacement, name)
     return name
 
 
 def old_name(name: str, has_gate: bool) -> str:
     """Return ModelCenter's name of a bmforge parameter."""
-    for pattern, theirs in NAME_RULES:
-        name = re.sub(pattern, theirs.replace("{up}", "w_1" if has_gate else "w"), name)
+    for pattern, replacement in NAME_RULES:
+        name = re.sub(pattern, replacement.replace("{up}", "w_1" if has_gate else "w"), name)
     return name
 
 
@@ -59,20 +59,24 @@ def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[st
         ConfigError: a pattern that matches no name.
     """
     has_gate = any(name.endswith("gate_proj") for name, _ in model.named_modules())
-    known: dict[str, tuple[str, ...]] = {}
+    names_of_module: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules():
         if name and (isinstance(module, nn.Embedding) or linear_sizes(module) is not None):
             full = f"{name}.weight"
             inner = full.removeprefix("model.")
-            known[name] = full, old_name(inner, has_gate)
-    found: dict[str, None] = {}
+            names_of_module[name] = full, old_name(inner, has_gate)
+    matched: dict[str, None] = {}
     for pattern in patterns:
-        hits = [name for name, names in known.items() if any(pattern in one for one in names)]
+        hits = [
+            name
+            for name, names in names_of_module.items()
+            if any(pattern in entry for entry in names)
+        ]
         if not hits:
-            olds = [old for _, old in known.values()]
+            olds = [old for _, old in names_of_module.values()]
             raise ConfigError(f"{key}: {pattern!r} is in no module's name.{suggest(pattern, olds)}")
-        found.update(dict.fromkeys(hits))
-    return list(found)
+        matched.update(dict.fromkeys(hits))
+    return list(matched)
 
 
 def find_old_module(model: nn.Module, name: str) -> str:
@@ -81,13 +85,13 @@ def find_old_module(model: nn.Module, name: str) -> str:
     Raises:
         ConfigError: there is no such module.
     """
-    known = dict(model.named_modules())
-    for wanted in (name, our_module(name), f"model.{our_module(name)}", f"model.{name}"):
-        if wanted in known:
-            return wanted
+    modules = dict(model.named_modules())
+    for candidate in (name, our_module(name), f"model.{our_module(name)}", f"model.{name}"):
+        if candidate in modules:
+            return candidate
     # An encoder-decoder keeps which stack it is.
     for stack in ("encoder", "decoder"):
-        wanted = f"model.{stack}.{our_module(name)}"
-        if name.startswith(f"{stack}.") and wanted in known:
-            return wanted
-    raise ConfigError(f"{type(model).__name__} has no module {name!r}.{suggest(name, known)}")
+        candidate = f"model.{stack}.{our_module(name)}"
+        if name.startswith(f"{stack}.") and candidate in modules:
+            return candidate
+    raise ConfigError(f"{type(model).__name__} has no module {name!r}.{suggest(name, modules)}")

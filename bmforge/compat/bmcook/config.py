@@ -115,43 +115,44 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
     """
     if not isinstance(raw, dict):
         raise ConfigError(f"a config of BMCook's is a table of sections, not {raw!r}.")
-    known = [*_DEFAULTS, _OWN]
-    found: dict[str, Any] = {_OWN: raw.get(_OWN, {})} if _OWN in raw else {}
-    for section, given in raw.items():
-        if section not in known:
-            raise ConfigError(f"unknown section {section!r}.{suggest(section, known)}")
-        for key in given if section != _OWN else ():
+    sections = [*_DEFAULTS, _OWN]
+    checked: dict[str, Any] = {_OWN: raw.get(_OWN, {})} if _OWN in raw else {}
+    for section, section_values in raw.items():
+        if section not in sections:
+            raise ConfigError(f"unknown section {section!r}.{suggest(section, sections)}")
+        for key in section_values if section != _OWN else ():
             if key not in _DEFAULTS[section]:
                 hint = suggest(key, _DEFAULTS[section])
                 raise ConfigError(f"unknown key {section}.{key}.{hint}")
     for section, usual in _DEFAULTS.items():
-        found[section] = {**copy.deepcopy(dict(usual)), **raw.get(section, {})}
-        for key, value in found[section].items():
+        checked[section] = {**copy.deepcopy(dict(usual)), **raw.get(section, {})}
+        for key, value in checked[section].items():
             if isinstance(value, list):
-                found[section][key] = [one for one in value if one != _PLACEHOLDER]
-    pruning = found["pruning"]
+                checked[section][key] = [entry for entry in value if entry != _PLACEHOLDER]
+    pruning = checked["pruning"]
     pruning["sprune"] = _check_sprune(pruning["sprune"])
     if pruning["is_pruning"] and pruning["mask_method"] not in _METHODS:
         raise ConfigError(
             f"pruning.mask_method={pruning['mask_method']!r} must be one of {', '.join(_METHODS)}."
         )
-    hidden = found["distillation"]
+    hidden = checked["distillation"]
     if hidden["mse_hidn_scale"] and not hidden["mse_hidn_module"]:
         raise ConfigError("distillation.mse_hidn_scale needs mse_hidn_module: pairs of modules.")
-    return found
+    return checked
 
 
-def _check_sprune(given: Mapping[str, Any]) -> dict[str, Any]:
+def _check_sprune(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section with every key, in the current spelling."""
     out = dict(_SPRUNE)
-    for key, value in given.items():
+    for key, value in values.items():
         name, turn = _OLDER.get(key, (key, lambda same: same))
         if name not in _SPRUNE:
             raise ConfigError(f"unknown key pruning.sprune.{key}.{suggest(key, _SPRUNE)}")
         new = turn(value)
-        if key != name and name in given and given[name] != new:
+        if key != name and name in values and values[name] != new:
             raise ConfigError(
-                f"pruning.sprune.{key}={value!r} and {name}={given[name]!r} contradict each other: "
+                f"pruning.sprune.{key}={value!r} and {name}={values[name]!r} contradict each "
+                "other: "
                 f"leave {key} out, which is the older spelling."
             )
         out[name] = new

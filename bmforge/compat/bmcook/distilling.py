@@ -116,23 +116,30 @@ class Teaching:
         out.loss, out.d_loss = out.loss + d_loss, d_loss
         return out
 
-    def _compare(self, mine: Any, theirs: Any, targets: Tensor) -> Tensor:
+    def _compare(self, student_out: Any, teacher_out: Any, targets: Tensor) -> Tensor:
         section = self.section
-        kept = (targets != IGNORE_INDEX).flatten()
+        counted = (targets != IGNORE_INDEX).flatten()
         total = torch.zeros((), device=targets.device)
         if section["ce_scale"]:
-            logits = [out.logits if hasattr(out, "logits") else out[0] for out in (mine, theirs)]
-            flat = [one.flatten(0, -2) for one in logits]
+            logits = [
+                out.logits if hasattr(out, "logits") else out[0]
+                for out in (student_out, teacher_out)
+            ]
+            flat = [student_name.flatten(0, -2) for student_name in logits]
             each = compare_logits(flat[0], flat[1].detach(), float(section["ce_temp"]))
-            kept = kept if kept.shape == each.shape else torch.ones_like(each, dtype=torch.bool)
-            total = total + section["ce_scale"] * each.where(kept, 0).sum() / kept.sum().clamp(1)
-        for number, (one, other) in enumerate(self._pairs):
-            state, taught = self._mine.states[one], self._theirs.states[other].detach()
+            counted = (
+                counted if counted.shape == each.shape else torch.ones_like(each, dtype=torch.bool)
+            )
+            total = total + section["ce_scale"] * each.where(
+                counted, 0
+            ).sum() / counted.sum().clamp(1)
+        for number, (student_name, other) in enumerate(self._pairs):
+            state, taught = self._mine.states[student_name], self._theirs.states[other].detach()
             if str(number) in self.projections:
                 taught = self.projections[str(number)](taught)
             weights = torch.ones(state.shape[:2], device=state.device)
-            found = compare_states(state, taught, weights, "mean_norm").mean()
-            total = total + section["mse_hidn_scale"] * found
+            distance = compare_states(state, taught, weights, "mean_norm").mean()
+            total = total + section["mse_hidn_scale"] * distance
         return total
 
 
@@ -141,8 +148,8 @@ def _place(model: nn.Module, text: str) -> str:
     kind, mark, name = text.partition("]")
     if not mark or kind not in ("[post", "[pre"):
         raise ConfigError(f"{text!r} must begin with [post] or [pre].")
-    found = find_old_module(model, name)
-    return found if kind == "[post" else f"{INTO}{found}"
+    module_name = find_old_module(model, name)
+    return module_name if kind == "[post" else f"{INTO}{module_name}"
 
 
 def _projection(
@@ -150,10 +157,10 @@ def _projection(
 ) -> nn.Module:
     widths = [_width(model) for model in (teacher, student)]
     if linear is None or linear is nn.Linear:
-        made = nn.Linear(*widths, bias=False)
-        nn.init.normal_(made.weight, std=0.02)
+        projection = nn.Linear(*widths, bias=False)
+        nn.init.normal_(projection.weight, std=0.02)
         like = next(student.parameters())
-        return made.to(like.device, like.dtype)
+        return projection.to(like.device, like.dtype)
     return linear(*widths, init_std=0.02)
 
 

@@ -55,18 +55,18 @@ def _record(records: dict[str, Tensor], label: str, module: nn.Module, args: Any
 
 def _find(model: nn.Module, patterns: list[str]) -> dict[str, str]:
     """Return the ModelCenter names, by own name, of modules that match a part."""
-    known = {}
+    old_names = {}
     for name, module in model.named_modules():
         if name and not list(module.children()):
             inner = f"{name.removeprefix('model.')}.weight"
-            known[name] = old_name(inner, has_gate=False).removesuffix(".weight")
-    found = {}
+            old_names[name] = old_name(inner, has_gate=False).removesuffix(".weight")
+    matched = {}
     for pattern in patterns:
-        hits = {n: old for n, old in known.items() if pattern in old or pattern in n}
+        hits = {n: old for n, old in old_names.items() if pattern in old or pattern in n}
         if not hits:
             raise ConfigError(
                 f"MoEfication.first_FFN_module: {pattern!r} is in no module's name, such as "
-                f"{next(iter(known.values()))!r}."
+                f"{next(iter(old_names.values()))!r}."
             )
-        found.update(hits)
-    return found
+        matched.update(hits)
+    return matched

@@ -71,13 +71,13 @@ class BMPrune:
             owner = _zoo_model(model)
             method: Method = StructureMethod(StructureConfig(**_tuples(section["sprune"])))
             method.attach_(owner)
-            found = _Pruning(method, owner, True)
+            pruning = _Pruning(method, owner, True)
         else:
             names = section["pruned_module"]
             where = tuple(modules_with(model, names, "pruning.pruned_module"))
             settings = PruneConfig(pattern=pattern_of(section["mask_method"]), where=where)
-            found = _Pruning(prune(model, settings), model, False)
-        model.__dict__[_SLOT] = found
+            pruning = _Pruning(prune(model, settings), model, False)
+        model.__dict__[_SLOT] = pruning
         cls._waiting = weakref.ref(model)
 
     @classmethod
@@ -91,21 +91,21 @@ class BMPrune:
         if model is None:
             return
         cls._waiting = None
-        found = pruning_of(model)
-        assert found is not None
+        pruning = pruning_of(model)
+        assert pruning is not None
         if optimizer is None:
             raise ConfigError("the config prunes, and no optimizer was given.")
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        new = [p for p in found.owner.parameters() if p.requires_grad and id(p) not in known]
-        if found.is_gated and new:  # the gates, which came after the optimizer was made
+        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        new = [p for p in pruning.owner.parameters() if p.requires_grad and id(p) not in optimized]
+        if pruning.is_gated and new:  # the gates, which came after the optimizer was made
             optimizer.add_param_group({"params": new, "lr": 0.1, "weight_decay": 0.0})
-        optimizer.register_step_post_hook(found.after_step)
+        optimizer.register_step_post_hook(pruning.after_step)
 
 
 def pruning_of(model: nn.Module) -> _Pruning | None:
     """Return the pruning of a model; None if it has none."""
-    found: _Pruning | None = model.__dict__.get(_SLOT)
-    return found
+    pruning: _Pruning | None = model.__dict__.get(_SLOT)
+    return pruning
 
 
 def _tuples(section: Any) -> dict[str, Any]:

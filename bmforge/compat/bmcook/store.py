@@ -127,10 +127,10 @@ def load_masks(file_name: str, model: nn.Module | None = None) -> None:
             f"{type(pruned).__name__}, or of another shape."
         )
     for name, mask in masks.items():
-        here = parameters[name]
-        if local_tensor(here).shape != mask.shape:
+        parameter = parameters[name]
+        if local_tensor(parameter).shape != mask.shape:
             raise ConfigError("load_masks is for a model that is whole on every process.")
-        local_tensor(here).mul_(mask.to(here.device))
+        local_tensor(parameter).mul_(mask.to(parameter.device))
 
 
 def _pruned(model: nn.Module | None) -> nn.Module:

@@ -65,10 +65,11 @@ def open_engine(
         )
     directory = find_model(version.removeprefix("file://"))
     raw = read_config_file(directory)
-    found = AutoModel.family_of(raw)
-    if found.__name__ != family:
+    family_class = AutoModel.family_of(raw)
+    if family_class.__name__ != family:
         raise ConfigError(
-            f"{str(directory)!r} holds a {found.__name__}, not a {family}: give another version=."
+            f"{str(directory)!r} holds a {family_class.__name__}, not a {family}: give another "
+            "version=."
         )
     is_packed = bool(raw.get("quantization_config"))
     return Engine(
@@ -111,17 +112,19 @@ class _Model:
     def _tokenizer(self) -> Any:
         return self.engine.tokenizer
 
-    def _stops(self, stop_tokens: Sequence[str] | None, known: Collection[int]) -> tuple[int, ...]:
+    def _stops(
+        self, stop_tokens: Sequence[str] | None, end_ids: Collection[int]
+    ) -> tuple[int, ...]:
         """Return the ids of the end tokens.
 
         Raises:
             ConfigError: a token is not in the vocabulary.
         """
-        found = {token: self._tokenizer.token_to_id(token) for token in stop_tokens or ()}
-        missing = [token for token, id in found.items() if id is None]
+        ids = {token: self._tokenizer.token_to_id(token) for token in stop_tokens or ()}
+        missing = [token for token, id in ids.items() if id is None]
         if missing:
             raise ConfigError(f"stop_tokens={missing} are not in the model's vocabulary.")
-        return tuple(dict.fromkeys((*found.values(), *known)))
+        return tuple(dict.fromkeys((*ids.values(), *end_ids)))
 
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
@@ -233,16 +236,16 @@ class CPM2(_Model):
             never=[self._tokenizer.unk_id],
         )
         pieces, first = [], 0
-        for place in places:
-            pieces.append(input_sentence[first:place])
-            first = place + len(_SPAN)
-        found = self.engine.fill_blanks(
+        for position in places:
+            pieces.append(input_sentence[first:position])
+            first = position + len(_SPAN)
+        texts = self.engine.fill_blanks(
             _CHOSEN.join([*pieces, input_sentence[first:]]),
             blank=_CHOSEN,
             make_decoder=make,
             **draw_options(temperature, top_n, top_p, max_tokens),
         )
-        return [{"position": p, "text": text} for p, text in zip(places, found, strict=True)]
+        return [{"position": p, "text": text} for p, text in zip(places, texts, strict=True)]
 
     def generate(
         self,
@@ -307,10 +310,10 @@ class EVA(_Model):
         if not context or not all(text.strip() for text in context):
             raise ConfigError("context has nothing to answer, or an empty utterance.")
         tokenizer = self._tokenizer
-        said = [tokenizer.encode(text) for text in context]
-        window = truncation_length or sum(map(len, said)) + len(said) + 1
+        utterances = [tokenizer.encode(text) for text in context]
+        window = truncation_length or sum(map(len, utterances)) + len(utterances) + 1
         with self.engine.turn("dialogue") as model:
-            source = join_history(said, tokenizer.sep_id, tokenizer.sentinel_id(0), window)
+            source = join_history(utterances, tokenizer.sep_id, tokenizer.sentinel_id(0), window)
             draw = draw_options(
                 temperature, top_n, top_p, max_tokens, eos_token_id=tokenizer.sep_id
             )
@@ -341,19 +344,19 @@ def _begin(
         )
 
 
-def _find_spans(text: str, given: Sequence[int] | None) -> list[int]:
+def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
     """Return the positions of the blanks to fill.
 
     Raises:
         ConfigError: a given position has no blank.
     """
-    if given is None:
+    if positions is None:
         places, start = [], text.find(_SPAN)
         while start >= 0:
             places.append(start)
             start = text.find(_SPAN, start + len(_SPAN))
         return places
-    wrong = [place for place in given if not text.startswith(_SPAN, place)]
+    wrong = [position for position in positions if not text.startswith(_SPAN, position)]
     if wrong:
         raise ConfigError(f"spans_position={wrong}: no {_SPAN!r} begins there.")
-    return sorted(given)
+    return sorted(positions)

@@ -64,10 +64,10 @@ class _Lowered:
         scores: Tensor = super().run(tokens)  # type: ignore[misc]
         if self._seen is None:
             self._seen = tokens[:, :0]
-        wanted = tokens
+        penalized = tokens
         if self._is_begun and self._free:
-            wanted = tokens[:, ~torch.isin(tokens[0], tokens.new_tensor(self._free))]
-        self._seen, self._is_begun = torch.cat((self._seen, wanted), 1), True
+            penalized = tokens[:, ~torch.isin(tokens[0], tokens.new_tensor(self._free))]
+        self._seen, self._is_begun = torch.cat((self._seen, penalized), 1), True
         counts = torch.zeros_like(scores).scatter_add_(
             1, self._seen, torch.ones_like(self._seen, dtype=scores.dtype)
         )

@@ -56,19 +56,19 @@ def _quantize_(model: nn.Module) -> None:
     if isinstance(model, Model):
         quantize_(model, _SCHEME)
         return
-    found, left = 0, []
+    num_replaced, left = 0, []
     for name, module in dict(model.named_modules()).items():
         sizes = linear_sizes(module)
         if sizes is None or getattr(module, "weight", None) is None:
             continue
         if PRESETS[_SCHEME].fits(sizes[0]):
             replace_module_(model, name, QuantizedLinear(module))
-            found += 1
+            num_replaced += 1
         else:
             left.append(f"{name} ({PRESETS[_SCHEME].problem(sizes[0])})")
     if left:
         warnings.warn(f"left as they are: {', '.join(left)}", stacklevel=3)
-    elif not found:
+    elif not num_replaced:
         warnings.warn(
             f"quantization=True, but the {type(model).__name__} has no linear layers.", stacklevel=3
         )
@@ -89,20 +89,24 @@ def _replace_lists_(model: nn.Module) -> None:
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that may be streamed: repeated layers, and members of module lists."""
-    found = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
+    blocks = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             for key, child in module.named_children():
-                whole = f"{name}.{key}" if name else key
+                full_name = f"{name}.{key}" if name else key
                 runs = type(child).forward is not nn.Module.forward
-                if runs and not _overlaps(whole, found) and any(True for _ in child.parameters()):
-                    found[whole] = child
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    return dict(sorted(found.items(), key=lambda one: order[one[0]]))
+                if (
+                    runs
+                    and not _overlaps(full_name, blocks)
+                    and any(True for _ in child.parameters())
+                ):
+                    blocks[full_name] = child
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(blocks.items(), key=lambda entry: order[entry[0]]))
 
 
-def _overlaps(name: str, known: dict[str, nn.Module]) -> bool:
+def _overlaps(name: str, blocks: dict[str, nn.Module]) -> bool:
     """Return whether a module contains, or is inside, another one."""
     return any(
-        f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in known
+        f"{block}.".startswith(f"{name}.") or f"{name}.".startswith(f"{block}.") for block in blocks
     )

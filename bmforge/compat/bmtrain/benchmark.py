@@ -27,16 +27,16 @@ def all_gather(sizes: Iterable[int] = SHAPES) -> None:
     """Print the shortest of three all-gather times for each output size in bytes."""
     world, comm = config["world_size"], config["comm"]
     for size in (round_up(size, 2 * world) for size in sizes):
-        part, whole = _halves(size // world), _halves(size)
-        _measure("All gather", size, partial(wires.allGather, part, whole, comm))
+        part, full = _halves(size // world), _halves(size)
+        _measure("All gather", size, partial(wires.allGather, part, full, comm))
 
 
 def reduce_scatter(sizes: Iterable[int] = SHAPES) -> None:
     """Print the shortest of three reduce-scatter times for each input size in bytes."""
     world, comm = config["world_size"], config["comm"]
     for size in (round_up(size, 2 * world) for size in sizes):
-        part, whole = _halves(size // world), _halves(size)
-        _measure("Reduce Scatter", size, partial(wires.reduceScatter, whole, part, "avg", comm))
+        part, full = _halves(size // world), _halves(size)
+        _measure("Reduce Scatter", size, partial(wires.reduceScatter, full, part, "avg", comm))
 
 
 def send_recv(sizes: Iterable[int] = SHAPES) -> None:
@@ -45,8 +45,10 @@ def send_recv(sizes: Iterable[int] = SHAPES) -> None:
     peer = rank + 1 if rank % 2 == 0 else rank - 1
     act: Any = wires.send if rank % 2 == 0 else wires.recv
     for size in (round_up(size, 2) for size in sizes):
-        one = _halves(size)
-        _measure("Send Recv", size, partial(act, one, peer, comm) if peer < world else synchronize)
+        buffer = _halves(size)
+        _measure(
+            "Send Recv", size, partial(act, buffer, peer, comm) if peer < world else synchronize
+        )
 
 
 def _halves(num_bytes: int) -> Tensor:

@@ -210,22 +210,22 @@ def _shard_(module: nn.Module, frees: bool) -> None:
         owner._parameters[name] = gathered[id(param)]
     is_half = dtype in (torch.float16, torch.bfloat16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half else None)
-    ours = {id(param) for param in gathered.values()}
+    gathered_ids = {id(param) for param in gathered.values()}
     fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=frees,
         mp_policy=policy,
-        ignored_params={p for p in module.parameters() if id(p) not in ours},
+        ignored_params={p for p in module.parameters() if id(p) not in gathered_ids},
     )
     # Gradients are sums here: the loss is divided beforehand, see `OptimManager`.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     for owner, name, param in places:
-        origin, made = origin_of(param), owner._parameters[name]
+        origin, sharded = origin_of(param), owner._parameters[name]
         assert origin is not None
-        assert made is not None
-        mark_(made, origin, in_block=True)
+        assert sharded is not None
+        mark_(sharded, origin, in_block=True)
 
 
 def _has_backward(out: Any) -> bool:
@@ -296,11 +296,11 @@ class TransformerBlockList(nn.Module):
         """
         if "_claims" not in self.__dict__:
             claim_blocks_(self)
-        hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
+        hidden, others = args[: self.num_hidden], args[self.num_hidden :]
         seen: list[tuple[Any, ...]] = []
         for block in self:
             seen.append(hidden)
-            out = block(*hidden, *rest, **kwargs)
+            out = block(*hidden, *others, **kwargs)
             hidden = out if isinstance(out, tuple) else (out,)
             if len(hidden) != self.num_hidden:
                 raise BlockError(

@@ -141,9 +141,9 @@ def recv_activations(prev_rank: int, comm: Any = None) -> Tensor:
     header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=config.device)
     dist.recv(header, group=group, group_src=prev_rank)
     kind, dims, *shape = header.tolist()
-    found = torch.empty(shape[:dims], dtype=_DTYPES[kind], device=config.device)
-    dist.recv(found.view(-1).view(torch.uint8), group=group, group_src=prev_rank)
-    return found
+    received = torch.empty(shape[:dims], dtype=_DTYPES[kind], device=config.device)
+    dist.recv(received.view(-1).view(torch.uint8), group=group, group_src=prev_rank)
+    return received
 
 
 __getattr__ = missing_names("bmtrain", NAMES, __all__, "distributed")

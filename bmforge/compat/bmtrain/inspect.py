@@ -49,8 +49,8 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[R
             has_gradient = any(allgather_objects(param.grad is not None))
             if has_gradient:
                 grad = torch.zeros_like(param) if param.grad is None else param.grad
-                found = _measure(whole(param, grad))
-                row |= {"grad_std": found["std"], "grad_mean": found["mean"]}
+                statistics = _measure(whole(param, grad))
+                row |= {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
             rows.append({"grad_std": None, "grad_mean": None, **row})
     return rows
 
@@ -89,19 +89,19 @@ class InspectTensor:
             )
             if any(allgather_objects(grad is not None)):
                 grad = torch.zeros_like(tensor) if grad is None else grad
-                found = _measure(_rows_of_all(grad))
-                rows[-1] |= {"grad_std": found["std"], "grad_mean": found["mean"]}
+                statistics = _measure(_rows_of_all(grad))
+                rows[-1] |= {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
         return rows
 
     def get_tensor(
         self, name: str, group: str | None = None, index: int | None = None
     ) -> Tensor | None:
         """Return the first record of a name, or the one at `index`; None if there is none."""
-        found = [
+        records = [
             r for r in self.records if r["name"] == name and (group is None or r["group"] == group)
         ]
         index = 0 if index is None else index
-        return found[index]["tensor"] if -len(found) <= index < len(found) else None
+        return records[index]["tensor"] if -len(records) <= index < len(records) else None
 
 
 def _rows_of_all(tensor: Tensor) -> Tensor:

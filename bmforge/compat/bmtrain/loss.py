@@ -85,25 +85,25 @@ class FusedCrossEntropy(nn.Module):
         """
         group, width = config["tp_comm"], logits.shape[1]
         first, classes = config["tp_rank"] * width, width * config["tp_size"]
-        kept = target != self.ignore_index
+        counted = target != self.ignore_index
         top = logits.detach().amax(1)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         shifted = logits - top[:, None]
-        index = (target * kept) - first
-        here = kept & (index >= 0) & (index < width)
-        picked = shifted.gather(1, index.where(here, 0)[:, None])[:, 0] * here
+        index = (target * counted) - first
+        is_local = counted & (index >= 0) & (index < width)
+        picked = shifted.gather(1, index.where(is_local, 0)[:, None])[:, 0] * is_local
         own = shifted
         if weight is not None:
             own = shifted * weight[first : first + width]
         sums = torch.stack((shifted.exp().sum(1), picked, own.sum(1)))
         mass, picked, smooth = sum_forward(sums, group).unbind()
-        of_class = 1.0 if weight is None else weight[target * kept]
+        of_class = 1.0 if weight is None else weight[target * counted]
         all_weights = classes if weight is None else weight.sum()
         loss = (mass.log() - picked) * of_class * (1.0 - self.label_smoothing)
         if self.label_smoothing:
             spread = (mass.log() * all_weights - smooth) / classes
             loss = loss + self.label_smoothing * spread
-        return loss * kept
+        return loss * counted
 
 
 __getattr__ = missing_names("bmtrain", NAMES, __all__, "loss")

@@ -54,13 +54,13 @@ class DistributedModule(nn.Module):
         origin = origin_of(value)
         if origin is not None and origin.in_block:
             return value
-        kept = self.__dict__.get("_gathered")
-        if kept is None:
+        cache = self.__dict__.get("_gathered")
+        if cache is None:
             return gather(value)
         key = name, torch.is_grad_enabled()
-        if key not in kept:
-            kept[key] = gather(value)
-        return kept[key]
+        if key not in cache:
+            cache[key] = gather(value)
+        return cache[key]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -101,9 +101,9 @@ def make_distributed_(model: nn.Module) -> None:
         buffers: dict[str, Tensor | None] = module._buffers
         for name, buffer in buffers.items():
             if buffer is not None and buffer.is_meta:
-                made: Any = torch.empty_like(buffer, device=config.device)
-                made.is_empty = True
-                buffers[name] = made
+                empty: Any = torch.empty_like(buffer, device=config.device)
+                empty.is_empty = True
+                buffers[name] = empty
             elif buffer is not None:
                 buffers[name] = buffer.to(config.device)
         kind = type(module)

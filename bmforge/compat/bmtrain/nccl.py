@@ -62,13 +62,17 @@ def _flat(storage: Any) -> Tensor:
 
 def _pair(src: Any, dst: Any, src_parts: int = 1, dst_parts: int = 1) -> tuple[Tensor, Tensor]:
     """Return source and destination as flat tensors, after checking dtype and size."""
-    one, two = _flat(src), _flat(dst)
-    if one.dtype != two.dtype or one.numel() * dst_parts != two.numel() * src_parts:
+    source, destination = _flat(src), _flat(dst)
+    if (
+        source.dtype != destination.dtype
+        or source.numel() * dst_parts != destination.numel() * src_parts
+    ):
         raise ShapeError(
-            f"src has {one.numel()} x {one.dtype}, dst {two.numel()} x {two.dtype}; dst must have "
-            f"{one.numel() * dst_parts / src_parts:g} of the same dtype."
+            f"src has {source.numel()} x {source.dtype}, dst {destination.numel()} x "
+            f"{destination.dtype}; dst must have "
+            f"{source.numel() * dst_parts / src_parts:g} of the same dtype."
         )
-    return one, two
+    return source, destination
 
 
 def _operation(op: str) -> Any:
@@ -80,49 +84,49 @@ def _operation(op: str) -> Any:
 @torch.no_grad()
 def allReduce(src: Any, dst: Any, op: str, comm: dist.ProcessGroup) -> None:  # noqa: N802
     """Reduce `src` over the processes into `dst`, which may be the same storage."""
-    (one, two), operation = _pair(src, dst), _operation(op)
-    dist.all_reduce(two.copy_(one), operation, group=comm)
+    (source, destination), operation = _pair(src, dst), _operation(op)
+    dist.all_reduce(destination.copy_(source), operation, group=comm)
     if op == "avg":
-        two.copy_(two / comm.size())
+        destination.copy_(destination / comm.size())
 
 
 @torch.no_grad()
 def reduce(src: Any, dst: Any, op: str, root: int, comm: dist.ProcessGroup) -> None:
     """Reduce `src` over the processes into `dst` on rank `root`."""
-    one, two = _pair(src, dst)
-    result = one.clone()
+    source, destination = _pair(src, dst)
+    result = source.clone()
     dist.reduce(result, op=_operation(op), group=comm, group_dst=root)
     if comm.rank() == root:
-        two.copy_(result / comm.size() if op == "avg" else result)
+        destination.copy_(result / comm.size() if op == "avg" else result)
 
 
 @torch.no_grad()
 def broadcast(src: Any, dst: Any, root: int, comm: dist.ProcessGroup) -> None:
     """Copy `src` of rank `root` into `dst` on all ranks; other ranks' `src` is ignored."""
-    two = _flat(dst)
+    destination = _flat(dst)
     if comm.rank() == root:
-        two.copy_(_pair(src, dst)[0])
-    dist.broadcast(two, group=comm, group_src=root)
+        destination.copy_(_pair(src, dst)[0])
+    dist.broadcast(destination, group=comm, group_src=root)
 
 
 @torch.no_grad()
 def allGather(src: Any, dst: Any, comm: dist.ProcessGroup) -> None:  # noqa: N802
     """Gather `src` of all processes into `dst`, in rank order."""
-    one, two = _pair(src, dst, dst_parts=comm.size())
-    two.copy_(all_gather(one, comm, 0))
+    source, destination = _pair(src, dst, dst_parts=comm.size())
+    destination.copy_(all_gather(source, comm, 0))
 
 
 @torch.no_grad()
 def reduceScatter(src: Any, dst: Any, op: str, comm: dist.ProcessGroup) -> None:  # noqa: N802
     """Reduce `src` over the processes; `dst` gets this rank's part."""
-    one, two = _pair(src, dst, src_parts=comm.size())
+    source, destination = _pair(src, dst, src_parts=comm.size())
     if op in ("sum", "avg"):
-        total = scatter_sums(one, comm, 0)
-        two.copy_(total / comm.size() if op == "avg" else total)
+        total = scatter_sums(source, comm, 0)
+        destination.copy_(total / comm.size() if op == "avg" else total)
         return
-    whole = one.clone()
-    dist.all_reduce(whole, _operation(op), group=comm)
-    two.copy_(whole.chunk(comm.size())[comm.rank()])
+    reduced = source.clone()
+    dist.all_reduce(reduced, _operation(op), group=comm)
+    destination.copy_(reduced.chunk(comm.size())[comm.rank()])
 
 
 @torch.no_grad()

@@ -39,16 +39,16 @@ def join_blocks_(block: Facade) -> None:
     """
     _, find_model = block.__dict__.get("_claim", (0, lambda: block))
     model = find_model() or block
-    found = dict.fromkeys(_inside(one) for one in _outermost(model) if _waits(one))
-    root = _Root(list(found))
+    blocks = dict.fromkeys(_inside(first) for first in _outermost(model) if _waits(first))
+    root = _Root(list(blocks))
     fully_shard(root, mesh=config.world)
-    for inner in found:
+    for inner in blocks:
         inner.__dict__["_joined"] = True
     for parent in model.modules():
         row = [_inside(m) for m in parent.children() if isinstance(m, Facade)]
-        for one, two in pairwise(m for m in row if m in found):
-            one.set_modules_to_forward_prefetch([two])
-            two.set_modules_to_backward_prefetch([one])
+        for first, two in pairwise(m for m in row if m in blocks):
+            first.set_modules_to_forward_prefetch([two])
+            two.set_modules_to_backward_prefetch([first])
     root()
 
 

@@ -151,9 +151,9 @@ def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Para
         data = laid_out_like(cut.to_local().clone(), cut)
     else:
         data = data.to(config.device)
-    made = nn.Parameter(data, requires_grad=requires_grad)
-    mark_(made, origin)
-    return made
+    parameter = nn.Parameter(data, requires_grad=requires_grad)
+    mark_(parameter, origin)
+    return parameter
 
 
 def all_rows(param: Tensor) -> Tensor:

@@ -86,8 +86,8 @@ class PipelineTransformerBlockList(TransformerBlockList):
         """
         if self.stages == 1:
             return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
-        hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
-        batches = self._cut(hidden, rest, batch_related)
+        hidden, others = args[: self.num_hidden], args[self.num_hidden :]
+        batches = self._cut(hidden, others, batch_related)
         call = _Call(self, batches, kwargs, return_hidden_states)
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         out = _Through.apply(call, anchor, *(t for b in batches for t in b if _is_tensor(t)))
@@ -99,7 +99,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         return tuple(final) if self.num_hidden > 1 else final[0]
 
     def _cut(
-        self, hidden: tuple[Any, ...], rest: tuple[Any, ...], related: Sequence[bool]
+        self, hidden: tuple[Any, ...], others: tuple[Any, ...], related: Sequence[bool]
     ) -> list[list[Any]]:
         """Return the micro-batches of all processes of the pipeline, the same on each of them."""
         micros, group = config["micros"], config["pipe_comm"]
@@ -110,13 +110,13 @@ class PipelineTransformerBlockList(TransformerBlockList):
                 f"{micros}, a multiple of the stages."
             )
         columns = []
-        for index, value in enumerate((*hidden, *rest)):
+        for index, value in enumerate((*hidden, *others)):
             if not _is_tensor(value):
                 columns.append([value] * micros)
                 continue
-            place = index - len(hidden)
+            position = index - len(hidden)
             is_like = value.dim() == hidden[0].dim() and value.shape[:1] == hidden[0].shape[:1]
-            if place < 0 or (related[place] if related else is_like):
+            if position < 0 or (related[position] if related else is_like):
                 columns.append(list(_gather_rows(value, group).chunk(micros)))
             else:
                 own = _gather_rows(value[None], group).unbind()
@@ -193,32 +193,32 @@ class _Call:
                 self._run_stage(leaves)
             if stage < last:
                 self.wire.send(Message("forward", stage, number), self.outputs[-1])
-        found = self._share(last, self.outputs)
+        outputs = self._share(last, self.outputs)
         if self.keeps_hidden:
             for layer in range(len(owner)):
                 home = owner.get_stage_by_layer_id(layer)
-                here = layer - owner.get_range_by_stage_id(home).start
-                of_layer = [seen[here] for seen in self.seen] if home == stage else []
-                found += self._share(home, of_layer)
+                offset = layer - owner.get_range_by_stage_id(home).start
+                of_layer = [seen[offset] for seen in self.seen] if home == stage else []
+                outputs += self._share(home, of_layer)
         if not trains:
             self.wire.finish()
-        return found
+        return outputs
 
     def _run_stage(self, leaves: list[Any]) -> None:
         count, seen = self.owner.num_hidden, []
-        hidden, rest = tuple(leaves[:count]), leaves[count:]
+        hidden, others = tuple(leaves[:count]), leaves[count:]
         for index in self.owner.get_range_by_stage_id(self.owner.stage_id):
             seen.append(hidden)
-            out = self.owner[index](*hidden, *rest, **self.kwargs)
+            out = self.owner[index](*hidden, *others, **self.kwargs)
             hidden = out if isinstance(out, tuple) else (out,)
         self.outputs.append(hidden)
         self.seen.append(seen)
 
-    def _share(self, home: int, here: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    def _share(self, home: int, own: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
         """Return on every stage the micro-batch outputs of stage `home`, concatenated over rows."""
         is_here, link = home == self.owner.stage_id, self.owner._link
         parts = [
-            share_from(home, here[number] if is_here else None, link)
+            share_from(home, own[number] if is_here else None, link)
             for number in range(len(self.batches))
         ]
         return [torch.cat(column) for column in zip(*parts, strict=True)]  # type: ignore[arg-type]
@@ -241,18 +241,20 @@ class _Call:
                     at = count * (1 + first + offset)
                     own = (piece[number] for piece in pieces[at : at + count])
                     roots += zip(inputs, own, strict=True)
-            wanted = [(t, g) for t, g in roots if g is not None and t.requires_grad]
-            if wanted:
-                torch.autograd.backward([t for t, _ in wanted], [g for _, g in wanted])
+            pairs = [(t, g) for t, g in roots if g is not None and t.requires_grad]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             carried = tuple(t.grad for t in leaves[:count])
             if stage:
                 self.wire.send(Message("backward", stage, number), carried)
-            for place, (given, leaf) in enumerate(zip(self.batches[number], leaves, strict=True)):
-                if _is_tensor(given):
-                    has_own = stage == 0 or place >= count
+            for position, (value, leaf) in enumerate(
+                zip(self.batches[number], leaves, strict=True)
+            ):
+                if _is_tensor(value):
+                    has_own = stage == 0 or position >= count
                     grad = leaf.grad if has_own and _is_tensor(leaf) else None
                     # Zeros, not None: every process takes part in what sums them.
-                    result.append(torch.zeros_like(given) if grad is None else grad)
+                    result.append(torch.zeros_like(value) if grad is None else grad)
         self.wire.finish()
         return result
 
@@ -261,15 +263,15 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.wants = call, [t.requires_grad for t in tensors]
-        found = call.run(trains=anchor.requires_grad)
-        kinds = [t for t in found if not t.is_floating_point()]
+        outputs = call.run(trains=anchor.requires_grad)
+        kinds = [t for t in outputs if not t.is_floating_point()]
         ctx.mark_non_differentiable(*kinds)
-        return tuple(found)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         with torch.enable_grad():
-            found = ctx.call.run_back(grads)
-        pairs = zip(found, ctx.wants, strict=True)
-        return None, None, *(grad if wanted else None for grad, wanted in pairs)
+            input_grads = ctx.call.run_back(grads)
+        pairs = zip(input_grads, ctx.wants, strict=True)
+        return None, None, *(grad if needs_grad else None for grad, needs_grad in pairs)

@@ -128,10 +128,10 @@ def _save_to_local_rank0(
 
 def _gather_state(model: nn.Module, keeps: bool, into: State | None, prefix: str) -> State:
     collect = partial(nn.Module.state_dict, model, prefix=prefix)
-    found = _state_on(keeps, collect)
+    state = _state_on(keeps, collect)
     into = {} if into is None else into
     if keeps:
-        into.update(found)
+        into.update(state)
     return into
 
 
@@ -154,14 +154,14 @@ def _save_to_infer_model(model: nn.Module, infer_model: Any) -> None:
                 part = _save_to_local_rank0(block, prefix=f"{prefix}{key}.")
                 if keeps:
                     infer_model.load_layer_state_dict(part)
-    rest: State = {}
+    remaining: State = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if not prefix.startswith(tuple(within)):
             collect = partial(_own_state, module, prefix)
-            rest.update(_state_on(keeps, collect))
+            remaining.update(_state_on(keeps, collect))
     if keeps:
-        infer_model.load_layer_state_dict(rest)
+        infer_model.load_layer_state_dict(remaining)
 
 
 def _own_state(module: nn.Module, prefix: str) -> State:
@@ -190,12 +190,12 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
     def read() -> dict[str, Any]:
         try:
             is_mapped = zipfile.is_zipfile(file_name)  # then only what is used is read
-            found = torch.load(file_name, map_location="cpu", weights_only=True, mmap=is_mapped)
+            loaded = torch.load(file_name, map_location="cpu", weights_only=True, mmap=is_mapped)
         except Exception as error:
             raise CheckpointError(f"{file_name} cannot be loaded: {error}") from error
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{file_name} holds a {type(found).__name__}, not a state_dict.")
-        return found
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{file_name} holds a {type(loaded).__name__}, not a state_dict.")
+        return loaded
 
     state = _share_out(model, run_on_first(read))
     try:
@@ -235,18 +235,18 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
 def broadcast_object(obj: Any, comm: Any = None, src: int = 0) -> Any:
     """Return the object of rank `src` on all ranks."""
     config.need("broadcast_object")
-    found = [obj]
-    dist.broadcast_object_list(found, group_src=src, group=comm or config["comm"])
-    return found[0]
+    objects = [obj]
+    dist.broadcast_object_list(objects, group_src=src, group=comm or config["comm"])
+    return objects[0]
 
 
 def allgather_objects(obj: Any, comm: Any = None) -> list[Any]:
     """Return the objects of all ranks, in rank order."""
     config.need("allgather_objects")
     group = config["comm"] if comm is None else comm
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, obj, group=group)
-    return found
+    objects: list[Any] = [None] * group.size()
+    dist.all_gather_object(objects, obj, group=group)
+    return objects
 
 
 allgather_object = allgather_objects  # its older name

@@ -36,8 +36,8 @@ def gather_result(result: Tensor) -> Tensor:
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
     parts = all_gather(padded, group, 0).split(max(counts))
-    kept = [part[:count] for part, count in zip(parts, counts, strict=True)]
-    return torch.cat(kept).to(result.device)
+    trimmed = [part[:count] for part, count in zip(parts, counts, strict=True)]
+    return torch.cat(trimmed).to(result.device)
 
 
 def wait_loader() -> None:

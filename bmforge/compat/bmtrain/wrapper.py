@@ -59,9 +59,9 @@ def _fill_tables_(model: nn.Module) -> None:
         buffers: dict[str, Any] = module._buffers
         keys = [k for k in module._non_persistent_buffers_set if buffers[k] is not None]
         own = {key: torch.empty_like(buffers[key], device=config.device) for key in keys}
-        own = {key: made for key, made in own.items() if buffers[key].is_meta}
+        own = {key: buffer for key, buffer in own.items() if buffers[key].is_meta}
         buffers.update(own)
-        before = {key: made._version for key, made in own.items()}
+        before = {key: buffer._version for key, buffer in own.items()}
         if own and callable(fill):
             fill(module)  # its parameters are still on meta, where drawing them does nothing
         missing += [f"{name}.{k}" for k in own if buffers[k]._version == before[k]]
@@ -84,18 +84,18 @@ def _switch_caches_off_(model: nn.Module) -> None:
 
 def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost repeated layers that share no parameter with other modules."""
-    found = dict(find_repeated_blocks(model))
+    blocks = dict(find_repeated_blocks(model))
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and type(module).forward is nn.ModuleList.forward:
             prefix = f"{name}." if name else ""
-            found.update({prefix + key: child for key, child in module.named_children()})
+            blocks.update({prefix + key: child for key, child in module.named_children()})
     # Where a parameter is: of a tied one, its places count; of a module that is there twice, too.
     uses: Counter[int] = Counter()
     for module in model.modules():
         uses.update(id(p) for p in module._parameters.values() if p is not None)
     outer: dict[str, nn.Module] = {}
-    for name in sorted(found, key=lambda name: name.count(".")):
-        block = found[name]
+    for name in sorted(blocks, key=lambda name: name.count(".")):
+        block = blocks[name]
         if any(name.startswith(f"{other}.") for other in outer) or isinstance(block, Block):
             continue
         own: Counter[int] = Counter()

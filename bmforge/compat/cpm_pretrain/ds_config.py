@@ -50,23 +50,23 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read --ds-config {str(file)!r} ({error.strerror}).") from error
     except ValueError as error:
         raise ConfigError(f"--ds-config {str(file)!r} is not JSON: {error}.") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(f"--ds-config {str(file)!r} holds no JSON object of settings.")
-    reader = _Reader(found, str(file))
-    for name in found:
+    reader = _Reader(settings, str(file))
+    for name in settings:
         reader.check_name(name, (*_KNOWN, *_WITHOUT_EFFECT))
     for name in (*_SIZES, "steps_per_print"):
-        reader.number(found, name, int, lambda n: n >= 1, "a whole number of at least 1")
-    reader.number(found, "gradient_clipping", (int, float), lambda n: n >= 0, "at least 0")
+        reader.number(settings, name, int, lambda n: n >= 1, "a whole number of at least 1")
+    reader.number(settings, "gradient_clipping", (int, float), lambda n: n >= 0, "at least 0")
     _check_fp16(reader, reader.table("fp16"))
     zero = reader.table("zero_optimization")
     reader.number(zero, "stage", int, lambda n: 0 <= n <= 3, "0, 1, 2 or 3", "zero_optimization.")
-    return found
+    return settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +76,11 @@ class _Reader:
     found: Mapping[str, Any]
     file: str
 
-    def check_name(self, name: str, known: tuple[str, ...], place: str = "") -> None:
-        if name not in known:
+    def check_name(self, name: str, supported: tuple[str, ...], prefix: str = "") -> None:
+        if name not in supported:
             raise ConfigError(
-                f"--ds-config {self.file!r}: {place}{name} is unknown.{suggest(name, known)} "
-                f"Known: {', '.join(known)}."
+                f"--ds-config {self.file!r}: {prefix}{name} is unknown.{suggest(name, supported)} "
+                f"Known: {', '.join(supported)}."
             )
 
     def table(self, name: str) -> Mapping[str, Any]:
@@ -96,14 +96,14 @@ class _Reader:
         kind: type | tuple[type, ...],
         fits: Callable[[Any], bool],
         needed: str,
-        place: str = "",
+        prefix: str = "",
     ) -> None:
         value = table.get(name)
         if value is None:
             return
         if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
             raise ConfigError(
-                f"--ds-config {self.file!r}: {place}{name}={value!r} must be {needed}."
+                f"--ds-config {self.file!r}: {prefix}{name}={value!r} must be {needed}."
             )
 
 
@@ -114,11 +114,11 @@ def _check_fp16(reader: _Reader, table: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"--ds-config {reader.file!r}: fp16.enabled={table['enabled']!r} must be true or false."
         )
-    whole = "a whole number of at least 1"
+    needed = "a whole number of at least 1"
     reader.number(table, "loss_scale", (int, float), lambda n: n >= 0, "at least 0", "fp16.")
     reader.number(table, "initial_scale_power", int, lambda n: 0 <= n <= 127, "0 to 127", "fp16.")
     for name in ("loss_scale_window", "hysteresis"):
-        reader.number(table, name, int, lambda n: n >= 1, whole, "fp16.")
+        reader.number(table, name, int, lambda n: n >= 1, needed, "fp16.")
     reader.number(table, "min_loss_scale", (int, float), lambda n: n > 0, "above 0", "fp16.")
 
 
@@ -134,7 +134,7 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
     Raises:
         ConfigError: the file is invalid or does not fit the run.
     """
-    found, log = read_ds_config(path), get_logger()
+    settings, log = read_ds_config(path), get_logger()
     if not hasattr(config.data, "grad_accum_steps"):
         raise ConfigError(
             "--ds-config is for recipes with data.grad_accum_steps, such as gpt2-pretrain and "
@@ -147,20 +147,20 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
         )
         return config
     for name in _WITHOUT_EFFECT:
-        if name in found:
+        if name in settings:
             log.info("--ds-config: %s has no effect (%s)", name, _WITHOUT_EFFECT[name])
-    fp16 = found.get("fp16", {})
+    fp16 = settings.get("fp16", {})
     train: dict[str, Any] = {"precision": "fp16" if fp16.get("enabled", False) else "fp32"}
-    if "gradient_clipping" in found:
-        train["grad_clip"] = float(found["gradient_clipping"]) or None
-    if "steps_per_print" in found:
-        train["log_every_steps"] = found["steps_per_print"]
+    if "gradient_clipping" in settings:
+        train["grad_clip"] = float(settings["gradient_clipping"]) or None
+    if "steps_per_print" in settings:
+        train["log_every_steps"] = settings["steps_per_print"]
     changes = {
         "train": dataclasses.replace(config.train, **train),
         "loss_scale": _loss_scale(fp16) if fp16.get("enabled", False) else LossScaleConfig(),
-        "data": _batch(config, found, world_size),
+        "data": _batch(config, settings, world_size),
     }
-    stage = found.get("zero_optimization", {}).get("stage")
+    stage = settings.get("zero_optimization", {}).get("stage")
     if stage is not None:
         # Stage 1 shards the optimizer's state alone; 2 is the nearest that is here.
         zero = 2 if stage == 1 else stage
@@ -180,19 +180,19 @@ def _loss_scale(fp16: Mapping[str, Any]) -> LossScaleConfig:
     )
 
 
-def _batch(config: Any, found: Mapping[str, Any], world_size: int) -> Any:
+def _batch(config: Any, settings: Mapping[str, Any], world_size: int) -> Any:
     """Return the data config with the batch sizes of the file; their product counts."""
     data, layout = config.data, config.layout
-    micro = found.get("train_micro_batch_size_per_gpu", data.micro_batch_size)
-    steps = found.get("gradient_accumulation_steps", data.grad_accum_steps)
+    micro = settings.get("train_micro_batch_size_per_gpu", data.micro_batch_size)
+    steps = settings.get("gradient_accumulation_steps", data.grad_accum_steps)
     data = dataclasses.replace(data, micro_batch_size=micro)
     if steps is not None:
         usual = type(config)().data.global_batch_size
         data = dataclasses.replace(data, grad_accum_steps=steps, global_batch_size=usual)
         layout.check(world_size)
         data = settle_batch(dataclasses.replace(config, data=data), world_size)
-    said, used = found.get("train_batch_size"), data.global_batch_size
-    if said is not None and said != used:
+    stated, used = settings.get("train_batch_size"), data.global_batch_size
+    if stated is not None and stated != used:
         rule = "data.global_batch_size"
         if steps is not None:
             rule = (
@@ -200,6 +200,10 @@ def _batch(config: Any, found: Mapping[str, Any], world_size: int) -> Any:
                 f"tp={layout.tp}"
             )
         get_logger().warning(
-            "--ds-config says train_batch_size=%d, but %s is %d: %d is used", said, rule, used, used
+            "--ds-config says train_batch_size=%d, but %s is %d: %d is used",
+            stated,
+            rule,
+            used,
+            used,
         )
     return data

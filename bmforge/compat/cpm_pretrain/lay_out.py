@@ -74,26 +74,26 @@ def _hold_parts_(model: nn.Module, mesh: DeviceMesh) -> None:
             places.append((module, key, new[id(param)]))
     for module, key, param in places:
         module._parameters[key] = param
-    wrap_forward_(model, partial(_on_parts, [place[:2] for place in places]), "views")
+    wrap_forward_(model, partial(_on_parts, [entry[:2] for entry in places]), "views")
 
 
 def _as_whole(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     is_part = getattr(param, "model_parallel", False)
     placement = Shard(param.partition_dim) if is_part else Replicate()  # type: ignore[attr-defined]
-    made = DTensor.from_local(param.detach(), mesh, [placement], run_check=False)
-    return nn.Parameter(made, requires_grad=param.requires_grad)
+    distributed = DTensor.from_local(param.detach(), mesh, [placement], run_check=False)
+    return nn.Parameter(distributed, requires_grad=param.requires_grad)
 
 
 def _on_parts(
     places: list[tuple[nn.Module, str]], inner: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a model with local tensors in place of its sharded parameters."""
-    whole = [module._parameters[key] for module, key in places]
-    views = {id(param): view_here(param) for param in whole if param is not None}
+    originals = [module._parameters[key] for module, key in places]
+    views = {id(param): view_here(param) for param in originals if param is not None}
     try:
-        for (module, key), param in zip(places, whole, strict=True):
+        for (module, key), param in zip(places, originals, strict=True):
             module._parameters[key] = views.get(id(param))  # type: ignore[assignment]
         return inner(*args, **kwargs)
     finally:
-        for (module, key), param in zip(places, whole, strict=True):
+        for (module, key), param in zip(places, originals, strict=True):
             module._parameters[key] = param

@@ -140,22 +140,22 @@ def migrate_text(text: str) -> Migrated:
     return out
 
 
-def place_arguments(task: str, given: Mapping[str, Any]) -> Migrated:
+def place_arguments(task: str, arguments: Mapping[str, Any]) -> Migrated:
     """Convert arguments to a run's config.
 
     Args:
         task: name of the recipe.
-        given: values by argument name; True for arguments without a value.
+        arguments: values by argument name; True for arguments without a value.
     """
     out = Migrated(task)
-    _Places(task, out, dict(given)).fill()
+    _Places(task, out, dict(arguments)).fill()
     return out
 
 
 def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
     """Return the arguments by name; the last one counts."""
     at = 0
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     while at < len(words):
         name, has_value, value = words[at].partition("=")
         at += 1
@@ -164,29 +164,29 @@ def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
                 out.unplaced.append((name, f"unknown{suggest(name, _TABLE)}"))
             continue
         if name in SWITCHES:
-            given[name] = True
+            arguments[name] = True
             continue
         if not has_value:
             value = words[at] if at < len(words) else ""
             at += 1
-        given[name] = value
-    return given
+        arguments[name] = value
+    return arguments
 
 
 def _command(launcher: Sequence[str], script: Script, places: _Places) -> str:
     """Return the command that starts the run."""
-    known = script.variables
-    count = known.get("GPUS_PER_NODE", "")
+    variables = script.variables
+    count = variables.get("GPUS_PER_NODE", "")
     for number, word in enumerate(launcher):
         name, _, value = word.partition("=")
         if name in _LAUNCHERS:
             count = value or launcher[number + 1]
     count = count or str(places.number("--model-parallel-size", int) * places.stages)
     parts = ["torchrun", "--nproc-per-node", count]
-    if known.get("NNODES", "1") != "1":
-        parts += ["--nnodes", known["NNODES"], "--node-rank", known.get("NODE_RANK", "0")]
-        parts += ["--master-addr", known.get("MASTER_ADDR", "localhost")]
-        parts += ["--master-port", known.get("MASTER_PORT", "29500")]
+    if variables.get("NNODES", "1") != "1":
+        parts += ["--nnodes", variables["NNODES"], "--node-rank", variables.get("NODE_RANK", "0")]
+        parts += ["--master-addr", variables.get("MASTER_ADDR", "localhost")]
+        parts += ["--master-port", variables.get("MASTER_PORT", "29500")]
     parts += ["-m", "bmforge", "train", places.out.task, "--config", "{config}"]
     ds_config = places.given.get("--deepspeed_config")
     if ds_config and places.stages > 1:  # else CPM-Pretrain did not read it
@@ -203,8 +203,8 @@ class _Places:
         given: arguments by name.
     """
 
-    def __init__(self, task: str, out: Migrated, given: dict[str, Any]) -> None:
-        self.is_t5, self.out, self.given = task == "t5-pretrain", out, given
+    def __init__(self, task: str, out: Migrated, arguments: dict[str, Any]) -> None:
+        self.is_t5, self.out, self.given = task == "t5-pretrain", out, arguments
         self.stages = max(1, self.number("--pipe-parallel-size", int))
 
     def number(self, name: str, kind: type) -> Any:
@@ -367,10 +367,12 @@ class _Places:
 
 def _count_tokens(path: str | None) -> int | None:
     """Return the number of tokens of a vocabulary file; None if there is no such file."""
-    place = Path(path) if path else None
-    if place is None:
+    source = Path(path) if path else None
+    if source is None:
         return None
-    files = [place] if place.is_file() else [place / name for name in ("vocab.json", "vocab.txt")]
+    files = (
+        [source] if source.is_file() else [source / name for name in ("vocab.json", "vocab.txt")]
+    )
     for file in files:
         if file.is_file() and file.suffix == ".json":
             try:

@@ -142,8 +142,10 @@ class PipelineModule(nn.Module):
 
     def _make_tied(self, spec: TiedLayerSpec, number: int) -> nn.Module:
         first = self._tied.setdefault(spec.key, number)
-        made = spec.build() if first == number else self.layers[str(first)].get_submodule("shared")
-        return _Place(spec.forward_fn or _call, made)
+        module = (
+            spec.build() if first == number else self.layers[str(first)].get_submodule("shared")
+        )
+        return _Place(spec.forward_fn or _call, module)
 
     def layout_rules(self) -> LayoutRules:
         """Return the layout rules: stages may split between any two layers; the root gathers shared
@@ -227,8 +229,8 @@ class PipeModelDataParallelTopology:
 
     def get_coord(self, rank: int) -> ProcessCoord:
         """Return the coordinates of a rank."""
-        found = (self._ranks == rank).nonzero()[0]
-        return ProcessCoord(*found.tolist())
+        position = (self._ranks == rank).nonzero()[0]
+        return ProcessCoord(*position.tolist())
 
     def get_rank(self, **coord: int) -> int:
         """Return the rank at some coordinates."""
@@ -241,9 +243,9 @@ class PipeModelDataParallelTopology:
 
     def filter_match(self, **coord: int) -> list[int]:
         """Return all ranks with these coordinates on the given axes."""
-        wanted: Mapping[str, int] = coord
-        place = tuple(wanted.get(axis, slice(None)) for axis in ProcessCoord._fields)
-        return self._ranks[place].flatten().tolist()
+        parameter: Mapping[str, int] = coord
+        index = tuple(parameter.get(axis, slice(None)) for axis in ProcessCoord._fields)
+        return self._ranks[index].flatten().tolist()
 
 
 __getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "pipe")

@@ -112,10 +112,10 @@ class _Timer:
 
     def elapsed(self, reset: bool = True) -> float:
         """Return the accumulated seconds, and reset them by default."""
-        found = self._total_s + (0.0 if self._since is None else _now() - self._since)
+        seconds = self._total_s + (0.0 if self._since is None else _now() - self._since)
         if reset:
             self._total_s, self._since = 0.0, None if self._since is None else _now()
-        return found
+        return seconds
 
 
 def _now() -> float:
@@ -144,8 +144,8 @@ class Timers:
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:
         """Print milliseconds on rank 0."""
-        found = [f"{n}: {self(n).elapsed(reset) * 1e3 / normalizer:.2f}" for n in names]
-        print_rank_0(f"time (ms) | {' | '.join(found)}")
+        entries = [f"{n}: {self(n).elapsed(reset) * 1e3 / normalizer:.2f}" for n in names]
+        print_rank_0(f"time (ms) | {' | '.join(entries)}")
 
 
 program = Program()
@@ -179,9 +179,9 @@ def get_tokenizer() -> Any:
         path = get_args().vocab_file
         if path is None:
             raise ConfigError("get_tokenizer() needs --vocab-file, of a tokenizer's directory.")
-        place = Path(path)
+        vocab_path = Path(path)
         program.tokenizer = AutoTokenizer.from_pretrained(
-            str(place.parent if place.suffix else place)
+            str(vocab_path.parent if vocab_path.suffix else vocab_path)
         )
     return program.tokenizer
 
@@ -263,16 +263,16 @@ def _parse(
 
 def _place(args: argparse.Namespace) -> Migrated:
     """Return the arguments as fields of a run's config, by the table of the recipes."""
-    given = {}
+    arguments = {}
     for name in (name for group in _TRAINS for name in ARGUMENTS[group]):
         value = getattr(args, name.removeprefix("--").replace("-", "_"), None)
         if value not in (None, False) and name not in _NOT_BY_HAND:
-            given[name] = value
-    off = given.pop("--clip-grad", 0.0) if args.clip_grad == 0 else None
-    placed = place_arguments("gpt2-pretrain", given)
+            arguments[name] = value
+    off = arguments.pop("--clip-grad", 0.0) if args.clip_grad == 0 else None
+    placed = place_arguments("gpt2-pretrain", arguments)
     if off is not None:
         placed.values["train"]["grad_clip"] = None
-    lost = [f"{name}: {why}" for name, why in placed.unplaced if name.split()[0] in given]
+    lost = [f"{name}: {why}" for name, why in placed.unplaced if name.split()[0] in arguments]
     if lost:
         raise ConfigError(f"arguments that have no place in a run: {'; '.join(lost)}.")
     return placed

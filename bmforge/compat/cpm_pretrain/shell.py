@@ -45,13 +45,13 @@ class Script:
 
     def run(self, text: str) -> None:
         """Read one statement."""
-        found = _NAME.fullmatch(text)
-        if found is None:
+        match = _NAME.fullmatch(text)
+        if match is None:
             self.commands.append(self.expand(text))
             return
-        name, more, value = found.groups()
-        known = self.variables.get(name, "") if more else ""
-        self.variables[name] = known + _unquote(self.expand(value))
+        name, more, value = match.groups()
+        previous = self.variables.get(name, "") if more else ""
+        self.variables[name] = previous + _unquote(self.expand(value))
 
     def expand(self, text: str) -> str:
         """Expand the variables in a text, except inside single quotes."""
@@ -75,17 +75,17 @@ class Script:
 
     def _value(self, text: str, at: int) -> tuple[str, int]:
         """Return the value of the expansion that begins with "$", and the position after it."""
-        rest = text[at:]
-        if rest.startswith("$((") and "))" in rest:
-            end = rest.index("))")
-            return self._count(rest[3:end]), at + end + 2
+        tail = text[at:]
+        if tail.startswith("$((") and "))" in tail:
+            end = tail.index("))")
+            return self._count(tail[3:end]), at + end + 2
         for pattern in (r"\$\{(\w+)(?::-([^}]*))?\}", r"\$(\w+)()"):
-            found = re.match(pattern, rest)
-            if found:
-                name, usual = found.groups()
+            match = re.match(pattern, tail)
+            if match:
+                name, usual = match.groups()
                 value = self.variables.get(name, os.environ.get(name, usual or ""))
-                return value, at + found.end()
-        return ("", at + 2) if re.match(r"\$[@*#?]", rest) else ("$", at + 1)
+                return value, at + match.end()
+        return ("", at + 2) if re.match(r"\$[@*#?]", tail) else ("$", at + 1)
 
     def _count(self, text: str) -> str:
         """Return the value of an integer expression."""
@@ -97,11 +97,11 @@ class Script:
 
     def holds(self, line: int, condition: str) -> bool:
         """Return whether a condition holds; an unknown condition does not."""
-        found = _TEST.fullmatch(condition.strip())
-        if found is None:
+        match = _TEST.fullmatch(condition.strip())
+        if match is None:
             self.unread.append((line, f"if {condition}"))
             return False
-        left, sign, right = found.groups()
+        left, sign, right = match.groups()
         is_equal = _unquote(self.expand(left)) == _unquote(self.expand(right))
         return is_equal is (sign != "!=")
 
@@ -150,21 +150,21 @@ def read_script(text: str) -> Script:
     script = Script()
     taken: list[list[bool]] = []  # of each open `if`: is this branch taken, was one taken
     for line, statement in _statements(text):
-        word, _, rest = statement.partition(" ")
-        if word in ("then", "do") and rest:
-            word, _, rest = rest.strip().partition(" ")
-            statement = f"{word} {rest}".strip()
+        word, _, arguments = statement.partition(" ")
+        if word in ("then", "do") and arguments:
+            word, _, arguments = arguments.strip().partition(" ")
+            statement = f"{word} {arguments}".strip()
         if word == "if" or statement.startswith("if["):
             is_open = all(branch[0] for branch in taken)
             holds = is_open and script.holds(line, statement[2:].strip())
             taken.append([holds, holds])
         elif word == "elif" and taken:
-            holds = not taken[-1][1] and script.holds(line, rest)
+            holds = not taken[-1][1] and script.holds(line, arguments)
             taken[-1] = [holds, taken[-1][1] or holds]
         elif word == "else" and taken:
             taken[-1] = [not taken[-1][1], True]
-            if rest and taken[-1][0]:
-                script.run(rest.strip())
+            if arguments and taken[-1][0]:
+                script.run(arguments.strip())
         elif word == "fi" and taken:
             taken.pop()
         elif word in ("then", "done", "esac"):

@@ -164,8 +164,8 @@ def pretrain(
         trainer.scaler = build_scaler(config_from_dict(LossScaleConfig, values["loss_scale"]))
     trainer.fit()
     if test is not None and not trainer.stopped:
-        found = scorer(test, model)
-        print_rank_0(f"test loss {found.loss:.6f}, perplexity {found.perplexity:.4f}")
+        evaluation = scorer(test, model)
+        print_rank_0(f"test loss {evaluation.loss:.6f}, perplexity {evaluation.perplexity:.4f}")
     return trainer
 
 
@@ -179,7 +179,8 @@ def _open_rows(
     step_rows = args.batch_size * args.gas * share[1]
     sets = provider([step_rows * count for count in steps])
     train, valid, test = (
-        None if found is None else Rows(found, args.batch_size, args.gas, *share) for found in sets
+        None if samples is None else Rows(samples, args.batch_size, args.gas, *share)
+        for samples in sets
     )
     if train is None:
         raise DataError("train_valid_test_dataset_provider returned no dataset to train on.")

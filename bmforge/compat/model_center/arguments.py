@@ -46,8 +46,8 @@ def add_model_config_args(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add all training arguments."""
     group = parser.add_argument_group("train", "training configurations")
-    for name, (kind, default, told) in _TRAINING.items():
-        group.add_argument(name, type=kind, default=default, help=told)
+    for name, (kind, default, help_text) in _TRAINING.items():
+        group.add_argument(name, type=kind, default=default, help=help_text)
     group.add_argument(
         "--lr-decay-style", default="noam", choices=_STYLES, help="how the rate decays"
     )

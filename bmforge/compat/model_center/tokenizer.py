@@ -68,8 +68,8 @@ class _OldMethods:
     @property
     def eod_id(self: Any) -> int | None:
         """Id of the end-of-document token."""
-        found: int | None = self.role_id("eod")
-        return found
+        token_id: int | None = self.role_id("eod")
+        return token_id
 
     def tokenize(self: Any, text: str) -> list[str]:
         """Return the tokens of a text."""
@@ -77,8 +77,8 @@ class _OldMethods:
 
     def convert_tokens_to_ids(self: Any, tokens: list[str]) -> list[int | None]:
         """Return the ids of tokens; the unknown id for tokens outside the vocabulary."""
-        found = [self.token_to_id(token) for token in tokens]
-        return [self.unk_id if one is None else one for one in found]
+        ids = [self.token_to_id(token) for token in tokens]
+        return [self.unk_id if token_id is None else token_id for token_id in ids]
 
     def convert_ids_to_tokens(self: Any, ids: list[int]) -> list[str]:
         """Return the tokens of ids."""

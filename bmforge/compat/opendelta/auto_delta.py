@@ -71,12 +71,12 @@ class AutoDeltaModel:
         Raises:
             ConfigError: no delta in the directory, or a type that OpenDelta did not have.
         """
-        place = Path(kwargs.get("cache_dir") or ".") / finetuned_model_name_or_path
-        kind = type_of_delta(place)
+        directory = Path(kwargs.get("cache_dir") or ".") / finetuned_model_name_or_path
+        kind = type_of_delta(directory)
         name = old_type_of(kind)
         if name is None:
             raise ConfigError(
-                f"{str(place)!r} holds a {kind.__name__}, which OpenDelta did not have: use "
+                f"{str(directory)!r} holds a {kind.__name__}, which OpenDelta did not have: use "
                 "bmforge.tune.delta.load_delta."
             )
         model = MODELS[name]

@@ -32,8 +32,8 @@ def take_parts_(backbone: nn.Module) -> None:
 
 def zoo_in(backbone: nn.Module) -> nn.Module:
     """Return the only bmforge model inside a backbone, else the backbone."""
-    found = [module for module in backbone.modules() if isinstance(module, Model)]
-    return found[0] if len(found) == 1 else backbone
+    models = [module for module in backbone.modules() if isinstance(module, Model)]
+    return models[0] if len(models) == 1 else backbone
 
 
 def is_delta(root: nn.Module, name: str) -> bool:
@@ -48,16 +48,16 @@ def is_delta(root: nn.Module, name: str) -> bool:
 
 def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], list[str]]:
     """Return the names of parameters that match targets, and the targets that match some."""
-    found: set[str] = set()
+    names: set[str] = set()
     meant = []
     for target in targets:
         try:
-            found |= find_wholes(root, [target]).keys()
+            names |= find_wholes(root, [target]).keys()
         except ConfigError as error:
             get_logger().warning("nothing is left unfrozen by %r: %s", target, error)
         else:
             meant.append(target)
-    return found, meant
+    return names, meant
 
 
 def keep_trained(
@@ -78,16 +78,16 @@ def drop_hooks_(module: nn.Module) -> None:
 
 def read_card(center_args: Any) -> dict[str, Any]:
     """Return the model card fields from DeltaCenter's arguments."""
-    told = center_args if isinstance(center_args, Mapping) else vars(center_args or _Nothing())
-    tasks = told.get("train_tasks")
-    score = told.get("test_performance")
-    found = {
+    fields = center_args if isinstance(center_args, Mapping) else vars(center_args or _Nothing())
+    tasks = fields.get("train_tasks")
+    score = fields.get("test_performance")
+    card = {
         "data": ", ".join(tasks) if isinstance(tasks, list | tuple) else tasks,
-        "license": told.get("license"),
-        "scores": None if score is None else {str(told.get("test_metrics") or "score"): score},
-        "base": told.get("backbone_model"),
+        "license": fields.get("license"),
+        "scores": None if score is None else {str(fields.get("test_metrics") or "score"): score},
+        "base": fields.get("backbone_model"),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in card.items() if value}
 
 
 class _Nothing:

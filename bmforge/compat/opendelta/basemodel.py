@@ -85,24 +85,24 @@ class DeltaBase(nn.Module):
             **({} if modified_modules is None else {"modified_modules": modified_modules}),
             **options,
         )
-        kept = {name: p.requires_grad for name, p in backbone_model.named_parameters()}
+        trainable_before = {name: p.requires_grad for name, p in backbone_model.named_parameters()}
         take_parts_(backbone_model)
         inner = self._backbone_of(backbone_model)
-        kind, told = opendelta_type(config.to_dict(), inner)
-        told |= self._more(config)
-        told["exclude"] = tuple(config.exclude_modules or ())
+        kind, delta_options = opendelta_type(config.to_dict(), inner)
+        delta_options |= self._more(config)
+        delta_options["exclude"] = tuple(config.exclude_modules or ())
         if config.modified_modules is None:
-            told["exclude"] = (*(told["exclude"] or _HEADS), *_EMBED_NORMS)
-        told["exclude"] = excludes_of(known_names(inner), told["exclude"])
-        delta = kind(inner, name=self._name(backbone_model), **told)
-        self._hold_(backbone_model, delta, config, kept)
+            delta_options["exclude"] = (*(delta_options["exclude"] or _HEADS), *_EMBED_NORMS)
+        delta_options["exclude"] = excludes_of(known_names(inner), delta_options["exclude"])
+        delta = kind(inner, name=self._name(backbone_model), **delta_options)
+        self._hold_(backbone_model, delta, config, trainable_before)
 
     def _hold_(
         self,
         backbone: nn.Module,
         delta: AttachedDelta,
         config: BaseDeltaConfig,
-        kept: Mapping[str, bool],
+        trainable_before: Mapping[str, bool],
     ) -> None:
         nn.Module.__init__(self)
         # Not a child: this module's parameters are the delta's alone.
@@ -112,13 +112,13 @@ class DeltaBase(nn.Module):
             config.unfrozen_modules = ["deltas"]
         self.unfrozen_modules = list(config.unfrozen_modules or ())
         self.modified_modules = config.modified_modules
-        self.delta_modules = nn.ModuleList(held.part for held in delta.held)
+        self.delta_modules = nn.ModuleList(attached.part for attached in delta.held)
         if getattr(backbone, "takes_parts", False):
             for part in self.delta_modules:
                 make_distributed_(part)
         for name, parameter in backbone.named_parameters():
-            if name in kept:
-                parameter.requires_grad_(kept[name])
+            if name in trainable_before:
+                parameter.requires_grad_(trainable_before[name])
 
     def _name(self, backbone: nn.Module) -> str:
         """Return a name that no delta of the backbone has."""
@@ -147,9 +147,9 @@ class DeltaBase(nn.Module):
     ) -> Self:
         """Add a delta model with these fields to a backbone; `kwargs` replace some."""
         fields = config if isinstance(config, dict) else config.to_dict()
-        known = cls.config_class.from_dict({**fields, **kwargs}).to_dict()
+        matched = cls.config_class.from_dict({**fields, **kwargs}).to_dict()
         beside = ("delta_type", "backbone_class", "backbone_checkpoint_name", "backbone_hash")
-        return cls(backbone_model, **{n: v for n, v in known.items() if n not in beside})
+        return cls(backbone_model, **{n: v for n, v in matched.items() if n not in beside})
 
     @classmethod
     def from_finetuned(
@@ -174,25 +174,26 @@ class DeltaBase(nn.Module):
                 it).
             others: download options without effect here.
         """
-        place = Path(cache_dir or ".") / finetuned_delta_path
-        kept = {name: p.requires_grad for name, p in backbone_model.named_parameters()}
+        directory = Path(cache_dir or ".") / finetuned_delta_path
+        trainable_before = {name: p.requires_grad for name, p in backbone_model.named_parameters()}
         take_parts_(backbone_model)
-        made = cls.__new__(cls)
-        name = made._name(backbone_model)
+        instance = cls.__new__(cls)
+        name = instance._name(backbone_model)
         delta = load_delta(
-            cls._backbone_of(backbone_model), place, name=name, allow_other_base=not check_hash
+            cls._backbone_of(backbone_model), directory, name=name, allow_other_base=not check_hash
         )
         if old_type_of(type(delta)) != cls.delta_type:
             delta.remove()
             raise ConfigError(
-                f"{str(place)!r} holds a {type(delta).__name__}, which is no {cls.__name__}: use "
+                f"{str(directory)!r} holds a {type(delta).__name__}, which is no {cls.__name__}: "
+                "use "
                 "AutoDeltaModel.from_finetuned, which takes any."
             )
-        has_config = (place / "config.json").exists()
-        config = cls.config_class.from_finetuned(place) if has_config else cls.config_class()
-        made._hold_(backbone_model, delta, delta_config or config, kept)
+        has_config = (directory / "config.json").exists()
+        config = cls.config_class.from_finetuned(directory) if has_config else cls.config_class()
+        instance._hold_(backbone_model, delta, delta_config or config, trainable_before)
         backbone_model.eval()
-        return made
+        return instance
 
     def save_finetuned(
         self,

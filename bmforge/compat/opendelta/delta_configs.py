@@ -71,20 +71,20 @@ class BaseDeltaConfig:
     backbone_checkpoint_name: str | None
 
     def __init__(self, **values: Any) -> None:
-        known = {**_EVERYWHERE, **self.fields}
-        given = {self.aliases.get(name, name): value for name, value in values.items()}
-        for name, value in given.items():
-            if name not in known:
+        defaults = {**_EVERYWHERE, **self.fields}
+        renamed = {self.aliases.get(name, name): value for name, value in values.items()}
+        for name, value in renamed.items():
+            if name not in defaults:
                 raise ConfigError(
-                    f"{type(self).__name__} has no field {name!r}.{suggest(name, known)} It has "
-                    f"{', '.join(known)}."
+                    f"{type(self).__name__} has no field {name!r}.{suggest(name, defaults)} It has "
+                    f"{', '.join(defaults)}."
                 )
             if name in self.fixed and value != self.fields[name]:
                 raise ConfigError(
                     f"{name}={value!r} of {type(self).__name__} is not known here, only "
                     f"{self.fields[name]!r}."
                 )
-        self.__dict__.update({**known, **given})
+        self.__dict__.update({**defaults, **renamed})
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and the type."""
@@ -99,12 +99,12 @@ class BaseDeltaConfig:
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Self:
         """Return a config with these fields; unknown ones are ignored with a warning."""
-        known = {*_EVERYWHERE, *cls.fields, *cls.aliases}
-        given = {**config_dict, **kwargs}
-        left = sorted(name for name in given if name not in known | _IGNORED)
+        names = {*_EVERYWHERE, *cls.fields, *cls.aliases}
+        all_values = {**config_dict, **kwargs}
+        left = sorted(name for name in all_values if name not in names | _IGNORED)
         if left:
             get_logger().warning("%s has no fields %s", cls.__name__, ", ".join(left))
-        return cls(**{name: value for name, value in given.items() if name in known})
+        return cls(**{name: value for name, value in all_values.items() if name in names})
 
     @classmethod
     def from_finetuned(cls, finetuned_delta_path: str | Path, **kwargs: Any) -> Self:
@@ -135,15 +135,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     file = Path(directory) / CONFIG_NAME
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{str(directory)!r} has no {CONFIG_NAME} that can be read ({error}). Deltas are "
             "opened from directories; DeltaCenter, from which OpenDelta fetched names, is gone."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ConfigError(f"{str(file)!r} is no table.")
-    return found
+    return fields
 
 
 class LoraConfig(BaseDeltaConfig):

@@ -17,39 +17,41 @@ __all__ = ["inspect_module_statistics", "inspect_optimizer_statistics"]
 
 def _count(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
     """Return the number of elements, and of trainable elements."""
-    known = list(parameters)
-    return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
+    listed = list(parameters)
+    return sum(p.numel() for p in listed), sum(p.numel() for p in listed if p.requires_grad)
 
 
 def inspect_module_statistics(module: nn.Module, verbose: bool = True) -> dict[str, Any]:
     """Return and log the number of trainable parameters of a module."""
     total, trained = _count(module.parameters())
-    found = {
+    statistics = {
         "total_parameters": total,
         "trainable_parameters": trained,
         "trainable_ratio": trained / max(total, 1),
     }
     if verbose:
-        get_logger().info("%s", found)
-    return found
+        get_logger().info("%s", statistics)
+    return statistics
 
 
 def inspect_optimizer_statistics(
     optimizer: torch.optim.Optimizer, verbose: bool = True
 ) -> dict[str, Any]:
     """Return and log the number of parameters per group of an optimizer."""
-    found: dict[str, Any] = {}
+    statistics: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         total, trained = _count(group["params"])
-        found[f"param_group_{number}"] = {
+        statistics[f"param_group_{number}"] = {
             "total_parameters": total,
             "trainable_parameters": trained,
             **{name: value for name, value in group.items() if name != "params"},
         }
-    found["total_parameters"] = sum(one["total_parameters"] for one in found.values())
+    statistics["total_parameters"] = sum(
+        group_statistics["total_parameters"] for group_statistics in statistics.values()
+    )
     if verbose:
-        get_logger().info("%s", found)
-    return found
+        get_logger().info("%s", statistics)
+    return statistics
 
 
 __getattr__ = missing_names("opendelta", NAMES, __all__, "inspect")

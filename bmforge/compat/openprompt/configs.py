@@ -83,8 +83,8 @@ def _flatten(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str,
 
 def _check(out: Migrated) -> None:
     """Check the converted config by parsing it as the recipe does, except for the model."""
-    told = {key: value for key, value in out.values.items() if key != "model"}
-    config_from_dict(RUNS[out.task].forms[0].config, told)
+    values = {key: value for key, value in out.values.items() if key != "model"}
+    config_from_dict(RUNS[out.task].forms[0].config, values)
 
 
 class _Reader:
@@ -96,9 +96,9 @@ class _Reader:
         beside: directory for written files.
     """
 
-    def __init__(self, given: dict[str, Any], out: Migrated, beside: Path) -> None:
-        self.given, self.out, self.beside = given, out, beside
-        chosen = (given.get(name) for name in ("template", "verbalizer", "calibrate"))
+    def __init__(self, settings: dict[str, Any], out: Migrated, beside: Path) -> None:
+        self.given, self.out, self.beside = settings, out, beside
+        chosen = (settings.get(name) for name in ("template", "verbalizer", "calibrate"))
         self.chosen = {str(name) for name in chosen}
 
     def take(self, key: str, usual: Any = None) -> Any:
@@ -106,9 +106,9 @@ class _Reader:
         value = self.given.pop(key, None)
         return usual if value is None else value
 
-    def put(self, place: str, value: Any) -> None:
+    def put(self, field_path: str, value: Any) -> None:
         """Set a field of the converted config."""
-        *groups, name = place.split(".")
+        *groups, name = field_path.split(".")
         table = self.out.values
         for group in groups:
             table = table.setdefault(group, {})
@@ -124,10 +124,12 @@ class _Reader:
         self.put("train.optim.weight_decay", 0.01)
         self.put("train.schedule.kind", "linear")
         self.put("data.seq_len", 256)
-        for key, (place, kind) in PLAIN.items():
+        for key, (field_path, kind) in PLAIN.items():
             value = self.take(key)
             if value is not None:
-                self.put(place, [value] if place == "data.paths" else _read(key, value, kind))
+                self.put(
+                    field_path, [value] if field_path == "data.paths" else _read(key, value, kind)
+                )
         self.place_task()
         self.place_template()
         self.place_words()

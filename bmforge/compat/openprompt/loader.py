@@ -70,35 +70,35 @@ class PromptDataLoader:
         order = torch.randperm(count).tolist() if self.shuffle else list(range(count))
         for number in range(len(self)):
             part = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield self._make([self.dataset[place] for place in part])
+            yield self._make([self.dataset[index] for index in part])
 
     def _make(self, examples: Sequence[Any]) -> InputFeatures:
-        told: dict[str, Any] = {"max_seq_len": self.max_seq_length, "cut": self.cut}
+        options: dict[str, Any] = {"max_seq_len": self.max_seq_length, "cut": self.cut}
         asks = getattr(getattr(self.verbalizer, "core", None), "takes", "") == "words"
-        asked = []
+        questions = []
         for example in examples:
             if self.teacher_forcing:
-                prompt = encode_target(self._core, example, self._target(example), **told)
-                asked.append(Question([prompt], [], []))
+                prompt = encode_target(self._core, example, self._target(example), **options)
+                questions.append(Question([prompt], [], []))
             elif asks:
-                asked.append(ask_example(self._core, self.verbalizer.core, example, **told))
+                questions.append(ask_example(self._core, self.verbalizer.core, example, **options))
             else:
-                asked.append(Question([self._core.encode(example, **told)], [], []))
+                questions.append(Question([self._core.encode(example, **options)], [], []))
         pad = self._core.tokenizer.pad_id or 0
-        columns = lay_questions(asked, pad)
-        found = InputFeatures({n: torch.tensor(values) for n, values in columns.items()})
+        columns = lay_questions(questions, pad)
+        features = InputFeatures({n: torch.tensor(values) for n, values in columns.items()})
         if self.teacher_forcing:
-            width = found["mask_at"].shape[1]
-            rows = [question.prompts[0].predicted for question in asked]
+            width = features["mask_at"].shape[1]
+            rows = [question.prompts[0].predicted for question in questions]
             filled = [[*row, *[IGNORE_INDEX] * (width - len(row))] for row in rows]
-            found["targets"] = torch.tensor(filled)
+            features["targets"] = torch.tensor(filled)
         if all(example.label is not None for example in examples):
-            found["label"] = torch.tensor([example.label for example in examples])
-        found["guid"] = [example.guid for example in examples]
+            features["label"] = torch.tensor([example.label for example in examples])
+        features["guid"] = [example.guid for example in examples]
         if any(example.tgt_text is not None for example in examples):
-            found["tgt_text"] = [example.tgt_text for example in examples]
-        found["examples"] = list(examples)
-        return found
+            features["tgt_text"] = [example.tgt_text for example in examples]
+        features["examples"] = list(examples)
+        return features
 
     def _target(self, example: Any) -> str:
         """Return the target text, truncated."""

@@ -52,9 +52,9 @@ class PromptModel(nn.Module):
     def look(self, batch: Mapping[str, Any], hidden: bool = True) -> Answers:
         """Return the model's logits and hidden states at the masks of a batch."""
         inputs = {name: value for name, value in batch.items() if name not in _BESIDE}
-        found = ask_model(self.plm, inputs, inputs.pop("mask_at"), hidden)
-        assert found is not None
-        return found
+        outputs = ask_model(self.plm, inputs, inputs.pop("mask_at"), hidden)
+        assert outputs is not None
+        return outputs
 
     @property
     def device(self) -> Any:
@@ -125,9 +125,9 @@ class PromptForClassification(_Prompted):
 
     def look(self, batch: Mapping[str, Any]) -> Answers:
         """Return logits and last hidden states at the mask."""
-        found = self.prompt_model.look(batch)
-        assert found.hidden is not None
-        return Answers(found.logits[:, 0], found.hidden[:, 0])
+        outputs = self.prompt_model.look(batch)
+        assert outputs.hidden is not None
+        return Answers(outputs.logits[:, 0], outputs.hidden[:, 0])
 
 
 class PromptForGeneration(_Prompted):
@@ -173,11 +173,11 @@ class PromptForGeneration(_Prompted):
             options: options of `bmforge.infer.generate`, or of transformers for its models;
                 `max_length` counts new tokens.
         """
-        told = {**self.gen_config, **options}
-        if "max_length" in told:
-            told["max_new_tokens"] = told.pop("max_length")
-        told.pop("max_new_tokens", None) if told.get("max_new_tokens") is None else None
-        texts = self.generator.write(batch["examples"], len(batch["examples"]), **told)
+        settings = {**self.gen_config, **options}
+        if "max_length" in settings:
+            settings["max_new_tokens"] = settings.pop("max_length")
+        settings.pop("max_new_tokens", None) if settings.get("max_new_tokens") is None else None
+        texts = self.generator.write(batch["examples"], len(batch["examples"]), **settings)
         if verbose:
             print("\n".join(texts))
         core = self.template.bind("", self.plm)

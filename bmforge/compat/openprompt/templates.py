@@ -110,10 +110,10 @@ class ManualTemplate(nn.Module):
             }
             for piece in core.wrap(example)
         ]
-        rest = {name: getattr(example, name) for name in ("guid", "label", "tgt_text")}
-        found = Wrapped([pieces, {k: v for k, v in rest.items() if v is not None}])
-        found.template, found.example = self, example
-        return found
+        values = {name: getattr(example, name) for name in ("guid", "label", "tgt_text")}
+        wrapped = Wrapped([pieces, {k: v for k, v in values.items() if v is not None}])
+        wrapped.template, wrapped.example = self, example
+        return wrapped
 
 
 class MixedTemplate(ManualTemplate):

@@ -21,8 +21,8 @@ class TheirTokenizer(Tokenizer):
         theirs: the transformers tokenizer.
     """
 
-    def __init__(self, theirs: Any) -> None:
-        self.theirs = theirs
+    def __init__(self, tokenizer: Any) -> None:
+        self.theirs = tokenizer
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
@@ -33,8 +33,8 @@ class TheirTokenizer(Tokenizer):
         raise ConfigError("a tokenizer of transformers saves itself: call its save_pretrained.")
 
     def _role_tokens(self) -> Mapping[str, str]:
-        found = {role: getattr(self.theirs, f"{role}_token", None) for role in _ROLES}
-        return {role: token for role, token in found.items() if token is not None}
+        tokens = {role: getattr(self.theirs, f"{role}_token", None) for role in _ROLES}
+        return {role: token for role, token in tokens.items() if token is not None}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens."""

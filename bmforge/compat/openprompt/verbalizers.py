@@ -118,10 +118,10 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
 
     def make(self, rows: list[list[str]]) -> nn.Module:
         """Return bmforge's verbalizer of these words."""
-        told = self.options
+        options = self.options
         return ours.KnowledgeableVerbalizer(
-            rows, as_ours(self.tokenizer), told.get("max_token_split", -1),
-            told.get("candidate_frac", 0.5), told.get("pred_temp", 1.0),
+            rows, as_ours(self.tokenizer), options.get("max_token_split", -1),
+            options.get("candidate_frac", 0.5), options.get("pred_temp", 1.0),
             join=self.join, normalize=self.normalize,
         )  # fmt: skip
 
@@ -172,12 +172,12 @@ class AutomaticVerbalizer(ManualVerbalizer):
         )  # fmt: skip
         self._seen: list[tuple[Tensor, Tensor]] = []
 
-    def register_buffer(self, *given: Any, **options: Any) -> None:
+    def register_buffer(self, *arguments: Any, **options: Any) -> None:
         """Store logits at the masks of labeled examples; with a name, call `nn.Module`'s method."""
-        if given and isinstance(given[0], Tensor):
-            self._seen.append((given[0].detach(), given[1]))
+        if arguments and isinstance(arguments[0], Tensor):
+            self._seen.append((arguments[0].detach(), arguments[1]))
         else:
-            super().register_buffer(*given, **options)
+            super().register_buffer(*arguments, **options)
 
     def optimize_to_initialize(self) -> None:
         """Choose the words from the stored logits."""
@@ -191,9 +191,9 @@ class AutomaticVerbalizer(ManualVerbalizer):
 class SoftVerbalizer(ManualVerbalizer):
     """The model's head with a trained row per class; `model` (or `plm`) is the second argument."""
 
-    def __init__(self, tokenizer: Any = None, model: Any = None, *given: Any, **options: Any):
+    def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
         self._plm = [model if model is not None else options.pop("plm", None)]
-        super().__init__(tokenizer, *given, **options)
+        super().__init__(tokenizer, *arguments, **options)
 
     def make(self, rows: list[list[str]]) -> nn.Module:
         """Return bmforge's verbalizer of these words."""
@@ -213,9 +213,9 @@ class SoftVerbalizer(ManualVerbalizer):
 class ProtoVerbalizer(ManualVerbalizer):
     """Label words and trained class prototypes; `model` (or `plm`) is the second argument."""
 
-    def __init__(self, tokenizer: Any = None, model: Any = None, *given: Any, **options: Any):
+    def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
         self._plm = [model if model is not None else options.pop("plm", None)]
-        super().__init__(tokenizer, *given, **options)
+        super().__init__(tokenizer, *arguments, **options)
 
     def make(self, rows: list[list[str]]) -> nn.Module:
         """Return bmforge's verbalizer of these words."""
@@ -229,11 +229,11 @@ class ProtoVerbalizer(ManualVerbalizer):
         """Train the prototypes on a loader's labeled examples."""
         states, labels = [], []
         for batch in dataloader:
-            found = model.look(batch)
-            states.append(found.hidden)
+            answers = model.look(batch)
+            states.append(answers.hidden)
             labels.append(batch["label"])
-        told = {"epochs": self.options.get("epochs", 5), "lr": self.options.get("lr", 1e-3)}
-        self._need().fit_(torch.cat(states), torch.cat(labels), **told)
+        options = {"epochs": self.options.get("epochs", 5), "lr": self.options.get("lr", 1e-3)}
+        self._need().fit_(torch.cat(states), torch.cat(labels), **options)
 
     @property
     def label_words(self) -> list[list[str]]:

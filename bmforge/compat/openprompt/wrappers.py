@@ -56,12 +56,12 @@ class TokenizerWrapper:
         prompt = core.encode(
             wrapped_example.example, self.max_seq_length, self.truncate_method, answer=answer
         )
-        loss = [int(place in prompt.mask_at) for place in range(len(prompt))]
-        found = {"input_ids": prompt.input_ids, "attention_mask": [1] * len(prompt)}
+        loss = [int(position in prompt.mask_at) for position in range(len(prompt))]
+        columns = {"input_ids": prompt.input_ids, "attention_mask": [1] * len(prompt)}
         if prompt.decoder_input_ids:
-            found["decoder_input_ids"] = prompt.decoder_input_ids
+            columns["decoder_input_ids"] = prompt.decoder_input_ids
             loss = [int(n in prompt.mask_at) for n in range(len(prompt.decoder_input_ids))]
-        return InputFeatures(**found, loss_ids=loss)
+        return InputFeatures(**columns, loss_ids=loss)
 
 
 class MLMTokenizerWrapper(TokenizerWrapper):

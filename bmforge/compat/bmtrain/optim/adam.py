@@ -92,9 +92,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         grads = [local_tensor(param.grad) for param in params]  # type: ignore[arg-type]
         self._step(group, states, masters, grads, scale)
         for param, master in zip(params, masters, strict=True):
-            here = local_tensor(param)
-            if master is not here:
-                here.copy_(master)
+            local = local_tensor(param)
+            if master is not local:
+                local.copy_(master)
 
     def _step(
         self,
@@ -110,7 +110,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             grad = gradient.to(master.device, master.dtype)
             grads.append(grad if scale == 1.0 else grad / scale)
         steps = [state["step"] for state in states]
-        held = bool(self.hold_steps) and float(steps[0]) < self.hold_steps
+        is_held = bool(self.hold_steps) and float(steps[0]) < self.hold_steps
         beta1, beta2 = group["betas"]
         adamw(
             masters,
@@ -122,7 +122,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=0.0 if held else group["lr"],
+            lr=0.0 if is_held else group["lr"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
@@ -133,13 +133,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Return a parameter's state, created if missing; `master` is its fp32 copy."""
         state = self.state[param]
         if not state:
-            here = local_tensor(param.detach())
-            home = self.state_device or here.device
-            wide = here.to(home, torch.promote_types(here.dtype, torch.float32))
+            local = local_tensor(param.detach())
+            home = self.state_device or local.device
+            wide = local.to(home, torch.promote_types(local.dtype, torch.float32))
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(wide)
             state["exp_avg_sq"] = torch.zeros_like(wide)
-            if (wide.dtype, wide.device) != (here.dtype, here.device):  # a share may be empty
+            if (wide.dtype, wide.device) != (local.dtype, local.device):  # a share may be empty
                 state["master"] = wide
         return state
 
@@ -153,18 +153,18 @@ class AdamOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: the parameters differ or, for shards, the processes.
         """
-        found = unpack_state(self, state_dict)
+        unpacked = unpack_state(self, state_dict)
         # Torch would cast the states to the parameters' dtype.
-        super().load_state_dict({"state": {}, "param_groups": found["param_groups"]})
+        super().load_state_dict({"state": {}, "param_groups": unpacked["param_groups"]})
         self._scale = float(state_dict.get("scale", self._scale))
         self.state.clear()
         for index, param in enumerate(all_parameters(self)):
-            if index in found["state"]:
-                here = local_tensor(param).device
-                home = self.state_device or here
+            if index in unpacked["state"]:
+                local_device = local_tensor(param).device
+                home = self.state_device or local_device
                 self.state[param] = {
                     key: local_tensor(v).to(home if v.dim() else "cpu").clone()
-                    for key, v in found["state"][index].items()
+                    for key, v in unpacked["state"][index].items()
                 }
 
 
@@ -196,9 +196,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _update(self, group: dict[str, Any], params: list[Tensor], scale: float) -> None:
         before = [local_tensor(p).detach().clone() for p in params] if self._records else []
         away = [param for param in params if "master" in self._state_of(param)]
-        here = [param for param in params if "master" not in self._state_of(param)]
-        if here:
-            super()._update(group, here, scale)
+        low_precision = [param for param in params if "master" not in self._state_of(param)]
+        if low_precision:
+            super()._update(group, low_precision, scale)
         if away:
             self._update_away(group, away, scale)
         for old, param in zip(before, params, strict=False):

@@ -175,14 +175,14 @@ class OptimManager:
 
 def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
     """Return the parameters that have a gradient, with the local or nonzero values of it."""
-    found = []
+    grads = []
     for param in (param for group in groups for param in group["params"]):
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.coalesce()
-            found.append((param, param.grad.values()))
+            grads.append((param, param.grad.values()))
         elif param.grad is not None:
-            found.append((param, local_tensor(param.grad)))
-    return found
+            grads.append((param, local_tensor(param.grad)))
+    return grads
 
 
 @torch.no_grad()
@@ -238,9 +238,9 @@ def clip_grad_norm(
     power = float(norm_type)
     if not power > 0.0:
         raise ConfigError(f"norm_type={norm_type} must be above 0.")
-    found = [(p, grad) for p, grad in _grads(param_groups) if grad.numel()]
+    nonempty = [(p, grad) for p, grad in _grads(param_groups) if grad.numel()]
     total = torch.zeros((), dtype=torch.float64, device=config.device)
-    for param, grad in found:
+    for param, grad in nonempty:
         if _counts_here(param):
             norm = torch.linalg.vector_norm(grad, power, dtype=_wide(grad)).double()
             total = torch.maximum(total, norm) if math.isinf(power) else total + norm**power
@@ -249,7 +249,7 @@ def clip_grad_norm(
     norm = (total if math.isinf(power) else total ** (1.0 / power)) / scale
     ratio = float(max_norm / (norm + eps))
     if ratio < 1.0:
-        for _, grad in found:
+        for _, grad in nonempty:
             grad.mul_(ratio)
     return norm.float()
 

@@ -69,11 +69,11 @@ def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
         )
     if keeps_whole(optimizer):
         return {"state": dict(state["state"]), "param_groups": state["param_groups"]}
-    made = {
+    states = {
         index: {key: _unpack(params[index], v, state.get("is_whole")) for key, v in entries.items()}
         for index, entries in state["state"].items()
     }
-    return {"state": made, "param_groups": state["param_groups"]}
+    return {"state": states, "param_groups": state["param_groups"]}
 
 
 def _unpack(param: Tensor, value: Any, is_whole: bool | None) -> Any:
@@ -81,10 +81,11 @@ def _unpack(param: Tensor, value: Any, is_whole: bool | None) -> Any:
         return value
     if is_whole:
         return share_like(param, value) if value.shape == full_shape(param) else value
-    here = local_tensor(param).shape
-    if value.shape != here:
+    local_shape = local_tensor(param).shape
+    if value.shape != local_shape:
         raise CheckpointError(
-            f"a state has shape={tuple(value.shape)}, here it is {tuple(here)}: it is of another "
+            f"a state has shape={tuple(value.shape)}, here it is {tuple(local_shape)}: it is of "
+            "another "
             "number of processes. Save it with gather=True."
         )
     return _like(param, value.to(param.device))

@@ -32,8 +32,8 @@ def clip_grad_norm(
 
     Comm: one all-reduce of a number within the tensor-parallel group.
     """
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [(p.grad, getattr(p, "model_parallel", False)) for p in given if p.grad is not None]
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [(p.grad, getattr(p, "model_parallel", False)) for p in tensors if p.grad is not None]
     is_first, kind = get_model_parallel_rank() == 0, float(norm_type)
     counted = [grad for grad, is_part in grads if grad is not None and (is_part or is_first)]
     device = grads[0][0].device if grads and grads[0][0] is not None else None
@@ -43,12 +43,12 @@ def clip_grad_norm(
     else:
         total, op = norms.pow(kind).sum().to(device), dist.ReduceOp.SUM
     dist.all_reduce(total, op, group=get_model_parallel_group())
-    found = total.item() if math.isinf(kind) else total.item() ** (1 / kind)
-    if max_norm / (found + 1e-6) < 1:
+    norm = total.item() if math.isinf(kind) else total.item() ** (1 / kind)
+    if max_norm / (norm + 1e-6) < 1:
         for grad, _ in grads:
             assert grad is not None
-            grad.mul_(max_norm / (found + 1e-6))
-    return found
+            grad.mul_(max_norm / (norm + 1e-6))
+    return norm
 
 
 __getattr__ = missing_names("cpm_pretrain", NAMES, __all__, "mpu.grads")

@@ -100,8 +100,8 @@ groups = Groups()
 def _io_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of the first processes of the first and the last stage."""
     ends = mesh.mesh.flatten(1, -2)[[0, -1], :, 0].flatten().unique().tolist()
-    made = new_group(ends)
-    return made if dist.get_rank() in ends else None
+    group = new_group(ends)
+    return group if dist.get_rank() in ends else None
 
 
 def join_layout(layout: Layout, topology: Any = None) -> DeviceMesh:

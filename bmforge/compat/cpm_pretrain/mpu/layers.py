@@ -54,9 +54,13 @@ class PartParameter(nn.Parameter):
         cls, data: Tensor, requires_grad: bool = True, dim: int = 0, stride: int = 1
     ) -> PartParameter:
         """Create the parameter and set `model_parallel`, `partition_dim` and `partition_stride`."""
-        made: PartParameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
-        made.model_parallel, made.partition_dim, made.partition_stride = True, dim, stride
-        return made
+        parameter: PartParameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
+        parameter.model_parallel, parameter.partition_dim, parameter.partition_stride = (
+            True,
+            dim,
+            stride,
+        )
+        return parameter
 
     model_parallel: bool
     partition_dim: int
@@ -83,11 +87,11 @@ def _draw_part(
         init_method: in-place initialisation.
         stride: number of stacked matrices, of each of which the process has a part.
     """
-    whole = torch.empty(rows, columns, device=groups.device)
-    init_method(whole)
+    full = torch.empty(rows, columns, device=groups.device)
+    init_method(full)
     size, rank = get_model_parallel_world_size(), get_model_parallel_rank()
-    pieces = whole.split(divide(whole.shape[dim], size * stride), dim)[rank::size]
-    return PartParameter(torch.cat(pieces, dim).clone(), dim=dim, stride=stride), whole
+    pieces = full.split(divide(full.shape[dim], size * stride), dim)[rank::size]
+    return PartParameter(torch.cat(pieces, dim).clone(), dim=dim, stride=stride), full
 
 
 class _PartLinear(nn.Module):
@@ -106,8 +110,8 @@ class _PartLinear(nn.Module):
         super().__init__()
         self.input_size, self.output_size = input_size, output_size
         self.skip_bias_add = skip_bias_add
-        self.weight, whole = _draw_part(output_size, input_size, dim, init_method, stride)
-        self.master_weight = whole if keep_master_weight_for_test else None
+        self.weight, full_weight = _draw_part(output_size, input_size, dim, init_method, stride)
+        self.master_weight = full_weight if keep_master_weight_for_test else None
         self.bias: Any = None
 
 
@@ -210,11 +214,11 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.model_parallel_size = get_model_parallel_world_size()
-        found = VocabUtility.vocab_range_from_global_vocab_size(
+        vocab_range = VocabUtility.vocab_range_from_global_vocab_size(
             num_embeddings, get_model_parallel_rank(), self.model_parallel_size
         )
-        self.vocab_start_index, self.vocab_end_index = found
-        self.num_embeddings_per_partition = found[1] - found[0]
+        self.vocab_start_index, self.vocab_end_index = vocab_range
+        self.num_embeddings_per_partition = vocab_range[1] - vocab_range[0]
         self.weight, _ = _draw_part(num_embeddings, embedding_dim, 0, init_method, 1)
 
     def forward(self, input_: Tensor) -> Tensor:

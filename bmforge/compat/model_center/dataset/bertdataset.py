@@ -50,8 +50,8 @@ class BertRows(TaskRows):
         if not example.choices:
             return {**self._tokens(example.fields), **out}
         for number, choice in enumerate(example.choices):
-            found = self._tokens({**example.fields, "choice": choice})
-            out |= {f"{name}{number}": value for name, value in found.items()}
+            tokens = self._tokens({**example.fields, "choice": choice})
+            out |= {f"{name}{number}": value for name, value in tokens.items()}
         return out
 
     def _tokens(self, fields: Any) -> dict[str, Tensor]:
@@ -59,14 +59,14 @@ class BertRows(TaskRows):
             template.format_map(fields) if "{" in template else fields[template]
             for template in self.fields
         ]
-        found = self.tokenizer(
+        encoded = self.tokenizer(
             *texts,
             max_length=self.lengths["max_encoder_length"],
             padding="max_length",
             truncation="only_first" if len(texts) == 2 else True,
         )
         names = ("input_ids", "attention_mask", "token_type_ids")
-        return {name: torch.tensor(found[name]) for name in names if name in found}
+        return {name: torch.tensor(encoded[name]) for name in names if name in encoded}
 
 
 _PAIR = {"fields": ("sentence1", "sentence2")}

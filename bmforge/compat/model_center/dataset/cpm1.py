@@ -47,8 +47,8 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
     def __getitem__(self, index: Any) -> dict[str, Any]:
         """Return one sample, or the stacked samples of a slice."""
         if isinstance(index, int):
-            found = self._row(self.ctx[index], self.tgt[index])
-            return found or {"ctx": None, "tgt": None, "len_ctx": None}
+            row = self._row(self.ctx[index], self.tgt[index])
+            return row or {"ctx": None, "tgt": None, "len_ctx": None}
         return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))
 
 
@@ -99,11 +99,11 @@ def _fill(ids: Any, width: int, filling: int) -> torch.Tensor:
 
 def stack_rows(rows: Any) -> dict[str, Any]:
     """Stack the samples that are not None into a batch; lengths become a tensor."""
-    kept = [row for row in rows if row is not None]
-    names = kept[0] if kept else ()
+    complete = [row for row in rows if row is not None]
+    names = complete[0] if complete else ()
     return {
-        name: torch.stack([row[name] for row in kept])
-        if isinstance(kept[0][name], torch.Tensor)
-        else torch.tensor([row[name] for row in kept])
+        name: torch.stack([row[name] for row in complete])
+        if isinstance(complete[0][name], torch.Tensor)
+        else torch.tensor([row[name] for row in complete])
         for name in names
     }

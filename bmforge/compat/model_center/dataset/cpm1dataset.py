@@ -62,13 +62,13 @@ def first_tokens(task: str, tokenizer: Any) -> list[int]:
     Raises:
         DataError: the words of two labels begin with the same token.
     """
-    found = [tokenizer.encode(word)[0] for word in PROMPTS[task].words]
-    if len(set(found)) < len(found):
+    firsts = [tokenizer.encode(word)[0] for word in PROMPTS[task].words]
+    if len(set(firsts)) < len(firsts):
         raise DataError(
-            f"{task}: the words {PROMPTS[task].words} begin with the tokens {found}, so labels "
+            f"{task}: the words {PROMPTS[task].words} begin with the tokens {firsts}, so labels "
             "cannot be told apart by the first. Use another tokenizer, or words of your own."
         )
-    return found
+    return firsts
 
 
 def fitting(ids: list[int], width: int, example: TaskExample, name: str) -> list[int]:

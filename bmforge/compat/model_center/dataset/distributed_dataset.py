@@ -110,13 +110,13 @@ class DistributedDataset:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the positions of all processes; all must call it."""
         self._update()
-        place = torch.tensor([[self._block, self._offset]])
+        position = torch.tensor([[self._block, self._offset]])
         if self._world_size == 1:
-            return {"states": self._times.clone(), "block": place}
+            return {"states": self._times.clone(), "block": position}
         own = torch.zeros_like(self._times)
         own[self._rank :: self._world_size] = self._times[self._rank :: self._world_size]
         states = bmt.gather_result(own[None]).sum(0, dtype=torch.int)
-        return {"states": states, "block": bmt.gather_result(place)}
+        return {"states": states, "block": bmt.gather_result(position)}
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Continue from a state.
@@ -234,8 +234,8 @@ class DatasetBuilder:
     def __init__(self, path: str, dbname: str, block_size: int = BLOCK_BYTES) -> None:
         self._path, self._name, self._block_size = Path(path), dbname, block_size
         self._path.mkdir(parents=True, exist_ok=True)
-        known = [file.file_name for file in _files(self._path)]
-        if dbname in known or (self._path / dbname).exists():
+        names = [file.file_name for file in _files(self._path)]
+        if dbname in names or (self._path / dbname).exists():
             raise ConfigError(
                 f"{str(self._path / dbname)!r} is there already: choose another name."
             )

@@ -84,17 +84,17 @@ def share_batches(
         world: number of processes.
         drop_last: drop samples that do not fill a batch on every process.
     """
-    mine = list(range(rank, count, world))
+    own_indices = list(range(rank, count, world))
     if drop_last:
         number = (count // world) // batch_size
-        return [mine[n * batch_size : (n + 1) * batch_size] for n in range(number)]
+        return [own_indices[n * batch_size : (n + 1) * batch_size] for n in range(number)]
     number = math.ceil(math.ceil(count / world) / batch_size)
     batches = []
     for still in range(number - 1, -1, -1):
         # Full ones first, but something is left for each that is still to come.
-        size = min(batch_size, max(len(mine) - still, 0))
-        batches.append(mine[:size])
-        mine = mine[size:]
+        size = min(batch_size, max(len(own_indices) - still, 0))
+        batches.append(own_indices[:size])
+        own_indices = own_indices[size:]
     return batches
 
 

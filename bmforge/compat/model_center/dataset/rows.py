@@ -85,12 +85,12 @@ def _read_labelled(task: str, path: str, split: str) -> list[TaskExample]:
     if "test" not in TASKS[task].files:
         return []
     try:
-        found = read_task(task, path, split)
+        examples_read = read_task(task, path, split)
     except DataError as error:
         if "no file" in str(error):
             return []
         raise
-    return [example for example in found if example.label is not None]
+    return [example for example in examples_read if example.label is not None]
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[Ta
             sides = [(first, second, example.label)]
             if is_training:
                 sides.append((second, first, 1 - int(example.label or 0)))
-            for one, other, label in sides:
-                fields = {**example.fields, "choice1": one, "choice2": other}
+            for left, other, label in sides:
+                fields = {**example.fields, "choice1": left, "choice2": other}
                 out.append(TaskExample(fields, label, example.idx))
         elif task == "ReCoRD":
             # As in the GPT-3 paper, highlights are a list.

@@ -123,8 +123,8 @@ class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
         }
 
     def _tokens(self, text: str, width: int) -> dict[str, Tensor]:
-        found = self.tokenizer(text, max_length=width, padding="max_length", truncation=True)
-        return {name: torch.tensor(found[name]) for name in ("input_ids", "attention_mask")}
+        encoded = self.tokenizer(text, max_length=width, padding="max_length", truncation=True)
+        return {name: torch.tensor(encoded[name]) for name in ("input_ids", "attention_mask")}
 
 
 DATASET: dict[str, Any] = {

@@ -64,8 +64,8 @@ class Generation:
     def finish(self, ids: list[int], config: GenerationConfig) -> str:
         """Decode the ids before the first end token."""
         ends = [at for at, token in enumerate(ids) if token in config.eos_tokens]
-        kept = ids[: ends[0]] if ends else ids[: config.max_new_tokens - 1]
-        return str(self.tokenizer.decode(kept))
+        answer = ids[: ends[0]] if ends else ids[: config.max_new_tokens - 1]
+        return str(self.tokenizer.decode(answer))
 
     def end_tokens(self) -> tuple[int, ...]:
         """Return the end tokens."""

@@ -70,12 +70,12 @@ class Attention(DistributedModule):
         self.num_heads_kv = num_heads if more["num_heads_kv"] == -1 else more["num_heads_kv"]
         self.pos_bias_type, self.dropout_p = more["pos_bias_type"], more["dropout_p"]
         self.scale = None if more["attn_scale"] else 1.0
-        made: dict[str, Any] = {"dtype": dtype, "int8": int8, "init_mean": init_mean}
-        made |= {"init_std": init_std, "bias": bias, "length_scale": more["length_scale"]}
-        self.project_q = Linear(dim_in, num_heads * dim_head, **made)
-        self.project_k = Linear(dim_in, self.num_heads_kv * dim_head, **made)
-        self.project_v = Linear(dim_in, self.num_heads_kv * dim_head, **made)
-        self.attention_out = Linear(num_heads * dim_head, dim_out or dim_in, **made)
+        settings: dict[str, Any] = {"dtype": dtype, "int8": int8, "init_mean": init_mean}
+        settings |= {"init_std": init_std, "bias": bias, "length_scale": more["length_scale"]}
+        self.project_q = Linear(dim_in, num_heads * dim_head, **settings)
+        self.project_k = Linear(dim_in, self.num_heads_kv * dim_head, **settings)
+        self.project_v = Linear(dim_in, self.num_heads_kv * dim_head, **settings)
+        self.attention_out = Linear(num_heads * dim_head, dim_out or dim_in, **settings)
 
     def forward(
         self,
@@ -93,7 +93,7 @@ class Attention(DistributedModule):
         )
         if past_key_value is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(past_key_value, (k, v), strict=True))
-        kept = (k, v)
+        new_cache = (k, v)
         bias = None
         if self.pos_bias_type == "rotary" and position_bias is not None:
             q, k = position_bias(q, k)
@@ -108,7 +108,7 @@ class Attention(DistributedModule):
         mixed = mix_values(q, k, v, mask | blind, bias, False, self.scale, dropout)
         mixed = mixed.masked_fill(blind, 0.0)
         out = self.attention_out(mixed.transpose(1, 2).flatten(2))
-        return (out, kept) if use_cache else out
+        return (out, new_cache) if use_cache else out
 
 
 class SparseSelfAttention(Attention):
@@ -133,17 +133,19 @@ class SparseSelfAttention(Attention):
         self.attention_window = attention_window
         width = self.num_heads * self.dim_head
         names = ("dtype", "int8", "init_mean", "bias")
-        made: dict[str, Any] = {name: options[name] for name in names if name in options}
-        made |= {"init_std": options.get("init_std", 0.02)}
-        made |= {"length_scale": options.get("length_scale", False)}
+        settings: dict[str, Any] = {name: options[name] for name in names if name in options}
+        settings |= {"init_std": options.get("init_std", 0.02)}
+        settings |= {"length_scale": options.get("length_scale", False)}
         for part in "qkv":
-            setattr(self, f"project_{part}_global", Linear(options["dim_in"], width, **made))
+            setattr(self, f"project_{part}_global", Linear(options["dim_in"], width, **settings))
         spec = AttentionSpec(self.num_heads, self.num_heads, self.dim_head, causal=False)
         with torch.device("meta"):
             window = WindowAttention(options["dim_in"], spec)
-        for theirs, ours in _OURS.items():
-            window._modules[ours] = getattr(self, theirs)
-            window._modules[ours.replace("_", "_global_", 1)] = getattr(self, f"{theirs}_global")
+        for old_name, own_name in _OURS.items():
+            window._modules[own_name] = getattr(self, old_name)
+            window._modules[own_name.replace("_", "_global_", 1)] = getattr(
+                self, f"{old_name}_global"
+            )
         window._modules["o_proj"] = self.attention_out
         # It computes with this module's layers, and is not one of them.
         self.__dict__["_window"] = window
@@ -176,10 +178,11 @@ class SparseSelfAttention(Attention):
 
 
 def _activation(name: str) -> Any:
-    known = ("relu", "gelu", "gelu_new", "silu")
-    if name not in known:
+    supported = ("relu", "gelu", "gelu_new", "silu")
+    if name not in supported:
         raise ConfigError(
-            f"activate_fn={name!r} is unknown.{suggest(name, known)} Known: {', '.join(known)}, "
+            f"activate_fn={name!r} is unknown.{suggest(name, supported)} Known: "
+            f"{', '.join(supported)}, "
             'each also with "gated_" in front.'
         )
     return get_activation(name)
@@ -214,9 +217,9 @@ class DenseGatedACT(DistributedModule):
 
     def __init__(self, dim_in: int, dim_ff: int, activate_fn: str = "gelu", **options: Any) -> None:
         super().__init__()
-        made = {"init_std": 0.02, **options}
-        self.w_0 = Linear(dim_in, dim_ff, **made)
-        self.w_1 = Linear(dim_in, dim_ff, **made)
+        settings = {"init_std": 0.02, **options}
+        self.w_0 = Linear(dim_in, dim_ff, **settings)
+        self.w_1 = Linear(dim_in, dim_ff, **settings)
         self.act = _activation(activate_fn)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,11 +264,11 @@ class FeedForward(DistributedModule):
         scale, self.dropout_p = others.pop("length_scale", False), others.pop("dropout_p", 0.0)
         if others:
             raise TypeError(f"FeedForward got an unexpected argument {next(iter(others))!r}")
-        made: dict[str, Any] = {"dtype": dtype, "int8": int8, "init_mean": init_mean}
-        made |= {"init_std": init_std, "bias": bias, "length_scale": scale}
+        settings: dict[str, Any] = {"dtype": dtype, "int8": int8, "init_mean": init_mean}
+        settings |= {"init_std": init_std, "bias": bias, "length_scale": scale}
         kind = DenseGatedACT if activate_fn.startswith("gated_") else DenseACT
-        self.w_in = kind(dim_in, dim_ff, activate_fn.removeprefix("gated_"), **made)
-        self.w_out = Linear(dim_ff, dim_out or dim_in, length_scale_before=True, **made)
+        self.w_in = kind(dim_in, dim_ff, activate_fn.removeprefix("gated_"), **settings)
+        self.w_out = Linear(dim_ff, dim_out or dim_in, length_scale_before=True, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply both layers."""

@@ -149,10 +149,10 @@ class SelfAttentionBlock(_Part):
         x = self.layernorm_before_attention(hidden_states)
         read = (x,) if self.is_sparse else (x, x)
         more = (position_bias, use_cache, past_key_value)
-        found = self.self_attention(*read, attention_mask, *more)
-        added, kept = found if use_cache else (found, None)
+        result = self.self_attention(*read, attention_mask, *more)
+        added, new_cache = result if use_cache else (result, None)
         out = self._around(hidden_states, x, added, self.options)
-        return (out, kept) if use_cache else out
+        return (out, new_cache) if use_cache else out
 
 
 class CrossAttentionBlock(SelfAttentionBlock):
@@ -234,14 +234,14 @@ class TransformerBlock(DistributedModule):
     ) -> None:
         super().__init__()
         o = BlockOptions(**options)
-        made, heads = asdict(o), (num_heads, dim_head)
+        settings, heads = asdict(o), (num_heads, dim_head)
         self.parallel_ffn, self.is_decoder = o.parallel_ffn, is_decoder
-        self.self_att = None if o.mask_att else SelfAttentionBlock(dim_model, *heads, **made)
+        self.self_att = None if o.mask_att else SelfAttentionBlock(dim_model, *heads, **settings)
         self.cross_att = None
         if is_decoder and not o.mask_cross:
             # Positions are the decoder's own: there is no bias towards the encoder.
-            self.cross_att = CrossAttentionBlock(dim_model, *heads, **made)
-        self.ffn = None if o.mask_ffn else FFNBlock(dim_model, dim_ff, **made)
+            self.cross_att = CrossAttentionBlock(dim_model, *heads, **settings)
+        self.ffn = None if o.mask_ffn else FFNBlock(dim_model, dim_ff, **settings)
 
     def forward(
         self,
@@ -261,14 +261,14 @@ class TransformerBlock(DistributedModule):
             self_attention_mask: (B, T, past + T); cross_attention_mask: (B, T, S)
         """
         start = x = self_hidden_states
-        kept: Cache = None
+        new_cache: Cache = None
         if self.self_att is not None:
-            found = self.self_att(
+            result = self.self_att(
                 x, self_attention_mask, self_position_bias, use_cache, past_key_value
             )
-            x, kept = found if use_cache else (found, None)
+            x, new_cache = result if use_cache else (result, None)
         if self.cross_att is not None and cross_hidden_states is not None:
             x = self.cross_att(x, cross_hidden_states, cross_attention_mask, cross_position_bias)
         if self.ffn is not None:
             x = x - start + self.ffn(start) if self.parallel_ffn else self.ffn(x)
-        return (x, kept) if use_cache else x
+        return (x, new_cache) if use_cache else x

@@ -113,12 +113,12 @@ class SegmentPositionEmbedding(DistributedModule):
         Shape:
             key_pos, key_segment: (B, S); query_pos, query_segment: (B, T); returns (B, N, T, S)
         """
-        ask, asked = query_segment[:, :, None], key_segment[:, None, :]
-        rows = self.num_buckets + ask * self.num_segments + asked
+        ask, key_segments = query_segment[:, :, None], key_segment[:, None, :]
+        rows = self.num_buckets + ask * self.num_segments + key_segments
         if self.absolute_inner_segment:
             distance = key_pos[:, None, :] - query_pos[:, :, None]
             near = find_buckets(distance, self.bidirectional, self.num_buckets, self.max_distance)
-            rows = torch.where(ask == asked, near, rows)
+            rows = torch.where(ask == key_segments, near, rows)
         return F.embedding(rows, self.relative_attention_bias).movedim(-1, -3).contiguous()
 
 
@@ -138,8 +138,8 @@ class _Rotary(nn.Module):
             h_q: (B, N, T, H); h_k: (B, K, S, H); returns the same
         """
         count, pairs = h_k.shape[-2], self.spec.interleaved
-        place = torch.arange(count, device=h_k.device)[None] * self.distance_scale
-        table = rope_table(self.spec, place, h_k.dtype)
+        position = torch.arange(count, device=h_k.device)[None] * self.distance_scale
+        table = rope_table(self.spec, position, h_k.dtype)
         cos, sin = (part[..., count - h_q.shape[-2] :, :] for part in table)
         return apply_rope(h_q, (cos, sin), pairs), apply_rope(h_k, table, pairs)
 
@@ -177,5 +177,5 @@ class RotaryEmbeddingESM(_Rotary):
         self.distance_scale = distance_scale
 
 
-def _positions(given: int | Tensor, device: torch.device) -> Tensor:
-    return torch.arange(given, device=device) if isinstance(given, int) else given
+def _positions(positions: int | Tensor, device: torch.device) -> Tensor:
+    return torch.arange(positions, device=device) if isinstance(positions, int) else positions

@@ -69,7 +69,7 @@ class _Stack(nn.Module):
         if not use_cache:
             x = self.layers(hidden_states, attention_mask, position_bias, *cross)
             return self.output_layernorm(x)
-        kept = []
+        caches = []
         with torch.no_grad():
             for number, layer in enumerate(self.layers):
                 past = past_key_values[number] if past_key_values else None
@@ -81,8 +81,8 @@ class _Stack(nn.Module):
                     use_cache=True,
                     past_key_value=past,
                 )
-                kept.append(pair)
-            return self.output_layernorm(hidden_states), kept
+                caches.append(pair)
+            return self.output_layernorm(hidden_states), caches
 
 
 class Encoder(_Stack):

@@ -109,9 +109,9 @@ class BaseModel(nn.Module):
 
     def _take_classifier(self) -> nn.Linear:
         """Remove the token classifier from the model and return it, or initialise one."""
-        count, found = self.config.cls_head, self.model._modules.pop("classifier", None)
-        if isinstance(found, nn.Linear) and found.out_features == count:
-            return found
+        count, classifier = self.config.cls_head, self.model._modules.pop("classifier", None)
+        if isinstance(classifier, nn.Linear) and classifier.out_features == count:
+            return classifier
         has_bias, dtype = self.config.proj_bias, self.config.dtype
         return nn.Linear(self._hidden_width(), count, bias=has_bias, dtype=dtype)
 
@@ -189,11 +189,11 @@ class BaseModel(nn.Module):
         out = make_output(logits)
         return out if return_dict else tuple(out)
 
-    def answer_text(self, found: Any, cache: KVCache | None, **asked: Any) -> Any:
+    def answer_text(self, outputs: Any, cache: KVCache | None, **options: Any) -> Any:
         """Return the `answer` of a model with one text input."""
-        last, layers = found.last_hidden_state, found.hidden_states
+        last, layers = outputs.last_hidden_state, outputs.hidden_states
         return self.answer(
-            last, lambda logits: BaseModelOutput(last, cache, logits, layers), **asked
+            last, lambda logits: BaseModelOutput(last, cache, logits, layers), **options
         )
 
     def make_logits(self, hidden: Tensor) -> Tensor:
@@ -213,9 +213,9 @@ class BaseModel(nn.Module):
                 "Open one that has it, or set cls_head in its config."
             )
         scale = getattr(getattr(self.model, "spec", None), "head_scale", 1.0)
-        found: Tensor = self.head(hidden if scale == 1.0 else hidden * scale)
+        logits: Tensor = self.head(hidden if scale == 1.0 else hidden * scale)
         decoder = getattr(self.head, "decoder", None)
-        return found if decoder is None else decoder(found)
+        return logits if decoder is None else decoder(logits)
 
     def save_pretrained(
         self, directory: str | Path, *, head: str | None = None, overwrite: bool = False
@@ -238,18 +238,18 @@ class BaseModel(nn.Module):
         first = next(iter(config.heads)) if self.head is not None else "none"
         config = config.replace(head=head or first)
         family = self.config.kind()
-        whole = family.from_config(config, device="meta", dtype=self.config.dtype)
+        full_model = family.from_config(config, device="meta", dtype=self.config.dtype)
         tensors = _values(self.model)
-        name = next((name for name in _HEADS if hasattr(whole, name)), None)
+        name = next((name for name in _HEADS if hasattr(full_model, name)), None)
         if self.head is not None and name is not None:
             tensors |= {f"{name}.{key}": value for key, value in _values(self.head).items()}
-        names = dict(whole.named_parameters(remove_duplicate=False))
-        whole.load_state_dict({k: v for k, v in tensors.items() if k in names}, assign=True)
-        ours, embed = whole.tied_head
-        if config.tie_word_embeddings and ours in names and embed in names:
-            parent, _, key = ours.rpartition(".")
-            setattr(whole.get_submodule(parent), key, whole.get_parameter(embed))
-        return whole.train(self.training)
+        names = dict(full_model.named_parameters(remove_duplicate=False))
+        full_model.load_state_dict({k: v for k, v in tensors.items() if k in names}, assign=True)
+        head_name, embed = full_model.tied_head
+        if config.tie_word_embeddings and head_name in names and embed in names:
+            parent, _, key = head_name.rpartition(".")
+            setattr(full_model.get_submodule(parent), key, full_model.get_parameter(embed))
+        return full_model.train(self.training)
 
     def _take_text(
         self, ids: Tensor | None, embeds: Tensor | None, past: KVCache | None, use_cache: bool
@@ -260,9 +260,9 @@ class BaseModel(nn.Module):
             ShapeError: neither is given.
         """
         ids, embeds = one_of(ids, embeds)
-        given = given_inputs(ids, embeds)
-        width = given.shape[1] + (0 if past is None else past.length)
-        return TextInputs(ids, embeds, given, width, self._open_cache(past, use_cache, width))
+        inputs = given_inputs(ids, embeds)
+        width = inputs.shape[1] + (0 if past is None else past.length)
+        return TextInputs(ids, embeds, inputs, width, self._open_cache(past, use_cache, width))
 
     def _read(
         self, text: TextInputs, mask: Tensor | None, hidden_states: bool | None, **inputs: Any
@@ -312,8 +312,8 @@ class InputEmbedding:
 
 def _values(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters by name; sharded ones as full copies."""
-    kept = module.state_dict(keep_vars=True)
-    return module.state_dict() if any(isinstance(v, DTensor) for v in kept.values()) else kept
+    state = module.state_dict(keep_vars=True)
+    return module.state_dict() if any(isinstance(v, DTensor) for v in state.values()) else state
 
 
 def lengths_to_mask(length: Tensor, width: int) -> Tensor:
@@ -362,9 +362,9 @@ def draw_model(config: Config, native: ModelConfig) -> Model:
 
 def _with_dropout(model: Model, config: Config) -> Model:
     """Return the model with the dropouts of a config."""
-    wanted, own = config.native(), model.config
+    expected, own = config.native(), model.config
     names = [n for n in ("dropout", "attn_dropout", "embed_dropout") if hasattr(own, n)]
-    changes = {n: getattr(wanted, n) for n in names if getattr(wanted, n) != getattr(own, n)}
+    changes = {n: getattr(expected, n) for n in names if getattr(expected, n) != getattr(own, n)}
     if not changes:
         return model
     fresh = type(model).from_config(own.replace(**changes), device="meta")

@@ -83,9 +83,9 @@ class DecoderModel(BaseModel):
             attention_mask = lengths_to_mask(length, text.width)
         elif attention_mask is not None and attention_mask.dim() == 3:
             attention_mask = spread_mask(attention_mask, text.given.shape[1])
-        found = self._read(text, attention_mask, output_hidden_states, position_ids=position_ids)
+        outputs = self._read(text, attention_mask, output_hidden_states, position_ids=position_ids)
         return self.answer_text(
-            found,
+            outputs,
             text.cache,
             output_logits=output_logits,
             return_logits=return_logits,

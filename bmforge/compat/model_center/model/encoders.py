@@ -64,16 +64,16 @@ class EncoderModel(BaseModel):
         bare = family.from_config(
             words.config.replace(head="none"), device="meta", dtype=config.dtype
         )
-        found = read_pickle(directory / "pytorch_model.pt")
+        old_tensors = read_pickle(directory / "pytorch_model.pt")
         pooler = {
             f"pooler.{kind}": value.to(config.dtype)
-            for name, value in found.items()
+            for name, value in old_tensors.items()
             for kind in ("weight", "bias")
             if name.endswith(f"pooler.dense.{kind}")
         }
         tensors = {**words.state_dict(keep_vars=True), **pooler}
-        wanted = bare.state_dict()
-        bare.load_state_dict({k: v for k, v in tensors.items() if k in wanted}, assign=True)
+        own_state = bare.state_dict()
+        bare.load_state_dict({k: v for k, v in tensors.items() if k in own_state}, assign=True)
         if words.config.head == "masked_lm":
             return _add_head(bare, words)
         bare.classifier = words.classifier
@@ -130,7 +130,7 @@ class EncoderModel(BaseModel):
             attention_mask = lengths_to_mask(length, text.width)
         if text.cache is not None:
             extra["cache"] = text.cache
-        found = self.model(
+        outputs = self.model(
             text.ids,
             _pair_mask(attention_mask, text),
             token_type_ids,
@@ -139,8 +139,8 @@ class EncoderModel(BaseModel):
             inputs_embeds=text.embeds,
             **extra,
         )
-        last, layers = found.last_hidden_state, found.hidden_states
-        pooled = found.pooler_output if output_pooler_output else None
+        last, layers = outputs.last_hidden_state, outputs.hidden_states
+        pooled = outputs.pooler_output if output_pooler_output else None
         return self.answer(
             last,
             lambda logits: BaseModelOutputWithPooling(last, pooled, text.cache, logits, layers),
@@ -152,13 +152,13 @@ class EncoderModel(BaseModel):
 
 def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None:
     """Return a mask in bmforge's form; with a cache a pairwise one."""
-    mask, given = attention_mask, text.given
+    mask, inputs = attention_mask, text.given
     if text.cache is not None:
         if mask is None:
-            mask = given.new_ones(given.shape[0], text.width, dtype=torch.bool)
+            mask = inputs.new_ones(inputs.shape[0], text.width, dtype=torch.bool)
         if mask.dim() == 2:
-            mask = mask[:, None].expand(-1, given.shape[1], -1)
-    return spread_mask(mask, given.shape[1]) if mask is not None and mask.dim() == 3 else mask
+            mask = mask[:, None].expand(-1, inputs.shape[1], -1)
+    return spread_mask(mask, inputs.shape[1]) if mask is not None and mask.dim() == 3 else mask
 
 
 def _add_head(bare: Model, words: Any) -> Model:

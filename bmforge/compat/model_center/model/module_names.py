@@ -24,15 +24,15 @@ def module_names(model: Model, family: str, before: str = "") -> dict[str, list[
         family: name of its family.
         before: prefix of the bmforge names.
     """
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, _ in model.named_parameters() if family in OLD_FAMILIES else ():
         owner = before + name.rpartition(".")[0]
-        theirs = their_name(model, family, name).rpartition(".")[0]
-        if theirs and owner not in found.setdefault(theirs, []):
-            found[theirs].append(owner)
-        match = _INSIDE.fullmatch(theirs)
+        old_name = their_name(model, family, name).rpartition(".")[0]
+        if old_name and owner not in names.setdefault(old_name, []):
+            names[old_name].append(owner)
+        match = _INSIDE.fullmatch(old_name)
         if match is not None:
             part = re.sub(r"\.(attn|cross_attn|mlp)\..*", r".\1", owner)
-            found.setdefault(match[1], [part])
-            found.setdefault(f"{match[1]}.{match[2]}", [part])
-    return found
+            names.setdefault(match[1], [part])
+            names.setdefault(f"{match[1]}.{match[2]}", [part])
+    return names

@@ -127,16 +127,16 @@ class _OldCall(BaseModel):
         span: Tensor | None,
     ) -> Tensor:
         """Return the pairwise attention mask, (B, past + T, past + T)."""
-        given, width = text.given, text.width
+        inputs, width = text.given, text.width
         if attention_mask is not None and attention_mask.dim() == 3:
             mask = attention_mask.bool()
         else:
-            real = given.new_ones(given.shape[0], width, dtype=torch.bool)
+            real = inputs.new_ones(inputs.shape[0], width, dtype=torch.bool)
             if attention_mask is not None:
                 real = attention_mask.bool()
             elif length is not None:
                 real = lengths_to_mask(length, width).bool()
-            before = torch.ones(width, width, dtype=torch.bool, device=given.device).tril()
+            before = torch.ones(width, width, dtype=torch.bool, device=inputs.device).tril()
             mask = real[:, None] & before
             if context is not None:
                 shown = context.bool()
@@ -283,9 +283,9 @@ class CPM3(_OldCall):
         if context is None:
             context = torch.zeros_like(segment, dtype=torch.bool)
         reads = {"length": length, "context": context, "segment": segment, "span": span}
-        found = self._read(text, attention_mask, output_hidden_states, **reads)
+        outputs = self._read(text, attention_mask, output_hidden_states, **reads)
         if is_old:
-            last = found.last_hidden_state
+            last = outputs.last_hidden_state
             return self.make_logits(last), last
-        asked = {"output_logits": output_logits, "return_dict": return_dict}
-        return self.answer_text(found, text.cache, return_logits=False, **asked)
+        options = {"output_logits": output_logits, "return_dict": return_dict}
+        return self.answer_text(outputs, text.cache, return_logits=False, **options)

@@ -43,11 +43,11 @@ class ModelOutput:
     fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        given = {**dict(zip(self.fields, values, strict=False)), **named}
-        unknown = [name for name in given if name not in self.fields]
+        values_by_name = {**dict(zip(self.fields, values, strict=False)), **named}
+        unknown = [name for name in values_by_name if name not in self.fields]
         if unknown or len(values) > len(self.fields):
             raise TypeError(f"{type(self).__name__} has the fields {', '.join(self.fields)}")
-        self.__dict__["_values"] = {name: given.get(name) for name in self.fields}
+        self.__dict__["_values"] = {name: values_by_name.get(name) for name in self.fields}
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})

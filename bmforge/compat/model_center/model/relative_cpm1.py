@@ -115,8 +115,8 @@ class RelativeCPM1(CausalLM):
         x, states = run_layers(self.layers, x, masks, output_hidden_states, bias=bias, cache=cache)
         assert self.norm is not None
         x = self.norm(x)
-        kept = (*states[:-1], x) if output_hidden_states else None
-        return ModelOutput(last_hidden_state=x, hidden_states=kept)
+        layer_states = (*states[:-1], x) if output_hidden_states else None
+        return ModelOutput(last_hidden_state=x, hidden_states=layer_states)
 
     def weight_rules(self) -> list[WeightRule]:
         """Raise: no other project has this model.

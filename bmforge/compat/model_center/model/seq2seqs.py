@@ -74,29 +74,29 @@ class Seq2SeqModel(BaseModel):
         if decoder_attention_mask is None and decoder_length is not None:
             decoder_attention_mask = lengths_to_mask(decoder_length, width)
         cache = self._open_cache(past_key_values, use_cache, width)
-        known = None
+        given_outputs = None
         if encoder_outputs is not None:
-            known = ModelOutput(last_hidden_state=encoder_outputs)
-        found = self.model(
-            None if known else input_ids,
+            given_outputs = ModelOutput(last_hidden_state=encoder_outputs)
+        outputs = self.model(
+            None if given_outputs else input_ids,
             attention_mask,
             target,
             decoder_attention_mask,
-            encoder_outputs=known,
+            encoder_outputs=given_outputs,
             cache=cache,
             output_hidden_states=bool(output_hidden_states),
-            inputs_embeds=None if known else inputs_embeds,
+            inputs_embeds=None if given_outputs else inputs_embeds,
             decoder_inputs_embeds=begun,
         )
         return self.answer(
-            found.last_hidden_state,
+            outputs.last_hidden_state,
             lambda logits: Seq2SeqModelOutput(
-                found.last_hidden_state,
-                found.encoder_last_hidden_state,
+                outputs.last_hidden_state,
+                outputs.encoder_last_hidden_state,
                 cache,
                 logits,
-                found.encoder_hidden_states,
-                found.hidden_states,
+                outputs.encoder_hidden_states,
+                outputs.hidden_states,
             ),
             output_logits=output_logits,
             return_logits=return_logits,

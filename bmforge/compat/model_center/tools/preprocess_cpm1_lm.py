@@ -97,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     builder = make_builder(f"{prefix}.bin", args.dataset_impl)
     count = 0
     with source.open(encoding="utf-8") as lines:
-        found = _cut_all(lines, str(args.tokenizer_path), args.workers)
-        for pieces in track(found, "cut documents"):
+        documents = _cut_all(lines, str(args.tokenizer_path), args.workers)
+        for pieces in track(documents, "cut documents"):
             for piece in pieces:
                 builder.add_item(piece)
                 count += 1

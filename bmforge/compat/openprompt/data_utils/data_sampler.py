@@ -56,16 +56,16 @@ class FewShotSampler:
                 ones).
             seed: random seed (default: 0).
         """
-        told: Any = {"per_label": self.per_label, "total": self.total, "seed": seed or 0}
+        options: Any = {"per_label": self.per_label, "total": self.total, "seed": seed or 0}
         labels = [example.label for example in train_dataset]
         if not self.also_sample_dev:
-            return self._take(train_dataset, draw_few(labels, **told, allow_fewer=True)[0])
+            return self._take(train_dataset, draw_few(labels, **options, allow_fewer=True)[0])
         if valid_dataset is None:
-            train, dev = draw_few(labels, **told, with_dev=True, allow_fewer=True)
+            train, dev = draw_few(labels, **options, with_dev=True, allow_fewer=True)
             return self._take(train_dataset, train), self._take(train_dataset, dev)
-        train, _ = draw_few(labels, **told, allow_fewer=True)
-        dev, _ = draw_few([e.label for e in valid_dataset], **told, allow_fewer=True)
+        train, _ = draw_few(labels, **options, allow_fewer=True)
+        dev, _ = draw_few([e.label for e in valid_dataset], **options, allow_fewer=True)
         return self._take(train_dataset, train), self._take(valid_dataset, dev)
 
     def _take(self, examples: Sequence[Any], places: Sequence[int]) -> list[Any]:
-        return [examples[place] for place in places]
+        return [examples[index] for index in places]

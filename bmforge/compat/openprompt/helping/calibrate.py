@@ -26,7 +26,7 @@ def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
     """
     device = prompt_model.device
     with evaluating(prompt_model):
-        found = [prompt_model.forward_without_verbalize(b.to(device)) for b in dataloader]
-    if not found:
+        logits = [prompt_model.forward_without_verbalize(b.to(device)) for b in dataloader]
+    if not logits:
         raise ConfigError("calibration needs at least one text; the support set is empty.")
-    return torch.cat(found).mean(0)
+    return torch.cat(logits).mean(0)

@@ -76,8 +76,8 @@ class Config:
         old = OLD_FAMILIES.get(self.family)
         return {**(old.needed if old else {}), **self.fixed}
 
-    def _start(self, given: dict[str, Any], base: ModelConfig | None) -> None:
-        self.__dict__.update(_given=given, _base=base, _native=None, dtype=torch.float32)
+    def _start(self, values: dict[str, Any], base: ModelConfig | None) -> None:
+        self.__dict__.update(_given=values, _base=base, _native=None, dtype=torch.float32)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **fields: Any) -> Self:
@@ -116,10 +116,10 @@ class Config:
     @staticmethod
     def _dict_from_json_file(json_file: str | Path) -> dict[str, Any]:
         try:
-            found = json.loads(Path(json_file).read_text(encoding="utf-8"))
+            values = json.loads(Path(json_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {str(json_file)!r} ({error}); give JSON.") from error
-        return dict(found)
+        return dict(values)
 
     def native(self) -> ModelConfig:
         """Return the bmforge config of the current fields, without a head."""
@@ -130,24 +130,26 @@ class Config:
 
     def _make(self) -> ModelConfig:
         family = self.kind().config_class
-        known = {f.name for f in fields(family) if f.init}
+        field_names = {f.name for f in fields(family) if f.init}
         if self._base is not None or self.family not in OLD_FAMILIES:
-            changes = self._translate(known, self._given)
+            changes = self._translate(field_names, self._given)
             return family(**changes) if self._base is None else self._base.replace(**changes)
         old = {name: value for name, value in self._given.items() if self._is_old(name)}
         values = read_old_config(self.family, old, {})
-        values |= self._translate(known, {n: v for n, v in self._given.items() if n not in old})
+        values |= self._translate(
+            field_names, {n: v for n, v in self._given.items() if n not in old}
+        )
         values.pop("head", None)
-        return family(**{name: value for name, value in values.items() if name in known})
+        return family(**{name: value for name, value in values.items() if name in field_names})
 
     def _is_old(self, name: str) -> bool:
         return name in OLD_NAMES or name in _KEPT or name in self.needed()
 
-    def _translate(self, known: set[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    def _translate(self, field_names: set[str], values: Mapping[str, Any]) -> dict[str, Any]:
         """Return fields under bmforge's names, as far as the family has them."""
         changes: dict[str, Any] = {}
-        for name, value in given.items():
-            ours = OLD_NAMES.get(name, name)
+        for name, value in values.items():
+            own_name = OLD_NAMES.get(name, name)
             if name == "position_size" and self._base is not None:
                 value -= _count_rest(self._base)
             elif name == "ffn_activate_fn":
@@ -155,11 +157,11 @@ class Config:
             elif name == "num_heads_kv":
                 value = max(0, value)
             elif name in ("dropout_p", "drop"):
-                changes |= {part: value for part in _DROPOUTS if part in known}
-            elif ours == "windows" and isinstance(value, int):
+                changes |= {part: value for part in _DROPOUTS if part in field_names}
+            elif own_name == "windows" and isinstance(value, int):
                 value = (value,)
-            if ours in known:
-                changes[ours] = value
+            if own_name in field_names:
+                changes[own_name] = value
         return changes
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -175,10 +177,12 @@ class Config:
     def _check(self, name: str, value: Any) -> None:
         family, needed = self.kind().config_class, self.needed()
         old = OLD_FAMILIES.get(self.family)
-        known = {*OLD_NAMES, *_KEPT, *(f.name for f in fields(family)), "model_type", *needed}
-        known |= {*old.defaults} if old else set()
-        if name not in known:
-            raise ConfigError(f"{type(self).__name__} has no field {name!r}.{suggest(name, known)}")
+        field_names = {*OLD_NAMES, *_KEPT, *(f.name for f in fields(family)), "model_type", *needed}
+        field_names |= {*old.defaults} if old else set()
+        if name not in field_names:
+            raise ConfigError(
+                f"{type(self).__name__} has no field {name!r}.{suggest(name, field_names)}"
+            )
         has_dropout = any(f.name == "dropout" for f in fields(family))
         if name in ("dropout_p", "drop") and value and not has_dropout:
             raise ConfigError(f"{name}={value!r}: {self.family} has no dropout. Leave it 0.")
@@ -196,14 +200,14 @@ class Config:
         if name in self._given:
             return self._given[name]
         native, old = self.native(), OLD_FAMILIES.get(self.family)
-        ours = OLD_NAMES.get(name, name)
+        own_name = OLD_NAMES.get(name, name)
         if name == "position_size":
             return native.max_seq_len + _count_rest(native)
         if name == "ffn_activate_fn" and old:
-            ours = getattr(native, "feed_forward", "") or getattr(native, "activation", "")
-            return next((a for a, b in old.activations.items() if a and b == ours), ours)
-        if hasattr(native, ours):
-            return getattr(native, ours)
+            own_name = getattr(native, "feed_forward", "") or getattr(native, "activation", "")
+            return next((a for a, b in old.activations.items() if a and b == own_name), own_name)
+        if hasattr(native, own_name):
+            return getattr(native, own_name)
         for table in (self.needed(), old.defaults if old else {}, _KEPT):
             if name in table:
                 return table[name]
@@ -211,12 +215,16 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return ModelCenter's fields that the family has, as JSON values."""
-        known = {f.name for f in fields(self.kind().config_class)}
+        field_names = {f.name for f in fields(self.kind().config_class)}
         of_images = {"img_size", "channels_in", "num_classes", "mlp_size", "drop"}
         left_out = {"dim_ff", "dropout_p"} if self.family == "ViT" else of_images
-        if "num_decoder_layers" not in known:
+        if "num_decoder_layers" not in field_names:
             left_out.add("num_encoder_layers")
-        names = [old for old, ours in OLD_NAMES.items() if ours in known and old not in left_out]
+        names = [
+            old
+            for old, own_name in OLD_NAMES.items()
+            if own_name in field_names and old not in left_out
+        ]
         names += [name for name in self._given if name not in names]
         return {**{name: getattr(self, name) for name in names}, "half": self.half}
 
