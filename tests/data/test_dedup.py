@@ -193,17 +193,17 @@ def test_keys_sorted_in_files_give_the_same(tmp_path, threshold):
 def test_earlier_corpora_are_never_dropped_but_drop(tmp_path):
     documents = family()
     assert write_index(tmp_path / "old", documents[:1]) == 1
-    found = find_near_duplicates(lambda: documents[1:], known=[tmp_path / "old"])
+    found = find_near_duplicates(lambda: documents[1:], index_folders=[tmp_path / "old"])
     assert found.survivor == dict.fromkeys((documents[1].id, documents[2].id), documents[0].id)
     with pytest.raises(ConfigError, match="settings of the index"):
         find_near_duplicates(
-            lambda: documents, DedupConfig(threshold=0.7), known=[tmp_path / "old"]
+            lambda: documents, DedupConfig(threshold=0.7), index_folders=[tmp_path / "old"]
         )
     with pytest.raises(ConfigError, match="already"):
         write_index(tmp_path / "old", documents)
     (tmp_path / "old" / "shingles.bin").write_bytes(b"")
     with pytest.raises(DataError, match="cut off"):
-        find_near_duplicates(lambda: documents, known=[tmp_path / "old"])
+        find_near_duplicates(lambda: documents, index_folders=[tmp_path / "old"])
 
 
 def test_texts_without_words_are_no_duplicates():

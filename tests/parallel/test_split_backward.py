@@ -103,7 +103,7 @@ def in_halves(edges, grads, inputs, whole=False):
     found = [t.grad for t in inputs]
     for tensor in inputs:
         tensor.grad = None
-    second.run(whole=whole)
+    second.run(all_groups=whole)
     if not whole:
         assert all(t.grad is None for t in inputs)
     return found
