@@ -326,13 +326,11 @@ class Trainer:
             metrics,
         )
 
-    def _sum(
-        self, counts: list[int], stop_requested: bool, passes: int, position: str
-    ) -> list[int]:
+    def _sum(self, counts: list[int], stop: bool, passes: int, position: str) -> list[int]:
         """Sum the counts over the rows of a batch, and stop requests over all processes."""
         if not counts_here(self.mesh, *ROW_AXES):
             counts = [0] * len(counts)
-        own_counts = [*counts, int(stop_requested), passes, passes * passes]
+        own_counts = [*counts, int(stop), passes, passes * passes]
         values = torch.tensor(own_counts, dtype=torch.int64, device=self.device)
         if self.mesh is not None and self.mesh.size() > 1:
             dist.all_reduce(values)
@@ -366,9 +364,7 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "mesh": self._shape(),
-            "callbacks": {
-                name: callback.state_dict() for name, callback in self._stateful().items()
-            },
+            "callbacks": {name: c.state_dict() for name, c in self._stateful().items()},
         }
 
     def _stateful(self) -> dict[str, Any]:

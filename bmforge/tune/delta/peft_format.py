@@ -115,11 +115,7 @@ def _tied_names(model: Any) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in published_names:
             groups.setdefault(id(parameter), []).append(published_names[name])
-    return {
-        tied_name: [n for n in group if n != tied_name]
-        for group in groups.values()
-        for tied_name in group
-    }
+    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
 
 
 def rows_of(model: nn.Module, name: str) -> int:
@@ -283,10 +279,7 @@ def read_tensors(
         tensors: tensors by PEFT's names.
         blocks: fused layer -> ranks of our parts of it, if bmforge wrote them block by block.
     """
-    names, parts_by_owner = (
-        Names(delta.model),
-        {attached.owner: attached for attached in delta.held},
-    )
+    names, attached = Names(delta.model), {part.owner: part for part in delta.held}
     stacks: dict[str, dict[str, dict[str, Tensor]]] = {}
     renamed: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -301,15 +294,15 @@ def read_tensors(
             if is_there:
                 owners = names.ours.get(published_name, [])
                 rows = [rows_of(delta.model, n) for n in owners] if len(owners) > 1 else []
-                parts = [parts_by_owner.get(n) for n in owners]
+                parts = [attached.get(n) for n in owners]
                 leaf = leaf.removesuffix(".weight")
                 renamed |= _split(parts, rows, leaf, tensor, blocks.get(published_name))
                 break
         else:
             renamed |= _read_other(delta, names, key, tensor)
     for owner, pairs in stacks.items():
-        prefix = f"{owner}.{parts_by_owner[owner].slot}"
-        factors = read_experts(prefix, parts_by_owner[owner].part, pairs)
+        prefix = f"{owner}.{attached[owner].slot}"
+        factors = read_experts(prefix, attached[owner].part, pairs)
         renamed |= {f"{prefix}.{key}": tensor for key, tensor in factors.items()}
     return renamed
 
@@ -397,12 +390,9 @@ def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
         delta: delta loaded from PEFT's files.
         blocks: layers whose parts have separate `down` factors.
     """
-    names, parts_by_owner = (
-        Names(delta.model),
-        {attached.owner: attached.part for attached in delta.held},
-    )
+    names, attached = Names(delta.model), {part.owner: part.part for part in delta.held}
     for published_name, owners in names.ours.items():
-        parts = [parts_by_owner[n] for n in owners if n in parts_by_owner]
+        parts = [attached[n] for n in owners if n in attached]
         if len(parts) > 1 and published_name not in blocks and isinstance(parts[0], LowRank):
             for part in parts[1:]:
                 part.down = parts[0].down

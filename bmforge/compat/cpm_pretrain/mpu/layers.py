@@ -45,7 +45,7 @@ class PartParameter(nn.Parameter):
 
     Args:
         data: this process's part.
-        requires_grad: as of any parameter.
+        requires_grad: as of any instance.
         dim: sharded dim.
         stride: number of stacked matrices, of each of which the process has a part.
     """
@@ -53,14 +53,14 @@ class PartParameter(nn.Parameter):
     def __new__(
         cls, data: Tensor, requires_grad: bool = True, dim: int = 0, stride: int = 1
     ) -> PartParameter:
-        """Create the parameter and set `model_parallel`, `partition_dim` and `partition_stride`."""
-        parameter: PartParameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
-        parameter.model_parallel, parameter.partition_dim, parameter.partition_stride = (
+        """Create the instance and set `model_parallel`, `partition_dim` and `partition_stride`."""
+        instance: PartParameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
+        instance.model_parallel, instance.partition_dim, instance.partition_stride = (
             True,
             dim,
             stride,
         )
-        return parameter
+        return instance
 
     model_parallel: bool
     partition_dim: int
