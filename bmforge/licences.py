@@ -246,7 +246,7 @@ def check_licence(value: str, name: str) -> str:
     licence = find_licence(value)
     if licence is None:
         raise ConfigError(
-            f"{name}={said!r} is no licence that is known.{suggest(said, LICENCES)} Needed is an "
+            f"{name}={value!r} is no licence that is known.{suggest(value, LICENCES)} Needed is an "
             "id of SPDX, such as CC-BY-4.0; docs/reference/licences.md lists those that are known."
         )
     return licence.id

@@ -186,8 +186,8 @@ class Trainer:
 
     def _resume(self, checkpointer: Checkpointer) -> int | None:
         settings = [[dict(g) for g in each.param_groups] for each in self.optimizers]
-        found = checkpointer.load_newest(self.model, self.optimizers)
-        if found is None:
+        loaded = checkpointer.load_newest(self.model, self.optimizers)
+        if loaded is None:
             return None
         if any(name.startswith("train.optim") for name in self.overridden):
             restore_settings_(self.optimizers, settings)
@@ -277,10 +277,10 @@ class Trainer:
             sum(count_items(self.objective, b, self.model) for b in micro_batches),
             sum(count_tokens(b) for b in micro_batches),
         ]
-        place = f"step {self.step + 1}"
-        with self._detector.naming_failures(f"{place}, counting labels"):
-            items, tokens, stops = self._sum(counts, stop_asked, len(micro_batches), place)
-        with self._detector.naming_failures(f"{place}, forward and backward"):
+        position = f"step {self.step + 1}"
+        with self._detector.naming_failures(f"{position}, counting labels"):
+            items, tokens, stops = self._sum(counts, stop_asked, len(micro_batches), position)
+        with self._detector.naming_failures(f"{position}, forward and backward"):
             loss, norm, scale, metrics = self._backward(micro_batches, max(items, 1))
         skipped = self.guard.check(loss, norm)
         set_learning_rate_(self.optimizers, multiplier := self.schedule(self.step))

@@ -174,17 +174,17 @@ def corpus_bleu(
     right, total = [0] * longest, [0] * longest
     length = nearest = 0
     for text, accepted in zip(predicted, answers, strict=True):
-        mine = split_words(text)
-        theirs = [split_words(answer) for answer in accepted]
-        length += len(mine)
-        nearest += min(map(len, theirs), key=lambda one: (abs(one - len(mine)), one))
+        words = split_words(text)
+        references = [split_words(answer) for answer in accepted]
+        length += len(words)
+        nearest += min(map(len, references), key=lambda size: (abs(size - len(words)), size))
         for n in range(1, longest + 1):
-            known: Counter[tuple[str, ...]] = Counter()
-            for other in theirs:
-                known |= n_grams(other, n)
-            found = n_grams(mine, n)
-            right[n - 1] += (found & known).total()
-            total[n - 1] += found.total()
+            reference_counts: Counter[tuple[str, ...]] = Counter()
+            for other in references:
+                reference_counts |= n_grams(other, n)
+            counts = n_grams(words, n)
+            right[n - 1] += (counts & reference_counts).total()
+            total[n - 1] += counts.total()
     if not all(right):
         return 0.0
     mean = sum(math.log(r / t) for r, t in zip(right, total, strict=True)) / longest

@@ -50,7 +50,7 @@ class LanguageLoss:
     behavior: Behavior
 
     def __call__(
-        self, given: dict[str, Any], labels: Tensor, num_items: float | Tensor | Measure | None
+        self, arguments: dict[str, Any], labels: Tensor, num_items: float | Tensor | Measure | None
     ) -> Tensor:
         """Return the summed cross-entropy divided by `num_items`, or the scores of a `Measure`.
 
@@ -59,7 +59,7 @@ class LanguageLoss:
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if callable(num_items):
-            return self._measure(given, targets, num_items)
+            return self._measure(arguments, targets, num_items)
         own_items = (targets != IGNORE_INDEX).sum()
         num_items = own_items.clamp(min=1) if num_items is None else num_items
         if self._balances() or self.behavior.head == "whole":
