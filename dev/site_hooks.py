@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Files of the root that are pages of the site -> path below docs/.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
+# Links to tests, which are not pages: their text stays, with the name of the test as its tooltip.
+TEST_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+tests/[^)\s]+ \"(\w+)\"\)")
 # Folders whose pages are found last by the search: results, API and long tables.
 LESS_RELEVANT = ("results/", "migrating/", "changelog", "reference/api/", "reference/capa")
 
@@ -54,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         inside = ROOT_PAGES.get(outside) or re.sub(r"\.py$", ".md", outside)
         return f"{match[1]}{up.removeprefix('../')}{inside}{match[3] or ''})"
 
-    return LINK.sub(redirect, markdown)
+    return LINK.sub(redirect, TEST_LINK.sub(r'<abbr title="\2">\1</abbr>', markdown))
 
 
 def on_page_context(

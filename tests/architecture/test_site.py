@@ -6,18 +6,23 @@ import contextlib
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
-from pages import ROOT
+from pages import PAGES, ROOT
 
 from bmforge.cli import parse
 from bmforge.cli.commands import COMMANDS
 from bmforge.cli.train_options import FIELDS
 
-sys.path.insert(0, str(ROOT / "dev"))
+sys.path.extend([str(ROOT / "dev"), str(ROOT / "dev" / "pictures")])
 
 import reference_pages
+from charts import CHARTS
+from diagrams import DIAGRAMS
 
+PICTURES = DIAGRAMS | CHARTS
+IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 OPTIONS = [name for name, command in COMMANDS.items() if command.options is not None]
 ROW = re.compile(r"^\| `(--)?([\w.-]+)` \|", re.M)
 
@@ -57,3 +62,20 @@ def test_the_other_pages_are_rendered() -> None:
     assert "ConfigError" in pages["reference/errors.md"]
     assert "bmforge_requests" in pages["reference/server_metrics.md"]
     assert "::: bmforge.models" in pages["reference/api/models.md"]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_up_to_date(name: str, tmp_path: Path) -> None:
+    """Run dev/pictures/draw.py after changing a picture or a figure."""
+    PICTURES[name]().save(tmp_path / "new.svg")
+    saved = ROOT / "docs" / "pictures" / f"{name}.svg"
+    assert saved.read_text("utf-8") == (tmp_path / "new.svg").read_text("utf-8")
+
+
+def test_pictures_are_shown_and_have_alternative_texts() -> None:
+    shown = set()
+    for page in PAGES:
+        for text, target in IMAGE.findall(page.read_text("utf-8")):
+            assert len(text) >= 10, f"{page.name}: {target} has no alternative text"
+            shown.add((page.parent / target).resolve())
+    assert shown == set((ROOT / "docs" / "pictures").glob("*.svg"))
