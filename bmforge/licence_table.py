@@ -17,12 +17,12 @@ TERMS = {
     "notice": "keep notices and the licence's text",
     "changes": "say what was changed",
     "source": "hand on the source too",
-    "share-alike": "hand on what is made of it under the same terms",
+    "share-alike": "derived works must be under the same terms",
     "no-derivatives": "hand on nothing that was made by changing it",
     "non-commercial": "no use for commercial advantage",
     "commercial-terms": "ask, or register, before some commercial use",
     "use-policy": "obey a list of uses that are ruled out, and pass it on",
-    "naming": "name it in the name or the pages of what is made of it",
+    "naming": "derived works must show its name in their name or pages",
     "no-other-models": "improve no models of others with it or with what it writes",
 }
 # Terms that restrict a derived work and would be lost under another license.

@@ -15,8 +15,8 @@ LIMITS: list[tuple[Callable[[], Iterator[str]], int]] = [
     (wording.house_words, 83),
     (wording.empty_names, 2413),
     (wording.shared_class_names, 31),
-    (wording.page_house_words, 230),
-    (wording.page_pictures, 27),
+    (wording.page_house_words, 14),
+    (wording.page_pictures, 4),
 ]
 
 

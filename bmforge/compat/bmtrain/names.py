@@ -77,7 +77,7 @@ optim.AdamOptimizer.zero_grad | same
 optim.AdamOptimizer.get_avg_delta optim.AdamOptimizer.get_var_delta | gone | those of \
 AdamOffloadOptimizer(..., record_delta=True), as ever
 optim.AdamOffloadOptimizer | changed | states on the host; gradients and weights travel, by the \
-engine's copies, beside the steps
+engine's copies, during the steps
 optim.AdamOffloadOptimizer.step optim.AdamOffloadOptimizer.zero_grad | same
 optim.AdamOffloadOptimizer.get_avg_delta optim.AdamOffloadOptimizer.get_var_delta | same
 optim.AdamOffloadOptimizer.state_dict optim.AdamOffloadOptimizer.load_state_dict | same

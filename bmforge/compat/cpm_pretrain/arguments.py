@@ -50,7 +50,7 @@ _LAUNCH = {
     "--local_rank": _gone("torchrun tells it in the environment"),
     "--distributed-backend": _gone("follows from the device"),
     "--DDP-impl": _gone("there is one engine; layout.zero=0 replicates"),
-    "--lazy-mpu-init": _gone("weights are always drawn after the layout is known"),
+    "--lazy-mpu-init": _gone("weights are always initialized after the layout is known"),
     "--use-cpu-initialization": _gone("weights do not depend on device or layout"),
 }
 _PARALLEL = {

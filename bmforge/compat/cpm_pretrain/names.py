@@ -45,11 +45,11 @@ mpu.get_model_parallel_src_rank mpu.set_model_parallel_rank mpu.set_model_parall
 mpu.get_pipe_parallel_group mpu.get_pipe_parallel_rank mpu.get_pipe_parallel_world_size \
 mpu.get_io_parallel_group mpu.get_topology | same
 mpu.ColumnParallelLinear mpu.RowParallelLinear mpu.VocabParallelEmbedding | changed | weights are \
-always drawn whole and cut, on every device: the same on any number of processes
+always initialized whole, then split, on every device: the same on any number of processes
 mpu.LayerNorm mpu.divide mpu.split_tensor_along_last_dim mpu.utils.VocabUtility | same
 mpu.copy_to_model_parallel_region mpu.reduce_from_model_parallel_region \
 mpu.scatter_to_model_parallel_region mpu.gather_from_model_parallel_region | same
-mpu.vocab_parallel_cross_entropy | changed | leaves the logits as they are
+mpu.vocab_parallel_cross_entropy | changed | does not change the logits
 mpu.broadcast_data | changed | of any number of dims; what is missing or of another dtype is an \
 error on all processes
 mpu.clip_grad_norm | same

@@ -137,7 +137,7 @@ get_encoder LlamaTokenizerBase | gone | the tokenizers
 generation.llama.LlamaBeamSearch generation.llama.LlamaRandomSampling | changed | \
 `repetition_window` is refused; `repetition_penalty` counts what was written
 generation.t5.T5BeamSearch generation.t5.T5RandomSampling | changed | likewise
-generation.llama.LlamaGeneration generation.t5.T5Generation | gone | the two classes beside it
+generation.llama.LlamaGeneration generation.t5.T5Generation | gone | the two other classes
 LlamaGeneration.generate | gone | those of the two classes
 pad top_k_top_p_filtering apply_repetition_penalty BeamHypotheses BeamHypotheses.add \
 BeamHypotheses.is_done | gone | bmforge.infer.generate

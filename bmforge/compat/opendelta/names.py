@@ -7,7 +7,7 @@ __all__ = ["NAMES"]
 NAMES = read_names("""
 # Delta models
 LoraModel | changed | also `rank`, `alpha` and `modified_keys`; `exclude_modules` is honoured; \
-beside transformers' Conv1D and embeddings too
+on transformers' Conv1D and embeddings too
 AdapterModel | changed | stands where it is named; nothing is computed to learn sizes
 LowRankAdapterModel | changed | any `low_rank_rank`
 CompacterModel | changed | starts as no change at all

@@ -31,7 +31,7 @@ labels, WSC's training split and ReCoRD are right; ChnSentiCorp is the only data
 
 # prompts
 prompts.ManualTemplate prompts.MixedTemplate prompts.PTRTemplate | same
-prompts.SoftTemplate | changed | its rows are drawn with the spread of the token table
+prompts.SoftTemplate | changed | its rows are initialized with the deviation of the token embeddings
 prompts.PtuningTemplate | changed | `bmforge.tune.prompt.fold_rows_` puts the rows in the place \
 of what makes them
 prompts.PrefixTuningTemplate prompts.prefix_tuning_template.PrefixTuningTemplate | changed | \
