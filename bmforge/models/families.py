@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bmforge.models.base import Model
 from bmforge.models.bert import Bert, BertConfig
+from bmforge.models.cohere import Cohere, CohereConfig
 from bmforge.models.cpm1 import CPM1, CPM1Config
 from bmforge.models.cpm2 import CPM2, CPM2Config
 from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig
@@ -16,16 +17,25 @@ from bmforge.models.eva import EVA, EVAConfig
 from bmforge.models.glm import GLM, GLMConfig
 from bmforge.models.gpt2 import GPT2, GPT2Config
 from bmforge.models.gptj import GPTJ, GPTJConfig
+from bmforge.models.granite import Granite, GraniteConfig
+from bmforge.models.internlm3 import InternLM3, InternLM3Config
 from bmforge.models.llama import Llama, LlamaConfig
 from bmforge.models.longformer import Longformer, LongformerConfig
 from bmforge.models.minicpm import MiniCPM, MiniCPMConfig
+from bmforge.models.mistral import Mistral, MistralConfig
 from bmforge.models.mixtral import Mixtral, MixtralConfig
 from bmforge.models.opt import OPT, OPTConfig
+from bmforge.models.phi import Phi, PhiConfig
+from bmforge.models.phi3 import Phi3, Phi3Config
 from bmforge.models.qwen import Qwen, QwenConfig
 from bmforge.models.qwen_moe import Qwen2Moe, Qwen2MoeConfig, Qwen3Moe, Qwen3MoeConfig
 from bmforge.models.roberta import Roberta, RobertaConfig
+from bmforge.models.seed_oss import SeedOss, SeedOssConfig
+from bmforge.models.stablelm import StableLM, StableLMConfig
+from bmforge.models.starcoder2 import Starcoder2, Starcoder2Config
 from bmforge.models.t5 import T5, T5Config
 from bmforge.models.vit import ViT, ViTConfig
+from bmforge.models.xlm_roberta import XLMRoberta, XLMRobertaConfig
 
 __all__ = [
     "Bert",
@@ -38,6 +48,8 @@ __all__ = [
     "CPMAntConfig",
     "CPMBee",
     "CPMBeeConfig",
+    "Cohere",
+    "CohereConfig",
     "EVA",
     "EVAConfig",
     "GLM",
@@ -46,16 +58,26 @@ __all__ = [
     "GPT2Config",
     "GPTJ",
     "GPTJConfig",
+    "Granite",
+    "GraniteConfig",
+    "InternLM3",
+    "InternLM3Config",
     "Llama",
     "LlamaConfig",
     "Longformer",
     "LongformerConfig",
     "MiniCPM",
     "MiniCPMConfig",
+    "Mistral",
+    "MistralConfig",
     "Mixtral",
     "MixtralConfig",
     "OPT",
     "OPTConfig",
+    "Phi",
+    "Phi3",
+    "Phi3Config",
+    "PhiConfig",
     "Qwen",
     "Qwen2Moe",
     "Qwen2MoeConfig",
@@ -64,10 +86,18 @@ __all__ = [
     "QwenConfig",
     "Roberta",
     "RobertaConfig",
+    "SeedOss",
+    "SeedOssConfig",
+    "StableLM",
+    "StableLMConfig",
+    "Starcoder2",
+    "Starcoder2Config",
     "T5",
     "T5Config",
     "ViT",
     "ViTConfig",
+    "XLMRoberta",
+    "XLMRobertaConfig",
 ]
 
 FAMILIES: dict[str, type[Model]] = {

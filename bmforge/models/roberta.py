@@ -10,7 +10,25 @@ from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_
 from bmforge.models.heads import Head
 from bmforge.models.traits import Traits
 
-__all__ = ["Roberta", "RobertaConfig"]
+__all__ = ["Roberta", "RobertaConfig", "roberta_heads"]
+
+
+def roberta_heads(stem: str) -> dict[str, Head]:
+    """Return the heads of RoBERTa and of the families that transformers derived from it.
+
+    Args:
+        stem: prefix of transformers' class names.
+    """
+    return encoder_heads(
+        stem,
+        {
+            "dense": "lm_head.dense",
+            "norm": "lm_head.layer_norm",
+            "decoder": "lm_head.decoder",
+            "bias": "lm_head.bias",
+        },
+        {"classifier.dense": "classifier.dense", "classifier.out": "classifier.out_proj"},
+    )
 
 
 @dataclass(kw_only=True)
@@ -23,16 +41,7 @@ class RobertaConfig(EncoderConfig):
 
     family: ClassVar[str] = "roberta"
     positions_skip_padding: ClassVar[bool] = True
-    heads: ClassVar[dict[str, Head]] = encoder_heads(
-        "Roberta",
-        {
-            "dense": "lm_head.dense",
-            "norm": "lm_head.layer_norm",
-            "decoder": "lm_head.decoder",
-            "bias": "lm_head.bias",
-        },
-        {"classifier.dense": "classifier.dense", "classifier.out": "classifier.out_proj"},
-    )
+    heads: ClassVar[dict[str, Head]] = roberta_heads("Roberta")
     hf_defaults: ClassVar[dict[str, Any]] = {**EncoderConfig.hf_defaults, "vocab_size": 50265}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "roberta-base": encoder_size(),

@@ -86,6 +86,11 @@ class RotaryConfig(ModelConfig):
         super().check()
         self.rope_spec()
 
+    @property
+    def pretraining_length(self) -> int:
+        """Context length before a scaling of the positions, where `rope_scaling` states none."""
+        return self.max_seq_len
+
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> RopeSpec:
         """Return the rotary embedding that these fields describe.
 
@@ -98,7 +103,7 @@ class RotaryConfig(ModelConfig):
         }
         kind = numbers.get("kind")
         if kind in ("yarn", "llama3", "longrope"):
-            numbers.setdefault("original_seq_len", self.max_seq_len)
+            numbers.setdefault("original_seq_len", self.pretraining_length)
         if kind in ("yarn", "longrope"):
             numbers.setdefault("factor", self.max_seq_len / numbers["original_seq_len"])
         elif kind and "factor" not in numbers:

@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.roberta import Roberta, RobertaConfig
+from bmforge.models.xlm_roberta import XLMRoberta
 from bmforge.testing.batches import make_batch
+from bmforge.testing.derived_suite import mark_long_except
 from bmforge.testing.encoder_suite import EncoderSuite
 from bmforge.testing.file_suite import FileSuite
+from bmforge.testing.presets import count_preset
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.testing.twin import make_twin
 
@@ -48,6 +51,38 @@ class TestRoberta(EncoderSuite, FileSuite):
         "padding_first": {**ROBERTA_TINY, "pad_token_id": 0, "type_vocab_size": 2},
         "relu": {**ROBERTA_TINY, "hidden_act": "relu", "layer_norm_eps": 1e-3, "pad_token_id": 95},
     }
+
+
+@mark_long_except(
+    "test_outputs_and_hidden_states", "test_loss_and_gradients", "test_conversion_is_exact"
+)
+class TestXLMRoberta(EncoderSuite, FileSuite):
+    """XLM-RoBERTa."""
+
+    model_class = XLMRoberta
+    hf_class = transformers.XLMRobertaForMaskedLM
+    hf_heads = {  # noqa: RUF012
+        "sequence_classification": transformers.XLMRobertaForSequenceClassification,
+        "token_classification": transformers.XLMRobertaForTokenClassification,
+        "question_answering": transformers.XLMRobertaForQuestionAnswering,
+        "none": transformers.XLMRobertaModel,
+    }
+    cases = {"default": {**ROBERTA_TINY, "pad_token_id": 95}}  # noqa: RUF012
+
+    def their_gradients(self, model: Any) -> dict[str, torch.Tensor]:
+        """transformers names the tied weight by its head, which comes first in this class."""
+        gradients = super().their_gradients(model)
+        embedding = "roberta.embeddings.word_embeddings.weight"
+        tied = gradients.pop("lm_head.decoder.weight", None)
+        return gradients if tied is None else {**gradients, embedding: tied}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("xlm-roberta-base", 278_295_186), ("xlm-roberta-large", 560_142_482)]
+)
+def test_xlm_roberta_preset_sizes(name: str, count: int) -> None:
+    """The published numbers of parameters, with a tied head."""
+    assert count_preset(XLMRoberta, name) == count
 
 
 def test_positions_leave_padding_out(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -100,6 +100,14 @@ TRIALS = {
         steps=40,
     ),
 }
+# Decoders with Llama's block; one of them is tried in every run of the tests.
+LIKE_LLAMA = (
+    *("Cohere", "Granite", "InternLM3", "Mistral", "Phi", "Phi3", "SeedOss", "StableLM"),
+    "Starcoder2",
+)
+TRIALS |= {name: replace(TRIALS["Llama"]) for name in LIKE_LLAMA}
+TRIALS["XLMRoberta"] = TRIALS["Roberta"]
+LONG = {*LIKE_LLAMA, "XLMRoberta"} - {"Mistral"}
 
 
 def texts() -> Iterator[str]:
@@ -222,7 +230,9 @@ def test_all_families_are_tried() -> None:
     assert set(TRIALS) == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in TRIALS]
+)
 def test_a_family_trains(name: str, places: dict[str, list[str]], tmp_path: Path) -> None:
     """The loss falls, and what was trained is what the export holds."""
     trial, run_dir = TRIALS[name], tmp_path / "run"

@@ -1,0 +1,96 @@
+"""Command R and Aya (Cohere, 2024): attention and MLP in parallel behind one norm without bias.
+
+Command R+ normalizes q and k per head with a layer norm, which is left to transformers' own
+implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from bmforge.models.causal_lm import DecoderSpec
+from bmforge.models.heads import Head
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.nn import BlockSpec, NormSpec
+
+__all__ = ["Cohere", "CohereConfig"]
+
+
+@dataclass(kw_only=True)
+class CohereConfig(LlamaLikeConfig):
+    """Config of Command R; other fields are those of the base class.
+
+    Args:
+        attn_bias: biases on q, k, v and o.
+        logit_scale: factor on the logits.
+    """
+
+    family: ClassVar[str] = "cohere"
+    default_theta: ClassVar[float] = 500000.0
+    heads: ClassVar[dict[str, Head]] = {
+        "language_model": Head("CohereForCausalLM", {"lm_head.weight": "lm_head.weight"}),
+        "none": Head("CohereModel", prefix=""),
+    }
+    hf_names: ClassVar[dict[str, str]] = renamed(
+        norm_eps="layer_norm_eps", attn_bias="attention_bias", logit_scale="logit_scale"
+    )
+    hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"use_qk_norm": (False, None)}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "command-r-35b": {"max_seq_len": 131072, "rope_theta": 8e6},
+        "aya-23-8b": {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_layers": 32,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "rope_theta": 10000.0,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "command-r-35b": "CohereLabs/c4ai-command-r-v01",
+        "aya-23-8b": "CohereLabs/aya-23-8B",
+    }
+
+    vocab_size: int = 256000
+    hidden_size: int = 8192
+    intermediate_size: int = 22528
+    num_layers: int = 40
+    num_heads: int = 64
+    max_seq_len: int = 8192
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    attn_bias: bool = False
+    logit_scale: float = 0.0625
+
+    @classmethod
+    def opens(cls, raw: dict[str, Any]) -> bool:
+        """Recognize the config; models with norms of q and k run by transformers."""
+        return super().opens(raw) and not raw.get("use_qk_norm")
+
+
+class Cohere(LlamaLike):
+    """Command R with a language-model head."""
+
+    config_class = CohereConfig
+
+    @classmethod
+    def make_block(cls, config: CohereConfig) -> BlockSpec:
+        """Return a parallel block with a layer norm and interleaved rotary pairs."""
+        block, bias = super().make_block(config), config.attn_bias
+        assert block.attn is not None
+        return replace(
+            block,
+            attn=replace(block.attn, qkv_bias=bias, out_bias=bias, rope_interleaved=True),
+            norm=NormSpec("layer", config.norm_eps, bias=False),
+            norm_place="parallel",
+        )
+
+    @classmethod
+    def make_spec(cls, config: CohereConfig) -> DecoderSpec:
+        """Return the hyperparameters of the model."""
+        return replace(
+            super().make_spec(config),
+            rope=config.rope_spec(interleaved=True),
+            head_scale=config.logit_scale,
+        )

@@ -1,0 +1,91 @@
+"""InternLM3 (Shanghai AI Laboratory, 2025): Llama's block, biases by two other config fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from bmforge.errors import ConfigError
+from bmforge.models.heads import Head
+from bmforge.models.llama import llama_heads
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.nn import BlockSpec
+
+__all__ = ["InternLM3", "InternLM3Config"]
+
+
+def _internlm3_heads() -> dict[str, Head]:
+    """Return the heads; transformers runs this model with Llama's classes."""
+    return {
+        name: replace(head, aliases=(head.architecture.replace("Llama", "InternLM3"),))
+        for name, head in llama_heads("Llama", question_prefix="transformer.").items()
+    }
+
+
+@dataclass(kw_only=True)
+class InternLM3Config(LlamaLikeConfig):
+    """Config of InternLM3; other fields are those of the base class.
+
+    Args:
+        attn_bias: biases on q, k, v and o.
+        mlp_bias: biases in the MLP.
+    """
+
+    family: ClassVar[str] = "internlm3"
+    heads: ClassVar[dict[str, Head]] = _internlm3_heads()
+    hf_names: ClassVar[dict[str, str]] = renamed(
+        head_dim="head_dim", attn_bias="attention_bias", mlp_bias="mlp_bias"
+    )
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "internlm3-8b": {
+            "rope_theta": 5e7,
+            "rope_scaling": {"kind": "dynamic", "factor": 6.0},
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {"internlm3-8b": "internlm/internlm3-8b-instruct"}
+
+    vocab_size: int = 128512
+    hidden_size: int = 4096
+    intermediate_size: int = 10240
+    num_layers: int = 48
+    num_heads: int = 32
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    max_seq_len: int = 32768
+    norm_eps: float = 1e-5
+    attn_bias: bool = False
+    mlp_bias: bool = False
+
+    def check(self) -> None:
+        """Check the fields for consistency."""
+        super().check()
+        if self.attn_bias != self.mlp_bias:  # transformers' implementation has one for both
+            raise ConfigError(
+                f"InternLM3Config: attn_bias={self.attn_bias} and mlp_bias={self.mlp_bias} must be "
+                "equal."
+            )
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        for published, own in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias")):
+            if published in raw:  # fields of the remote code
+                raw[own] = raw.pop(published)
+        return super()._take_special(raw)
+
+
+class InternLM3(LlamaLike):
+    """InternLM3 with a language-model head."""
+
+    config_class = InternLM3Config
+
+    @classmethod
+    def make_block(cls, config: InternLM3Config) -> BlockSpec:
+        """Return Llama's block with its biases."""
+        block, bias = super().make_block(config), config.attn_bias
+        assert block.attn is not None
+        assert block.mlp is not None
+        return replace(
+            block,
+            attn=replace(block.attn, qkv_bias=bias, out_bias=bias),
+            mlp=replace(block.mlp, bias=config.mlp_bias),
+        )

@@ -1,0 +1,151 @@
+"""Base of the decoders that differ from Llama by config fields, weight names and a few options.
+
+A family of this kind overrides `make_block` (its block) and, where needed, `make_spec` (embedding,
+rotary positions and head) and `weight_rules`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmforge.models.causal_lm import CausalLM, DecoderSpec
+from bmforge.models.llama import llama_rules
+from bmforge.models.rotary import RotaryConfig
+from bmforge.models.weights import WeightRule
+from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
+
+__all__ = ["LLAMA_NAMES", "LlamaLike", "LlamaLikeConfig", "PartialRotaryConfig", "renamed"]
+
+# Config fields that these families share -> transformers' names.
+LLAMA_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "attn_dropout": "attention_dropout",
+    "pad_token_id": "pad_token_id",
+    "init_std": "initializer_range",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+
+
+def renamed(**names: str) -> dict[str, str]:
+    """Return `LLAMA_NAMES` with some names replaced or added."""
+    return {**LLAMA_NAMES, **names}
+
+
+@dataclass(kw_only=True)
+class LlamaLikeConfig(RotaryConfig):
+    """Config fields of these families; other fields are those of the base class.
+
+    Args:
+        activation: activation of the MLP.
+        attn_dropout: dropout probability of attention weights.
+        pad_token_id: token whose embedding gets no gradient; None is none.
+    """
+
+    hf_names: ClassVar[dict[str, str]] = LLAMA_NAMES
+    # Base of the rotary frequencies where config.json states none.
+    default_theta: ClassVar[float] = 10000.0
+    has_gate: ClassVar[bool] = True
+
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    activation: str = "silu"
+    attn_dropout: float = 0.0
+    pad_token_id: int | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the family's MLP has a gate."""
+        return self.has_gate
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        stated = {**raw, **(raw.get("rope_parameters") or raw.get("rope_scaling") or {})}
+        if stated.get("rope_theta") is None:
+            raw["rope_theta"] = cls.default_theta
+        return super()._take_special(raw)
+
+
+@dataclass(kw_only=True)
+class PartialRotaryConfig(LlamaLikeConfig):
+    """Config of a family that rotates only the first dims of each head.
+
+    Args:
+        rotary_part: share of a head's dims that are rotated (0 to 1).
+    """
+
+    # Share where config.json states none.
+    default_part: ClassVar[float] = 1.0
+
+    rotary_part: float = 1.0
+
+    def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> Any:
+        """Return the rotary embedding; see the base class."""
+        rotary_dim = rotary_dim or int(self.head_dim * self.rotary_part)
+        return super().rope_spec(rotary_dim, interleaved)
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        part = raw.pop("partial_rotary_factor", None)
+        for name in ("rope_parameters", "rope_scaling"):
+            fields = dict(raw.get(name) or {})
+            inner = fields.pop("partial_rotary_factor", None)
+            part = part if inner is None else inner
+            if name in raw:
+                raw[name] = fields or None
+        values, raw = super()._take_special(raw)
+        return {**values, "rotary_part": cls.default_part if part is None else part}, raw
+
+    def _give_special(self) -> dict[str, Any]:
+        out, part = super()._give_special(), {"partial_rotary_factor": self.rotary_part}
+        if not self.raw.get("rope_parameters"):
+            return {**out, **part}
+        # transformers 5 states it with the other rotary parameters.
+        scaling = out["rope_scaling"] or {"rope_type": "default"}
+        return {**out, "rope_scaling": {**scaling, **part}}
+
+
+class LlamaLike(CausalLM):
+    """Decoder whose block is Llama's, with the changes that a family makes."""
+
+    hf_prefix = "model."
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, self.make_spec(config))
+
+    @classmethod
+    def make_block(cls, config: Any) -> BlockSpec:
+        """Return the family's block; without an override it is Llama's without biases."""
+        attn = AttentionSpec(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qkv_bias=False,
+            out_bias=False,
+            dropout=config.attn_dropout,
+        )
+        mlp = MLPSpec(
+            config.intermediate_size, config.activation, gated=config.has_gate, bias=False
+        )
+        return BlockSpec(config.hidden_size, attn, mlp, norm=NormSpec("rms", config.norm_eps))
+
+    @classmethod
+    def make_spec(cls, config: Any) -> DecoderSpec:
+        """Return the hyperparameters of the model."""
+        return DecoderSpec(
+            cls.make_block(config), rope=config.rope_spec(), padding_id=config.pad_token_id
+        )
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names, which are Llama's."""
+        return llama_rules()

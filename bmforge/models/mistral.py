@@ -1,0 +1,154 @@
+"""Mistral and Ministral (Jiang et al., "Mistral 7B", arXiv 2310.06825).
+
+Llama's block with a sliding window: in all layers of a Mistral, in those that `layer_types` names
+of a Ministral.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from bmforge.errors import ConfigError
+from bmforge.models.causal_lm import DecoderSpec
+from bmforge.models.heads import Head
+from bmforge.models.llama import llama_heads
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+
+__all__ = ["Mistral", "MistralConfig"]
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _mistral_heads() -> dict[str, Head]:
+    """Return the heads; Ministral's classes differ in their names only."""
+    return {
+        name: replace(head, aliases=(head.architecture.replace("Mistral", "Ministral"),))
+        for name, head in llama_heads("Mistral").items()
+    }
+
+
+def _size(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
+    return dict(zip(names, (hidden, intermediate, layers, heads), strict=True))
+
+
+@dataclass(kw_only=True)
+class MistralConfig(LlamaLikeConfig):
+    """Config of Mistral; other fields are those of the base class.
+
+    Args:
+        model_type: "mistral", or "ministral" where layers differ.
+        window: number of tokens that a token attends to in `window_layers`; 0 is no limit.
+        window_layers: indices of the layers with a window; empty is all layers.
+    """
+
+    family: ClassVar[str] = "mistral"
+    model_types: ClassVar[tuple[str, ...]] = ("mistral", "ministral")
+    heads: ClassVar[dict[str, Head]] = _mistral_heads()
+    hf_names: ClassVar[dict[str, str]] = renamed(head_dim="head_dim", model_type="model_type")
+    hf_defaults: ClassVar[dict[str, Any]] = {"num_kv_heads": 8}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "mistral-7b-v0.1": {"window": 4096},
+        "mistral-7b-v0.3": {"vocab_size": 32768, "rope_theta": 1e6},
+        "mistral-nemo-12b": {
+            **_size(5120, 14336, 40, 32),
+            "vocab_size": 131072,
+            "head_dim": 128,
+            "rope_theta": 1e6,
+            "max_seq_len": 131072,
+        },
+        "mistral-small-24b": {
+            **_size(5120, 32768, 40, 32),
+            "vocab_size": 131072,
+            "head_dim": 128,
+            "rope_theta": 1e8,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
+        "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
+        "mistral-nemo-12b": "mistralai/Mistral-Nemo-Base-2407",
+        "mistral-small-24b": "mistralai/Mistral-Small-24B-Base-2501",
+    }
+
+    model_type: Literal["mistral", "ministral"] = "mistral"
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    max_seq_len: int = 32768
+    norm_eps: float = 1e-5
+    window: int = 0
+    window_layers: list[int] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Check the fields for consistency."""
+        super().check()
+        problems = []
+        if self.model_type not in self.model_types:
+            problems.append(f"model_type={self.model_type!r} must be 'mistral' or 'ministral'")
+        if self.window_layers and (not self.window or self.model_type == "mistral"):
+            problems.append(
+                f"window_layers={self.window_layers} needs window (got {self.window}) and "
+                f"model_type='ministral' (got {self.model_type!r})"
+            )
+        if not all(0 <= i < self.num_layers for i in self.window_layers):
+            problems.append(
+                f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
+            )
+        if problems:
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._take_special(raw)
+        window, kinds = raw.pop("sliding_window", 4096) or 0, raw.pop("layer_types", None)
+        if kinds is None:
+            return {**values, "window": window}, raw
+        slides = [i for i, kind in enumerate(kinds) if kind == _SLIDING]
+        if len(slides) + kinds.count(_FULL) != len(kinds) or (slides and not window):
+            raise ConfigError(
+                f"MistralConfig: layer_types={kinds} with sliding_window={window} (only {_SLIDING} "
+                f"and {_FULL}; a sliding layer needs sliding_window)."
+            )
+        values["model_type"] = "ministral"  # transformers reads a Mistral with layer_types so
+        raw["model_type"] = "ministral"
+        is_mixed = 0 < len(slides) < len(kinds)
+        values |= {"window": window if slides else 0, "window_layers": slides if is_mixed else []}
+        return values, raw
+
+    def _give_head(self) -> dict[str, Any]:
+        out = super()._give_head()
+        if self.model_type == "ministral":
+            names = [n.replace("Mistral", "Ministral") for n in out["architectures"]]
+            out["architectures"] = names
+        return out
+
+    def _give_special(self) -> dict[str, Any]:
+        out = {**super()._give_special(), "sliding_window": self.window or None}
+        if self.model_type == "ministral":
+            slides = set(self.window_layers or range(self.num_layers)) if self.window else set()
+            out["layer_types"] = [
+                _SLIDING if i in slides else _FULL for i in range(self.num_layers)
+            ]
+        return out
+
+
+class Mistral(LlamaLike):
+    """Mistral or Ministral with a language-model head."""
+
+    config_class = MistralConfig
+
+    @classmethod
+    def make_spec(cls, config: MistralConfig) -> DecoderSpec:
+        """Return the hyperparameters of the model, with the windows of its layers."""
+        spec = super().make_spec(config)
+        block = spec.block
+        assert block.attn is not None
+        slides = replace(block, attn=replace(block.attn, window=config.window or None))
+        if not config.window_layers:
+            return replace(spec, block=slides)
+        return replace(spec, blocks=dict.fromkeys(config.window_layers, slides))

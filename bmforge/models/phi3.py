@@ -1,0 +1,143 @@
+"""Phi-3 and Phi-4 (Abdin et al., "Phi-3 Technical Report", arXiv 2404.14219; "Phi-4", 2412.08905).
+
+Llama's block; published checkpoints fuse q, k, v and gate, up. Phi-4-mini rotates a part of each
+head, and the long-context models scale their positions by `longrope`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from bmforge.models.heads import Head
+from bmforge.models.llama import llama_heads, llama_rules
+from bmforge.models.llama_like import LlamaLike, PartialRotaryConfig, renamed
+from bmforge.models.weights import WeightRule
+from bmforge.nn import BlockSpec
+
+__all__ = ["Phi3", "Phi3Config"]
+
+
+def _phi3_heads() -> dict[str, Head]:
+    """Return the heads that transformers has for Phi-3."""
+    heads = llama_heads("Phi3")
+    del heads["question_answering"]
+    return heads
+
+
+@dataclass(kw_only=True)
+class Phi3Config(PartialRotaryConfig):
+    """Config of Phi-3; other fields are those of the base class.
+
+    Args:
+        window: number of tokens that a token attends to; 0 is no limit.
+        original_seq_len: context length of the pretraining, for `longrope`.
+        dropout: dropout probability of the outputs of attention and MLP.
+    """
+
+    family: ClassVar[str] = "phi3"
+    heads: ClassVar[dict[str, Head]] = _phi3_heads()
+    hf_names: ClassVar[dict[str, str]] = renamed(
+        dropout="resid_pdrop", original_seq_len="original_max_position_embeddings"
+    )
+    # transformers' code reads neither: no layer applies a dropout to the embedding.
+    hf_ignored: ClassVar[frozenset[str]] = frozenset({"embd_pdrop", "attention_bias"})
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "phi-3-mini-4k": {"window": 2047},
+        "phi-3-medium-4k": {
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "num_layers": 40,
+            "num_heads": 40,
+            "num_kv_heads": 10,
+            "window": 2047,
+        },
+        "phi-4": {
+            "vocab_size": 100352,
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "num_layers": 40,
+            "num_heads": 40,
+            "num_kv_heads": 10,
+            "max_seq_len": 16384,
+            "original_seq_len": 16384,
+            "rope_theta": 250000.0,
+        },
+    }
+    hub_ids: ClassVar[dict[str, str]] = {
+        "phi-3-mini-4k": "microsoft/Phi-3-mini-4k-instruct",
+        "phi-3-medium-4k": "microsoft/Phi-3-medium-4k-instruct",
+        "phi-4": "microsoft/phi-4",
+    }
+
+    vocab_size: int = 32064
+    hidden_size: int = 3072
+    intermediate_size: int = 8192
+    num_layers: int = 32
+    num_heads: int = 32
+    max_seq_len: int = 4096
+    original_seq_len: int = 4096
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    window: int = 0
+
+    @property
+    def pretraining_length(self) -> int:
+        """Context length before `longrope`, which Phi-3 states outside of the scaling."""
+        return self.original_seq_len
+
+    @classmethod
+    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        for name in ("rope_parameters", "rope_scaling"):
+            scaling = raw.get(name)
+            # Former names of longrope in published configs.
+            kinds = {(scaling or {}).get(key) for key in ("type", "rope_type")}
+            if kinds & {"su", "yarn"}:
+                raw[name] = {**scaling, "rope_type": "longrope", "type": "longrope"}
+        values, raw = super()._take_special(raw)
+        return {**values, "window": raw.pop("sliding_window", None) or 0}, raw
+
+    def _give_special(self) -> dict[str, Any]:
+        return {**super()._give_special(), "sliding_window": self.window or None}
+
+
+class Phi3(LlamaLike):
+    """Phi-3 or Phi-4 with a language-model head."""
+
+    config_class = Phi3Config
+
+    @classmethod
+    def make_block(cls, config: Phi3Config) -> BlockSpec:
+        """Return Llama's block with the window and the dropout."""
+        block = super().make_block(config)
+        assert block.attn is not None
+        window = config.window or None
+        return replace(
+            block, attn=replace(block.attn, window=window), residual_dropout=config.dropout
+        )
+
+    def weight_rules(self) -> list[WeightRule]:
+        """Map to transformers' names, where q, k, v and gate, up are one tensor each."""
+        config: Any = self.config
+        head, sizes = config.head_dim, (config.num_heads, *[config.num_kv_heads] * 2)
+        fused = "gate_proj", "up_proj", *(f"{part}_proj" for part in "qkv")
+        rules = [r for r in llama_rules() if r.ours.split(".")[-2] not in fused]
+        rows, total = [head * count for count in sizes], head * sum(sizes)
+        for number, part in enumerate("qkv"):
+            rules.append(
+                WeightRule(
+                    f"layers.{{i}}.attn.{part}_proj.weight",
+                    "model.layers.{i}.self_attn.qkv_proj.weight",
+                    part=(sum(rows[:number]), total),
+                )
+            )
+        width = config.intermediate_size
+        for number, part in enumerate(("gate_proj", "up_proj")):
+            rules.append(
+                WeightRule(
+                    f"layers.{{i}}.mlp.{part}.weight",
+                    "model.layers.{i}.mlp.gate_up_proj.weight",
+                    part=(number * width, 2 * width),
+                )
+            )
+        return rules

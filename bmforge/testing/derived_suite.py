@@ -1,0 +1,61 @@
+"""Tests of decoders that assemble another family's block from data.
+
+Their numbers and files are compared with transformers in every test run. What follows from the
+shared block (layouts, streaming, adapters, compression) is marked long.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from bmforge.testing.decoder_suite import DecoderSuite
+from bmforge.testing.file_suite import FileSuite
+
+__all__ = ["DerivedDecoderSuite", "mark_long_except"]
+
+_Suite = TypeVar("_Suite", bound=type)
+
+
+def mark_long_except(*quick: str) -> Callable[[_Suite], _Suite]:
+    """Mark all tests of a class long, inherited ones too, except those named.
+
+    Args:
+        quick: names of test methods.
+    """
+
+    def change(suite: _Suite) -> _Suite:
+        for name in dir(suite):
+            test = getattr(suite, name)
+            if name.startswith("test_") and name not in quick and callable(test):
+                setattr(suite, name, pytest.mark.long(_copy(test)))
+        return suite
+
+    return change
+
+
+def _copy(test: Callable[..., None]) -> Callable[..., None]:
+    """Return a function of its own, so that a mark does not reach the parent class."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        test(*arguments, **options)
+
+    if hasattr(test, "pytestmark"):
+        run.pytestmark = list(test.pytestmark)  # type: ignore[attr-defined]
+    return run
+
+
+@mark_long_except(
+    "test_outputs_and_hidden_states",
+    "test_loss_and_gradients",
+    "test_conversion_is_exact",
+    "test_cached_decode_of_every_case",
+    "test_generates_the_same_ids",
+    "test_init_has_the_promised_spread",
+)
+class DerivedDecoderSuite(DecoderSuite, FileSuite):
+    """All tests of a decoder; `make test` runs those of its own data."""
