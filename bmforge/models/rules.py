@@ -18,7 +18,11 @@ class TensorCut:
             layer sharded by outputs; "row": by inputs; "key_value": by outputs, replicated if there
             are fewer heads than ranks; "bias": table sharded by columns, one per head; "head_norm"
             and "gate": replicated, each rank uses the part of its heads; "embedding" and "head":
-            sharded by vocabulary; "experts": each expert sharded by width.
+            sharded by vocabulary; "experts": each expert sharded by width. For linear layers of
+            foreign modules: "own_column": as "column", and sums the gradient of its input itself;
+            "gathered_column": likewise, with all outputs on every rank; "split_row": as "row", for
+            an input that every rank has; "shared_tail": replicated, with the gradient of the last
+            `units` outputs summed, which the heads of all ranks share.
         units: number of indivisible units (heads); 0 is every row or column.
     """
 
@@ -35,6 +39,7 @@ class LayoutRules:
         zero_units: modules whose parameters are all-gathered together; others belong to the root.
         recompute_units: modules whose activations can be recomputed in backward.
         tensor_parallel: tensor parallel plan; empty if the family does not support it.
+        tensor_refusal: reason why there is no tensor parallel plan; "" if the family has one.
         stacks: containers of blocks, in execution order.
         pipeline_first: modules that belong to the pipeline stage where the stack begins.
         pipeline_last: modules that belong to the stage where it ends; all others are on every stage
@@ -46,6 +51,7 @@ class LayoutRules:
     zero_units: tuple[str, ...] = ("layers.*",)
     recompute_units: tuple[str, ...] = ("layers.*",)
     tensor_parallel: tuple[TensorCut, ...] = ()
+    tensor_refusal: str = ""
     stacks: tuple[str, ...] = ("layers",)
     pipeline_first: tuple[str, ...] = ("embed*", "project_in")
     pipeline_last: tuple[str, ...] = (

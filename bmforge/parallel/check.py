@@ -128,7 +128,11 @@ def _check_blocks(
     if rules is not None and (layout.tp > 1 or layout.cp > 1):
         cuts = rules.tensor_parallel
         stacks = [model.get_submodule(name) for name in rules.stacks]
-    wrong = tensor_problems(model, cuts, layout.tp)
+    refusal = getattr(rules, "tensor_refusal", "") if layout.tp > 1 else ""
+    if refusal:
+        wrong = [f"tp={layout.tp}: {type(model).__name__} cannot be sharded: {refusal}"]
+    else:
+        wrong = tensor_problems(model, cuts, layout.tp)
     problems += wrong
     problems += context_problems(model, stacks, layout.cp, layout.cp_method, layout.tp)
     return {} if wrong or layout.tp == 1 else find_cuts(model, cuts), stacks

@@ -76,8 +76,10 @@ class LanguageLoss:
         return bool(getattr(config, "output_router_logits", False))
 
     def _is_plain_head(self) -> bool:
-        head = self.foreign.get_submodule(self.structure.head)
-        return type(head) is nn.Linear and not list(beside_parts(head))
+        """Whether the output layer's weight can be read without calling the layer."""
+        head: Any = self.foreign.get_submodule(self.structure.head)
+        is_whole = type(head.weight) in (nn.Parameter, Tensor)  # a layout makes it a DTensor
+        return type(head) is nn.Linear and is_whole and not list(beside_parts(head))
 
     def _measure(self, given: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
         """Return the scores of every token; the load-balancing loss of experts is left out.

@@ -38,6 +38,7 @@ from bmforge.models.transformers.structure import (
     find_structure,
     linear_names,
 )
+from bmforge.models.transformers.tensor_plan import find_tensor_plan
 from bmforge.models.weights import WeightRule
 from bmforge.nn.called import find_uncalled
 from bmforge.surgery import persistent_tensors
@@ -214,12 +215,15 @@ class TransformersModel(Model):
     def layout_rules(self) -> LayoutRules:
         """Return the layout rules: the blocks that ZeRO and recomputation use as units.
 
-        Without `stacks` and tensor cuts, pipelines and tensor parallelism are refused by name.
+        Tensor cuts follow transformers' plan. Without `stacks`, pipelines are refused by name.
         """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
+        cuts, refusal = find_tensor_plan(self)
         return LayoutRules(
             zero_units=blocks,
             recompute_units=blocks,
+            tensor_parallel=() if refusal else cuts,
+            tensor_refusal=refusal,
             stacks=(),
             pipeline_first=(),
             pipeline_last=(),

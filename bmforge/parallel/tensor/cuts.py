@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from bmforge.errors import BmforgeError
+from bmforge.parallel.tensor.foreign import FOREIGN_STYLES
 from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide, is_mixture, view_here
 from bmforge.parallel.tensor.sequence import divide_tokens_
 from bmforge.surgery import View, match_names, view_parameters_
@@ -59,6 +60,10 @@ CUT_DIMS: dict[str, dict[str, int]] = {
     "gate": {},
     "embedding": {"weight": 0},
     "head": {"weight": 0, "bias": 0},
+    "own_column": {"weight": 0, "bias": 0},
+    "gathered_column": {"weight": 0, "bias": 0},
+    "split_row": {"weight": 1},
+    "shared_tail": {},
     "experts": {"gate_proj": 1, "up_proj": 1, "down_proj": 2, "gate_bias": 1, "up_bias": 1},
 }
 
@@ -80,8 +85,16 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
             problems.append(f"tensor_parallel: {cut.glob} has the unknown style {cut.style!r}")
             continue
         shares = cut.style == "key_value" and cut.units and size % cut.units == 0
-        if cut.units % size and not shares:
-            problems.append(f"tp={size} does not divide the {cut.units} heads of {cut.glob}")
+        if cut.units % size and not shares and cut.style != "shared_tail":
+            kind = "columns" if cut.style in ("gathered_column", "split_row") else "heads"
+            problems.append(f"tp={size} does not divide the {cut.units} {kind} of {cut.glob}")
+        if cut.style in FOREIGN_STYLES:
+            problems += [
+                f"tp={size}: {name} is a {type(modules[name]).__name__}, which cannot be cut as "
+                f"{cut.style!r} (only nn.Linear can)"
+                for name in names
+                if type(modules[name]) is not nn.Linear
+            ]
         reasons = {getattr(modules[name], "uncut_reason", "") for name in names} - {""}
         problems += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
         problems += [
@@ -185,7 +198,9 @@ def apply_tensor_parallel_(
         has_all = inside or f"{name}." in mixtures
         between = group.view_between if id(module) in blocks and not has_all else view_here
         views = dict(_cut_parameters_(module, cut, group, between, new))
-        if cut is not None and cut.style in APPLY and not is_beside(module):
+        if cut is not None and cut.style in FOREIGN_STYLES and not is_beside(module):
+            FOREIGN_STYLES[cut.style](module, group, cut.units)
+        elif cut is not None and cut.style in APPLY and not is_beside(module):
             APPLY[cut.style](module, group)
         if views:
             view_parameters_(module, views, "views")
@@ -227,7 +242,7 @@ def _cut_parameters_(
         elif follows and parameter.is_floating_point():
             # Replicated, and used by each process for its own heads or columns.
             yield key, tensor.view_of_heads
-        elif cut is not None and cut.style == "row" and key == "bias":
+        elif cut is not None and cut.style in ("row", "split_row") and key == "bias":
             yield key, hide
         else:
             yield key, between

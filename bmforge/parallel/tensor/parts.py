@@ -25,7 +25,7 @@ from bmforge.parallel.collectives import (
 )
 from bmforge.surgery import wrap_forward_
 
-__all__ = ["APPLY", "TensorGroup", "draw_apart_", "hide", "is_mixture", "view_here"]
+__all__ = ["APPLY", "TensorGroup", "add_up_", "draw_apart_", "hide", "is_mixture", "view_here"]
 
 
 class TensorGroup:
@@ -161,7 +161,7 @@ def hide(parameter: Tensor) -> None:
     """Hide the bias from a module (returns None), as it is added after the all-reduce."""
 
 
-def _apply_row_(module: Any, tensor: TensorGroup) -> None:
+def add_up_(module: Any, tensor: TensorGroup) -> None:
     """All-reduce the partial products, then add the bias once.
 
     The module computes its product itself, whatever its weight format, without its bias (`hide`);
@@ -242,7 +242,7 @@ def _apply_gate_(module: Any, tensor: TensorGroup) -> None:
 
 APPLY: dict[str, Callable[[Any, TensorGroup], None]] = {
     "part": _apply_part_,
-    "row": _apply_row_,
+    "row": add_up_,
     "embedding": _apply_embedding_,
     "head": _apply_head_,
     "gate": _apply_gate_,

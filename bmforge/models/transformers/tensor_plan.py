@@ -1,0 +1,112 @@
+"""Tensor-parallel plan of a transformers model, from the plan that transformers states for it.
+
+Attention and MLPs are sharded. Embedding, output layer, routers and stacked experts are held whole
+by every process. A plan that could give wrong gradients is refused: every parameter of a sharded
+part must be in the plan, or belong to a layer that is known to be used before the sharded ones.
+
+Source: `base_model_tp_plan` in transformers' configs; its styles are those of
+`transformers.distributed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from bmforge.models.rules import TensorCut
+from bmforge.nn.foreign_experts import is_foreign_experts
+from bmforge.surgery import match_glob
+
+__all__ = ["find_tensor_plan"]
+
+# transformers' style of a linear layer -> style here.
+_LINEAR = {
+    "colwise": "own_column",
+    "rowwise": "row",
+    "colwise_gather_output": "gathered_column",
+    "rowwise_split_input": "split_row",
+    "mla_kv_a_proj": "shared_tail",
+}
+# Styles of modules that every process holds whole here.
+_WHOLE = frozenset({"moe_tp_experts", "packed_colwise", "packed_rowwise", "embedding_rowwise"})
+_HEAD_NORM = "replicated_with_grad_allreduce"
+_KEY_VALUE = frozenset({"k_proj", "v_proj"})
+# Layers of low-rank projections and routers, whose outputs enter a sharded layer as a whole.
+_BEFORE = ("_a_proj", "_a_layernorm", "_a_norm", "gate", "router", "kv_a_proj_with_mqa")
+
+
+def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
+    """Return the cuts of a model, or none and the reason why it cannot be sharded.
+
+    Args:
+        model: a `TransformersModel`.
+    """
+    config = model.foreign.config.get_text_config(decoder=True)
+    stated = getattr(config, "base_model_tp_plan", None) or {}
+    if not stated or not model.structure.stacks:
+        return (), "transformers has no tensor-parallel plan for it"
+    stack = model.structure.stacks[0]
+    owner = stack.rpartition(".")[0]
+    plan = {(f"{owner}.{glob}" if owner else glob): style for glob, style in stated.items()}
+    modules = {n: m for n, m in model.named_modules() if n.startswith(f"{stack}.")}
+    styles = {n: style for n in modules for glob, style in plan.items() if match_glob(n, glob)}
+    cuts, problem = _make_cuts(modules, styles, config)
+    if problem or not cuts:
+        return (), problem or "its plan names no linear layer of the blocks"
+    return cuts, _find_uncovered(model, modules, styles)
+
+
+def _make_cuts(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str], config: Any
+) -> tuple[tuple[TensorCut, ...], str]:
+    """Return one cut per planned module, and the first style that is not supported."""
+    cuts = []
+    for name, style in styles.items():
+        module = modules[name]
+        if style == _HEAD_NORM:
+            cuts.append(TensorCut(name, "head_norm"))
+        elif type(module) is nn.Linear and style in _LINEAR:
+            cuts.append(_cut_linear(name, module, _LINEAR[style], config))
+        elif not (style in _WHOLE and not isinstance(module, nn.Linear)):
+            return (), f"its plan shards {name} as {style!r}, which bmforge does not support"
+    return tuple(cuts), ""
+
+
+def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> TensorCut:
+    """Return the cut of a linear layer; its units are heads, or the rows that must divide."""
+    units = 0
+    if style == "shared_tail":
+        units = int(config.qk_rope_head_dim)
+    elif style in ("gathered_column", "split_row"):
+        units = module.out_features if style == "gathered_column" else module.in_features
+    elif name.rpartition(".")[2] in _KEY_VALUE:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        units = int(heads)
+    elif name.rpartition(".")[2] in ("q_proj", "o_proj", "q_b_proj", "kv_b_proj"):
+        units = int(config.num_attention_heads)
+    return TensorCut(name, style, units)
+
+
+def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str:
+    """Return the first parameter of a sharded part that the plan does not cover; "" for none."""
+    # Between a gathered and a split layer every process has everything.
+    sharded = {n for n, s in styles.items() if s == "colwise" and type(modules[n]) is nn.Linear}
+    parts = {name.rpartition(".")[0] for name in sharded}
+    for name in _parameter_owners(modules):
+        inside = any(name == part or name.startswith(f"{part}.") for part in parts)
+        covered = any(name == n or name.startswith(f"{n}.") for n in styles)
+        if not inside or covered or is_foreign_experts(modules[name]):
+            continue
+        if not name.endswith(_BEFORE):
+            return f"its plan does not say how {name} is sharded"
+    idle = model.uncalled(list(_parameter_owners(modules)))
+    return f"it reads the weights of {idle[0]} without calling the module" if idle else ""
+
+
+def _parameter_owners(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the names of modules with parameters of their own."""
+    for name, module in modules.items():
+        if any(True for _ in module.parameters(recurse=False)):
+            yield name

@@ -1,0 +1,95 @@
+"""Tensor-parallel linear layers of modules that have no hooks of bmforge.
+
+In bmforge's blocks a part (attention, MLP) sums the gradient of its input once. Modules of other
+libraries have no such place, so every column-sharded layer sums its own input gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.parallel.collectives import all_gather
+from bmforge.parallel.tensor.parts import TensorGroup, add_up_
+
+__all__ = ["FOREIGN_STYLES"]
+
+
+class _GatherColumns(torch.autograd.Function):
+    """All-gather of the last dim; in backward each process keeps its own columns' gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.first, ctx.width = tensor.rank * x.shape[-1], x.shape[-1]
+        return all_gather(x, tensor.group, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].narrow(-1, ctx.first, ctx.width), None
+
+
+class _SplitColumns(torch.autograd.Function):
+    """This process's columns of a replicated tensor; in backward all columns are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor, width = tensor, x.shape[-1] // tensor.size
+        return x.narrow(-1, tensor.rank * width, width).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.tensor.group, -1), None
+
+
+def _sum_input_gradient(tensor: TensorGroup, module: Any, args: tuple[Any, ...]) -> Any:
+    return (tensor.sum_backward(args[0]), *args[1:])
+
+
+def _gather_outputs(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> Tensor:
+    return _GatherColumns.apply(out, tensor)
+
+
+def _split_input(tensor: TensorGroup, module: Any, args: tuple[Any, ...]) -> Any:
+    return (_SplitColumns.apply(args[0], tensor), *args[1:])
+
+
+def _sum_tail_gradient(tensor: TensorGroup, width: int, module: Any, args: Any, out: Tensor) -> Any:
+    return torch.cat((out[..., :-width], tensor.sum_backward(out[..., -width:])), -1)
+
+
+def _apply_own_column_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
+    """Sum the input gradient of a column-sharded layer."""
+    module.register_forward_pre_hook(partial(_sum_input_gradient, tensor))
+
+
+def _apply_gathered_column_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
+    """Sum the input gradient, and return the outputs of all processes."""
+    _apply_own_column_(module, tensor, units)
+    module.register_forward_hook(partial(_gather_outputs, tensor))
+
+
+def _apply_split_row_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
+    """Use this process's columns of a replicated input; the products are added up."""
+    module.register_forward_pre_hook(partial(_split_input, tensor))
+    add_up_(module, tensor)
+
+
+def _apply_shared_tail_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
+    """Sum the gradient of the outputs that the heads of all processes share.
+
+    Multi-head latent attention has one rotary key for all heads; each process has the gradient of
+    its own heads. The other outputs enter a column-sharded layer, which sums theirs.
+    """
+    module.register_forward_hook(partial(_sum_tail_gradient, tensor, units))
+
+
+FOREIGN_STYLES: dict[str, Callable[[nn.Module, TensorGroup, int], None]] = {
+    "own_column": _apply_own_column_,
+    "gathered_column": _apply_gathered_column_,
+    "split_row": _apply_split_row_,
+    "shared_tail": _apply_shared_tail_,
+}
