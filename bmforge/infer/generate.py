@@ -224,7 +224,7 @@ def complete_config(
             f"the model has the head {model.config.head!r}, which writes no text. Open it with "
             "head='language_model', or of an encoder-decoder 'sequence_to_sequence'."
         )
-    idle = [] if returns_text else config.given("stop_strings", "logprobs")
+    idle = [] if returns_text else config.given("stop_strings", "logprobs", "prompt_logprobs")
     if idle:
         raise ConfigError(
             f"{', '.join(idle)}: generate returns token ids, which have no room for it. Use "

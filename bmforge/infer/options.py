@@ -48,6 +48,12 @@ class GenerationConfig:
             decodes the text.
         logprobs: number of most likely tokens whose log-probabilities are returned with that of
             each generated token; only for requests of an engine. None returns none.
+        logprobs_mode: raw_logprobs are those of the model's logits; processed_logprobs those of the
+            distribution that was sampled from: penalties, temperature, top-k, top-p and min-p are
+            applied, and a token that they exclude has -inf.
+        prompt_logprobs: number of most likely tokens whose log-probabilities are returned with that
+            of each prompt token; only for requests of an engine. The prompt is then computed
+            without the prefix cache. None returns none.
         seed: random seed of sampling; None uses torch's global generator, an engine a new seed.
 
     Attributes:
@@ -77,6 +83,8 @@ class GenerationConfig:
     pad_token_id: int | None = None
     stop_strings: tuple[str, ...] = ()
     logprobs: int | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    prompt_logprobs: int | None = None
     seed: int | None = None
 
     def __new__(cls, **options: Any) -> Self:
@@ -119,6 +127,13 @@ class GenerationConfig:
             problems.append("length_penalty and early_stopping need num_beams above 1")
         if self.num_beams > 1 and self.logprobs is not None:
             problems.append("logprobs and num_beams above 1 exclude each other")
+        if self.num_beams > 1 and self.prompt_logprobs is not None:
+            problems.append("prompt_logprobs and num_beams above 1 exclude each other")
+        if self.logprobs_mode == "processed_logprobs" and not self.returns_logprobs:
+            problems.append(
+                "logprobs_mode='processed_logprobs' needs logprobs or prompt_logprobs, such as "
+                "logprobs=0"
+            )
         return problems
 
     @property
@@ -129,6 +144,11 @@ class GenerationConfig:
         return (
             (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
         )
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether log-probabilities of the answer or of the prompt are returned."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
     def given(self, *names: str) -> list[str]:
         """Return ``name=value`` for each of these fields that differs from its default."""
@@ -239,4 +259,10 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("num_return_sequences", "at least 1", lambda v: v >= 1),
     ("stop_strings", "a tuple of texts, none of them empty", _are_texts),
     ("logprobs", "at least 0, or None", lambda v: v is None or v >= 0),
+    (
+        "logprobs_mode",
+        "raw_logprobs or processed_logprobs",
+        lambda v: v in ("raw_logprobs", "processed_logprobs"),
+    ),
+    ("prompt_logprobs", "at least 0, or None", lambda v: v is None or v >= 0),
 )

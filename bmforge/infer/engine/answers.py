@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmforge.infer.engine.batch_choice import Choice, Draw, narrow_sampled
 from bmforge.infer.engine.constraint import Matcher
 from bmforge.infer.engine.request import Completion, FinishReason, Piece, TokenLogprob
 from bmforge.infer.engine.text_stream import TextStream, token_data
@@ -16,7 +17,6 @@ from bmforge.infer.sampling import (
     check_scores,
     draw_number,
     draw_token,
-    narrow_scores,
     process_scores,
 )
 
@@ -82,6 +82,7 @@ class Answer:
         finish_reason: reason why the answer ended; None before its end.
         cached: number of prompt tokens found in the prefix cache.
         is_told: whether the final piece was delivered.
+        weights_version: version of the weights that chose the first token.
     """
 
     def __init__(
@@ -97,20 +98,33 @@ class Answer:
         self.index, self.config = index, config
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.cached, self.is_told = 0, False
+        self.cached, self.is_told, self.weights_version = 0, False, 0
         self._prompt, self._vocabulary, self._matcher = list(prompt), vocabulary, matcher
         ends = (*config.eos_tokens, *hidden)
         self._stream = vocabulary.stream(config.stop_strings, ends, before)
         self._looks_back = bool(config.given(*_OF_ROWS))
+        is_free = matcher is None and not self._looks_back and not config.logit_bias
+        self._is_plain = is_free and not config.logprobs  # None, or 0 without the most likely
         self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: dict[int, TokenLogprob] = {}
         self._told = 0  # number of ids in delivered pieces
         self._fresh = ""
         self._allowed = None if matcher is None else matcher.allowed()
 
-    def choose(self, scores: Tensor) -> int | None:
+    def draw(self, scores: Tensor) -> Draw | None:
+        """Return the next choice for `choose_batch`; None if it depends on the text so far."""
+        if not self._is_plain or len(self.ids) < self.config.min_new_tokens:
+            return None
+        return Draw(self.config, self._number() if self.config.do_sample else 0.0, scores)
+
+    def choose(self, scores: Tensor, choice: Choice | None = None) -> int | None:
         """Choose the next token; None if the answer ends without one.
 
         `finish_reason` is set if the answer ends after this token.
+
+        Args:
+            scores: logits of the next token.
+            choice: result of `choose_batch` for them; None chooses here.
 
         Shape:
             scores: (V,) in fp32
@@ -121,9 +135,16 @@ class Answer:
         if self._matcher is not None and self._allowed is None:
             self.end("stop")
             return None
-        token = self._pick(scores)
-        if self.config.logprobs is not None:
-            self._logprobs.append(self._describe(scores, token))
+        if choice is None:
+            token, sampled = self._pick(scores)
+            if self.config.logprobs is not None:
+                is_raw = self.config.logprobs_mode == "raw_logprobs"
+                self._logprobs.append(self._describe(scores if is_raw else sampled, token))
+        else:
+            token = choice.token
+            if choice.logprob is not None:
+                data = self._vocabulary.data(token)
+                self._logprobs.append(TokenLogprob(token, choice.logprob, data))
         self.ids.append(token)
         if self._matcher is not None:
             self._matcher.take(token)
@@ -139,7 +160,30 @@ class Answer:
             self.end("length")
         return token
 
-    def _pick(self, scores: Tensor) -> int:
+    def score_prompt(self, start: int, scores: Tensor) -> None:
+        """Record the log-probabilities of the prompt tokens behind position `start`.
+
+        Args:
+            start: position of the token that the first row of logits belongs to.
+            scores: logits of consecutive positions.
+
+        Shape:
+            scores: (T, V) in fp32
+        """
+        if self.config.logprobs_mode == "processed_logprobs":
+            scores = narrow_sampled(scores, self.config)
+        for place, row in enumerate(scores, start + 1):
+            if place < len(self._prompt) and self._prompt[place] < len(row):
+                token, count = self._prompt[place], self.config.prompt_logprobs or 0
+                self._prompt_logprobs[place] = self._describe(row, token, count)
+
+    def _number(self) -> float:
+        """Return the random number of the next token."""
+        assert self.config.seed is not None
+        return draw_number(self.config.seed, self.index, len(self.ids))
+
+    def _pick(self, scores: Tensor) -> tuple[int, Tensor]:
+        """Return the next token, and the scores that it was chosen from."""
         config, row = self.config, scores[None]
         seen_ids = torch.tensor([self._known()], dtype=torch.int64, device=scores.device)
         nothing = torch.zeros(1, dtype=torch.int64, device=scores.device)
@@ -150,20 +194,20 @@ class Answer:
             barred[0, :count] = ~self._allowed[:count].to(row.device)
             row = row.masked_fill(barred, -torch.inf)
         check_scores(row)
+        row = narrow_sampled(row, config)[0]
         if not config.do_sample:
-            return int(row.argmax())
-        probabilities = narrow_scores(row, config)[0].softmax(-1)
-        assert config.seed is not None
-        return draw_token(probabilities, draw_number(config.seed, self.index, len(self.ids)))
+            return int(row.argmax()), row
+        return draw_token(row.softmax(-1), self._number()), row
 
     def _known(self) -> list[int]:
         """Return prompt and answer ids if an option depends on them, else an empty list."""
         return [*self._prompt, *self.ids] if self._looks_back else []
 
-    def _describe(self, scores: Tensor, token: int) -> TokenLogprob:
+    def _describe(self, scores: Tensor, token: int, count: int | None = None) -> TokenLogprob:
         """Return the log-probabilities of a token and of the most likely ones at its position."""
         logprobs = scores.log_softmax(-1)
-        best = logprobs.topk(min(self.config.logprobs or 0, len(logprobs)))
+        count = self.config.logprobs or 0 if count is None else count
+        best = logprobs.topk(min(count, len(logprobs)))
         top = tuple(
             TokenLogprob(id, logprob, self._vocabulary.data(id))
             for id, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -209,4 +253,11 @@ class Answer:
             finish_reason=self.finish_reason,
             prompt_tokens=prompt_tokens,
             cached_tokens=self.cached,
+            weights_version=self.weights_version,
+            prompt_logprobs=self._tell_prompt(),
         )
+
+    def _tell_prompt(self) -> tuple[TokenLogprob | None, ...] | None:
+        if self.config.prompt_logprobs is None or self.index:
+            return None
+        return tuple(self._prompt_logprobs.get(place) for place in range(len(self._prompt)))

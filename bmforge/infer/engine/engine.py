@@ -25,7 +25,7 @@ from bmforge.infer.engine.encodings import Encoding
 from bmforge.infer.engine.hold import ModelLock
 from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
 from bmforge.infer.engine.memory_plan import MemoryPlan
-from bmforge.infer.engine.packed_place import make_packed_place, reporting_full_disk
+from bmforge.infer.engine.packed_place import quantize_source
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
@@ -41,11 +41,9 @@ from bmforge.memory.experts_away import ExpertStreamer
 from bmforge.memory.streaming import Streamer
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
-from bmforge.models.pack import PackedReader
-from bmforge.models.quantize import quantize_, quantize_directory
+from bmforge.models.quantize import quantize_
 from bmforge.nn.packing import QuantSpec
 from bmforge.settings import TalkConfig
-from bmforge.surgery import persistent_tensors
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tune.delta.selection import DeltaChoice, check_names, choosing_deltas
 
@@ -155,13 +153,8 @@ class Engine:
         """Return a directory's model on the meta device, and a function that loads it by a plan."""
         self._directory = source = find_model(name)
         if quantize is not None:
-            described = PackedReader(*AutoModel.describe_pretrained(source, **options), quantize)
-            plan(described.model)
-            packed, give_back = make_packed_place(self.config.spill_directory)
-            self._given.callback(give_back)
-            allowed = options.get("allow_unknown", ())
-            with reporting_full_disk(packed, persistent_tensors(described.model).values()):
-                source = quantize_directory(source, packed / "m", quantize, allow_unknown=allowed)
+            folder = self.config.spill_directory
+            source = quantize_source(source, quantize, plan, folder, self._given, options)
         empty_model, files = AutoModel.describe_pretrained(
             source, dtype=dtype or torch.float32, reads=DirectReads(), **options
         )
@@ -259,6 +252,19 @@ class Engine:
         self._check("call", writes=False)
         return self._queue().call(function)
 
+    def weights_changed(self) -> int:
+        """Drop all cached keys and values after a change of weights; return the new version.
+
+        An idle engine notices changes by itself, when a request starts; a running one does not.
+        """
+        self._check("weights_changed", writes=True)
+        return self._queue().weights_changed()
+
+    @property
+    def weights_version(self) -> int:
+        """Number of noticed changes of the weights; every `Completion` has it."""
+        return 0 if self._requests is None else self._requests.weights_version
+
     def requests_status(self) -> RequestsStatus:
         """Return the number of running and waiting requests and of used pages."""
         self._check("requests_status", writes=False)
@@ -321,11 +327,7 @@ class Engine:
             return classify(model, self._ids(inputs), max_rows=self.config.max_rows)
 
     def score(self, pairs: Sequence[tuple[str, str]], *, delta: DeltaChoice = None) -> list[float]:
-        """Return the mean loss of texts after their prompts, in nats per token.
-
-        Args:
-            pairs: (prompt, text that is scored after it).
-        """
+        """Return the mean loss of the texts of (prompt, text) pairs, in nats per token."""
         with self.turn("score", delta=delta) as model:
             return score_pairs(model, self.tokenizer, pairs)
 
@@ -343,11 +345,7 @@ class Engine:
             return fill_blanks(model, self.tokenizer, text, **options)
 
     def chat(self, *, delta: DeltaChoice = None, **options: Any) -> Talk:
-        """Open a conversation with the model, an object with `reply` and `clear`.
-
-        Args:
-            options: fields of `TalkConfig`.
-        """
+        """Open a conversation, with fields of `TalkConfig`: an object with `reply` and `clear`."""
         with self.turn("chat", delta=delta) as model:
             limit = None if self._guard is None else self.config.tokens_of(model)
             talk = open_talk(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bmforge.infer.engine.answers import Answer
+from bmforge.infer.engine.batch_choice import Choice, choose_batch
 from bmforge.infer.engine.changes import Changes
 from bmforge.infer.engine.draft import Draft
 from bmforge.infer.engine.packed_step import PackedStep
@@ -118,6 +119,7 @@ class PackedJobs:
     Attributes:
         jobs: unfinished jobs.
         pages: pages of the KV cache.
+        weights_version: number of noticed changes of the model.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class PackedJobs:
         self.jobs: list[Job] = []
         self._step: PackedStep | None = None
         self._changes = Changes(model, is_shared)
+        self.weights_version = 0
         self._scheduler = Scheduler(self.pages, config.max_num_seqs, config.max_num_batched_tokens)
 
     @property
@@ -161,7 +164,10 @@ class PackedJobs:
         longest = len(ready.ids) + ready.config.max_new_tokens
         ngrams = NgramSpeculator() if self._config.speculates else None
         lookup = ngrams if self._small is None else DraftSpeculator(self._cost, ngrams)
-        sequence = Sequence((job.number, 0), list(ready.ids), keys, longest, lookup)
+        scores_prompt = ready.config.prompt_logprobs is not None
+        sequence = Sequence(
+            (job.number, 0), list(ready.ids), keys, longest, lookup, scores_prompt=scores_prompt
+        )
         job.sequences[sequence] = ready.answers[0]
         self._scheduler.add(sequence)
         self.jobs.append(job)
@@ -180,15 +186,19 @@ class PackedJobs:
             self._step = self._draft = None
             self.pages.forget()
 
-    def notice_changes(self) -> None:
+    def notice_changes(self, has_changed: bool = False) -> None:
         """Drop the KV cache if the model changed; running sequences are recomputed.
 
         The draft model's blocks are checked in the next step.
+
+        Args:
+            has_changed: the caller has changed the weights.
         """
-        if self._changes.since_last():
+        if self._changes.since_last() or has_changed:
             self._scheduler.begin_anew()
             self.pages.forget()
             self._step = None  # dtype and device may have changed too
+            self.weights_version += 1
         for step in (self._step, self._draft):
             if step is not None:
                 step.look_again()
@@ -219,9 +229,10 @@ class PackedJobs:
             for job in dict.fromkeys(jobs):
                 self._fail(job, error)
             return
+        chosen = _choose_together(jobs, parts, logits)
         for job, part, scores in zip(jobs, parts, logits, strict=True):
             if job in self.jobs:
-                self._go_on(job, part, scores)
+                self._go_on(job, part, scores, chosen)
         for job in dict.fromkeys(jobs):
             job.is_running = True
             job.tell()
@@ -232,16 +243,19 @@ class PackedJobs:
         self, step: PackedStep, parts: list[Part], deltas: list[DeltaNames]
     ) -> list[Tensor]:
         rows = [StepRow(part.sequence.pages, part.start, part.end) for part in parts]
-        counts = [1 + len(part.guessed) if part.is_last else 0 for part in parts]
+        counts = [_count_counts(part) for part in parts]
         return step.run(rows, [part.tokens for part in parts], counts, deltas)
 
-    def _go_on(self, job: Job, part: Part, scores: Tensor) -> None:
+    def _go_on(self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, Choice]) -> None:
         """Choose the next tokens of a sequence from a part's logits; errors end the job."""
+        if _reads_prompt(part):
+            job.sequences[part.sequence].score_prompt(part.start, scores)
+            scores = scores[-1:]
         if not part.is_last:
             self._scheduler.finish(part)
             return
         try:
-            self._choose(job, part, scores)
+            self._choose(job, part, scores, chosen)
         except Exception as error:
             self._fail(job, error)
             return
@@ -251,12 +265,14 @@ class PackedJobs:
             del job.sequences[sequence]
             self._scheduler.remove(sequence)
 
-    def _choose(self, job: Job, part: Part, scores: Tensor) -> None:
+    def _choose(self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, Choice]) -> None:
         """Choose the next tokens of a sequence; after a prompt, one for each answer."""
         sequence, answers = part.sequence, job.ready.answers
         answer = job.sequences[sequence]
         for number, row in enumerate(scores):
-            token = answer.choose(row)
+            if not answer.ids:
+                answer.weights_version = self.weights_version
+            token = answer.choose(row, None if part.guessed else chosen.get(answer))
             sequence.tokens.append(0 if token is None else token)
             is_right = number < len(part.guessed) and token == part.guessed[number]
             if not is_right or answer.finish_reason is not None:
@@ -267,8 +283,8 @@ class PackedJobs:
         answer.cached = sequence.cached or 0
         is_first = len(sequence.tokens) == sequence.prompt_length + 1 and answer.index == 0
         for other in answers[1:] if is_first else ():
-            own = other.choose(scores[0])
-            other.cached = answer.cached
+            own = other.choose(scores[0], chosen.get(other))
+            other.cached, other.weights_version = answer.cached, answer.weights_version
             if other.finish_reason is None and own is not None:
                 twin = self._scheduler.fork(sequence, (job.number, other.index))
                 twin.tokens[-1] = own
@@ -277,3 +293,34 @@ class PackedJobs:
     def _fail(self, job: Job, error: Exception) -> None:
         self.remove(job)
         job.fail(error)
+
+
+def _reads_prompt(part: Part) -> bool:
+    """Return True if log-probabilities of prompt tokens follow from a part's logits."""
+    return part.sequence.scores_prompt and part.start < part.sequence.prompt_length
+
+
+def _count_wanted(part: Part) -> int:
+    """Return the number of last tokens of a part whose logits are needed."""
+    if _reads_prompt(part):
+        return part.end - part.start
+    return 1 + len(part.guessed) if part.is_last else 0
+
+
+def _choose_together(
+    jobs: list[Job], parts: list[Part], scores: list[Tensor]
+) -> dict[Answer, Choice]:
+    """Choose the next tokens of all answers whose choice does not depend on their text."""
+    answers, draws = [], []
+    for job, part, rows in zip(jobs, parts, scores, strict=True):
+        if not part.is_last or part.guessed:
+            continue
+        first = job.sequences[part.sequence]
+        is_first = part.end == part.sequence.prompt_length and first.index == 0
+        for answer in (first, *job.ready.answers[1:]) if is_first else (first,):
+            draw = answer.draw(rows[-1])
+            if draw is not None:
+                answers.append(answer)
+                draws.append(draw)
+    chosen = zip(answers, choose_batch(draws), strict=True)
+    return {answer: choice for answer, choice in chosen if choice is not None}

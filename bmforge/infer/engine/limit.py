@@ -48,7 +48,12 @@ def check_size(
 def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a module in memory that an engine cannot place."""
     record = laid_out(model)
-    if record is not None and (record.mesh is not None or record.streamers):
+    mesh = None if record is None else record.mesh
+    # A layout of one process leaves plain parameters, unless it changes their precision.
+    is_cut = any(type(p.data) is not Tensor for p in model.parameters())
+    if record is not None and (
+        is_cut or (mesh is not None and mesh.size() > 1) or record.streamers
+    ):
         raise ConfigError(
             f"the {type(model).__name__} is laid out over processes, or streamed, already. "
             "Give the engine a plain model, or the directory it was saved in."

@@ -10,16 +10,21 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.memory.spill import format_bytes
+from bmforge.models import AutoModel
+from bmforge.models.pack import PackedReader
+from bmforge.models.quantize import quantize_directory
+from bmforge.nn.packing import QuantSpec
+from bmforge.surgery import persistent_tensors
 
 fcntl: Any
 try:
@@ -27,7 +32,7 @@ try:
 except ImportError:  # Windows: abandoned directories are not removed
     fcntl = None
 
-__all__ = ["make_packed_place", "reporting_full_disk"]
+__all__ = ["make_packed_place", "quantize_source", "reporting_full_disk"]
 
 _PREFIX = "bmforge-packed-"
 
@@ -59,6 +64,33 @@ def make_packed_place(folder: Path | None) -> tuple[Path, Callable[[], None]]:
             os.close(descriptor)
 
     return directory, give_back
+
+
+def quantize_source(
+    source: Path,
+    quantize: str | QuantSpec,
+    check: Callable[[nn.Module], object],
+    folder: Path | None,
+    given: ExitStack,
+    options: Mapping[str, Any],
+) -> Path:
+    """Write a model directory's quantized weights into a temporary directory; return it.
+
+    Args:
+        source: model directory.
+        quantize: quantization scheme.
+        check: function that raises if the quantized model, on meta, does not fit into memory.
+        folder: parent of the temporary directory; None uses the system's.
+        given: stack that removes the temporary directory when it is closed.
+        options: arguments of `Model.from_pretrained`.
+    """
+    described = PackedReader(*AutoModel.describe_pretrained(source, **options), quantize)
+    check(described.model)
+    packed, give_back = make_packed_place(folder)
+    given.callback(give_back)
+    allowed = options.get("allow_unknown", ())
+    with reporting_full_disk(packed, persistent_tensors(described.model).values()):
+        return quantize_directory(source, packed / "m", quantize, allow_unknown=allowed)
 
 
 @contextmanager

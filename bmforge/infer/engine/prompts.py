@@ -94,6 +94,11 @@ class Reader:
             row = torch.tensor([ids])
             check_prompt(model, row, torch.ones_like(row), config)
         is_packed = self._can_pack and config.num_beams == 1
+        if config.prompt_logprobs is not None and not is_packed:
+            raise ConfigError(
+                f"prompt_logprobs={config.prompt_logprobs} needs a decoder-only model whose "
+                f"requests are batched; a {type(model).__name__} is not one. Leave it out."
+            )
         self._check_size(len(ids), config, is_packed)
         answers = self._answers(request, config, read_ids, hidden)
         return Ready(request, tuple(ids), config, answers, is_packed, deltas)
@@ -136,7 +141,7 @@ class Reader:
         """Raise `ConfigError` for options that contradict each other."""
         fills = is_document(self._model, request)
         has_beams = config.num_beams > 1
-        needs_text = request.constraint is not None or config.logprobs is not None
+        needs_text = request.constraint is not None or config.returns_logprobs
         if (has_beams or fills) and (needs_text or config.stop_strings):
             what = "documents, which CPM-Bee fills" if fills else "beams"
             raise ConfigError(

@@ -67,7 +67,7 @@ class TokenLogprob:
 
     Args:
         id: token id.
-        logprob: log-probability under the model's unmodified logits.
+        logprob: log-probability, by `GenerationConfig.logprobs_mode`.
         data: bytes of the token in UTF-8, possibly part of a character.
         top: most likely tokens at the same position, best first.
     """
@@ -109,6 +109,9 @@ class Completion:
         finish_reason: reason why the answer ended.
         prompt_tokens: number of prompt tokens.
         cached_tokens: number of prompt tokens found in the prefix cache.
+        weights_version: `Engine.weights_version` when the first token was chosen.
+        prompt_logprobs: log-probabilities of the prompt tokens if requested, in the first answer;
+            None for tokens without one: the first, and rows of a soft prompt.
     """
 
     index: int
@@ -118,6 +121,8 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     cached_tokens: int
+    weights_version: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,6 +152,20 @@ class Requests:
             self._wake()
         return future.result()
 
+    def weights_changed(self) -> int:
+        """Drop all cached keys and values; return the new version of the weights."""
+
+        def drop() -> int:
+            self._packed.notice_changes(has_changed=True)
+            return self._packed.weights_version
+
+        return self.call(drop)
+
+    @property
+    def weights_version(self) -> int:
+        """Number of noticed changes of the model."""
+        return self._packed.weights_version
+
     @property
     def is_here(self) -> bool:
         """Whether this is the engine's thread."""
@@ -237,7 +251,11 @@ class Requests:
             self._packed.notice_changes()
         while self._inbox:
             job = self._inbox.popleft()
-            self._packed.add(job) if job.rows is None else self._rows.append(job)
+            if job.rows is None:
+                self._packed.add(job)
+            else:
+                self._packed.notice_changes()
+                self._rows.append(job)
         now = time.monotonic()
         for job in [*self._packed.jobs, *self._rows]:
             reason = job.over(now)
@@ -273,6 +291,9 @@ class Requests:
             used += job.rows.count
             if job.is_done:
                 continue
+            if not job.is_running:
+                for answer in job.ready.answers:
+                    answer.weights_version = self._packed.weights_version
             job.is_running = True
             try:
                 goes_on = job.rows.step()

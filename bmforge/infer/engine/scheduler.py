@@ -61,6 +61,7 @@ class Sequence:
         keys: prefix cache keys of the pages.
         longest: maximum final length in tokens.
         lookup: speculator; None without speculative decoding.
+        scores_prompt: compute the logits of every prompt token, without the prefix cache.
 
     Attributes:
         prompt_length: number of prompt tokens.
@@ -73,6 +74,7 @@ class Sequence:
     keys: PrefixKeys
     longest: int
     lookup: NgramSpeculator | DraftSpeculator | None = None
+    scores_prompt: bool = False
     prompt_length: int = 0
     stored: int = 0
     cached: int | None = None
@@ -255,7 +257,7 @@ class Scheduler:
         """Start a waiting sequence if there are enough pages for all its tokens."""
         unit = self.cut.unit or PAGE_TOKENS
         cached = []
-        if self.cut.shares:
+        if self.cut.shares and not sequence.scores_prompt:
             cached = find_prefix(self.pages, sequence.keys, sequence.tokens, unit)
         needed = pages_of(len(sequence.tokens) + 1) - len(cached)
         needed = min(needed, pages_of(sequence.longest) - len(cached))

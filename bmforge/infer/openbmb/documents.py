@@ -42,6 +42,7 @@ _FIXED = (
     "pad_token_id",
     "stop_strings",
     "logprobs",
+    "prompt_logprobs",
 )
 
 
