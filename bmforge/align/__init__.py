@@ -1,4 +1,5 @@
-"""Post-training: preference optimization and reward models, on any model and layout.
+"""Post-training: preferences, reward models and reinforcement learning, on any model and layout.
 
-Start reading at `scoring.py`, which computes log-probabilities of tokens.
+Start reading at `scoring.py`, which computes log-probabilities of tokens; for reinforcement
+learning, at `rollouts.py`.
 """

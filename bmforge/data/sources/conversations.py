@@ -19,7 +19,7 @@ from bmforge.data.sources.packed import PACKED, open_unpacked
 from bmforge.errors import DataError, MissingDependencyError
 from bmforge.tokenizers.chat_messages import Message
 
-__all__ = ["ChatExample", "find_conversation_files", "read_conversations"]
+__all__ = ["ChatExample", "find_conversation_files", "read_conversations", "read_records"]
 
 _TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _PARQUET = ".parquet"
@@ -57,7 +57,7 @@ def read_conversations(path: str | os.PathLike[str]) -> list[ChatExample]:
     return [
         _read_record(location, record)
         for file in find_conversation_files(path)
-        for location, record in _read_records(file)
+        for location, record in read_records(file)
     ]
 
 
@@ -101,7 +101,7 @@ def _read_record(location: str, record: Any) -> ChatExample:
     return ChatExample(location, messages, read_tools(record, location), fields)
 
 
-def _read_records(file: Path) -> Iterator[tuple[str, Any]]:
+def read_records(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the place and the parsed value of every entry of a file."""
     if _suffix_of(file) == _PARQUET:
         yield from _read_parquet(file)

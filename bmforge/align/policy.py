@@ -1,0 +1,306 @@
+"""Policy-gradient losses of reinforcement learning, as tables of functions.
+
+A `Policy` names one entry of each table; `METHODS` are the published combinations. All functions
+work on (B, T) tensors whose mask is 1 on the tokens of answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmforge.align.advantages import AdvantageName
+from bmforge.errors import ConfigError
+
+__all__ = [
+    "METHODS",
+    "Policy",
+    "PolicyConfig",
+    "PolicyInputs",
+    "correct_sampling",
+    "count_items",
+    "estimate_kl",
+    "policy_loss",
+]
+
+RatioName = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+ClipName = Literal["ppo", "cispo", "none"]
+NormalizeName = Literal["sequence", "token", "fixed", "sum"]
+EstimatorName = Literal["k1", "k2", "k3"]
+CorrectionName = Literal["none", "truncate", "mask"]
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    """Parts of a policy loss; those that are not given are the method's (`METHODS`).
+
+    Args:
+        advantage: advantage of an answer; see `ADVANTAGES`.
+        ratio: level of the probability ratio pi/old: each token; the mean of an answer (sequence);
+            the mean in value with the gradient of each token (sequence_token); or the sum of an
+            answer (sequence_sum).
+        clip: ppo is the clipped surrogate of PPO; cispo clips the weight of a plain policy
+            gradient; none is the plain policy gradient.
+        clip_low: lower clip range of the ratio, below 1; no effect with cispo.
+        clip_high: upper clip range above 1; with cispo the largest weight.
+        clip_dual: upper bound of the ratio for negative advantages (dual-clip PPO, arXiv
+            1912.09729; default: none).
+        normalize: denominator of the loss: sequence is the mean over answers of the mean over their
+            tokens; token the mean over all tokens of the step; fixed the sum divided by answers x
+            max_new_tokens; sum the mean over answers of the sum over their tokens.
+        beta: coefficient of the KL divergence to the reference; 0 has no reference.
+        kl: estimator: k1 = log pi - log ref; k2 = half its square; k3 = ref/pi - 1 + k1.
+        kl_in: subtract the KL from the reward, or add it to the loss.
+        kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
+            reverse KL (TRL's use_bias_correction_kl; default: on).
+        correction: correction of answers whose sampler was not the trained policy, by the weight
+            old/sampler of each token: none, truncate (at most correction_cap) or mask (tokens with
+            a weight above correction_cap or below its inverse are left out).
+        correction_cap: limit of the correction's weight (default: 2).
+        entropy_bonus: coefficient of the entropy that is added to the objective (default: 0).
+    """
+
+    advantage: AdvantageName | None = None
+    ratio: RatioName | None = None
+    clip: ClipName | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+    clip_dual: float | None = None
+    normalize: NormalizeName | None = None
+    beta: float | None = None
+    kl: EstimatorName | None = None
+    kl_in: Literal["loss", "reward"] | None = None
+    kl_importance: bool | None = None
+    correction: CorrectionName | None = None
+    correction_cap: float | None = None
+    entropy_bonus: float | None = None
+
+    def resolve(self, method: str) -> Policy:
+        """Return the policy loss of a method with the given parts replaced.
+
+        Raises:
+            ConfigError: the method is unknown, or a number is out of range or has no effect.
+        """
+        if method not in METHODS:
+            raise ConfigError(f"method={method!r} is unknown (known: {', '.join(METHODS)}).")
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        policy = Policy(**{**METHODS[method], **given})
+        policy.check()
+        return policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A complete policy loss; fields as in `PolicyConfig`, with the defaults of GRPO."""
+
+    advantage: AdvantageName = "group"
+    ratio: RatioName = "token"
+    clip: ClipName = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float | None = None
+    normalize: NormalizeName = "sequence"
+    beta: float = 0.0
+    kl: EstimatorName = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_importance: bool = True
+    correction: CorrectionName = "none"
+    correction_cap: float = 2.0
+    entropy_bonus: float = 0.0
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a number out of range, or a KL that has no effect."""
+        wrong = [
+            f"rl.{name}={getattr(self, name)} must be at least {least}"
+            for name, least in (("clip_low", 0), ("clip_high", 0), ("beta", 0))
+            if getattr(self, name) < least
+        ]
+        if self.clip == "ppo" and self.clip_low > 1:
+            wrong.append(f"rl.clip_low={self.clip_low} must be at most 1")
+        if self.clip_dual is not None and (self.clip_dual <= 1 or self.clip != "ppo"):
+            wrong.append(f"rl.clip_dual={self.clip_dual} must be above 1, with rl.clip=ppo")
+        if self.correction_cap < 1:
+            wrong.append(f"rl.correction_cap={self.correction_cap} must be at least 1")
+        if self.kl_in == "reward" and self.kl != "k1":
+            wrong.append(f"rl.kl={self.kl} must be k1 with rl.kl_in=reward")
+        if wrong:
+            raise ConfigError(f"{'; '.join(wrong)}.")
+
+
+# Published methods: their fields that differ from GRPO's.
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {},  # arXiv 2402.03300
+    "dr_grpo": {"advantage": "mean", "normalize": "fixed"},  # 2503.20783
+    "dapo": {"clip_high": 0.28, "normalize": "token"},  # 2503.14476
+    "rloo": {  # 2402.14740
+        **{"advantage": "leave_one_out", "ratio": "sequence_sum"},
+        **{"kl": "k1", "kl_in": "reward", "beta": 0.05},
+    },
+    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},  # 2507.18071
+    "cispo": {"clip": "cispo", "clip_high": 5.0, "normalize": "token"},  # 2506.13585
+    "reinforce++": {  # 2501.03262
+        **{"advantage": "whitened", "normalize": "token", "kl": "k1", "kl_in": "reward"},
+    },
+}
+
+
+class PolicyInputs(NamedTuple):
+    """Tensors of a micro-batch of answers; those that are None are not used.
+
+    Args:
+        logprobs: log-probabilities of the trained policy, with gradient.
+        mask: 1 on the tokens of answers that count.
+        advantages: advantage of each token.
+        old: log-probabilities at the beginning of the update; None takes `logprobs` detached.
+        reference: log-probabilities of the reference.
+        sampler: log-probabilities of the policy that has written the answers.
+        entropy: entropy at each token.
+
+    Shape:
+        all (B, T)
+    """
+
+    logprobs: Tensor
+    mask: Tensor
+    advantages: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    sampler: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def _mean_of_answer(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of each row over its mask, (B, 1); 0 for an empty mask."""
+    return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _mean_in_value(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    mean = _mean_of_answer(log_ratio, mask).detach()
+    return mean + log_ratio - log_ratio.detach()
+
+
+# level -> function (log ratio of tokens, mask) -> log ratio
+RATIOS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda log_ratio, mask: log_ratio,
+    "sequence": lambda log_ratio, mask: _mean_of_answer(log_ratio, mask).expand_as(log_ratio),
+    "sequence_token": _mean_in_value,
+    "sequence_sum": lambda log_ratio, mask: (
+        (log_ratio * mask).sum(1, keepdim=True).expand_as(log_ratio)
+    ),
+}
+
+
+def _clip_ppo(ratio: Tensor, inputs: PolicyInputs, config: Policy) -> Tensor:
+    """Return PPO's clipped surrogate loss of every token."""
+    bounded = ratio
+    if config.clip_dual is not None:
+        bounded = torch.where(inputs.advantages < 0, ratio.clamp(max=config.clip_dual), ratio)
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -torch.minimum(bounded * inputs.advantages, clipped * inputs.advantages)
+
+
+def _clip_weight(ratio: Tensor, inputs: PolicyInputs, config: Policy) -> Tensor:
+    """Return the policy gradient of every token, weighted by the detached, clipped ratio."""
+    return -ratio.clamp(max=config.clip_high).detach() * inputs.advantages * inputs.logprobs
+
+
+def _weigh_plainly(ratio: Tensor, inputs: PolicyInputs, config: Policy) -> Tensor:
+    return -ratio * inputs.advantages
+
+
+CLIPS: Mapping[str, Callable[[Tensor, PolicyInputs, Policy], Tensor]] = {
+    "ppo": _clip_ppo,
+    "cispo": _clip_weight,
+    "none": _weigh_plainly,
+}
+ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: log_ratio,
+    "k2": lambda log_ratio: log_ratio**2 / 2,
+    "k3": lambda log_ratio: torch.expm1(-log_ratio) + log_ratio,
+}
+
+
+def estimate_kl(logprobs: Tensor, reference: Tensor, kind: str) -> Tensor:
+    """Return an estimate of KL(policy || reference) at every sampled token.
+
+    Source: Schulman, "Approximating KL divergence" (2020).
+    """
+    return ESTIMATORS[kind](logprobs - reference)
+
+
+def correct_sampling(old: Tensor, sampler: Tensor, config: Policy) -> Tensor:
+    """Return the detached weight old/sampler of every token, truncated or masked."""
+    weight = (old - sampler).exp().detach()
+    if config.correction == "truncate":
+        return weight.clamp(max=config.correction_cap)
+    is_near = (weight <= config.correction_cap) & (weight >= 1 / config.correction_cap)
+    return weight * is_near
+
+
+def _spread(mask: Tensor, config: Policy, max_tokens: int) -> Tensor:
+    """Return the weight of every token, so that the sum over `count_items` is the mean."""
+    if config.normalize == "sequence":
+        return mask / mask.sum(1, keepdim=True).clamp(min=1)
+    if config.normalize == "fixed":
+        return mask / max_tokens
+    return mask
+
+
+def count_items(mask: Tensor, config: Policy) -> int:
+    """Return what the loss of a micro-batch is divided by: scored tokens, or scored answers."""
+    if config.normalize == "token":
+        return int(mask.sum())
+    return int((mask.sum(1) > 0).sum())
+
+
+def policy_loss(
+    inputs: PolicyInputs, config: Policy, max_tokens: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the summed loss of a micro-batch, to be divided by the step's `count_items`.
+
+    Args:
+        inputs: tensors of the answers.
+        config: the method.
+        max_tokens: maximum length of an answer, for the fixed normalization.
+
+    Returns:
+        the loss, and sums over tokens of the clipped fractions and the KL, without gradient
+    """
+    mask = inputs.mask.to(inputs.logprobs.dtype)
+    inputs = inputs._replace(advantages=inputs.advantages.to(inputs.logprobs.dtype))
+    old = inputs.logprobs.detach() if inputs.old is None else inputs.old
+    log_ratio = (inputs.logprobs - old) * mask
+    ratio = RATIOS[config.ratio](log_ratio, mask).exp()
+    loss = CLIPS[config.clip](ratio, inputs, config)
+    if config.ratio == "sequence_sum" and config.normalize != "sequence":
+        # The loss of an answer counts once, not once per token.
+        loss = loss / mask.sum(1, keepdim=True).clamp(min=1)
+    if inputs.sampler is not None and config.correction != "none":
+        loss = loss * correct_sampling(old, inputs.sampler, config)
+    sums = _count_clipped(ratio.detach(), inputs, config, mask)
+    if inputs.reference is not None:
+        kl = estimate_kl(inputs.logprobs, inputs.reference, config.kl)
+        sums["kl"] = (kl.detach() * mask).sum()
+        if config.kl_in == "loss":
+            weight = (inputs.logprobs - old).exp() if config.kl_importance else 1.0
+            loss = loss + config.beta * kl * weight
+    if config.entropy_bonus and inputs.entropy is not None:
+        loss = loss - config.entropy_bonus * inputs.entropy
+    return (loss * _spread(mask, config, max_tokens)).sum(), sums
+
+
+def _count_clipped(
+    ratio: Tensor, inputs: PolicyInputs, config: Policy, mask: Tensor
+) -> dict[str, Tensor]:
+    """Return the numbers of tokens whose ratio is clipped below and above."""
+    is_low = (ratio < 1 - config.clip_low) & (inputs.advantages < 0)
+    is_high = (ratio > 1 + config.clip_high) & (inputs.advantages > 0)
+    if config.clip != "ppo":
+        is_low = torch.zeros_like(is_high)
+        is_high = ratio > config.clip_high if config.clip == "cispo" else is_low
+    low, high = (is_low * mask).sum(), (is_high * mask).sum()
+    return {"clip_low": low, "clip_high": high, "clip_region": low + high}

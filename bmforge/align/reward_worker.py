@@ -1,0 +1,134 @@
+"""Process that runs one reward function: reads calls and writes rewards as lines of JSON.
+
+Started by `rewards.RewardProcess` as ``python -m bmforge.align.reward_worker SPEC``. A process can
+be killed when a user's function hangs, a thread cannot. Lines are JSON rather than pickles, and the
+function's prints go to the standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bmforge.align.verifiers import VERIFIERS, make_verifier
+from bmforge.errors import ConfigError
+
+__all__ = ["load_function", "main"]
+
+_ATTEMPTS = 3
+# An answer of a reward server that is larger than this is refused.
+_MAX_BYTES = 1 << 26
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """Return the reward function that a specification names.
+
+    Args:
+        spec: ``module:function``, ``file.py:function``, a verifier such as ``exact:answer``, or an
+            HTTP address.
+
+    Raises:
+        ConfigError: there is no such module, file or function.
+    """
+    if spec.startswith(("http://", "https://")):
+        return lambda **batch: _post(spec, batch)
+    place, _, name = spec.rpartition(":")
+    kind, _, argument = spec.partition(":")
+    if kind in VERIFIERS:
+        return make_verifier(kind, argument)
+    if not place or not name:
+        raise ConfigError(
+            f"--reward {spec}: give module:function, file.py:function, dir:MODEL, an http address, "
+            f"or a verifier: {', '.join(VERIFIERS)}."
+        )
+    try:
+        module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        raise ConfigError(f"--reward {spec}: {place} cannot be imported ({error!r}).") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"--reward {spec}: {place} has no function {name!r}.")
+    return function
+
+
+def _import_file(place: str) -> Any:
+    file = Path(place).resolve()
+    sys.path.insert(0, str(file.parent))  # for modules next to it
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise FileNotFoundError(f"{place} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _post(address: str, batch: dict[str, Any]) -> Any:
+    """Send a batch to a reward server and return the ``rewards`` of its answer."""
+    data = json.dumps(batch).encode()
+    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+    for attempt in range(_ATTEMPTS):
+        try:
+            with urllib.request.urlopen(request) as reply:
+                return json.loads(reply.read(_MAX_BYTES))["rewards"]
+        except OSError:
+            if attempt + 1 == _ATTEMPTS:
+                raise
+    return None
+
+
+def _call(function: Callable[..., Any], batch: dict[str, Any]) -> Any:
+    """Call a function with the arguments that it takes; await a coroutine."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        batch = {name: value for name, value in batch.items() if name in names}
+    out = function(**batch)
+    return asyncio.run(_wait_for(out)) if inspect.isawaitable(out) else out
+
+
+async def _wait_for(out: Any) -> Any:
+    return await out
+
+
+def _plain(value: Any) -> Any:
+    """Return a reward as a JSON number or None; anything else as its text, which is refused."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    try:
+        return repr(value)[:80] if isinstance(value, str) else float(value)  # of NumPy or torch
+    except (TypeError, ValueError):
+        return repr(value)[:80]
+
+
+def main() -> None:
+    """Load the function of the command line and answer calls until the input ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.path.insert(0, os.getcwd())
+    function = None
+    try:
+        function = load_function(sys.argv[1])
+        reply: dict[str, Any] = {"ready": True}
+    except Exception as error:
+        reply = {"error": str(error) if isinstance(error, ConfigError) else repr(error)}
+    print(json.dumps(reply), file=replies, flush=True)
+    for line in sys.stdin if function is not None else ():
+        try:
+            reply = {"rewards": [_plain(value) for value in _call(function, json.loads(line))]}
+        except Exception as error:  # a user's function may raise anything
+            reply = {"error": repr(error)[:500]}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

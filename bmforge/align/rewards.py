@@ -1,0 +1,338 @@
+"""Rewards of generated answers: Python functions, verifiers, reward models and HTTP servers.
+
+A reward function has TRL's signature: ``f(prompts, completions, completion_ids, **columns)``
+returns one number, or None, per completion; columns are the prompts' other fields. A function that
+hangs, raises, or returns something else gives no rewards in this call: the failure is counted and
+logged with its name, and the run continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from bmforge.align.verifiers import VERIFIERS
+from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
+
+__all__ = ["CallableReward", "RewardProcess", "RewardSet", "Scorer", "open_rewards", "read_weight"]
+
+Rewards = list[float | None]
+
+
+class Scorer(Protocol):
+    """Source of rewards for batches of answers."""
+
+    def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
+        """Return a reward per answer; any exception is a failure of the call."""
+
+    def close(self) -> None:
+        """Release processes and models."""
+
+
+def read_weight(spec: str) -> tuple[str, float]:
+    """Return a specification without its weight, and the weight (default: 1).
+
+    Raises:
+        ConfigError: the weight is not finite.
+    """
+    match = re.fullmatch(r"(.+)=([-+]?[\d.]+(?:[eE][-+]?\d+)?|[-+]?inf|nan)", spec)
+    if match is None:
+        return spec, 1.0
+    try:
+        weight = float(match[2])
+    except ValueError:
+        return spec, 1.0
+    if not math.isfinite(weight):
+        raise ConfigError(f"--reward {spec}: the weight must be a finite number.")
+    return match[1], weight
+
+
+class RewardProcess:
+    """Runs a reward function in a process of its own, which is killed after a time limit.
+
+    Args:
+        spec: specification of the function; see `reward_worker.load_function`.
+        timeout_s: time limit of the start in seconds.
+
+    Raises:
+        ConfigError: the function cannot be loaded.
+    """
+
+    def __init__(self, spec: str, timeout_s: float = 60.0) -> None:
+        self.spec = spec
+        self._process: subprocess.Popen[str] | None = None
+        self._replies: queue.Queue[str] = queue.Queue()
+        self._start(timeout_s)
+
+    def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
+        """Return a reward per answer.
+
+        Raises:
+            TimeoutError: the function has not returned in time; its process is killed.
+            RuntimeError: the function raises, or its process has ended.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._start(timeout_s)
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        # Written in a thread, as a process that reads nothing would block it.
+        line = json.dumps(batch, default=str) + "\n"
+        threading.Thread(target=_write, args=(process, line), daemon=True).start()
+        reply = self._read(timeout_s)
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply["rewards"]
+
+    def close(self) -> None:
+        """Kill the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self, timeout_s: float) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bmforge.align.reward_worker", self.spec],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # Ctrl-C ends the run, which closes this process
+        )
+        self._replies = queue.Queue()
+        reader = threading.Thread(
+            target=_read_lines, args=(self._process, self._replies), daemon=True
+        )
+        reader.start()
+        try:
+            reply = self._read(timeout_s)
+        except (TimeoutError, RuntimeError) as error:
+            raise ConfigError(f"--reward {self.spec} did not start: {error}.") from error
+        if "error" in reply:
+            self.close()
+            raise ConfigError(reply["error"])
+
+    def _read(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            line = self._replies.get(timeout=timeout_s)
+        except queue.Empty:
+            self.close()
+            raise TimeoutError(f"no result after {timeout_s:g} seconds") from None
+        if not line:
+            self.close()
+            raise RuntimeError("its process has ended")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+def _read_lines(process: subprocess.Popen[str], replies: queue.Queue[str]) -> None:
+    """Pass on the lines of a process, and an empty one at its end."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        replies.put(line)
+    replies.put("")
+
+
+def _write(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):  # the process has ended, which the reader reports
+        process.stdin.write(line)
+        process.stdin.flush()
+
+
+class CallableReward:
+    """Calls a Python function of this process in a thread; a hanging call is abandoned.
+
+    Args:
+        function: reward function with TRL's signature, sync or async.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
+        """Return a reward per answer; raise the function's exception or `TimeoutError`."""
+        results: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+
+        def work() -> None:
+            try:
+                out = self._function(**batch)
+                if inspect.isawaitable(out):
+                    out = asyncio.run(_wait_for(out))
+                results.put((out, None))
+            except BaseException as error:  # a user's function may raise anything
+                results.put((None, error))
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            out, error = results.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"no result after {timeout_s:g} seconds") from None
+        if error is not None:
+            raise RuntimeError(repr(error)) from error
+        return out
+
+    def close(self) -> None:
+        """Do nothing: the function belongs to the caller."""
+
+
+async def _wait_for(out: Any) -> Any:
+    return await out
+
+
+class RewardSet:
+    """Several named, weighted sources of rewards.
+
+    Args:
+        sources: name -> source, in the order of the weights.
+        weights: weight of each source in the sum.
+        timeout_s: time limit of a call in seconds.
+
+    Attributes:
+        failures: name -> number of calls without a usable result.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Scorer], weights: Sequence[float], timeout_s: float = 60.0
+    ) -> None:
+        if not sources:
+            raise ConfigError(
+                "there is no reward. Give --reward module:function, or a verifier such as "
+                "--reward exact:answer."
+            )
+        if timeout_s <= 0:
+            raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0 seconds.")
+        self._sources, self.weights, self._timeout_s = dict(sources), list(weights), timeout_s
+        self.failures = dict.fromkeys(self._sources, 0)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sources."""
+        return list(self._sources)
+
+    def score(self, batch: Mapping[str, Any]) -> dict[str, Rewards]:
+        """Return the rewards of every source; None for an answer that it has not scored.
+
+        Args:
+            batch: ``prompts``, ``completions``, ``completion_ids`` and columns, of equal lengths.
+        """
+        count = len(batch["completions"])
+        return {name: self._score(name, batch, count) for name in self._sources}
+
+    def _score(self, name: str, batch: Mapping[str, Any], count: int) -> Rewards:
+        if not count:
+            return []
+        try:
+            values = list(self._sources[name].score(batch, self._timeout_s))
+        except Exception as error:  # a reward must never stop the run
+            self._report(name, f"{error}")
+            return [None] * count
+        if len(values) != count:
+            self._report(name, f"{len(values)} rewards for {count} answers")
+            return [None] * count
+        rewards = [_read_reward(value) for value in values]
+        wrong = [v for v, r in zip(values, rewards, strict=True) if r is None and v is not None]
+        if wrong:
+            self._report(name, f"{len(wrong)} of {count} rewards are not finite: {wrong[0]!r}")
+        return rewards
+
+    def _report(self, name: str, what: str) -> None:
+        self.failures[name] += 1
+        get_logger().warning(
+            "reward %s failed (%d times so far), its answers are not scored by it: %s",
+            *(name, self.failures[name], what),
+        )
+
+    def close(self) -> None:
+        """Close all sources."""
+        for source in self._sources.values():
+            source.close()
+
+
+def _read_reward(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
+    try:
+        number = None if value is None or isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if number is not None and math.isfinite(number) else None
+
+
+def open_rewards(
+    rewards: Sequence[str | Callable[..., Any]],
+    timeout_s: float = 60.0,
+    open_model: Callable[[str], Scorer] | None = None,
+) -> RewardSet:
+    """Open the reward functions of a run.
+
+    Args:
+        rewards: functions, or specifications ``NAME[=WEIGHT]``: ``module:function``,
+            ``file.py:function``, a verifier such as ``exact:answer``, ``dir:REWARD_MODEL``, or an
+            HTTP address.
+        timeout_s: time limit of a call in seconds.
+        open_model: function that opens the directory of a reward model.
+
+    Raises:
+        ConfigError: there is no reward, or one cannot be opened.
+    """
+    sources: dict[str, Scorer] = {}
+    weights = []
+    try:
+        for reward in rewards:
+            spec, weight = (
+                read_weight(reward) if isinstance(reward, str) else (_name_of(reward), 1.0)
+            )
+            name = _short_name(spec)
+            name = name if name not in sources else f"{name}_{len(sources)}"
+            sources[name] = _open(reward if callable(reward) else spec, timeout_s, open_model)
+            weights.append(weight)
+        return RewardSet(sources, weights, timeout_s)
+    except BaseException:
+        for source in sources.values():
+            source.close()
+        raise
+
+
+def _open(
+    reward: str | Callable[..., Any],
+    timeout_s: float,
+    open_model: Callable[[str], Scorer] | None,
+) -> Scorer:
+    if not isinstance(reward, str):
+        return CallableReward(reward)
+    if reward.startswith("dir:"):
+        if open_model is None:
+            raise ConfigError(f"--reward {reward}: reward models cannot be opened in this call.")
+        return open_model(reward.removeprefix("dir:"))
+    return RewardProcess(reward, timeout_s)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _short_name(spec: str) -> str:
+    """Return the name of a reward in metrics: that of its function, file or verifier."""
+    if spec.startswith(("http://", "https://")):
+        return spec.split("://", 1)[1].split("/")[0]
+    kind, _, rest = spec.partition(":")
+    if kind in VERIFIERS:
+        return kind
+    return Path(rest).name if kind == "dir" else spec.rpartition(":")[2]

@@ -1,0 +1,113 @@
+"""Answers of a rollout, and the micro-batches of tensors that they are trained in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.batch import IGNORE_INDEX, Batch
+
+__all__ = ["INPUT_NAMES", "RolloutAnswer", "collate_answers", "read_rows"]
+
+# Arguments of the model in a micro-batch; the other tensors are the objective's.
+INPUT_NAMES = ("input_ids", "attention_mask")
+
+
+@dataclass
+class RolloutAnswer:
+    """One answer of a rollout.
+
+    Args:
+        prompt: number of its prompt in the order of the run.
+        prompt_ids: token ids of the prompt.
+        ids: token ids of the answer, the end token included.
+        text: text of the answer.
+        sampler: log-probability of each token as sampled.
+        finish_reason: reason why the answer ended.
+        rewards: reward of each function; None where it gave none.
+        reward: weighted sum; None if no function gave a reward.
+        advantage: advantage of each token; empty before it is computed.
+        is_masked: the answer is left out of the loss.
+        old: log-probabilities at the beginning of the update; empty if not needed.
+        reference: log-probabilities of the reference; empty if not needed.
+    """
+
+    prompt: int
+    prompt_ids: list[int]
+    ids: list[int]
+    text: str
+    sampler: list[float]
+    finish_reason: str
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    advantage: list[float] = field(default_factory=list)
+    is_masked: bool = False
+    old: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return plain numbers for a checkpoint."""
+        return asdict(self)
+
+
+def collate_answers(answers: Sequence[RolloutAnswer | None], names: Collection[str] = ()) -> Batch:
+    """Return the micro-batch of some answers, padded on the right; None is a row without labels.
+
+    Advantages, and the log-probabilities of `names`, are at the positions of their tokens.
+
+    Args:
+        answers: answers of the rows.
+        names: fields of log-probabilities to include: sampler, old, reference.
+
+    Shape:
+        every tensor (B, T)
+    """
+    lengths = [len(a.prompt_ids) + len(a.ids) for a in answers if a is not None]
+    width = max([2, *lengths])
+    rows = [_make_row(answer, width, names) for answer in answers]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _make_row(
+    answer: RolloutAnswer | None, width: int, names: Collection[str]
+) -> dict[str, Tensor]:
+    row = {
+        "input_ids": torch.zeros(width, dtype=torch.int64),
+        "attention_mask": torch.zeros(width, dtype=torch.int64),
+        "labels": torch.full((width,), IGNORE_INDEX),
+        **{n: torch.zeros(width, dtype=torch.float64) for n in ("advantages", *names)},
+    }
+    if answer is None:
+        row["attention_mask"][:2] = 1
+        return row
+    start = len(answer.prompt_ids)
+    end = start + len(answer.ids)
+    row["input_ids"][:end] = torch.tensor([*answer.prompt_ids, *answer.ids])
+    row["attention_mask"][:end] = 1
+    if not answer.is_masked:
+        row["labels"][start:end] = torch.tensor(answer.ids)
+    for name in ("advantages", *names):
+        values = answer.advantage if name == "advantages" else getattr(answer, name)
+        if values:
+            row[name][start:end] = torch.tensor(values, dtype=torch.float64)
+    return row
+
+
+def read_rows(
+    answers: Sequence[RolloutAnswer | None],
+    scores: Tensor,
+    put: Callable[[RolloutAnswer, list[float]], None],
+) -> None:
+    """Pass each answer's part of per-token scores of a micro-batch to a function.
+
+    Shape:
+        scores: (B, T), at the positions of the tokens
+    """
+    for answer, row in zip(answers, scores.tolist(), strict=True):
+        if answer is not None:
+            start = len(answer.prompt_ids)
+            put(answer, row[start : start + len(answer.ids)])

@@ -1,0 +1,108 @@
+"""Metrics of a rollout under the names that users of TRL chart, and the table of its answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bmforge.align.rollout_batches import RolloutAnswer
+
+__all__ = ["CompletionLog", "measure_rollout"]
+
+FILE_NAME = "completions.jsonl"
+
+
+def measure_rollout(
+    answers: Sequence[RolloutAnswer],
+    names: Sequence[str],
+    config: Any,
+    failures: Mapping[int, Mapping[str, int]],
+) -> dict[str, float]:
+    """Return rewards, lengths and shares of a rollout's answers.
+
+    Args:
+        answers: all answers, those of a prompt in a row.
+        names: names of the reward functions.
+        config: the `RolloutConfig`.
+        failures: rank -> reward function -> number of failed calls.
+    """
+    size = config.num_generations
+    groups = [[a.reward for a in answers[n : n + size]] for n in range(0, len(answers), size)]
+    known = [[reward for reward in group if reward is not None] for group in groups]
+    rewards = [reward for group in known for reward in group]
+    lengths = [len(answer.ids) for answer in answers]
+    ended = [len(answer.ids) for answer in answers if answer.finish_reason == "stop"]
+    metrics: dict[str, float] = {
+        "frac_reward_zero_std": statistics.fmean(len(set(group)) < 2 for group in known),
+        "frac_scored": len(rewards) / len(answers),
+        "completions/clipped_ratio": 1 - len(ended) / len(answers),
+    }
+    if rewards:
+        metrics["reward"] = statistics.fmean(rewards)
+        metrics["reward_std"] = statistics.fmean(_deviate(group) for group in known)
+    for name in names:
+        values = [v for v in (answer.rewards[name] for answer in answers) if v is not None]
+        if values:
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
+            metrics[f"rewards/{name}/std"] = _deviate(values)
+        metrics[f"rewards/{name}/failures"] = sum(counts[name] for counts in failures.values())
+    for kind, some in (("", lengths), ("terminated_", ended)):
+        if some:
+            metrics[f"completions/mean_{kind}length"] = statistics.fmean(some)
+            metrics[f"completions/min_{kind}length"] = min(some)
+            metrics[f"completions/max_{kind}length"] = max(some)
+    return metrics
+
+
+def _deviate(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+class CompletionLog:
+    """Writes prompts, answers, rewards and advantages as lines of ``completions.jsonl``.
+
+    Args:
+        run_dir: directory of the run.
+        prompts: number of prompts per rollout that are written.
+        next_step: first step of the next rollout; rows of later steps, which a killed run has
+            written, are removed.
+    """
+
+    def __init__(self, run_dir: Path, prompts: int, next_step: int) -> None:
+        self._file, self._prompts = Path(run_dir) / FILE_NAME, prompts
+        if self._file.exists():
+            lines = self._file.read_bytes().split(b"\n")
+            early = [line for line in lines[:-1] if json.loads(line)["step"] < next_step]
+            partial = self._file.with_name(FILE_NAME + ".tmp")
+            partial.write_bytes(b"".join(line + b"\n" for line in early))
+            os.replace(partial, self._file)
+
+    def write(self, step: int, answers: Sequence[RolloutAnswer], prompts: Sequence[Any]) -> None:
+        """Write the answers of the first prompts.
+
+        Args:
+            step: first step that trains on them.
+            answers: answers of the rollout.
+            prompts: content of each answer's prompt.
+        """
+        first = sorted({answer.prompt for answer in answers})[: self._prompts]
+        rows = [
+            {
+                "step": step,
+                "prompt": prompt,
+                "completion": answer.text,
+                "rewards": answer.rewards,
+                "reward": answer.reward,
+                "advantage": answer.advantage[0] if answer.advantage else 0.0,
+                "finish_reason": answer.finish_reason,
+            }
+            for answer, prompt in zip(answers, prompts, strict=True)
+            if answer.prompt in first
+        ]
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(text)

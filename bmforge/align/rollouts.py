@@ -1,0 +1,394 @@
+"""Loader of reinforcement learning: writes answers when its buffer is empty, and scores them.
+
+`RolloutLoader` is a data loader of the `Trainer`, so that checkpoints, signals, metrics and reports
+are the Trainer's. Its state is the number of rollouts and the answers that are not used up. A draw
+depends on (seed, prompt number, answer number, token number), so answers are the same on any number
+of processes and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bmforge.align.advantages import compute_advantages, discount_kl, weigh_rewards
+from bmforge.align.answer_writer import AnswerWriter
+from bmforge.align.policy import Policy
+from bmforge.align.rewards import RewardSet
+from bmforge.align.rollout_batches import RolloutAnswer, collate_answers, read_rows
+from bmforge.align.rollout_metrics import measure_rollout
+from bmforge.batch import Batch
+from bmforge.data.load.order import derive_key, permute
+from bmforge.errors import ConfigError
+
+__all__ = ["PromptRow", "RolloutConfig", "RolloutLoader", "Scores"]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt with its token ids.
+
+    Args:
+        ids: token ids.
+        content: text or messages, as reward functions get them.
+        columns: further fields for reward functions.
+    """
+
+    ids: tuple[int, ...]
+    content: Any
+    columns: Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """Writing and scoring of answers.
+
+    Args:
+        num_generations: answers per prompt (default: 8).
+        max_new_tokens: maximum length of an answer in tokens (default: 512).
+        temperature: divisor of the logits of all policies (default: 1). Top-k, top-p and penalties
+            are not offered: the trained policy would not be the one that was sampled.
+        steps_per_generation: optimizer steps among which the answers of a rollout are divided
+            (default: 1).
+        num_iterations: passes over the answers of a rollout (default: 1).
+        mask_truncated_completions: leave answers that did not end out of the loss.
+        overlong_tokens: number of last tokens before max_new_tokens over which up to 1 is
+            subtracted from the reward, linearly (DAPO; default: 0, off).
+        max_num_seqs: maximum number of answers that are written at once (default: 64).
+        log_completions: number of prompts per rollout whose answers are written to
+            ``completions.jsonl`` (default: 4).
+    """
+
+    num_generations: int = 8
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    steps_per_generation: int = 1
+    num_iterations: int = 1
+    mask_truncated_completions: bool = False
+    overlong_tokens: int = 0
+    max_num_seqs: int = 64
+    log_completions: int = 4
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a number out of range."""
+        least = {"overlong_tokens": 0, "log_completions": 0}
+        names = ("num_generations", "max_new_tokens", "steps_per_generation", "num_iterations")
+        least |= dict.fromkeys((*names, "max_num_seqs"), 1)
+        wrong = [
+            f"rollout.{name}={getattr(self, name)} must be at least {number}"
+            for name, number in least.items()
+            if getattr(self, name) < number
+        ]
+        if not self.temperature > 0:
+            wrong.append(f"rollout.temperature={self.temperature} must be above 0")
+        if self.overlong_tokens > self.max_new_tokens:
+            wrong.append(
+                f"rollout.overlong_tokens={self.overlong_tokens} must be at most max_new_tokens"
+            )
+        if self.num_generations > self.max_num_seqs:
+            wrong.append(
+                f"rollout.max_num_seqs={self.max_num_seqs} must be at least num_generations="
+                f"{self.num_generations}"
+            )
+        if wrong:
+            raise ConfigError(f"{'; '.join(wrong)}.")
+
+
+class Scores(Protocol):
+    """Log-probabilities of answers by the trained policy and its reference."""
+
+    def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return ``old`` and ``reference`` as needed, (B, T) each, without gradient."""
+
+
+class RolloutLoader:
+    """Endless iterator over optimizer steps, each a list of this rank's micro-batches.
+
+    Args:
+        prompts: prompts of the run.
+        rewards: reward functions.
+        config: writing of answers.
+        policy: loss of the run, which decides how rewards become advantages.
+        sizes: config with ``global_batch_size`` (answers per optimizer step), ``micro_batch_size``
+            and ``seed``.
+        decode: function from token ids of an answer to its text.
+        place: (data-parallel rank, number of data-parallel ranks).
+
+    Attributes:
+        metrics: metrics of the last rollout, under TRL's names.
+        rollouts: number of rollouts so far.
+
+    Raises:
+        ConfigError: the sizes do not divide each other.
+    """
+
+    is_endless = True
+
+    def __init__(
+        self,
+        prompts: Sequence[PromptRow],
+        rewards: RewardSet,
+        config: RolloutConfig,
+        policy: Policy,
+        sizes: Any,
+        decode: Callable[[Sequence[int]], str],
+        place: tuple[int, int] = (0, 1),
+    ) -> None:
+        config.check()
+        self._prompts, self._rewards, self._config = prompts, rewards, config
+        self._policy, self._sizes, self._decode = policy, sizes, decode
+        self._rank, self._world = place
+        total = sizes.global_batch_size * config.steps_per_generation
+        self.prompts_per_rollout, rest = divmod(total, config.num_generations)
+        if rest:
+            raise ConfigError(
+                f"data.global_batch_size={sizes.global_batch_size} answers x "
+                f"rollout.steps_per_generation={config.steps_per_generation} must be a multiple of "
+                f"rollout.num_generations={config.num_generations}."
+            )
+        self._writer: AnswerWriter | None = None
+        self._scores: Scores | None = None
+        self._watch: Callable[[int, Sequence[RolloutAnswer], Mapping[str, Any]], None] | None = None
+        self._answers: list[RolloutAnswer] = []
+        self._used = 0  # optimizer steps of the current answers
+        self.rollouts = 0
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Number of optimizer steps that train on one rollout."""
+        return self._config.steps_per_generation * self._config.num_iterations
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Log-probabilities in every micro-batch, besides the trained policy's."""
+        needs_old = self.steps_per_rollout > 1
+        needs_reference = bool(self._policy.beta)
+        pairs = (("old", needs_old), ("reference", needs_reference))
+        return ("sampler", *(name for name, is_needed in pairs if is_needed))
+
+    def begin(
+        self,
+        writer: AnswerWriter,
+        scores: Scores,
+        watch: Callable[[int, Sequence[RolloutAnswer], Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """Set the writer and the scores, which need the model.
+
+        Args:
+            writer: writer of answers.
+            scores: log-probabilities of the policies.
+            watch: function called with (first step, answers, metrics) after every rollout.
+        """
+        self._writer, self._scores, self._watch = writer, scores, watch
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """Return the micro-batches of the next optimizer step, after a rollout if need be."""
+        if not self._answers or self._used == self.steps_per_rollout:
+            self._fill()
+        step = self._used % self._config.steps_per_generation
+        self._used += 1
+        return [collate_answers(rows, self.names) for rows in self._divide(step)]
+
+    def _divide(self, step: int) -> Iterator[list[RolloutAnswer | None]]:
+        """Yield the rows of this rank's micro-batches of a step: slots [micro-batch][rank][row]."""
+        size, total = self._sizes.micro_batch_size, self._sizes.global_batch_size
+        answers = self._answers[step * total : (step + 1) * total]
+        for start in range(0, total, size * self._world):
+            first = start + self._rank * size
+            yield [answers[n] if n < total else None for n in range(first, first + size)]
+
+    def _fill(self) -> None:
+        """Write and score the answers of the next rollout."""
+        if self._writer is None or self._scores is None:
+            raise ConfigError("RolloutLoader.begin must be called with a writer before training.")
+        first = self.rollouts * self.prompts_per_rollout
+        numbers = range(first, first + self.prompts_per_rollout)
+        groups = self._gather(self._write(numbers[self._rank :: self._world]))
+        self._answers = [groups[number] for number in sorted(groups)]
+        self._answers = [answer for group in self._answers for answer in group]
+        self._used = 0
+        self.rollouts += 1
+        self._set_rewards()
+        kl = self._score_policies() if set(self.names) & {"old", "reference"} else {}
+        self._set_advantages(kl)
+        failures = self._gather({self._rank: dict(self._rewards.failures)})
+        self.metrics = measure_rollout(self._answers, self._rewards.names, self._config, failures)
+        if self._watch is not None:
+            step = (self.rollouts - 1) * self.steps_per_rollout + 1
+            self._watch(step, self._answers, self.metrics)
+
+    def _prompt(self, number: int) -> PromptRow:
+        """Return the prompt with a number in the order of the run: a new order every epoch."""
+        epoch, place = divmod(number, len(self._prompts))
+        key = derive_key("prompts", self._sizes.seed, epoch)
+        return self._prompts[int(permute(np.array([place]), len(self._prompts), key)[0])]
+
+    def _write(self, numbers: Sequence[int]) -> dict[int, list[RolloutAnswer]]:
+        """Write and reward the answers of some prompts: prompt number -> answers."""
+        assert self._writer is not None
+        rows = [self._prompt(number) for number in numbers]
+        keys = [derive_key("answers", self._sizes.seed, number) for number in numbers]
+        seeds = [int.from_bytes(key[:8], "little") >> 1 for key in keys]
+        groups = self._writer.write([row.ids for row in rows], seeds, self._config.num_generations)
+        answers = [
+            RolloutAnswer(
+                number,
+                list(row.ids),
+                list(one.ids),
+                self._decode(one.ids),
+                [token.logprob for token in one.logprobs or ()],
+                one.finish_reason,
+            )
+            for number, row, group in zip(numbers, rows, groups, strict=True)
+            for one in group
+        ]
+        self._reward(answers, [row for row in rows for _ in range(self._config.num_generations)])
+        return {number: [a for a in answers if a.prompt == number] for number in numbers}
+
+    def _reward(self, answers: Sequence[RolloutAnswer], rows: Sequence[PromptRow]) -> None:
+        names = sorted({name for row in rows for name in row.columns})
+        is_chat = [not isinstance(row.content, str) for row in rows]
+        messages = [[{"role": "assistant", "content": answer.text}] for answer in answers]
+        batch: dict[str, Any] = {
+            "prompts": [row.content for row in rows],
+            "completions": [
+                message if chat else answer.text
+                for answer, message, chat in zip(answers, messages, is_chat, strict=True)
+            ],
+            "completion_ids": [answer.ids for answer in answers],
+            **{name: [row.columns.get(name) for row in rows] for name in names},
+        }
+        for name, values in self._rewards.score(batch).items():
+            for answer, value in zip(answers, values, strict=True):
+                answer.rewards[name] = value
+
+    def _gather(self, own: dict[int, Any]) -> dict[int, Any]:
+        """Return the entries of all ranks.
+
+        Comm: an all-gather of objects over the ranks that have rows of their own.
+        """
+        if self._world == 1:
+            return own
+        parts: list[Any] = [None] * self._world
+        dist.all_gather_object(parts, own)
+        return {number: value for part in parts for number, value in part.items()}
+
+    def _set_rewards(self) -> None:
+        """Set the weighted reward of every answer, less the penalty of long ones."""
+        names, limit = self._rewards.names, self._config.max_new_tokens
+        table = [[a.rewards[name] for a in self._answers] for name in names]
+        values = torch.tensor([[torch.nan if v is None else v for v in row] for row in table])
+        values = values.double().view(len(names), 1, -1)
+        weights = torch.tensor(self._rewards.weights, dtype=torch.float64)
+        soft = self._config.overlong_tokens
+        for answer, total in zip(
+            self._answers, weigh_rewards(values, weights)[0].tolist(), strict=True
+        ):
+            answer.reward = None if total != total else total
+            if answer.reward is not None and soft:
+                answer.reward -= max(0.0, (len(answer.ids) - (limit - soft)) / soft)
+            is_cut = answer.finish_reason != "stop"
+            is_left_out = is_cut and self._config.mask_truncated_completions
+            answer.is_masked = answer.reward is None or is_left_out
+
+    def _score_policies(self) -> dict[int, list[float]]:
+        """Set log-probabilities of the policies; return answer number -> KL of each token.
+
+        They are computed in the micro-batches of the update, so that the ratio of the first update
+        is exactly 1: other shapes give other bits.
+        """
+        assert self._scores is not None
+        places = {id(answer): place for place, answer in enumerate(self._answers)}
+        kl: dict[int, list[float]] = {}
+        for step in range(self._config.steps_per_generation):
+            for rows in self._divide(step):
+                scores = self._scores.score(collate_answers(rows))
+                for name in ("old", "reference"):
+                    if name in scores:
+                        read_rows(rows, scores[name], lambda a, v, n=name: setattr(a, n, v))
+                if "old" in scores and "reference" in scores:
+                    gap = scores["old"] - scores["reference"]
+                    read_rows(rows, gap, lambda a, v: kl.__setitem__(places[id(a)], v))
+        return self._gather(kl) if self._policy.kl_in == "reward" else {}
+
+    def _set_advantages(self, kl: Mapping[int, list[float]]) -> None:
+        """Set the advantage of every token."""
+        answers, policy = self._answers, self._policy
+        nan = torch.nan
+        rewards = torch.tensor(
+            [nan if a.reward is None or a.is_masked else a.reward for a in answers],
+            dtype=torch.float64,
+        )
+        if policy.kl_in == "reward" and policy.beta and policy.advantage == "whitened":
+            width = max(len(a.ids) for a in answers)
+            rows = [[*kl[n], *[0.0] * (width - len(a.ids))] for n, a in enumerate(answers)]
+            mask = torch.tensor([[n < len(a.ids) for n in range(width)] for a in answers])
+            table = discount_kl(rewards, torch.tensor(rows), mask, policy.beta).tolist()
+            for answer, row in zip(answers, table, strict=True):
+                answer.advantage = row[: len(answer.ids)]
+            return
+        if policy.kl_in == "reward" and policy.beta:
+            rewards -= policy.beta * torch.tensor([sum(kl[n]) for n in range(len(answers))])
+        groups = rewards.view(-1, self._config.num_generations)
+        advantages = compute_advantages(groups, policy.advantage).flatten().tolist()
+        for answer, advantage in zip(answers, advantages, strict=True):
+            answer.advantage = [advantage] * len(answer.ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of rollouts and the answers that are not used up."""
+        is_used = self._used == self.steps_per_rollout
+        return {
+            "rollouts": self.rollouts,
+            "used": 0 if is_used else self._used,
+            "answers": [] if is_used else [a.to_state() for a in self._gather_answers()],
+            **self._identity(),
+        }
+
+    def _gather_answers(self) -> list[RolloutAnswer]:
+        """Return all answers with the log-probabilities that other ranks have computed.
+
+        Comm: an all-gather of objects, if there are several ranks.
+        """
+        if self._world == 1 or not self._answers:
+            return self._answers
+        steps = range(self._config.steps_per_generation)
+        own = {
+            id(a) for step in steps for rows in self._divide(step) for a in rows if a is not None
+        }
+        found = {n: a for n, a in enumerate(self._answers) if id(a) in own}
+        self._answers = [answer for _, answer in sorted(self._gather(found).items())]
+        return self._answers
+
+    def _identity(self) -> dict[str, Any]:
+        digest = derive_key("prompt ids", *(str(row.ids) for row in self._prompts))
+        config = self._config
+        sizes = (config.num_generations, config.steps_per_generation, config.num_iterations)
+        return {
+            "seed": self._sizes.seed,
+            "dataset": digest.hex()[:32],
+            "sizes": [self._sizes.global_batch_size, *sizes],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly after the last step of a saved run, on any number of ranks.
+
+        Raises:
+            ConfigError: the state is of other prompts, another seed or other sizes.
+        """
+        for key, value in self._identity().items():
+            if state.get(key) != value:
+                raise ConfigError(
+                    f"loader state has {key}={state.get(key)}, this run has {key}={value}: the "
+                    "rollouts cannot go on. Restore the prompts and options, or start a new run."
+                )
+        self.rollouts, self._used = state["rollouts"], state["used"]
+        self._answers = [RolloutAnswer(**values) for values in state["answers"]]

@@ -1,0 +1,142 @@
+"""Built-in reward functions with checkable answers; each returns 1 for a right answer, else 0.
+
+They import nothing heavy, since `reward_worker` runs them in a process of their own: a user's
+regular expression may take exponential time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from bmforge.errors import ConfigError, MissingDependencyError
+
+__all__ = ["VERIFIERS", "make_verifier", "text_of"]
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_CHOICE = re.compile(r"(?<![A-Za-z0-9])([A-Za-z])(?![A-Za-z0-9])")
+
+Reward = Callable[..., list[float | None]]
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a completion: itself, or the content of its last message."""
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1].get("content") or "") if completion else ""
+
+
+def make_verifier(kind: str, argument: str) -> Reward:
+    """Return the reward function of a built-in verifier.
+
+    Args:
+        kind: key of `VERIFIERS`.
+        argument: column of the prompts with the right answers, or the verifier's own argument.
+
+    Raises:
+        ConfigError: the argument is missing or not valid.
+    """
+    if not argument:
+        raise ConfigError(f"--reward {kind}: needs {VERIFIERS[kind][1]}, as in {kind}:NAME.")
+    return VERIFIERS[kind][0](argument)
+
+
+def _compare(column: str, is_right: Callable[[str, Any], bool]) -> Reward:
+    """Return a reward function that compares every answer with a column of its prompt."""
+
+    def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        if column not in columns:
+            raise ConfigError(
+                f"the prompts have no column {column!r} (columns: "
+                f"{', '.join(sorted(set(columns) - {'prompts', 'completion_ids'})) or 'none'})."
+            )
+        pairs = zip(completions, columns[column], strict=True)
+        return [
+            None if right is None else float(is_right(text_of(answer), right))
+            for answer, right in pairs
+        ]
+
+    return reward
+
+
+def _is_exact(answer: str, right: Any) -> bool:
+    return answer.strip() == str(right).strip()
+
+
+def _read_number(text: str) -> Decimal | None:
+    """Return the last number in a text; None without one."""
+    numbers = [match.group() for match in _NUMBER.finditer(text)]
+    numbers = [number for number in numbers if any(c.isdigit() for c in number)]
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:
+        return None
+
+
+def _is_number(answer: str, right: Any) -> bool:
+    wanted = _read_number(str(right))
+    return wanted is not None and _read_number(answer) == wanted
+
+
+def _is_choice(answer: str, right: Any) -> bool:
+    letters = _CHOICE.findall(answer)
+    return bool(letters) and letters[-1].upper() == str(right).strip().upper()
+
+
+def _matches(pattern: str) -> Reward:
+    """Return a reward function: the regular expression is found in the answer."""
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"--reward regex:{pattern} is no regular expression ({error}).") from None
+    return lambda completions, **_: [float(bool(compiled.search(text_of(c)))) for c in completions]
+
+
+def _is_short(limit: str) -> Reward:
+    """Return a reward function: 1 up to a length in tokens, falling linearly to 0 at twice it."""
+    if not limit.isdecimal() or int(limit) < 1:
+        raise ConfigError(f"--reward length:{limit} needs a number of tokens, as in length:256.")
+    most = int(limit)
+
+    def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
+        return [min(1.0, max(0.0, 2 - len(ids) / most)) for ids in completion_ids]
+
+    return reward
+
+
+def _fits_schema(file: str) -> Reward:
+    """Return a reward function: the answer is JSON that fits the JSON schema in a file."""
+    try:
+        import jsonschema
+    except ImportError as error:
+        raise MissingDependencyError("jsonschema", "align", "the reward json_schema") from error
+    try:
+        schema = json.loads(Path(file).read_text(encoding="utf-8"))
+        checker = jsonschema.validators.validator_for(schema)
+        checker.check_schema(schema)
+    except (OSError, ValueError, jsonschema.SchemaError) as error:
+        raise ConfigError(f"--reward json_schema:{file} is no JSON schema ({error}).") from None
+    validator = checker(schema)
+
+    def score(answer: str) -> float:
+        try:
+            return float(validator.is_valid(json.loads(answer)))
+        except ValueError:
+            return 0.0
+
+    return lambda completions, **_: [score(text_of(c)) for c in completions]
+
+
+# name -> (function of its argument that returns the reward function, its argument)
+VERIFIERS: Mapping[str, tuple[Callable[[str], Reward], str]] = {
+    "exact": (lambda column: _compare(column, _is_exact), "a column with the right answer"),
+    "number": (lambda column: _compare(column, _is_number), "a column with the right number"),
+    "choice": (lambda column: _compare(column, _is_choice), "a column with the right letter"),
+    "regex": (_matches, "a regular expression"),
+    "length": (_is_short, "a number of tokens"),
+    "json_schema": (_fits_schema, "a file with a JSON schema"),
+}

@@ -1,0 +1,87 @@
+"""Reads prompts for reinforcement learning and distillation from .jsonl, .json and .parquet files.
+
+A record has a ``prompt``, a text or a list of messages, and columns that reach reward functions.
+verl's form is read as well: its ``reward_model.ground_truth`` becomes the column ``ground_truth``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from bmforge.data.sources.conversations import find_conversation_files, read_records
+from bmforge.errors import DataError
+from bmforge.tokenizers.chat_messages import Message, normalize_message
+
+__all__ = ["Prompt", "read_prompts"]
+
+# Names that the arguments of reward functions already have.
+_RESERVED = frozenset(("prompts", "completions", "completion_ids"))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a file.
+
+    Args:
+        place: file and line, entry or row, for error messages.
+        content: text, or messages of which the last is not the assistant's.
+        tools: JSON schemas of the functions that the assistant may call; None without tools.
+        variables: variables of the chat template.
+        columns: the record's other fields.
+    """
+
+    place: str
+    content: str | list[Message]
+    tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+    """Read every prompt of a file, or of all files of a folder.
+
+    Args:
+        path: a file with one JSON object a line, with a JSON list of objects, or a Parquet table;
+            or a folder of such files.
+
+    Raises:
+        DataError: the path does not exist, or an entry has no prompt.
+    """
+    return [
+        _read_prompt(record, place)
+        for file in find_conversation_files(path)
+        for place, record in read_records(file)
+    ]
+
+
+def _read_prompt(record: Any, place: str) -> Prompt:
+    content = record.get("prompt") if isinstance(record, dict) else None
+    if isinstance(content, list) and content:
+        content = [_read_message(message, place) for message in content]
+        if content[-1]["role"] == "assistant":
+            raise DataError(f"{place}: the prompt ends with a message of the assistant.")
+    elif not isinstance(content, str) or not content:
+        raise DataError(
+            f"{place} needs 'prompt': a text, or a list of messages with 'role' and 'content'."
+        )
+    names = ("prompt", "tools", "chat_template_kwargs")
+    columns = {name: value for name, value in record.items() if name not in names}
+    reserved = sorted(_RESERVED & columns.keys())
+    if reserved:
+        raise DataError(
+            f"{place} has the field {reserved[0]!r}, which is an argument of every reward "
+            "function. Rename it."
+        )
+    checked = columns.get("reward_model")
+    if isinstance(checked, dict) and "ground_truth" in checked:
+        columns.setdefault("ground_truth", checked["ground_truth"])
+    variables = dict(record.get("chat_template_kwargs") or {})
+    return Prompt(place, content, record.get("tools") or None, variables, columns)
+
+
+def _read_message(message: Any, place: str) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{place}: a message of the prompt needs 'role' and 'content'.")
+    return normalize_message(message, place)
