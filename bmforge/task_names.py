@@ -23,6 +23,7 @@ TASK_NAMES: Mapping[str, str] = {
     "documents": "train on CPM-Bee documents",
     "chid": "fine-tune to choose idioms (ChID)",
     "stc": "fine-tune to answer posts (STC)",
+    "rl": "learn from rewards of the model's own answers: GRPO and its relatives",
     "images": "classify images by folder",
     "delta-search": "search adapter types, modules and sizes on a task with labels or choices",
 }

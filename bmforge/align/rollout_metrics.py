@@ -11,7 +11,7 @@ from typing import Any
 
 from bmforge.align.rollout_batches import RolloutAnswer
 
-__all__ = ["CompletionLog", "measure_rollout"]
+__all__ = ["CompletionLog", "measure_rollout", "metric_names"]
 
 FILE_NAME = "completions.jsonl"
 
@@ -56,6 +56,22 @@ def measure_rollout(
             metrics[f"completions/min_{kind}length"] = min(some)
             metrics[f"completions/max_{kind}length"] = max(some)
     return metrics
+
+
+def metric_names(names: Sequence[str]) -> list[str]:
+    """Return the names of all metrics of a rollout.
+
+    Args:
+        names: names of the reward functions.
+    """
+    kinds = [
+        f"{end}_{kind}length" for kind in ("", "terminated_") for end in ("mean", "min", "max")
+    ]
+    return [
+        *("reward", "reward_std", "frac_reward_zero_std", "frac_scored"),
+        *(f"rewards/{name}/{end}" for name in names for end in ("mean", "std", "failures")),
+        *(f"completions/{kind}" for kind in ("clipped_ratio", *kinds)),
+    ]
 
 
 def _deviate(values: Sequence[float]) -> float:

@@ -226,7 +226,7 @@ class RolloutLoader:
             step = (self.rollouts - 1) * self.steps_per_rollout + 1
             self._watch(step, self._answers, self.metrics)
 
-    def _prompt(self, number: int) -> PromptRow:
+    def prompt(self, number: int) -> PromptRow:
         """Return the prompt with a number in the order of the run: a new order every epoch."""
         epoch, place = divmod(number, len(self._prompts))
         key = derive_key("prompts", self._sizes.seed, epoch)
@@ -235,7 +235,7 @@ class RolloutLoader:
     def _write(self, numbers: Sequence[int]) -> dict[int, list[RolloutAnswer]]:
         """Write and reward the answers of some prompts: prompt number -> answers."""
         assert self._writer is not None
-        rows = [self._prompt(number) for number in numbers]
+        rows = [self.prompt(number) for number in numbers]
         keys = [derive_key("answers", self._sizes.seed, number) for number in numbers]
         seeds = [int.from_bytes(key[:8], "little") >> 1 for key in keys]
         groups = self._writer.write([row.ids for row in rows], seeds, self._config.num_generations)
@@ -286,8 +286,8 @@ class RolloutLoader:
         """Set the weighted reward of every answer, less the penalty of long ones."""
         names, limit = self._rewards.names, self._config.max_new_tokens
         table = [[a.rewards[name] for a in self._answers] for name in names]
-        values = torch.tensor([[torch.nan if v is None else v for v in row] for row in table])
-        values = values.double().view(len(names), 1, -1)
+        plain = [[torch.nan if v is None else v for v in row] for row in table]
+        values = torch.tensor(plain, dtype=torch.float64).view(len(names), 1, -1)
         weights = torch.tensor(self._rewards.weights, dtype=torch.float64)
         soft = self._config.overlong_tokens
         for answer, total in zip(

@@ -13,6 +13,10 @@ SHORT_NAMES = {
     "--lr": "--train.optim.lr",
     "--batch-size": "--data.global-batch-size",
     "--micro-batch-size": "--data.micro-batch-size",
+    "--num-generations": "--rollout.num-generations",
+    "--max-completion-length": "--rollout.max-new-tokens",
+    "--temperature": "--rollout.temperature",
+    "--beta": "--rl.beta",
     "--seq-len": "--data.seq-len",
     "--precision": "--train.precision",
 }

@@ -18,7 +18,7 @@ export export-dtype family freeze-base init-from join layout.cp layout.cp-method
 layout.dp-replicate layout.ep layout.pp layout.pp-balance layout.pp-cut layout.pp-schedule
 layout.pp-stages-per-rank layout.sequence-parallel layout.tp layout.zero licence long-ratio
 loss-scale.fixed loss-scale.growth-interval-steps loss-scale.hysteresis loss-scale.init-scale
-loss-scale.min-scale mask-ratio max-new-tokens mean-span-length mlm-ratio model-changes
+loss-scale.min-scale mask-ratio max-new-tokens mean-span-length method mlm-ratio model-changes
 model.activation model.add-pooling-layer model.attn-bias model.attn-dropout model.attn-scale
 model.balance-experts model.base-hidden-size model.bias model.changes model.classifier-dropout
 model.decoder-start-token-id model.dense-layers model.depth-scale model.dropout
@@ -37,8 +37,13 @@ model.segment-types model.sep-token-id model.shared-size model.sop-token-id mode
 model.sum-scale model.task-id model.tie-word-embeddings model.vocab-size model.window
 model.window-layers model.windows new-head noise-density offload.activations offload.directory
 offload.fraction offload.gradients offload.states offload.target offload.weights override
-prefetch push-to-hub recompute run-dir search.keep-ratio search.kinds search.max-trained
-search.places search.sizes seed shortest soft-front target-len template template-class timeout-s
+prefetch push-to-hub recompute reward reward-timeout-s rl.advantage rl.beta rl.clip rl.clip-dual
+rl.clip-high rl.clip-low rl.correction rl.correction-cap rl.entropy-bonus rl.kl rl.kl-importance
+rl.kl-in rl.normalize rl.ratio rollout.log-completions rollout.mask-truncated-completions
+rollout.max-new-tokens rollout.max-num-seqs rollout.num-generations rollout.num-iterations
+rollout.overlong-tokens rollout.steps-per-generation rollout.temperature run-dir
+search.keep-ratio search.kinds search.max-trained search.places search.sizes seed shortest
+soft-front target-len template template-class timeout-s train.disable-dropout
 train.eval-every-steps train.grad-clip train.keep-every-steps train.keep-last
 train.log-every-steps train.master-weights train.num-epochs train.optim.betas train.optim.eps
 train.optim.groups train.optim.lr train.optim.momentum train.optim.muon-lr train.optim.name

@@ -51,6 +51,7 @@ from bmforge.recipes.prompt import (
     train_classes,
     train_texts,
 )
+from bmforge.recipes.rl import ReinforcementConfig, train_rl
 from bmforge.recipes.sft import ConversationsConfig, LlamaSFTConfig, train_sft
 from bmforge.recipes.spans import CPM2SpansConfig, SpanConfig, T5SpansConfig, train_spans
 from bmforge.recipes.start import Start, find_start
@@ -129,6 +130,12 @@ def _goes_on(traits: Traits) -> bool:
     return _writes(traits) or traits.objective == "blanks"
 
 
+def _continues(traits: Traits) -> bool:
+    """Return True if the engine batches the family's answers: decoders that read from the left."""
+    is_decoder = (traits.reads, traits.objective) == ("left", "next token")
+    return is_decoder and traits.positions in ("learned", "rotary")
+
+
 def _reads_texts(traits: Traits) -> bool:
     return traits.reads == "both" and not traits.has_images
 
@@ -190,6 +197,11 @@ TASKS: Mapping[str, Task] = {
     "documents": Task(TASK_NAMES["documents"], (_DOCUMENTS,)),
     "chid": Task(TASK_NAMES["chid"], (Form(_CPM1, CPM1TextsConfig, tune_chid),)),
     "stc": Task(TASK_NAMES["stc"], (Form(_CPM1, CPM1TextsConfig, tune_stc),)),
+    "rl": Task(
+        TASK_NAMES["rl"],
+        (Form(_continues, ReinforcementConfig, train_rl),),
+        tunes=True,
+    ),
     "images": Task(
         TASK_NAMES["images"],
         (Form(lambda traits: traits.has_images, ImagesConfig, train_images),),

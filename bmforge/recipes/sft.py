@@ -37,7 +37,13 @@ from bmforge.tokenizers.chat_template import TEMPLATE_FILE, ChatTemplate, find_t
 from bmforge.tokenizers.chat_turns import AnswerChoice
 from bmforge.train import OptimConfig, TrainConfig
 
-__all__ = ["ConversationData", "ConversationsConfig", "LlamaSFTConfig", "train_sft"]
+__all__ = [
+    "ConversationData",
+    "ConversationsConfig",
+    "LlamaSFTConfig",
+    "read_template",
+    "train_sft",
+]
 
 
 @dataclass(kw_only=True)
@@ -117,7 +123,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     refuse_split(data.split)
     check_length(config)
     tokenizer, folder = open_tokenizer(config), find_tokenizer(config)
-    template = ChatTemplate(_read_template(config, folder), tokenizer)
+    template = ChatTemplate(read_template(config, folder), tokenizer)
     has_own_form = traits_of(config.model).objective == "dialogues"
 
     def save(directory: Path) -> None:
@@ -139,7 +145,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     )
 
 
-def _read_template(config: Any, folder: Path) -> str | None:
+def read_template(config: Any, folder: Path) -> str | None:
     """Return the source of the run's chat template; None for the plain one."""
     if config.template is not None:
         name = str(config.template)

@@ -1,0 +1,190 @@
+"""Objective of reinforcement learning, and the log-probabilities that it compares with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.align.policy import Policy, PolicyInputs, count_items, policy_loss
+from bmforge.align.rollout_batches import INPUT_NAMES
+from bmforge.align.scoring import TokenScores, score_tokens
+from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.errors import ConfigError
+from bmforge.records import laid_out
+from bmforge.surgery import evaluating
+from bmforge.train.metric_sums import MetricKind, MetricValue
+from bmforge.train.objective import LossAndMetrics
+from bmforge.tune.delta import list_deltas
+from bmforge.tune.delta.selection import choosing_deltas
+
+__all__ = ["PolicyObjective", "PolicyScores", "Reference", "open_reference"]
+
+# Returns the log-probabilities of labels by the reference, (B, T).
+Reference = Callable[[Mapping[str, Any], Tensor, float], Tensor]
+
+
+def _mask_of(labels: Tensor) -> Tensor:
+    """Return the mask of scored tokens: nothing predicts the first token of a row."""
+    mask = labels != IGNORE_INDEX
+    mask[:, 0] = False
+    return mask
+
+
+def _score(model: Any, batch: Batch, temperature: float, with_entropy: bool = False) -> TokenScores:
+    inputs = {name: batch[name] for name in INPUT_NAMES}
+    scores = score_tokens(
+        model, inputs, batch["labels"], temperature=temperature, with_entropy=with_entropy
+    )
+    if scores is None:
+        raise ConfigError("reinforcement learning does not support layout.pp above 1 yet.")
+    return scores
+
+
+class PolicyObjective:
+    """Policy loss of a micro-batch of `rollout_batches.collate_answers`; an objective of `Trainer`.
+
+    Args:
+        policy: loss of the method.
+        temperature: temperature of the rollouts, which divides the logits of all policies.
+        max_tokens: maximum length of an answer in tokens.
+        rollout_metrics: names of the rollout's metrics, and a function that returns their values.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        temperature: float,
+        max_tokens: int,
+        rollout_metrics: tuple[Sequence[str], Callable[[], Mapping[str, float]]] = ((), dict),
+    ) -> None:
+        self._policy, self._temperature, self._max_tokens = policy, temperature, max_tokens
+        names, self._rollout_metrics = rollout_metrics
+        self.metrics: dict[str, MetricKind] = dict.fromkeys((*names, *_NAMES.values()), "mean")
+        self.metrics |= _EXTREMES
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of scored answers or tokens, by the policy's normalization."""
+        return count_items(_mask_of(batch["labels"]), self._policy)
+
+    def __call__(self, model: Any, batch: Batch, num_items: float) -> LossAndMetrics:
+        """Return the loss divided by `num_items`, with metrics under TRL's names."""
+        scores = _score(model, batch, self._temperature, with_entropy=True)
+        mask = _mask_of(batch["labels"])
+        given = {
+            name: batch[name].to(scores.logprobs.dtype)
+            for name in ("old", "reference", "sampler")
+            if name in batch
+        }
+        inputs = PolicyInputs(
+            scores.logprobs, mask, batch["advantages"], entropy=scores.entropy, **given
+        )
+        loss, sums = policy_loss(inputs, self._policy, self._max_tokens)
+        sums["entropy"] = (scores.entropy.detach() * mask).sum()
+        count = mask.sum()
+        metrics: dict[str, MetricValue] = {_NAMES[name]: (sums[name], count) for name in sums}
+        metrics |= _compare_sampler(inputs)
+        metrics |= {name: (value, 1.0) for name, value in self._rollout_metrics().items()}
+        return LossAndMetrics(loss / num_items, metrics)
+
+
+_DIFFERENCE, _RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+# sum over tokens -> TRL's name of the mean
+_NAMES = {
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+    "clip_region": "clip_ratio/region_mean",
+    "kl": "kl",
+    "entropy": "entropy",
+    "difference": f"{_DIFFERENCE}/mean",
+    "weight": f"{_RATIO}/mean",
+}
+_EXTREMES: Mapping[str, MetricKind] = {
+    f"{_DIFFERENCE}/max": "max",
+    f"{_RATIO}/min": "min",
+    f"{_RATIO}/max": "max",
+}
+
+
+@torch.no_grad()
+def _compare_sampler(inputs: PolicyInputs) -> dict[str, MetricValue]:
+    """Return how far the sampler's log-probabilities are from the policy's, uncorrected."""
+    mask = inputs.mask.bool()
+    if inputs.sampler is None or not bool(mask.any()):
+        return {}
+    old = inputs.logprobs.detach() if inputs.old is None else inputs.old
+    gap = (old - inputs.sampler)[mask]
+    count, ratio = float(len(gap)), gap.exp()
+    return {
+        f"{_DIFFERENCE}/mean": (gap.abs().sum(), count),
+        f"{_DIFFERENCE}/max": gap.abs().max(),
+        f"{_RATIO}/mean": (ratio.sum(), count),
+        f"{_RATIO}/min": ratio.min(),
+        f"{_RATIO}/max": ratio.max(),
+    }
+
+
+class PolicyScores:
+    """Log-probabilities of a rollout's answers, without gradient: `Scores` of a `RolloutLoader`.
+
+    Args:
+        model: trained model.
+        temperature: temperature of the rollouts.
+        with_old: compute the trained policy's.
+        reference: reference policy; None without one.
+    """
+
+    def __init__(
+        self, model: Any, temperature: float, with_old: bool, reference: Reference | None
+    ) -> None:
+        self._model, self._temperature, self._with_old = model, temperature, with_old
+        self._reference = reference
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Return ``old`` and ``reference`` as needed, (B, T) each."""
+        device = next(self._model.parameters()).device
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        found: dict[str, Tensor] = {}
+        with evaluating(self._model):
+            if self._with_old:
+                found["old"] = _score(self._model, batch, self._temperature).logprobs.double()
+        if self._reference is not None:
+            inputs = {name: batch[name] for name in INPUT_NAMES}
+            reference = self._reference(inputs, batch["labels"], self._temperature)
+            found["reference"] = reference.double()
+        return found
+
+
+def open_reference(model: Any, trains_base: bool) -> Reference:
+    """Return the initial policy: the model without its adapter, or a frozen copy.
+
+    Args:
+        model: trained model with its initial weights.
+        trains_base: whether modules besides an adapter are trained.
+
+    Raises:
+        ConfigError: the model is sharded, so that it cannot be copied.
+    """
+    if list_deltas(model) and not trains_base:
+        return _reference_of(model, lambda: choosing_deltas(model, ()))
+    record = laid_out(model)
+    is_sharded = any(type(p.data) is not Tensor for p in model.parameters())
+    if is_sharded or (record is not None and record.mesh is not None and record.mesh.size() > 1):
+        raise ConfigError(
+            "a reference (rl.beta above 0) of a sharded model needs an adapter, whose base is the "
+            "reference: --adapter lora. Or set rl.beta=0."
+        )
+    return _reference_of(copy.deepcopy(model).requires_grad_(False), nullcontext)
+
+
+def _reference_of(model: Any, opening: Callable[[], AbstractContextManager[Any]]) -> Reference:
+    def reference(inputs: Mapping[str, Any], labels: Tensor, temperature: float) -> Tensor:
+        with torch.no_grad(), evaluating(model), opening():
+            return _score(model, {**inputs, "labels": labels}, temperature).logprobs
+
+    return reference

@@ -1,0 +1,149 @@
+"""Prompts of reinforcement learning and on-policy distillation: token ids of texts and chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bmforge.align.rollouts import PromptRow
+from bmforge.data.sources.prompts import Prompt, read_prompts
+from bmforge.errors import ConfigError, DataError
+from bmforge.infer.end_tokens import find_end_tokens
+from bmforge.logging import get_logger
+from bmforge.recipes.inputs.examples import ExampleConfig
+from bmforge.recipes.inputs.pieces import find_tokenizer
+from bmforge.recipes.sft import read_template
+from bmforge.tokenizers.chat_template import ChatTemplate
+
+__all__ = [
+    "PromptConfig",
+    "encode_prompts",
+    "find_stops",
+    "make_decoder",
+    "open_template",
+    "read_all",
+]
+
+
+@dataclass(kw_only=True)
+class PromptConfig(ExampleConfig):
+    """Prompts of a run.
+
+    Args:
+        paths: .jsonl, .json or .parquet files, or folders of them, with a ``prompt`` a record (a
+            text or a list of messages); all other fields reach the reward functions.
+        validation: not used: give prompts of your own to `bmforge evaluate`.
+        tokenizer: directory of the tokenizer; None takes `init_from`'s.
+        seq_len: maximum length of a prompt in tokens; longer ones are left out, with a count.
+        global_batch_size: answers per optimizer step over all processes.
+        micro_batch_size: answers per forward pass on one process.
+    """
+
+    seq_len: int = 512
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a number out of range, or an option without effect."""
+        super().check()
+        idle = [name for name in ("validation", "split") if getattr(self, name)]
+        idle += ["validation_batches"] if self.validation_batches is not None else []
+        if idle:
+            raise ConfigError(
+                f"data.{idle[0]} has no effect in a run that writes its own answers. Leave it out."
+            )
+
+
+def read_all(data: PromptConfig) -> list[Prompt]:
+    """Read the prompts of all paths."""
+    return [prompt for path in data.paths for prompt in read_prompts(path)]
+
+
+def open_template(config: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> ChatTemplate | None:
+    """Return the run's chat template; None if no prompt is a conversation.
+
+    Raises:
+        ConfigError: a template is given, and no prompt is a conversation.
+    """
+    if any(not isinstance(prompt.content, str) for prompt in prompts):
+        return ChatTemplate(read_template(config, find_tokenizer(config)), tokenizer)
+    if config.template is not None:
+        raise ConfigError(
+            f"template={str(config.template)!r} has no effect: all prompts are texts, not lists of "
+            "messages. Leave it out."
+        )
+    return None
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], data: PromptConfig, tokenizer: Any, template: ChatTemplate | None
+) -> list[PromptRow]:
+    """Return prompts with their token ids; those that are too long are left out.
+
+    Raises:
+        DataError: the template does not read a field, or no prompt is short enough.
+    """
+    rows = [_encode(prompt, tokenizer, template) for prompt in prompts]
+    short = [row for row in rows if len(row.ids) <= data.seq_len]
+    if not short:
+        raise DataError(
+            f"none of the {len(rows)} prompts has at most data.seq_len={data.seq_len} tokens. "
+            "Raise it."
+        )
+    if len(short) < len(rows):
+        get_logger().warning(
+            "%d of %d prompts are longer than data.seq_len=%d and were left out",
+            *(len(rows) - len(short), len(rows), data.seq_len),
+        )
+    return short
+
+
+def _encode(prompt: Prompt, tokenizer: Any, template: ChatTemplate | None) -> PromptRow:
+    if isinstance(prompt.content, str):
+        ids: Sequence[int] = tokenizer.encode_prompt(prompt.content)
+    else:
+        assert template is not None
+        unread = [*prompt.variables, *(["tools"] if prompt.tools else [])]
+        unread = [name for name in unread if name not in template.variables]
+        if unread:
+            raise DataError(
+                f"{prompt.place}: the chat template does not read {', '.join(unread)} (it reads "
+                f"{', '.join(sorted(template.variables))}). Leave it out."
+            )
+        ids = template.encode(prompt.content, prompt.tools, **prompt.variables)[1]
+    if not ids:
+        raise DataError(f"{prompt.place}: the prompt has no tokens.")
+    return PromptRow(tuple(ids), prompt.content, prompt.columns)
+
+
+def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> list[int]:
+    """Return the ids of tokens that end an answer, the end mark of the chat template included.
+
+    Args:
+        config: config of the model.
+        tokenizer: tokenizer of the model.
+        template: chat template; None without conversations.
+
+    Raises:
+        ConfigError: no token ends an answer.
+    """
+    stops = list(find_end_tokens(config, tokenizer))
+    mark = [] if template is None else tokenizer.encode_chat(template.end_mark().strip())
+    if len(mark) == 1 and mark[0] not in stops:
+        stops.append(mark[0])
+    if not stops:
+        raise ConfigError(
+            "neither the model nor its tokenizer has an end token, so no answer could end. Set "
+            "eos_token in the tokenizer's config."
+        )
+    return stops
+
+
+def make_decoder(tokenizer: Any, stops: Sequence[int]) -> Any:
+    """Return a function from token ids of an answer to its text, without end tokens."""
+    hidden = frozenset(stops)
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode_written(id for id in ids if id not in hidden)
+        return text
+
+    return decode
