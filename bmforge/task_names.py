@@ -24,6 +24,7 @@ TASK_NAMES: Mapping[str, str] = {
     "chid": "fine-tune to choose idioms (ChID)",
     "stc": "fine-tune to answer posts (STC)",
     "rl": "learn from rewards of the model's own answers: GRPO and its relatives",
+    "distill": "distill a teacher into a student that writes the answers (on-policy)",
     "images": "classify images by folder",
     "delta-search": "search adapter types, modules and sizes on a task with labels or choices",
 }

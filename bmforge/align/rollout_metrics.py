@@ -36,11 +36,10 @@ def measure_rollout(
     rewards = [reward for group in known for reward in group]
     lengths = [len(answer.ids) for answer in answers]
     ended = [len(answer.ids) for answer in answers if answer.finish_reason == "stop"]
-    metrics: dict[str, float] = {
-        "frac_reward_zero_std": statistics.fmean(len(set(group)) < 2 for group in known),
-        "frac_scored": len(rewards) / len(answers),
-        "completions/clipped_ratio": 1 - len(ended) / len(answers),
-    }
+    metrics: dict[str, float] = {"completions/clipped_ratio": 1 - len(ended) / len(answers)}
+    if names:
+        metrics["frac_reward_zero_std"] = statistics.fmean(len(set(group)) < 2 for group in known)
+        metrics["frac_scored"] = len(rewards) / len(answers)
     if rewards:
         metrics["reward"] = statistics.fmean(rewards)
         metrics["reward_std"] = statistics.fmean(_deviate(group) for group in known)

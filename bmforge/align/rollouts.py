@@ -9,7 +9,6 @@ of processes and after a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,82 +20,13 @@ from bmforge.align.answer_writer import AnswerWriter
 from bmforge.align.policy import Policy
 from bmforge.align.rewards import RewardSet
 from bmforge.align.rollout_batches import RolloutAnswer, collate_answers, read_rows
+from bmforge.align.rollout_config import PromptRow, RolloutConfig
 from bmforge.align.rollout_metrics import measure_rollout
 from bmforge.batch import Batch
 from bmforge.data.load.order import derive_key, permute
 from bmforge.errors import ConfigError
 
-__all__ = ["PromptRow", "RolloutConfig", "RolloutLoader", "Scores"]
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """A prompt with its token ids.
-
-    Args:
-        ids: token ids.
-        content: text or messages, as reward functions get them.
-        columns: further fields for reward functions.
-    """
-
-    ids: tuple[int, ...]
-    content: Any
-    columns: Mapping[str, Any]
-
-
-@dataclass(kw_only=True)
-class RolloutConfig:
-    """Writing and scoring of answers.
-
-    Args:
-        num_generations: answers per prompt (default: 8).
-        max_new_tokens: maximum length of an answer in tokens (default: 512).
-        temperature: divisor of the logits of all policies (default: 1). Top-k, top-p and penalties
-            are not offered: the trained policy would not be the one that was sampled.
-        steps_per_generation: optimizer steps among which the answers of a rollout are divided
-            (default: 1).
-        num_iterations: passes over the answers of a rollout (default: 1).
-        mask_truncated_completions: leave answers that did not end out of the loss.
-        overlong_tokens: number of last tokens before max_new_tokens over which up to 1 is
-            subtracted from the reward, linearly (DAPO; default: 0, off).
-        max_num_seqs: maximum number of answers that are written at once (default: 64).
-        log_completions: number of prompts per rollout whose answers are written to
-            ``completions.jsonl`` (default: 4).
-    """
-
-    num_generations: int = 8
-    max_new_tokens: int = 512
-    temperature: float = 1.0
-    steps_per_generation: int = 1
-    num_iterations: int = 1
-    mask_truncated_completions: bool = False
-    overlong_tokens: int = 0
-    max_num_seqs: int = 64
-    log_completions: int = 4
-
-    def check(self) -> None:
-        """Raise `ConfigError` for a number out of range."""
-        least = {"overlong_tokens": 0, "log_completions": 0}
-        names = ("num_generations", "max_new_tokens", "steps_per_generation", "num_iterations")
-        least |= dict.fromkeys((*names, "max_num_seqs"), 1)
-        wrong = [
-            f"rollout.{name}={getattr(self, name)} must be at least {number}"
-            for name, number in least.items()
-            if getattr(self, name) < number
-        ]
-        if not self.temperature > 0:
-            wrong.append(f"rollout.temperature={self.temperature} must be above 0")
-        if self.overlong_tokens > self.max_new_tokens:
-            wrong.append(
-                f"rollout.overlong_tokens={self.overlong_tokens} must be at most max_new_tokens"
-            )
-        if self.num_generations > self.max_num_seqs:
-            wrong.append(
-                f"rollout.max_num_seqs={self.max_num_seqs} must be at least num_generations="
-                f"{self.num_generations}"
-            )
-        if wrong:
-            raise ConfigError(f"{'; '.join(wrong)}.")
+__all__ = ["RolloutLoader", "Scores"]
 
 
 class Scores(Protocol):
@@ -111,7 +41,7 @@ class RolloutLoader:
 
     Args:
         prompts: prompts of the run.
-        rewards: reward functions.
+        rewards: reward functions; None in distillation, which needs no rewards.
         config: writing of answers.
         policy: loss of the run, which decides how rewards become advantages.
         sizes: config with ``global_batch_size`` (answers per optimizer step), ``micro_batch_size``
@@ -132,7 +62,7 @@ class RolloutLoader:
     def __init__(
         self,
         prompts: Sequence[PromptRow],
-        rewards: RewardSet,
+        rewards: RewardSet | None,
         config: RolloutConfig,
         policy: Policy,
         sizes: Any,
@@ -167,7 +97,7 @@ class RolloutLoader:
     @property
     def names(self) -> tuple[str, ...]:
         """Log-probabilities in every micro-batch, besides the trained policy's."""
-        needs_old = self.steps_per_rollout > 1
+        needs_old = self.steps_per_rollout > 1 and self._rewards is not None
         needs_reference = bool(self._policy.beta)
         pairs = (("old", needs_old), ("reference", needs_reference))
         return ("sampler", *(name for name, is_needed in pairs if is_needed))
@@ -175,14 +105,14 @@ class RolloutLoader:
     def begin(
         self,
         writer: AnswerWriter,
-        scores: Scores,
+        scores: Scores | None,
         watch: Callable[[int, Sequence[RolloutAnswer], Mapping[str, Any]], None] | None = None,
     ) -> None:
         """Set the writer and the scores, which need the model.
 
         Args:
             writer: writer of answers.
-            scores: log-probabilities of the policies.
+            scores: log-probabilities of the policies; None if no method needs them.
             watch: function called with (first step, answers, metrics) after every rollout.
         """
         self._writer, self._scores, self._watch = writer, scores, watch
@@ -208,7 +138,7 @@ class RolloutLoader:
 
     def _fill(self) -> None:
         """Write and score the answers of the next rollout."""
-        if self._writer is None or self._scores is None:
+        if self._writer is None:
             raise ConfigError("RolloutLoader.begin must be called with a writer before training.")
         first = self.rollouts * self.prompts_per_rollout
         numbers = range(first, first + self.prompts_per_rollout)
@@ -217,11 +147,15 @@ class RolloutLoader:
         self._answers = [answer for group in self._answers for answer in group]
         self._used = 0
         self.rollouts += 1
-        self._set_rewards()
+        if self._rewards is not None:
+            self._set_rewards(self._rewards)
         kl = self._score_policies() if set(self.names) & {"old", "reference"} else {}
-        self._set_advantages(kl)
-        failures = self._gather({self._rank: dict(self._rewards.failures)})
-        self.metrics = measure_rollout(self._answers, self._rewards.names, self._config, failures)
+        if self._rewards is not None:
+            self._set_advantages(kl)
+        names = [] if self._rewards is None else self._rewards.names
+        failures = {} if self._rewards is None else dict(self._rewards.failures)
+        everywhere = self._gather({self._rank: failures})
+        self.metrics = measure_rollout(self._answers, names, self._config, everywhere)
         if self._watch is not None:
             step = (self.rollouts - 1) * self.steps_per_rollout + 1
             self._watch(step, self._answers, self.metrics)
@@ -251,10 +185,14 @@ class RolloutLoader:
             for number, row, group in zip(numbers, rows, groups, strict=True)
             for one in group
         ]
-        self._reward(answers, [row for row in rows for _ in range(self._config.num_generations)])
+        if self._rewards is not None:
+            each = [row for row in rows for _ in range(self._config.num_generations)]
+            self._reward(self._rewards, answers, each)
         return {number: [a for a in answers if a.prompt == number] for number in numbers}
 
-    def _reward(self, answers: Sequence[RolloutAnswer], rows: Sequence[PromptRow]) -> None:
+    def _reward(
+        self, rewards: RewardSet, answers: Sequence[RolloutAnswer], rows: Sequence[PromptRow]
+    ) -> None:
         names = sorted({name for row in rows for name in row.columns})
         is_chat = [not isinstance(row.content, str) for row in rows]
         messages = [[{"role": "assistant", "content": answer.text}] for answer in answers]
@@ -267,7 +205,7 @@ class RolloutLoader:
             "completion_ids": [answer.ids for answer in answers],
             **{name: [row.columns.get(name) for row in rows] for name in names},
         }
-        for name, values in self._rewards.score(batch).items():
+        for name, values in rewards.score(batch).items():
             for answer, value in zip(answers, values, strict=True):
                 answer.rewards[name] = value
 
@@ -282,13 +220,13 @@ class RolloutLoader:
         dist.all_gather_object(parts, own)
         return {number: value for part in parts for number, value in part.items()}
 
-    def _set_rewards(self) -> None:
+    def _set_rewards(self, rewards: RewardSet) -> None:
         """Set the weighted reward of every answer, less the penalty of long ones."""
-        names, limit = self._rewards.names, self._config.max_new_tokens
+        names, limit = rewards.names, self._config.max_new_tokens
         table = [[a.rewards[name] for a in self._answers] for name in names]
         plain = [[torch.nan if v is None else v for v in row] for row in table]
         values = torch.tensor(plain, dtype=torch.float64).view(len(names), 1, -1)
-        weights = torch.tensor(self._rewards.weights, dtype=torch.float64)
+        weights = torch.tensor(rewards.weights, dtype=torch.float64)
         soft = self._config.overlong_tokens
         for answer, total in zip(
             self._answers, weigh_rewards(values, weights)[0].tolist(), strict=True

@@ -16,7 +16,6 @@ SHORT_NAMES = {
     "--num-generations": "--rollout.num-generations",
     "--max-completion-length": "--rollout.max-new-tokens",
     "--temperature": "--rollout.temperature",
-    "--beta": "--rl.beta",
     "--seq-len": "--data.seq-len",
     "--precision": "--train.precision",
 }

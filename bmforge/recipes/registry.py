@@ -24,6 +24,7 @@ from bmforge.recipes.blanks import BlankConfig, train_blanks
 from bmforge.recipes.cpm1 import ChIDConfig, CPM1TextsConfig, STCConfig, tune_chid, tune_stc
 from bmforge.recipes.delta_search import DeltaSearchConfig, search_deltas
 from bmforge.recipes.dialogue import DialogueConfig, EVADialogueConfig, train_dialogue
+from bmforge.recipes.distill import OnPolicyDistillationConfig, train_distill
 from bmforge.recipes.documents import CPMBeeTrainConfig, DocumentsConfig, train_documents
 from bmforge.recipes.finetune import (
     BertSuperGLUEConfig,
@@ -200,6 +201,11 @@ TASKS: Mapping[str, Task] = {
     "rl": Task(
         TASK_NAMES["rl"],
         (Form(_continues, ReinforcementConfig, train_rl),),
+        tunes=True,
+    ),
+    "distill": Task(
+        TASK_NAMES["distill"],
+        (Form(_continues, OnPolicyDistillationConfig, train_distill),),
         tunes=True,
     ),
     "images": Task(

@@ -16,8 +16,9 @@ from bmforge.align.policy import Policy, PolicyConfig
 from bmforge.align.reinforcement import PolicyObjective, PolicyScores, open_reference
 from bmforge.align.rewards import RewardSet, open_rewards
 from bmforge.align.rollout_batches import RolloutAnswer, collate_answers
+from bmforge.align.rollout_config import PromptRow, RolloutConfig
 from bmforge.align.rollout_metrics import CompletionLog, metric_names
-from bmforge.align.rollouts import PromptRow, RolloutConfig, RolloutLoader
+from bmforge.align.rollouts import RolloutLoader
 from bmforge.errors import ConfigError
 from bmforge.infer import GenerationConfig
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bmforge.align.rollouts import PromptRow
+from bmforge.align.rollout_config import PromptRow
 from bmforge.data.sources.prompts import Prompt, read_prompts
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.end_tokens import find_end_tokens

@@ -1,0 +1,96 @@
+"""On-policy distillation: the student writes answers, a teacher's distributions are the target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.align.rollout_batches import INPUT_NAMES
+from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.errors import ConfigError
+from bmforge.nn import HeadInput
+from bmforge.nn.jensen_shannon import linear_jsd
+from bmforge.surgery import evaluating
+from bmforge.train.metric_sums import MetricKind
+from bmforge.train.objective import LossAndMetrics
+
+__all__ = ["DistillationObjective", "check_vocabularies"]
+
+
+def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]) -> None:
+    """Raise `ConfigError` if student and teacher do not have the same tokens.
+
+    Args:
+        student: config of the student.
+        teacher: config of the teacher.
+        vocabularies: token -> id of both tokenizers.
+    """
+    sizes = student.vocab_size, teacher.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the student has vocab_size={sizes[0]}, the teacher vocab_size={sizes[1]}: their "
+            "distributions cannot be compared. Use models with the same tokenizer and size of the "
+            "vocabulary."
+        )
+    if vocabularies[0] != vocabularies[1]:
+        counts = [len(vocabulary) for vocabulary in vocabularies]
+        raise ConfigError(
+            f"student and teacher have different tokenizers ({counts[0]} and {counts[1]} tokens, "
+            "or other ids), so that a token id means different texts. Use models with the same one."
+        )
+
+
+class DistillationObjective:
+    """Mean generalized Jensen-Shannon divergence of the answers' tokens; an objective of `Trainer`.
+
+    Args:
+        teacher: causal language model, which is not trained.
+        beta: 0 is the forward KL, 1 the reverse KL; see `generalized_jsd`.
+        temperature: divisor of both models' logits.
+        rollout_metrics: names of the rollout's metrics, and a function that returns their values.
+    """
+
+    def __init__(
+        self, teacher: Any, beta: float, temperature: float, rollout_metrics: Any = ((), dict)
+    ) -> None:
+        self._teacher, self._beta, self._temperature = teacher, beta, temperature
+        names, self._rollout_metrics = rollout_metrics
+        self.metrics: dict[str, MetricKind] = dict.fromkeys((*names, "kl"), "mean")
+
+    def __call__(self, model: Any, batch: Batch, num_items: float) -> LossAndMetrics:
+        """Return the divergence summed over tokens and divided by `num_items`."""
+        inputs = {name: batch[name] for name in INPUT_NAMES}
+        labels = batch["labels"]
+        with torch.no_grad(), evaluating(self._teacher):
+            teacher = _read_head(self._teacher, inputs, labels)
+
+        def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
+            if vocab is not None:
+                raise ConfigError("on-policy distillation does not support layout.tp above 1.")
+            is_scored = targets != IGNORE_INDEX
+            return linear_jsd(_select(head, is_scored), teacher, self._beta, self._temperature)
+
+        scores = model(**inputs, labels=labels, num_items_in_batch=measure).loss
+        metrics = {"kl": (scores[1].detach().sum(), float(scores.shape[1]))}
+        metrics |= {name: (value, 1.0) for name, value in self._rollout_metrics().items()}
+        return LossAndMetrics(scores[0].sum() / num_items, metrics)
+
+
+def _select(head: HeadInput, rows: Tensor) -> HeadInput:
+    """Return the inputs of some tokens."""
+    added = tuple((low[rows], up) for low, up in head.added)
+    return HeadInput(head.hidden[rows], head.weight, head.bias, added)
+
+
+def _read_head(model: Any, inputs: Any, labels: Tensor) -> HeadInput:
+    """Return the inputs of a model's head at the tokens that predict a label."""
+    found: list[HeadInput] = []
+
+    def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
+        found.append(_select(head, targets != IGNORE_INDEX))
+        return targets.new_zeros((1, len(targets)))
+
+    model(**inputs, labels=labels, num_items_in_batch=measure)
+    return found[0]

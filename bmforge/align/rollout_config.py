@@ -1,0 +1,81 @@
+"""Settings of rollouts, and the prompts that they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bmforge.errors import ConfigError
+
+__all__ = ["PromptRow", "RolloutConfig"]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt with its token ids.
+
+    Args:
+        ids: token ids.
+        content: text or messages, as reward functions get them.
+        columns: further fields for reward functions.
+    """
+
+    ids: tuple[int, ...]
+    content: Any
+    columns: Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """Writing and scoring of answers.
+
+    Args:
+        num_generations: answers per prompt (default: 8).
+        max_new_tokens: maximum length of an answer in tokens (default: 512).
+        temperature: divisor of the logits of all policies (default: 1). Top-k, top-p and penalties
+            are not offered: the trained policy would not be the one that was sampled.
+        steps_per_generation: optimizer steps among which the answers of a rollout are divided
+            (default: 1).
+        num_iterations: passes over the answers of a rollout (default: 1).
+        mask_truncated_completions: leave answers that did not end out of the loss.
+        overlong_tokens: number of last tokens before max_new_tokens over which up to 1 is
+            subtracted from the reward, linearly (DAPO; default: 0, off).
+        max_num_seqs: maximum number of answers that are written at once (default: 64).
+        log_completions: number of prompts per rollout whose answers are written to
+            ``completions.jsonl`` (default: 4).
+    """
+
+    num_generations: int = 8
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    steps_per_generation: int = 1
+    num_iterations: int = 1
+    mask_truncated_completions: bool = False
+    overlong_tokens: int = 0
+    max_num_seqs: int = 64
+    log_completions: int = 4
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a number out of range."""
+        least = {"overlong_tokens": 0, "log_completions": 0}
+        names = ("num_generations", "max_new_tokens", "steps_per_generation", "num_iterations")
+        least |= dict.fromkeys((*names, "max_num_seqs"), 1)
+        wrong = [
+            f"rollout.{name}={getattr(self, name)} must be at least {number}"
+            for name, number in least.items()
+            if getattr(self, name) < number
+        ]
+        if not self.temperature > 0:
+            wrong.append(f"rollout.temperature={self.temperature} must be above 0")
+        if self.overlong_tokens > self.max_new_tokens:
+            wrong.append(
+                f"rollout.overlong_tokens={self.overlong_tokens} must be at most max_new_tokens"
+            )
+        if self.num_generations > self.max_num_seqs:
+            wrong.append(
+                f"rollout.max_num_seqs={self.max_num_seqs} must be at least num_generations="
+                f"{self.num_generations}"
+            )
+        if wrong:
+            raise ConfigError(f"{'; '.join(wrong)}.")

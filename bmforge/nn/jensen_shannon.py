@@ -1,0 +1,106 @@
+"""Generalized Jensen-Shannon divergence between the distributions of two heads.
+
+The logits of a chunk of tokens exist at a time, in forward and in backward, which computes them
+again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bmforge.device import wide_dtype
+from bmforge.errors import ConfigError, ShapeError
+from bmforge.nn.distillation import HeadInput
+
+__all__ = ["generalized_jsd", "linear_jsd"]
+
+# Elements of the logits of one chunk of tokens.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the generalized Jensen-Shannon divergence of every token.
+
+    With M = beta * teacher + (1 - beta) * student, it is beta KL(teacher || M) + (1 - beta)
+    KL(student || M); beta 0 is KL(teacher || student) and beta 1 KL(student || teacher), its limits
+    up to scale.
+
+    Args:
+        student: log-probabilities of the student.
+        teacher: log-probabilities of the teacher.
+        beta: interpolation, 0 to 1.
+
+    Shape:
+        student, teacher: (..., V); returns (...)
+
+    Source: Agarwal et al., "On-policy distillation of language models" (arXiv 2306.13649).
+    """
+    if beta == 0:
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    if beta == 1:
+        return (student.exp() * (student - teacher)).sum(-1)
+    weights = student.new_tensor([beta, 1 - beta]).log()
+    mixture = torch.logaddexp(teacher + weights[0], student + weights[1])
+    from_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
+    from_student = (student.exp() * (student - mixture)).sum(-1)
+    return beta * from_teacher + (1 - beta) * from_student
+
+
+def linear_jsd(
+    student: HeadInput, teacher: HeadInput, beta: float, temperature: float = 1.0
+) -> Tensor:
+    """Return the divergence of every token, and the reverse KL divergence, from hidden states.
+
+    Args:
+        student: inputs of the student's head.
+        teacher: inputs of the teacher's head; no gradient flows into it.
+        beta: interpolation of `generalized_jsd`.
+        temperature: divisor of both models' logits (default: 1).
+
+    Shape:
+        returns (2, M): divergence, and KL(student || teacher) without gradient
+
+    Raises:
+        ShapeError: the vocabularies have different sizes.
+        ConfigError: a head is quantized.
+
+    Memory: the logits of a chunk of tokens; backward computes them again.
+    """
+    sizes = len(student.weight), len(teacher.weight)
+    if sizes[0] != sizes[1]:
+        raise ShapeError(
+            f"student and teacher need one vocabulary: vocab_size={sizes[0]} and {sizes[1]}."
+        )
+    if not (isinstance(student.weight, Tensor) and isinstance(teacher.weight, Tensor)):
+        raise ConfigError("distillation needs heads that are not quantized. Leave the head out.")
+    size = max(1, _CHUNK_ELEMENTS // sizes[0])
+    teacher = teacher.detach()
+    parts = []
+    for start in range(0, len(student.hidden), size):
+        chunks = [_narrow(head, start, size) for head in (student, teacher)]
+        out = checkpoint(_measure, *chunks, beta, temperature, use_reentrant=False)
+        parts.append(out)
+    empty = student.hidden.new_zeros((2, 0), dtype=wide_dtype(student.hidden.dtype))
+    return torch.cat([empty, *parts], 1)
+
+
+def _narrow(head: HeadInput, start: int, count: int) -> HeadInput:
+    """Return the inputs of some tokens."""
+    rows = slice(start, start + count)
+    added = tuple((low[rows], up) for low, up in head.added)
+    return HeadInput(head.hidden[rows], head.weight, head.bias, added)
+
+
+def _measure(student: HeadInput, teacher: HeadInput, beta: float, temperature: float) -> Tensor:
+    logs = []
+    for head in (student, teacher):
+        logits = F.linear(head.hidden, head.weight, head.bias)
+        for low, up in head.added:
+            logits = logits + F.linear(low, up)
+        logits = logits.to(wide_dtype(logits.dtype))
+        logs.append((logits / temperature).log_softmax(-1))
+    divergence = generalized_jsd(logs[0], logs[1], beta)
+    return torch.stack((divergence, generalized_jsd(logs[0], logs[1], 1.0).detach()))

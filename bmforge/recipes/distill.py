@@ -1,0 +1,87 @@
+"""On-policy distillation (`bmforge train distill`): the student writes the answers.
+
+It learns from the teacher's distributions at every token of its own answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmforge.align.distillation import DistillationObjective, check_vocabularies
+from bmforge.align.policy import Policy
+from bmforge.align.rollout_config import RolloutConfig
+from bmforge.align.rollout_metrics import metric_names
+from bmforge.errors import ConfigError
+from bmforge.models import AutoModel
+from bmforge.models.hub import find_model
+from bmforge.parallel import World
+from bmforge.recipes.inputs.prompt_rows import PromptConfig
+from bmforge.recipes.rollout_run import RolloutRun, default_training
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import traits_of
+from bmforge.tokenizers import AutoTokenizer
+from bmforge.train import TrainConfig
+
+__all__ = ["OnPolicyDistillationConfig", "train_distill"]
+
+
+@dataclass(kw_only=True)
+class OnPolicyDistillationConfig(RunConfig):
+    """Distill a teacher into a student that writes the answers; other fields are `RunConfig`'s.
+
+    Args:
+        data: prompts.
+        teacher: directory, hub id or short name of the teacher, with the student's tokenizer.
+        jsd_beta: generalized Jensen-Shannon divergence of the loss: 0 is the forward KL divergence,
+            1 the reverse one, 0.5 the symmetric one (default: 1).
+        distill_temperature: divisor of both models' logits in the loss (default: 1).
+        rollout: writing of answers.
+        template: chat template of prompts that are conversations, as in `train conversations`.
+    """
+
+    data: PromptConfig = field(default_factory=PromptConfig)
+    train: TrainConfig = field(default_factory=default_training)
+    teacher: str | None = None
+    jsd_beta: float = 1.0
+    distill_temperature: float = 1.0
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
+    template: Path | None = None
+
+
+def train_distill(config: Any) -> RunResult:
+    """Distill a teacher into a model that writes the answers, or resume such a run.
+
+    Args:
+        config: an `OnPolicyDistillationConfig` with the `model` of a decoder.
+
+    Raises:
+        BmforgeError: see `run_recipe`; the teacher has another vocabulary.
+    """
+    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
+    if config.teacher is None:
+        raise ConfigError("distill needs a teacher: --teacher DIRECTORY_OR_HUB_ID.")
+    if not 0 <= config.jsd_beta <= 1:
+        raise ConfigError(f"jsd_beta={config.jsd_beta} must be from 0 to 1.")
+    if not config.distill_temperature > 0:
+        raise ConfigError(f"distill_temperature={config.distill_temperature} must be above 0.")
+    run = RolloutRun(config, rows)
+    directory = find_model(config.teacher)
+    described = AutoModel.describe_pretrained(directory)[0]
+    vocabularies = run.tokenizer.get_vocab(), AutoTokenizer.from_pretrained(directory).get_vocab()
+    check_vocabularies(config.model, described.config, vocabularies)
+    teacher = AutoModel.from_pretrained(directory, dtype=torch.float32, device=rows.device)
+    loader = run.open_loader(None, Policy())
+    objective = DistillationObjective(
+        teacher.eval().requires_grad_(False),
+        config.jsd_beta,
+        config.distill_temperature,
+        (metric_names([]), lambda: loader.metrics),
+    )
+    return run.training_data(objective, lambda model: None)

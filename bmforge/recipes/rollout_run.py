@@ -1,0 +1,200 @@
+"""Runs whose model writes its own answers: prompts, engine, log of answers and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bmforge.align.answer_writer import AnswerWriter
+from bmforge.align.rewards import RewardSet
+from bmforge.align.rollout_batches import RolloutAnswer
+from bmforge.align.rollout_metrics import CompletionLog
+from bmforge.align.rollouts import RolloutLoader, Scores
+from bmforge.device import parse_dtype
+from bmforge.errors import ConfigError
+from bmforge.files import replace_file
+from bmforge.infer import GenerationConfig
+from bmforge.parallel import World
+from bmforge.recipes.adapters import attach_adapter
+from bmforge.recipes.base_weights import store_frozen_
+from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.prompt_rows import (
+    encode_prompts,
+    find_stops,
+    make_decoder,
+    open_template,
+    read_all,
+)
+from bmforge.recipes.run import TrainingData
+from bmforge.recipes.start import check_length, family_of, traits_of, with_changes
+from bmforge.tokenizers.chat_template import TEMPLATE_FILE
+from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig
+
+__all__ = ["RolloutRun", "check_rollouts", "default_training"]
+
+
+def default_training() -> TrainConfig:
+    """Return TRL's defaults: a constant learning rate of 1e-6, and no dropout."""
+    return TrainConfig(
+        optim=OptimConfig(lr=1e-6, weight_decay=0.0),
+        schedule=ScheduleConfig(kind="constant"),
+        disable_dropout=True,
+    )
+
+
+def check_rollouts(config: Any) -> None:
+    """Raise `ConfigError` for options that exclude each other, before anything is opened."""
+    config.data.check()
+    config.rollout.check()
+    check_length(config)
+    limit = traits_of(config.model).row_limit(config.model)
+    longest = config.data.seq_len + config.rollout.max_new_tokens
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} + rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} is more than model.max_seq_len={limit}. Shorten one."
+        )
+    if not config.train.disable_dropout:
+        raise ConfigError(
+            "train.disable_dropout=False: dropout would make the policy of the loss another one "
+            "than that of the rollouts. Leave it on."
+        )
+    degrees = {name: getattr(config.layout, name) for name in ("tp", "pp", "cp", "ep")}
+    used = [f"layout.{name}={degree}" for name, degree in degrees.items() if degree > 1]
+    if used:
+        raise ConfigError(
+            f"{', '.join(used)}: a run that writes its own answers supports one process, data "
+            "parallelism and layout.zero. Leave it out."
+        )
+
+
+class RolloutRun:
+    """Parts of a run whose model writes its own answers.
+
+    Args:
+        config: config with ``data`` (`PromptConfig`), ``rollout`` and ``template``.
+        rows: data-parallel rank and size.
+
+    Attributes:
+        tokenizer: tokenizer of the run.
+        loader: loader of the run, after `open_loader`.
+    """
+
+    loader: RolloutLoader
+
+    def __init__(self, config: Any, rows: World) -> None:
+        check_rollouts(config)
+        self._config, self._rows = config, rows
+        self.tokenizer = open_tokenizer(config)
+        prompts = read_all(config.data)
+        self._template = open_template(config, self.tokenizer, prompts)
+        self._prompts = encode_prompts(prompts, config.data, self.tokenizer, self._template)
+        self._stops = tuple(find_stops(config.model, self.tokenizer, self._template))
+        self._rewards: RewardSet | None = None
+        self._writer: AnswerWriter | None = None
+        self._log: CompletionLog | None = None
+
+    def open_loader(self, rewards: RewardSet | None, policy: Any) -> RolloutLoader:
+        """Create the loader of the run; the rewards are closed with the run."""
+        config, rows = self._config, self._rows
+        self._rewards = rewards
+        decode = make_decoder(self.tokenizer, self._stops)
+        self.loader = RolloutLoader(
+            self._prompts,
+            rewards,
+            config.rollout,
+            policy,
+            config.data,
+            decode,
+            (rows.rank, rows.size),
+        )
+        return self.loader
+
+    def training_data(
+        self, objective: Any, open_scores: Callable[[Any], Scores | None]
+    ) -> TrainingData:
+        """Return the data of the run.
+
+        Args:
+            objective: objective of the Trainer.
+            open_scores: function from the model with its initial weights to the log-probabilities
+                that rollouts need; it may return None.
+        """
+        rollout = self._config.rollout
+        return TrainingData(
+            self.loader,
+            self._config.data.seq_len + rollout.max_new_tokens,
+            objective=objective,
+            save_tokenizer=self._save_tokenizer,
+            begin=partial(self._begin, open_scores),
+            close=self._close,
+            epoch_rows=len(self._prompts) * rollout.num_generations,
+        )
+
+    def _save_tokenizer(self, directory: Path) -> None:
+        self.tokenizer.save_pretrained(directory)
+        if self._template is not None:
+            replace_file(directory / TEMPLATE_FILE, self._template.source)
+
+    def _begin(self, open_scores: Callable[[Any], Scores | None], model: Any) -> None:
+        """Open the engine and the scores of a model with its initial weights."""
+        config, rollout = self._config, self._config.rollout
+        options = GenerationConfig(
+            max_new_tokens=rollout.max_new_tokens,
+            **_PLAIN_SAMPLING,
+            temperature=rollout.temperature,
+            eos_token_id=self._stops,
+        )
+        longest = config.data.seq_len + rollout.max_new_tokens
+        copy = partial(_make_copy, config, self._rows.device)
+        self._writer = AnswerWriter(model, rollout.max_num_seqs, longest, options, copy)
+        self.loader.begin(self._writer, open_scores(model), self._note)
+
+    def _note(
+        self, step: int, answers: Sequence[RolloutAnswer], metrics: Mapping[str, Any]
+    ) -> None:
+        """Write the first answers of a rollout into the run directory."""
+        count = self._config.rollout.log_completions
+        if self._rows.rank or not count:
+            return
+        if self._log is None:
+            self._log = CompletionLog(self._config.run_dir, count, step)
+        self._log.write(step, answers, [self.loader.prompt(a.prompt).content for a in answers])
+
+    def _close(self) -> None:
+        """End the engine and the processes of reward functions."""
+        if self._rewards is not None:
+            self._rewards.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+# The policy that is trained must be the one that is sampled, whatever generation_config.json has.
+_PLAIN_SAMPLING: Mapping[str, Any] = {
+    "do_sample": True,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": (),
+    "min_new_tokens": 0,
+    "num_beams": 1,
+    "logprobs": 0,
+    "logprobs_mode": "processed_logprobs",
+}
+
+
+def _make_copy(config: Any, device: Any) -> Any:
+    """Return a plain model of the run's structure, whose weights are filled before each rollout."""
+    sizes = with_changes(config)
+    model = family_of(sizes).from_config(sizes, device="meta")
+    attach_adapter(model, config)
+    store_frozen_(model, config)
+    if config.train.precision != "fp32":
+        model = model.to(parse_dtype(config.train.precision))
+    return model.to_empty(device=device).eval().requires_grad_(False)

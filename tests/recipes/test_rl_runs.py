@@ -1,0 +1,219 @@
+"""`bmforge train rl` and `train distill`: learning, resuming, refusals, and layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from bmforge.align.policy import PolicyConfig
+from bmforge.align.rollout_config import RolloutConfig
+from bmforge.errors import ConfigError
+from bmforge.models import AutoModel, Llama, LlamaConfig
+from bmforge.parallel import Layout
+from bmforge.recipes.adapters import AdapterConfig
+from bmforge.recipes.distill import OnPolicyDistillationConfig
+from bmforge.recipes.inputs.prompt_rows import PromptConfig
+from bmforge.recipes.registry import Recipe, find_recipe
+from bmforge.recipes.rl import ReinforcementConfig
+from bmforge.surgery import persistent_tensors
+from bmforge.testing import run_distributed
+from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, read_metrics
+
+LETTERS = "0123456789+=abcdefgh"
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4},
+    **{"num_kv_heads": 2, "max_seq_len": 32, "init_std": 0.1},
+}
+REWARD = """
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+"""
+
+
+def write_model(folder: Path, seed: int = 0, more: str = "", **changes: Any) -> Path:
+    marks = ["<pad>", "</s>", "<unk>"]
+    vocabulary = {token: id for id, token in enumerate([*marks, *LETTERS, *more])}
+    config = LlamaConfig(vocab_size=len(vocabulary), **{**SIZES, **changes})
+    Llama.from_config(config, seed=seed).save_pretrained(folder)
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    every = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    fast.pre_tokenizer, fast.decoder = every, tokenizers.decoders.Fuse()
+    fast.add_special_tokens(marks)
+    fast.save(str(folder / "tokenizer.json"))
+    roles = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rl")
+    write_model(folder / "model")
+    write_model(folder / "teacher", seed=3, hidden_size=16)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "mine.py").write_text(REWARD)
+    return folder
+
+
+def recipe_of(place: Path, task: str = "rl") -> Recipe:
+    return find_recipe(task, str(place / "model"), None, None)
+
+
+def make_config(place: Path, name: str, steps: int, **changes: Any) -> Any:
+    loop = TrainConfig(
+        steps=steps,
+        save_every_steps=1,
+        disable_dropout=True,
+        optim=OptimConfig(lr=1e-2, weight_decay=0.0),
+        schedule=ScheduleConfig(kind="constant"),
+    )
+    given = {
+        "run_dir": place / name,
+        "train": loop,
+        "data": PromptConfig(
+            paths=(str(place / "prompts.jsonl"),),
+            seq_len=6,
+            global_batch_size=16,
+            micro_batch_size=8,
+        ),
+        "rollout": RolloutConfig(num_generations=4, max_new_tokens=5),
+        "reward": (f"{place / 'mine.py'}:digits",),
+    }
+    return recipe_of(place).config(**{**given, **changes})
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone() for name, t in persistent_tensors(model).items()}
+
+
+def test_the_share_of_digits_rises_and_the_export_writes_them(place: Path) -> None:
+    config = make_config(place, "learn", 12)
+    result = recipe_of(place).run(config)
+    rows = read_metrics(place / "learn" / "metrics.jsonl")
+    rewards = [row["reward"] for row in rows]
+    assert sum(rewards[:2]) / 2 < 0.6 < 0.8 < sum(rewards[-2:]) / 2
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/max"] < 5e-6
+        assert row["clip_ratio/region_mean"] == 0.0  # one update per rollout: the ratio is 1
+        assert row["rewards/digits/failures"] == 0
+    lines = (place / "learn" / "completions.jsonl").read_text().splitlines()
+    table = [json.loads(line) for line in lines]
+    assert [row["step"] for row in table] == [step for step in range(1, 13) for _ in range(16)]
+    assert table[0].keys() >= {"prompt", "completion", "rewards", "reward", "advantage"}
+    exported = AutoModel.from_pretrained(place / "learn" / "export")
+    for name, tensor in weights(exported).items():
+        assert torch.equal(tensor, weights(result.model)[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("plain", {}),
+        (
+            "several",
+            {
+                "method": "dapo",
+                "rl": PolicyConfig(beta=0.05),
+                "rollout": RolloutConfig(
+                    num_generations=4, max_new_tokens=5, num_iterations=2, steps_per_generation=2
+                ),
+                "adapter": AdapterConfig(kind="lora", rank=2),
+            },
+        ),
+    ],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(place: Path, name: str, changes: Any) -> None:
+    run = recipe_of(place).run
+    whole = run(make_config(place, f"{name}-whole", 5, **changes))
+    for steps in (2, 3, 5):
+        config = make_config(place, f"{name}-parts", steps, **changes)
+        config.export = steps == 5
+        parts = run(config)
+    for tensor, other in zip(
+        weights(whole.model).values(), weights(parts.model).values(), strict=True
+    ):
+        assert torch.equal(tensor, other)
+    files = [place / f"{name}-{kind}" / "completions.jsonl" for kind in ("whole", "parts")]
+    assert files[0].read_text() == files[1].read_text()
+    rows = [read_metrics(file.parent / "metrics.jsonl") for file in files]
+    for one, other in zip(*rows, strict=True):
+        assert (one["loss"], one["reward"]) == (other["loss"], other["reward"])
+
+
+def _run_sharded(place: Path, zero: int) -> dict[str, torch.Tensor]:
+    from bmforge.shards import whole_tensor
+
+    config = make_config(place, f"zero{zero}", 2, layout=Layout(zero=zero), export=False)
+    result = recipe_of(place).run(config)
+    return {name: whole_tensor(t).clone() for name, t in persistent_tensors(result.model).items()}
+
+
+@pytest.mark.parametrize("zero", [3])
+def test_zero_writes_the_same_answers_and_learns_the_same(place: Path, zero: int) -> None:
+    alone = recipe_of(place).run(make_config(place, f"alone{zero}", 2, export=False))
+    found = run_distributed(_run_sharded, 2, place, zero)[0]
+    for name, tensor in weights(alone.model).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+    files = [place / f"{kind}{zero}" / "completions.jsonl" for kind in ("alone", "zero")]
+    tables = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    texts = [[row["completion"] for row in table if row["step"] == 1] for table in tables]
+    assert texts[0] == texts[1]
+
+
+def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
+    recipe = find_recipe("distill", str(place / "model"), None, None)
+    base = make_config(place, "distill", 12)
+    config = recipe.config(
+        run_dir=base.run_dir,
+        train=base.train,
+        data=base.data,
+        teacher=str(place / "teacher"),
+        rollout=RolloutConfig(num_generations=1, max_new_tokens=5, num_iterations=2),
+        export=False,
+    )
+    recipe.run(config)
+    rows = read_metrics(place / "distill" / "metrics.jsonl")
+    assert rows[-1]["kl"] < 0.5 * rows[0]["kl"]
+    assert rows[0]["loss"] == pytest.approx(rows[0]["kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "ppo"}, "method='ppo'"),
+        ({"reward": ()}, "there is no reward"),
+        ({"reward": ("json:no_such",)}, "has no function"),
+        ({"layout": Layout(tp=2)}, "tp"),
+        ({"rollout": RolloutConfig(max_new_tokens=64)}, "max_seq_len=32"),
+        ({"train": TrainConfig()}, "disable_dropout"),
+        ({"rl": PolicyConfig(clip_low=2.0)}, "clip_low=2.0"),
+        ({"rollout": RolloutConfig(num_generations=5, max_new_tokens=5)}, "num_generations=5"),
+        ({"template": Path("chatml")}, "template='chatml' has no effect"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_run(place: Path, changes: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        recipe_of(place).run(make_config(place, "refused", 2, **changes))
+    assert not (place / "refused").exists()
+
+
+def test_teachers_of_other_vocabularies_are_refused(place: Path, tmp_path: Path) -> None:
+    recipe = find_recipe("distill", str(place / "model"), None, None)
+    base = make_config(place, "refused", 2)
+    larger = write_model(tmp_path / "larger", more="xyz")
+    given = {"run_dir": base.run_dir, "data": base.data, "rollout": base.rollout}
+    with pytest.raises(ConfigError, match="vocab_size=23, the teacher vocab_size=26"):
+        recipe.run(recipe.config(**given, teacher=str(larger)))
+    with pytest.raises(ConfigError, match="needs a teacher"):
+        recipe.run(recipe.config(**given))
+
+
+def test_the_configs_are_those_of_the_tasks(place: Path) -> None:
+    assert issubclass(recipe_of(place).config, ReinforcementConfig)
+    assert issubclass(recipe_of(place, "distill").config, OnPolicyDistillationConfig)
