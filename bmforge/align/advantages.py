@@ -66,9 +66,9 @@ def _center(rewards: Tensor) -> Tensor:
 
 def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
     """Return the standard deviation with n - 1, without NaN; 0 for fewer than 2 values."""
-    known = ~values.isnan()
+    is_scored = ~values.isnan()
     dims = tuple(range(values.dim())) if dim is None else (dim,)
-    count = known.sum(dims, keepdim=True)
+    count = is_scored.sum(dims, keepdim=True)
     mean = values.nansum(dims, keepdim=True) / count
     squares = ((values - mean) ** 2).nansum(dims, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()

@@ -86,11 +86,11 @@ def _select(head: HeadInput, rows: Tensor) -> HeadInput:
 
 def _read_head(model: Any, inputs: Any, labels: Tensor) -> HeadInput:
     """Return the inputs of a model's head at the tokens that predict a label."""
-    found: list[HeadInput] = []
+    heads: list[HeadInput] = []
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
-        found.append(_select(head, targets != IGNORE_INDEX))
+        heads.append(_select(head, targets != IGNORE_INDEX))
         return targets.new_zeros((1, len(targets)))
 
     model(**inputs, labels=labels, num_items_in_batch=measure)
-    return found[0]
+    return heads[0]

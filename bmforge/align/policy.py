@@ -87,8 +87,8 @@ class PolicyConfig:
         """
         if method not in METHODS:
             raise ConfigError(f"method={method!r} is unknown (known: {', '.join(METHODS)}).")
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        policy = Policy(**{**METHODS[method], **given})
+        parts = {name: value for name, value in vars(self).items() if value is not None}
+        policy = Policy(**{**METHODS[method], **parts})
         policy.check()
         return policy
 

@@ -75,13 +75,13 @@ class PolicyObjective:
         """Return the loss divided by `num_items`, with metrics under TRL's names."""
         scores = _score(model, batch, self._temperature, with_entropy=True)
         mask = _mask_of(batch["labels"])
-        given = {
+        policies = {
             name: batch[name].to(scores.logprobs.dtype)
             for name in ("old", "reference", "sampler")
             if name in batch
         }
         inputs = PolicyInputs(
-            scores.logprobs, mask, batch["advantages"], entropy=scores.entropy, **given
+            scores.logprobs, mask, batch["advantages"], entropy=scores.entropy, **policies
         )
         loss, sums = policy_loss(inputs, self._policy, self._max_tokens)
         sums["entropy"] = (scores.entropy.detach() * mask).sum()
@@ -149,15 +149,15 @@ class PolicyScores:
         """Return ``old`` and ``reference`` as needed, (B, T) each."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        found: dict[str, Tensor] = {}
+        scores: dict[str, Tensor] = {}
         with evaluating(self._model):
             if self._with_old:
-                found["old"] = _score(self._model, batch, self._temperature).logprobs.double()
+                scores["old"] = _score(self._model, batch, self._temperature).logprobs.double()
         if self._reference is not None:
             inputs = {name: batch[name] for name in INPUT_NAMES}
             reference = self._reference(inputs, batch["labels"], self._temperature)
-            found["reference"] = reference.double()
-        return found
+            scores["reference"] = reference.double()
+        return scores
 
 
 def open_reference(model: Any, trains_base: bool) -> Reference:

@@ -41,31 +41,31 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     if spec.startswith(("http://", "https://")):
         return lambda **batch: _post(spec, batch)
-    place, _, name = spec.rpartition(":")
+    origin, _, name = spec.rpartition(":")
     kind, _, argument = spec.partition(":")
     if kind in VERIFIERS:
         return make_verifier(kind, argument)
-    if not place or not name:
+    if not origin or not name:
         raise ConfigError(
             f"--reward {spec}: give module:function, file.py:function, dir:MODEL, an http address, "
             f"or a verifier: {', '.join(VERIFIERS)}."
         )
     try:
-        module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
+        module = _import_file(origin) if origin.endswith(".py") else importlib.import_module(origin)
     except Exception as error:
-        raise ConfigError(f"--reward {spec}: {place} cannot be imported ({error!r}).") from error
+        raise ConfigError(f"--reward {spec}: {origin} cannot be imported ({error!r}).") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"--reward {spec}: {place} has no function {name!r}.")
+        raise ConfigError(f"--reward {spec}: {origin} has no function {name!r}.")
     return function
 
 
-def _import_file(place: str) -> Any:
-    file = Path(place).resolve()
+def _import_file(origin: str) -> Any:
+    file = Path(origin).resolve()
     sys.path.insert(0, str(file.parent))  # for modules next to it
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise FileNotFoundError(f"{place} is no Python file")
+        raise FileNotFoundError(f"{origin} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)

@@ -332,7 +332,7 @@ def _short_name(spec: str) -> str:
     """Return the name of a reward in metrics: that of its function, file or verifier."""
     if spec.startswith(("http://", "https://")):
         return spec.split("://", 1)[1].split("/")[0]
-    kind, _, rest = spec.partition(":")
+    kind, _, argument = spec.partition(":")
     if kind in VERIFIERS:
         return kind
-    return Path(rest).name if kind == "dir" else spec.rpartition(":")[2]
+    return Path(argument).name if kind == "dir" else spec.rpartition(":")[2]

@@ -32,17 +32,17 @@ def measure_rollout(
     """
     size = config.num_generations
     groups = [[a.reward for a in answers[n : n + size]] for n in range(0, len(answers), size)]
-    known = [[reward for reward in group if reward is not None] for group in groups]
-    rewards = [reward for group in known for reward in group]
+    scored = [[reward for reward in group if reward is not None] for group in groups]
+    rewards = [reward for group in scored for reward in group]
     lengths = [len(answer.ids) for answer in answers]
     ended = [len(answer.ids) for answer in answers if answer.finish_reason == "stop"]
     metrics: dict[str, float] = {"completions/clipped_ratio": 1 - len(ended) / len(answers)}
     if names:
-        metrics["frac_reward_zero_std"] = statistics.fmean(len(set(group)) < 2 for group in known)
+        metrics["frac_reward_zero_std"] = statistics.fmean(len(set(group)) < 2 for group in scored)
         metrics["frac_scored"] = len(rewards) / len(answers)
     if rewards:
         metrics["reward"] = statistics.fmean(rewards)
-        metrics["reward_std"] = statistics.fmean(_deviate(group) for group in known)
+        metrics["reward_std"] = statistics.fmean(_deviate(group) for group in scored)
     for name in names:
         values = [v for v in (answer.rewards[name] for answer in answers) if v is not None]
         if values:

@@ -47,7 +47,7 @@ class RolloutLoader:
         sizes: config with ``global_batch_size`` (answers per optimizer step), ``micro_batch_size``
             and ``seed``.
         decode: function from token ids of an answer to its text.
-        place: (data-parallel rank, number of data-parallel ranks).
+        rank_and_size: (data-parallel rank, number of data-parallel ranks).
 
     Attributes:
         metrics: metrics of the last rollout, under TRL's names.
@@ -67,15 +67,15 @@ class RolloutLoader:
         policy: Policy,
         sizes: Any,
         decode: Callable[[Sequence[int]], str],
-        place: tuple[int, int] = (0, 1),
+        rank_and_size: tuple[int, int] = (0, 1),
     ) -> None:
         config.check()
         self._prompts, self._rewards, self._config = prompts, rewards, config
         self._policy, self._sizes, self._decode = policy, sizes, decode
-        self._rank, self._world = place
+        self._rank, self._world = rank_and_size
         total = sizes.global_batch_size * config.steps_per_generation
-        self.prompts_per_rollout, rest = divmod(total, config.num_generations)
-        if rest:
+        self.prompts_per_rollout, remainder = divmod(total, config.num_generations)
+        if remainder:
             raise ConfigError(
                 f"data.global_batch_size={sizes.global_batch_size} answers x "
                 f"rollout.steps_per_generation={config.steps_per_generation} must be a multiple of "
@@ -162,9 +162,9 @@ class RolloutLoader:
 
     def prompt(self, number: int) -> PromptRow:
         """Return the prompt with a number in the order of the run: a new order every epoch."""
-        epoch, place = divmod(number, len(self._prompts))
+        epoch, index = divmod(number, len(self._prompts))
         key = derive_key("prompts", self._sizes.seed, epoch)
-        return self._prompts[int(permute(np.array([place]), len(self._prompts), key)[0])]
+        return self._prompts[int(permute(np.array([index]), len(self._prompts), key)[0])]
 
     def _write(self, numbers: Sequence[int]) -> dict[int, list[RolloutAnswer]]:
         """Write and reward the answers of some prompts: prompt number -> answers."""
@@ -177,13 +177,13 @@ class RolloutLoader:
             RolloutAnswer(
                 number,
                 list(row.ids),
-                list(one.ids),
-                self._decode(one.ids),
-                [token.logprob for token in one.logprobs or ()],
-                one.finish_reason,
+                list(completion.ids),
+                self._decode(completion.ids),
+                [token.logprob for token in completion.logprobs or ()],
+                completion.finish_reason,
             )
             for number, row, group in zip(numbers, rows, groups, strict=True)
-            for one in group
+            for completion in group
         ]
         if self._rewards is not None:
             each = [row for row in rows for _ in range(self._config.num_generations)]
@@ -245,7 +245,7 @@ class RolloutLoader:
         is exactly 1: other shapes give other bits.
         """
         assert self._scores is not None
-        places = {id(answer): place for place, answer in enumerate(self._answers)}
+        numbers = {id(answer): number for number, answer in enumerate(self._answers)}
         kl: dict[int, list[float]] = {}
         for step in range(self._config.steps_per_generation):
             for rows in self._divide(step):
@@ -255,7 +255,7 @@ class RolloutLoader:
                         read_rows(rows, scores[name], lambda a, v, n=name: setattr(a, n, v))
                 if "old" in scores and "reference" in scores:
                     gap = scores["old"] - scores["reference"]
-                    read_rows(rows, gap, lambda a, v: kl.__setitem__(places[id(a)], v))
+                    read_rows(rows, gap, lambda a, v: kl.__setitem__(numbers[id(a)], v))
         return self._gather(kl) if self._policy.kl_in == "reward" else {}
 
     def _set_advantages(self, kl: Mapping[int, list[float]]) -> None:
@@ -302,8 +302,8 @@ class RolloutLoader:
         own = {
             id(a) for step in steps for rows in self._divide(step) for a in rows if a is not None
         }
-        found = {n: a for n, a in enumerate(self._answers) if id(a) in own}
-        self._answers = [answer for _, answer in sorted(self._gather(found).items())]
+        answers = {n: a for n, a in enumerate(self._answers) if id(a) in own}
+        self._answers = [answer for _, answer in sorted(self._gather(answers).items())]
         return self._answers
 
     def _identity(self) -> dict[str, Any]:

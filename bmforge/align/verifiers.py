@@ -78,8 +78,8 @@ def _read_number(text: str) -> Decimal | None:
 
 
 def _is_number(answer: str, right: Any) -> bool:
-    wanted = _read_number(str(right))
-    return wanted is not None and _read_number(answer) == wanted
+    expected = _read_number(str(right))
+    return expected is not None and _read_number(answer) == expected
 
 
 def _is_choice(answer: str, right: Any) -> bool:

@@ -25,14 +25,14 @@ class Prompt:
     """One prompt of a file.
 
     Args:
-        place: file and line, entry or row, for error messages.
+        source: file and line, entry or row, for error messages.
         content: text, or messages of which the last is not the assistant's.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         variables: variables of the chat template.
         columns: the record's other fields.
     """
 
-    place: str
+    source: str
     content: str | list[Message]
     tools: list[dict[str, Any]] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
@@ -50,38 +50,38 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         DataError: the path does not exist, or an entry has no prompt.
     """
     return [
-        _read_prompt(record, place)
+        _read_prompt(record, source)
         for file in find_conversation_files(path)
-        for place, record in read_records(file)
+        for source, record in read_records(file)
     ]
 
 
-def _read_prompt(record: Any, place: str) -> Prompt:
+def _read_prompt(record: Any, source: str) -> Prompt:
     content = record.get("prompt") if isinstance(record, dict) else None
     if isinstance(content, list) and content:
-        content = [_read_message(message, place) for message in content]
+        content = [_read_message(message, source) for message in content]
         if content[-1]["role"] == "assistant":
-            raise DataError(f"{place}: the prompt ends with a message of the assistant.")
+            raise DataError(f"{source}: the prompt ends with a message of the assistant.")
     elif not isinstance(content, str) or not content:
         raise DataError(
-            f"{place} needs 'prompt': a text, or a list of messages with 'role' and 'content'."
+            f"{source} needs 'prompt': a text, or a list of messages with 'role' and 'content'."
         )
     names = ("prompt", "tools", "chat_template_kwargs")
     columns = {name: value for name, value in record.items() if name not in names}
     reserved = sorted(_RESERVED & columns.keys())
     if reserved:
         raise DataError(
-            f"{place} has the field {reserved[0]!r}, which is an argument of every reward "
+            f"{source} has the field {reserved[0]!r}, which is an argument of every reward "
             "function. Rename it."
         )
     checked = columns.get("reward_model")
     if isinstance(checked, dict) and "ground_truth" in checked:
         columns.setdefault("ground_truth", checked["ground_truth"])
     variables = dict(record.get("chat_template_kwargs") or {})
-    return Prompt(place, content, record.get("tools") or None, variables, columns)
+    return Prompt(source, content, record.get("tools") or None, variables, columns)
 
 
-def _read_message(message: Any, place: str) -> Message:
+def _read_message(message: Any, source: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{place}: a message of the prompt needs 'role' and 'content'.")
-    return normalize_message(message, place)
+        raise DataError(f"{source}: a message of the prompt needs 'role' and 'content'.")
+    return normalize_message(message, source)

@@ -58,13 +58,13 @@ def choose_batch(draws: Sequence[Draw]) -> list[Choice | None]:
     Draws with the same options share one pass.
     """
     groups: dict[Kind, list[int]] = {}
-    for place, draw in enumerate(draws):
-        groups.setdefault(_kind_of(draw.config), []).append(place)
-    found: list[Choice | None] = [None] * len(draws)
-    for places in groups.values():
-        for place, choice in zip(places, _choose([draws[p] for p in places]), strict=True):
-            found[place] = choice
-    return found
+    for number, draw in enumerate(draws):
+        groups.setdefault(_kind_of(draw.config), []).append(number)
+    choices: list[Choice | None] = [None] * len(draws)
+    for numbers in groups.values():
+        for number, choice in zip(numbers, _choose([draws[p] for p in numbers]), strict=True):
+            choices[number] = choice
+    return choices
 
 
 def _kind_of(config: GenerationConfig) -> Kind:
@@ -105,7 +105,7 @@ def _draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
     tokens = torch.searchsorted(sums, (numbers * sums[:, -1])[:, None], right=True)[:, 0]
     last = tokens.clamp(max=sums.shape[1] - 1)
     chosen = probabilities.gather(1, last[:, None])[:, 0]
-    # Rounding at the end of the sums: the place is behind the last token, or has probability 0.
+    # Rounding at the end of the sums: the number is behind the last token, or has probability 0.
     for row in ((last != tokens) | ~(chosen > 0)).nonzero()[:, 0].tolist():
         if bool(probabilities[row].isfinite().all()):
             last[row] = draw_token(probabilities[row], float(numbers[row]))

@@ -106,12 +106,12 @@ def _encode(prompt: Prompt, tokenizer: Any, template: ChatTemplate | None) -> Pr
         unread = [name for name in unread if name not in template.variables]
         if unread:
             raise DataError(
-                f"{prompt.place}: the chat template does not read {', '.join(unread)} (it reads "
+                f"{prompt.source}: the chat template does not read {', '.join(unread)} (it reads "
                 f"{', '.join(sorted(template.variables))}). Leave it out."
             )
         ids = template.encode(prompt.content, prompt.tools, **prompt.variables)[1]
     if not ids:
-        raise DataError(f"{prompt.place}: the prompt has no tokens.")
+        raise DataError(f"{prompt.source}: the prompt has no tokens.")
     return PromptRow(tuple(ids), prompt.content, prompt.columns)
 
 
