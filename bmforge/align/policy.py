@@ -251,7 +251,7 @@ def _spread(mask: Tensor, config: Policy, max_tokens: int) -> Tensor:
 
 
 def count_items(mask: Tensor, config: Policy) -> int:
-    """Return what the loss of a micro-batch is divided by: scored tokens, or scored answers."""
+    """Return the divisor of a micro-batch's loss: the number of scored tokens or answers."""
     if config.normalize == "token":
         return int(mask.sum())
     return int((mask.sum(1) > 0).sum())

@@ -61,7 +61,7 @@ def read_weight(spec: str) -> tuple[str, float]:
 
 
 class RewardProcess:
-    """Runs a reward function in a process of its own, which is killed after a time limit.
+    """Runs a reward function in a separate process, which is killed after a time limit.
 
     Args:
         spec: specification of the function; see `reward_worker.load_function`.

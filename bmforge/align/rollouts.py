@@ -212,7 +212,7 @@ class RolloutLoader:
     def _gather(self, own: dict[int, Any]) -> dict[int, Any]:
         """Return the entries of all ranks.
 
-        Comm: an all-gather of objects over the ranks that have rows of their own.
+        Comm: an all-gather of objects over the data-parallel ranks.
         """
         if self._world == 1:
             return own

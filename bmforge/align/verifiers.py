@@ -1,7 +1,7 @@
 """Built-in reward functions with checkable answers; each returns 1 for a right answer, else 0.
 
-They import nothing heavy, since `reward_worker` runs them in a process of their own: a user's
-regular expression may take exponential time.
+They import nothing heavy, since `reward_worker` runs them in a separate process: a user's regular
+expression may take exponential time.
 """
 
 from __future__ import annotations

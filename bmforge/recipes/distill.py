@@ -1,6 +1,6 @@
 """On-policy distillation (`bmforge train distill`): the student writes the answers.
 
-It learns from the teacher's distributions at every token of its own answers.
+The loss compares its distribution with the teacher's at every token.
 """
 
 from __future__ import annotations

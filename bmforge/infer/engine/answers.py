@@ -172,10 +172,10 @@ class Answer:
         """
         if self.config.logprobs_mode == "processed_logprobs":
             scores = narrow_sampled(scores, self.config)
-        for place, row in enumerate(scores, start + 1):
-            if place < len(self._prompt) and self._prompt[place] < len(row):
-                token, count = self._prompt[place], self.config.prompt_logprobs or 0
-                self._prompt_logprobs[place] = self._describe(row, token, count)
+        for position, row in enumerate(scores, start + 1):
+            if position < len(self._prompt) and self._prompt[position] < len(row):
+                token, count = self._prompt[position], self.config.prompt_logprobs or 0
+                self._prompt_logprobs[position] = self._describe(row, token, count)
 
     def _number(self) -> float:
         """Return the random number of the next token."""
@@ -260,4 +260,4 @@ class Answer:
     def _tell_prompt(self) -> tuple[TokenLogprob | None, ...] | None:
         if self.config.prompt_logprobs is None or self.index:
             return None
-        return tuple(self._prompt_logprobs.get(place) for place in range(len(self._prompt)))
+        return tuple(self._prompt_logprobs.get(position) for position in range(len(self._prompt)))

@@ -44,7 +44,7 @@ class Draw(NamedTuple):
 
 
 def narrow_sampled(scores: Tensor, config: GenerationConfig) -> Tensor:
-    """Apply the options of sampling; greedy decoding leaves the scores as they are.
+    """Apply the options of sampling; for greedy decoding return the scores unchanged.
 
     Shape:
         scores: (B, V) -> (B, V)

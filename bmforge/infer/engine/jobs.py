@@ -243,7 +243,7 @@ class PackedJobs:
         self, step: PackedStep, parts: list[Part], deltas: list[DeltaNames]
     ) -> list[Tensor]:
         rows = [StepRow(part.sequence.pages, part.start, part.end) for part in parts]
-        counts = [_count_counts(part) for part in parts]
+        counts = [_count_logits(part) for part in parts]
         return step.run(rows, [part.tokens for part in parts], counts, deltas)
 
     def _go_on(self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, Choice]) -> None:
@@ -300,7 +300,7 @@ def _reads_prompt(part: Part) -> bool:
     return part.sequence.scores_prompt and part.start < part.sequence.prompt_length
 
 
-def _count_wanted(part: Part) -> int:
+def _count_logits(part: Part) -> int:
     """Return the number of last tokens of a part whose logits are needed."""
     if _reads_prompt(part):
         return part.end - part.start

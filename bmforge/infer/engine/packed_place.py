@@ -71,7 +71,7 @@ def quantize_source(
     quantize: str | QuantSpec,
     check: Callable[[nn.Module], object],
     folder: Path | None,
-    given: ExitStack,
+    cleanup: ExitStack,
     options: Mapping[str, Any],
 ) -> Path:
     """Write a model directory's quantized weights into a temporary directory; return it.
@@ -81,13 +81,13 @@ def quantize_source(
         quantize: quantization scheme.
         check: function that raises if the quantized model, on meta, does not fit into memory.
         folder: parent of the temporary directory; None uses the system's.
-        given: stack that removes the temporary directory when it is closed.
+        cleanup: stack that removes the temporary directory when it is closed.
         options: arguments of `Model.from_pretrained`.
     """
     described = PackedReader(*AutoModel.describe_pretrained(source, **options), quantize)
     check(described.model)
     packed, give_back = make_packed_place(folder)
-    given.callback(give_back)
+    cleanup.callback(give_back)
     allowed = options.get("allow_unknown", ())
     with reporting_full_disk(packed, persistent_tensors(described.model).values()):
         return quantize_directory(source, packed / "m", quantize, allow_unknown=allowed)
