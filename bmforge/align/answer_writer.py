@@ -11,6 +11,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import Completion, Engine, EngineConfig, GenerationConfig, Request
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import RequestsConfig
+from bmforge.parallel import data_parallel_size, mesh_of
 from bmforge.records import laid_out
 from bmforge.shards import whole_tensor
 from bmforge.surgery import evaluating, persistent_tensors
@@ -125,12 +126,10 @@ def _open_copy(model: Any, make_copy: Callable[[], Any] | None) -> Any:
     Raises:
         ConfigError: the layout is not data parallelism or ZeRO.
     """
-    layout = getattr(laid_out(model), "layout", None)
-    degrees = {name: getattr(layout, name, 1) for name in ("tp", "pp", "cp", "ep")}
-    used = [f"layout.{name}={degree}" for name, degree in degrees.items() if degree > 1]
-    if used or make_copy is None:
+    mesh = mesh_of(model)
+    if make_copy is None or (mesh is not None and data_parallel_size(mesh) != mesh.size()):
         raise ConfigError(
-            f"rollouts do not support {', '.join(used) or 'a sharded model'} yet (supported: one "
-            "process, data parallelism and ZeRO). Leave it out."
+            "rollouts of a sharded model support data parallelism and layout.zero only. Leave "
+            "other parallelism out."
         )
     return make_copy()

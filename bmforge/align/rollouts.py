@@ -288,6 +288,7 @@ class RolloutLoader:
             "rollouts": self.rollouts,
             "used": 0 if is_used else self._used,
             "answers": [] if is_used else [a.to_state() for a in self._gather_answers()],
+            "metrics": {} if is_used else self.metrics,
             **self._identity(),
         }
 
@@ -330,3 +331,4 @@ class RolloutLoader:
                 )
         self.rollouts, self._used = state["rollouts"], state["used"]
         self._answers = [RolloutAnswer(**values) for values in state["answers"]]
+        self.metrics = dict(state["metrics"])

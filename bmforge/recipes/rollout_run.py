@@ -16,7 +16,7 @@ from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.files import replace_file
 from bmforge.infer import GenerationConfig
-from bmforge.parallel import World
+from bmforge.parallel import World, init_distributed
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.base_weights import store_frozen_
 from bmforge.recipes.inputs.pieces import open_tokenizer
@@ -61,12 +61,11 @@ def check_rollouts(config: Any) -> None:
             "train.disable_dropout=False: dropout would make the policy of the loss another one "
             "than that of the rollouts. Leave it on."
         )
-    degrees = {name: getattr(config.layout, name) for name in ("tp", "pp", "cp", "ep")}
-    used = [f"layout.{name}={degree}" for name, degree in degrees.items() if degree > 1]
-    if used:
+    processes = init_distributed().size
+    if config.layout.row_groups(processes) != processes:
         raise ConfigError(
-            f"{', '.join(used)}: a run that writes its own answers supports one process, data "
-            "parallelism and layout.zero. Leave it out."
+            "a run that writes its own answers supports one process, data parallelism and "
+            "layout.zero, not tensor, pipeline or context parallelism. Leave them out."
         )
 
 
