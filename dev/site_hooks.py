@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Redirect links out of docs/ to the pages that `on_files` added."""
     source = PurePosixPath(page.file.src_uri)
     if source.as_posix().startswith(LESS_RELEVANT):
-        page.meta["search"] = {"boost": 0.4}
+        page.meta["search"] = {"boost": 0.2}
     up = "../" * len(source.parts)
 
     def redirect(match: re.Match[str]) -> str:

@@ -143,7 +143,11 @@ def loss() -> Canvas:
     c.line([place(*point) for point in train], "blue-line")
     for point in validation:
         c.dot(*place(*point), "orange")
-    c.text(left + wide / 2, bottom + 40, "optimizer steps; line: training, points: validation")
+    c.text(
+        left + wide / 2,
+        bottom + 40,
+        "steps; loss in nats per token: line training, points validation",
+    )
     return c
 
 

@@ -8,6 +8,31 @@ COLORS = ("blue", "green", "orange", "purple")
 LENGTHS = {"F": 1, "B": 2}  # a backward takes twice as long as a forward
 
 
+def workflow() -> Canvas:
+    """The way from raw text, or a published model, to a server."""
+    c = Canvas(
+        860,
+        250,
+        "From raw text or a published model to a server: prepare, pretrain, tune, compress, serve",
+    )
+    c.box(10, 20, 150, 58, "raw text", "web, PDF, JSONL", "file")
+    c.box(200, 20, 170, 58, "prepare", "clean, dedup, tokenize")
+    c.box(410, 20, 170, 58, "pretrain", "ZeRO, TP, PP, CP, EP")
+    c.box(10, 170, 150, 58, "published model", "Hugging Face, GGUF", "file")
+    c.box(200, 170, 170, 58, "your chats", "OpenAI, ShareGPT", "file")
+    c.box(205, 96, 160, 58, "tune", "LoRA, QLoRA, full", "blue")
+    c.box(410, 96, 170, 58, "compress", "int8, int4, pruning", "blue")
+    c.box(620, 96, 220, 58, "run and serve", "from disk, OpenAI's API", "blue")
+    c.arrow((160, 49), (198, 49))
+    c.arrow((370, 49), (408, 49))
+    c.arrow((410, 72), (366, 104))
+    c.arrow((120, 170), (203, 136))
+    c.arrow((285, 170), (285, 156))
+    c.arrow((365, 125), (408, 125))
+    c.arrow((580, 125), (618, 125))
+    return c
+
+
 def mesh() -> Canvas:
     """Eight processes: pipeline stages, tensor parallel pairs and ZeRO shards."""
     c = Canvas(
@@ -262,6 +287,7 @@ def data_parallel_flow() -> Canvas:
 
 
 DIAGRAMS = {
+    "workflow": workflow,
     "mesh": mesh,
     "zero": zero,
     "pipeline_schedule": pipeline,

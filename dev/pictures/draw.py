@@ -2,8 +2,8 @@
 
     python dev/pictures/draw.py
 
-`workflow.svg` is drawn by hand. `tests/architecture` checks that the files are up to date and that
-every picture has a text that replaces it.
+`tests/architecture` checks that the files are up to date and that pages give every picture an
+alternative text.
 """
 
 from __future__ import annotations
