@@ -40,7 +40,7 @@ def write_tiny(folder: Path, preset: str, vocabulary: int = 64, **ids: int) -> N
     heads = {"num_heads": 2, "num_kv_heads": 0, "head_dim": 16}
     wide = {"hidden_size": 32, "intermediate_size": 0, "num_layers": 1, **heads}
     text = {} if family.family_traits.has_images else {"vocab_size": vocabulary}
-    small = {"intermediate_size": 48, "mask_modules": (), "num_buckets": 16}
+    small = {"intermediate_size": 64, "mask_modules": (), "num_buckets": 16}
     kept = {n: v for n, v in small.items() if hasattr(sizes, n)}
     family.from_config(sizes.replace(**{**wide, **text, **kept, **ids})).save_pretrained(folder)
 
