@@ -244,9 +244,8 @@ def wrap_forward_(module: nn.Module, wrapper: Wrapper, order_key: str) -> None:
     """
     if order_key in (wrapping := _wrapping_of(module)).wrappers:
         raise ConfigError(
-            f"{type(module).__name__} already has a wrapper at place={order_key!r}. Remove it "
-            "first "
-            "(unwrap_forward_), or lay out a new model."
+            f"{type(module).__name__} already has a wrapper at place={order_key!r}. "
+            "Remove it first (unwrap_forward_), or wrap a new model."
         )
     wrapping.wrappers[order_key] = wrapper
     _compose_(module, wrapping)
@@ -287,9 +286,9 @@ def _wrapping_of(module: nn.Module) -> _Wrapping:
         return _Wrapping(own=forward)
     if wrapping.composed is not forward:
         raise ConfigError(
-            f"the forward of a {type(module).__name__} was replaced from outside after it was "
-            f"wrapped at {[name for name, _ in wrappers_of(module)]}. Replace it before the model "
-            "is laid out."
+            f"the forward of a {type(module).__name__} was replaced after it was wrapped "
+            f"at {[name for name, _ in wrappers_of(module)]}. Replace it before the model "
+            "is parallelized."
         )
     return wrapping
 

@@ -237,7 +237,7 @@ def test_what_cannot_be_wrapped_says_so() -> None:
         unwrap_forward_(module, "views")
     assert module(torch.tensor(1.0)).item() == 10.0
     module.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="replaced from outside after it was wrapped"):
+    with pytest.raises(ConfigError, match="replaced after it was wrapped"):
         wrap_forward_(module, double, "views")
 
 

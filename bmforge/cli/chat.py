@@ -169,7 +169,9 @@ class _Session:
         """Run a command that only conversations with a chat template support."""
         chat = self._chat
         if not isinstance(chat, Conversation):
-            raise ConfigError(f"{name} has no effect on a model with a form of its own.")
+            raise ConfigError(
+                f"{name} has no effect on this model, which does not use a chat template."
+            )
         if name == "/system":
             chat.set_system(value or None)
             chat.clear()

@@ -63,7 +63,7 @@ def _explain(command: DataExplainCommand) -> None:
             print(f"  {line.rule:<46}{line.value:>10.4g}  {bounds}{broken}")
     if not shown:
         location = f" at {command.place!r}" if command.place else ""
-        raise DataError(f"{command.file!r} has no document{location}")
+        raise DataError(f"{command.file!r} has no document{location}.")
 
 
 def _chosen(command: DataExplainCommand) -> Iterator[Any]:
@@ -87,7 +87,7 @@ def _show(command: DataShowCommand) -> None:
         return
     funnel = read_record(command.directory)[0].funnel
     if funnel is None:
-        raise DataError(f"{str(command.directory)!r} was prepared without a funnel")
+        raise DataError(f"{str(command.directory)!r} was prepared without a funnel.")
     rows = [("read", funnel.read), *sorted(funnel.dropped.items()), ("kept", funnel.kept)]
     width = max(len(name) for name, _ in rows) + 2
     for name, amount in rows:
@@ -122,7 +122,7 @@ def _verify(command: DataVerifyCommand) -> None:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(
             f"{str(command.directory)!r} is not what was prepared:{lines}\nPrepare it again with "
-            "--overwrite, or copy it again"
+            "--overwrite, or copy it again."
         )
     print(f"{command.directory}: all files, counts and sums are as they were written")
 

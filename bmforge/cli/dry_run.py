@@ -22,7 +22,9 @@ def parse_world(text: str | None) -> int:
     """
     if text is None or not text.isdecimal() or int(text) < 1:
         problem = "is missing" if text is None else f"{text} is no number of processes"
-        raise ConfigError(f"--world {problem}. Say how many there are to be: --dry-run --world 64.")
+        raise ConfigError(
+            f"--world {problem}. Give the number of processes, such as --dry-run --world 64."
+        )
     return int(text)
 
 

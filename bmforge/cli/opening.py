@@ -102,8 +102,9 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
     named = [(name, where) for name, _, where in parts if where and is_delta_dir(where)]
     if named and (len(named) < len(deltas) or len(dict(named)) < len(named)):
         raise ConfigError(
-            f"--adapter {' '.join(deltas)}: give each a name of its own (NAME=DIR), by which it is "
-            "asked for, or none a name, so that all requests have them all."
+            f"--adapter {' '.join(deltas)}: some adapters have no name, or the same one. "
+            "Give each its own name (NAME=DIR), which requests select, or give no names "
+            "to apply all of them to every request."
         )
     return dict(named)
 

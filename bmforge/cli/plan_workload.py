@@ -99,7 +99,8 @@ def workload_of(
     model = make()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"freeze_base=True leaves nothing of {name} to train: no part stands beside a layer."
+            f"freeze_base=True leaves nothing of {name!r} to train: no adapter is "
+            "attached to a layer. Add one with changes, or train the base."
         )
     limit = model.position_limit
     if limit is not None and row_tokens > limit:

@@ -68,8 +68,8 @@ def compress(
         )
     if not config.names and not methods and teacher is None:
         raise ConfigError(
-            "nothing is to be done: give at least one of distill, structure, moefy, prune and "
-            "quantize."
+            "no compression method is configured. Give at least one of distill, "
+            "structure, moefy, prune and quantize."
         )
     before = measure_sizes(model)
     attached = attach_methods(model, config, batches, methods)

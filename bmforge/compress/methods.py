@@ -64,8 +64,8 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"{', '.join(twice)} is asked for twice: say all of it in one, or do one after the "
-            "other in jobs of their own."
+            f"{', '.join(twice)} is configured twice. Put all of it into one "
+            "configuration, or compress twice in a row."
         )
     _check_gates(config, own)
     if batches is not None and not config.is_calibrated:
@@ -92,9 +92,9 @@ def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
     for name, config_of_method in settings:
         if needed := _needs_shapes(name, config_of_method):
             raise ConfigError(
-                f"gates end in other shapes than {needed} are made for: finish them in a job of "
-                "their own before (in a recipe for `bmforge compress` they are the phase "
-                "`structure`)."
+                f"structured pruning with gates changes the shapes that {needed} needs. Run "
+                "it before, in a separate job (the phase `structure` in a recipe for "
+                "`bmforge compress`)."
             )
 
 

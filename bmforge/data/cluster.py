@@ -83,7 +83,7 @@ def run_on_cluster(
             f"{', '.join(_EXECUTORS)}."
         )
     if config.tasks < 1:
-        raise ConfigError(f"tasks={config.tasks}: needed is at least 1")
+        raise ConfigError(f"tasks={config.tasks} (needed: at least 1).")
     make = _find_executor(executor)
     if (Path(config.out_dir) / RECORD_NAME).exists():
         return prepare(config.inputs, config.out_dir, config.prepare, steps=config.steps)
@@ -208,7 +208,7 @@ class _Job:
         if left:
             raise DataError(
                 f"{len(left)} of {len(keys)} parts of the stage {stage!r} are not done, the first "
-                f"is {left[0]}: see the logs in {str(_log_dir(self.config))!r}"
+                f"is {left[0]}. See the logs in {str(_log_dir(self.config))!r}."
             )
 
 
@@ -276,7 +276,7 @@ class _Some:
     ) -> Iterator[tuple[int, Any]]:
         if stage != self.stage:
             if parts:
-                raise DataError(f"the stage {stage!r} is not done, and {self.stage!r} needs it")
+                raise DataError(f"the stage {stage!r} is not done, and {self.stage!r} needs it.")
             return
         own_parts = [
             part

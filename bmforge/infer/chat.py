@@ -58,9 +58,9 @@ class Conversation:
         traits = model.traits
         if not traits.writes or traits.objective in ("documents", "dialogues"):
             raise ConfigError(
-                f"a {type(model).__name__} with the head {model.config.head!r} cannot talk in the "
-                "form of a chat template: needed is a model that writes text; EVA and CPM-Bee have "
-                "forms of their own (bmforge.infer.openbmb)."
+                f"a {type(model).__name__} with the head {model.config.head!r} cannot use a "
+                "chat template (needed: a causal or encoder-decoder model that generates "
+                "text). EVA and CPM-Bee have their own formats in bmforge.infer.openbmb."
             )
         self.model, self.tokenizer = model, tokenizer
         self.template = template or ChatTemplate(None, tokenizer)

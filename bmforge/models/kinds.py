@@ -42,8 +42,8 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
     _check_ties(model, names)
     if uncalled := find_uncalled(model, names):
         raise ConfigError(
-            f"the model reads the weight of {', '.join(uncalled[:3])} without calling the module, "
-            "so it must stay as it is. Leave it out of `where`."
+            f"the model reads the weight of {', '.join(uncalled[:3])} without calling the "
+            "module, so it cannot be replaced. Leave it out of `where`."
         )
     new: dict[str, Any] = {}
     problems = []

@@ -111,7 +111,8 @@ def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
     sizes = linear_sizes(module)
     if sizes is None or getattr(module, "asks_parts", False):
         raise ConfigError(
-            f"factors stand beside a linear layer of a block; {name} is a {type(module).__name__}."
+            f"scales apply to linear layers of a block; {name} is a "
+            f"{type(module).__name__}. Give other targets."
         )
     into = any(f".{name}".endswith(f".{ending}") for ending in options.into)
     return Gain(sizes[0] if into else sizes[1], into, find_like(module))

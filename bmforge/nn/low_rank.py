@@ -165,7 +165,8 @@ class LowRank(BesidePart):
         sizes = linear_sizes(module)
         if sizes is None:
             raise ConfigError(
-                f"a low-rank part stands beside a linear layer, not a {type(module).__name__}."
+                f"a low-rank adapter needs a linear layer, not a {type(module).__name__}. "
+                "Give other targets."
             )
         if options.magnitude and getattr(module, "weight", None) is None:
             raise ConfigError(
@@ -242,8 +243,9 @@ def join_with_magnitude(
     with torch.no_grad():
         if weight.shape[0] != up.shape[0]:
             raise ConfigError(
-                f"magnitude=True beside a layer of {weight.shape[0]} rows, of which this process "
-                f"uses {up.shape[0]}: more processes than key-value heads. Use a smaller layout.tp."
+                "magnitude=True needs all rows of a layer, and this process uses "
+                f"{up.shape[0]} of {weight.shape[0]}: there are more processes than key-value "
+                "heads. Use a smaller layout.tp."
             )
         full_weight = weight.to(down.dtype) + part.scale * (up @ down)
         length = torch.linalg.vector_norm(full_weight, dim=1)

@@ -92,7 +92,9 @@ class NoOptions:
 def refuse_name(name: str) -> None:
     """Raise `ConfigError` if a name is given for a kind that attaches no named parts."""
     if name:
-        raise ConfigError(f"name={name!r} has no effect: nothing new stands beside a module.")
+        raise ConfigError(
+            f"name={name!r} has no effect, as no adapter module is added. Leave it out."
+        )
 
 
 def add_parts_(
@@ -149,7 +151,9 @@ def add_bottlenecks_(
     name = name or "bottleneck"
     far = {n: at for n, at in options.reads_at.items() if n != at}
     if unknown := sorted(set(far) - set(names)):
-        raise ConfigError(f"reads_at names {unknown[0]!r}, beside which nothing stands.")
+        raise ConfigError(
+            f"reads_at names {unknown[0]!r}, which is not one of the targets. Name a target."
+        )
     readers = {n: Reader() for n in far}
     add_parts_(
         model,

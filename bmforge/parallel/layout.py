@@ -231,8 +231,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     mesh = None if record is None else record.mesh
     if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
-            f"{dist.get_world_size()} processes train a {type(model).__name__} that is not laid "
-            "out over them. Call parallelize(model, layout) first."
+            f"{dist.get_world_size()} processes train a {type(model).__name__} that is "
+            "not parallelized. Call parallelize(model, layout) first."
         )
     return mesh
 

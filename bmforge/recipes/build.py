@@ -92,8 +92,8 @@ def _freeze_(model: Model, head: Collection[str]) -> None:
     freeze_base_(model, head)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"freeze_base=True leaves nothing to train: no part stands beside a layer of this "
-            f"{type(model).__name__}. Add one with changes, such as a low_rank."
+            "freeze_base=True leaves nothing to train: no adapter is attached to a layer "
+            f"of this {type(model).__name__}. Add one with changes, such as a low_rank."
         )
 
 

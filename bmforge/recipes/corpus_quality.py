@@ -44,13 +44,13 @@ def train_quality(config: QualityConfig) -> list[Path]:
         DataError: an input cannot be read.
     """
     if not config.good:
-        raise ConfigError("good is empty: name texts that are as they should be")
+        raise ConfigError("good is empty. Name texts that are as they should be.")
     check_place(config.out, "out")
     files = [config.out / "perplexity.npz"]
     files += [config.out / "quality.npz"] if config.bad else []
     for path in files:
         if path.exists():
-            raise ConfigError(f"{str(path)!r} is there already: name another directory")
+            raise ConfigError(f"{str(path)!r} is there already. Name another directory.")
     good = _sample(config.good, config)
     config.out.mkdir(parents=True, exist_ok=True)
     model = train_perplexity(track(good, "count words"))

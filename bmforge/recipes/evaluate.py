@@ -119,11 +119,11 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
     source = start.init_from or config.weights
     if source is None:
         raise ConfigError(
-            f"{name!r} is a size, and its weights would be drawn. Name a model's directory, or "
-            "give the directory of the weights with --weights."
+            f"{name!r} is a preset without weights. Name a model directory, or give the "
+            "directory of the weights with --weights."
         )
     if start.init_from is not None and config.weights is not None:
-        raise ConfigError(f"{name!r} has weights of its own. Leave --weights out.")
+        raise ConfigError(f"{name!r} contains weights already. Leave --weights out.")
     directory = find_model(source)
     sizes = start.config
     if start.init_from is not None:

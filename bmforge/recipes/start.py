@@ -247,9 +247,9 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
     lacking = find_missing_head(described, find_model(config.init_from))
     if lacking:
         raise ConfigError(
-            f"{config.init_from!r} has no head {config.model.head!r}, which this task trains: "
-            f"{', '.join(lacking)} are not in its weights, or are for other classes. A new head is "
-            "drawn only where it is asked for: new_head=True (--new-head)."
+            f"{config.init_from!r} has no head {config.model.head!r}, which this task "
+            f"trains: {', '.join(lacking)} are not in its weights, or are for other "
+            "classes. Set new_head=True (--new-head) to initialize a new head."
         )
     return config
 

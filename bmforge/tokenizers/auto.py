@@ -70,7 +70,7 @@ class AutoTokenizer:
                 f"CPM-2, EVA, CPM-Ant, CPM-Bee), {SPIECE_FILES[0]} (T5), {MODEL_FILE} (CPM-1), or "
                 f"{SENTENCEPIECE_FILE} (GLM). Where there are other files of a Hugging Face "
                 f"tokenizer, write a {TOKENIZER_FILE} with transformers' "
-                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
             )
         return opens(folder)
 

@@ -191,10 +191,10 @@ def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:
             if "\ud800" <= character <= "\udfff":
                 return DataError(
                     f"character {at} of the text {text[:40]!r} is half of a surrogate pair, which "
-                    "is no character: clean the text, for instance with "
-                    "text.encode('utf-8', 'replace').decode('utf-8')"
+                    "is no character. Clean the text, for instance with "
+                    "text.encode('utf-8', 'replace').decode('utf-8')."
                 )
-    return DataError(f"the text cannot be read ({error}): give a str")
+    return DataError(f"the text cannot be read ({error}). Give a str.")
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Path:

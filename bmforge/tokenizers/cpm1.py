@@ -82,8 +82,8 @@ class CPM1Tokenizer(Tokenizer):
         if differ:
             raise DataError(
                 f"{VOCABULARY_FILE} and {MODEL_FILE} in {str(folder)!r} give {len(differ)} "
-                f"different ids, such as {min(differ, key=str)!r}: take both from the same model, "
-                f"or remove {VOCABULARY_FILE}"
+                f"different ids, such as {min(differ, key=str)!r}. Take both from the same model, "
+                f"or remove {VOCABULARY_FILE}."
             )
 
     def _files(self) -> dict[str, bytes]:

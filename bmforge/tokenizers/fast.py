@@ -70,7 +70,8 @@ class FastTokenizer(Tokenizer):
         content = find_tokenizer_json(folder)
         if content is None:
             raise DataError(
-                f"{str(folder)!r} has no {TOKENIZER_FILE}, nor older files that one can be made of."
+                f"{str(folder)!r} has no {TOKENIZER_FILE}, nor older files from which one can "
+                "be written. Save the tokenizer with transformers' save_pretrained."
             )
         names = [name for name in ROLE_FILES if (folder / name).exists()]
         companions = {name: (folder / name).read_bytes() for name in names}

@@ -56,7 +56,7 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
         raise DataError(
             f"{str(path)!r} is a sentencepiece model of kind {model.algorithm}; read are unigram "
             f"models ({_UNIGRAM}), such as T5's. Write a tokenizer.json with transformers' "
-            "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+            "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
         )
     return build_unigram(model, extra_ids)
 

@@ -227,8 +227,9 @@ def _add_tokens(tokenizer: Any, folder: Path) -> None:
             tokenizer.add_tokens([AddedToken(token, normalized=False)])
         if (id := tokenizer.token_to_id(token)) != ids[token]:
             raise DataError(
-                f"{str(path)!r} gives {token!r} the id {ids[token]}, the vocabulary beside it "
-                f"{id}: one of the files is of another model."
+                f"{str(path)!r} gives {token!r} the id {ids[token]}, the vocabulary in its "
+                f"directory {id}: one of the files is of another model. Take both from the "
+                "same model."
             )
     tokenizer.add_special_tokens(list(special.values()))
 
@@ -244,5 +245,5 @@ def _has(folder: Path, names: tuple[str, ...]) -> bool:
 
 def _damaged(paths: list[str], error: Exception) -> DataError:
     return DataError(
-        f"{' and '.join(paths)} hold no vocabulary of a tokenizer ({error}); get the files again"
+        f"{' and '.join(paths)} hold no vocabulary of a tokenizer ({error}). Get the files again."
     )

@@ -40,8 +40,8 @@ class LossScaleConfig:
         others = LossScaleConfig(fixed=self.fixed)
         if self.fixed is not None and self != others:
             raise ConfigError(
-                f"loss_scale.fixed={self.fixed} keeps the scale as it is, so the other fields of "
-                "loss_scale have no effect. Leave them out, or fixed."
+                f"loss_scale.fixed={self.fixed} makes the scale constant, so the other fields "
+                "of loss_scale have no effect. Leave them out, or fixed."
             )
         if self.hysteresis < 1:
             raise ConfigError(f"loss_scale.hysteresis={self.hysteresis} must be at least 1.")

@@ -93,6 +93,48 @@ def empty_names() -> Iterator[str]:
                 yield at(path, node, node.arg)
 
 
+def error_names() -> set[str]:
+    """Return the names of the package's error classes."""
+    tree = tree_of(next(path for path in FILES if short_name(path) == "errors.py"))
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def message_of(node: ast.expr) -> str:
+    """Return a message with values as ``{}``; "" for a message that is no literal."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+        return "".join(map(str, parts))
+    return ""
+
+
+def messages() -> Iterator[tuple[Path, ast.Call, str]]:
+    """Yield (file, node, text) of every literal message of the package's error classes."""
+    errors = error_names() - {"MissingDependencyError"}  # its arguments are not sentences
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            name = getattr(getattr(node, "func", None), "id", "")
+            if not isinstance(node, ast.Call) or name not in errors or not node.args:
+                continue
+            if text := message_of(node.args[0]).strip():
+                yield path, node, text
+
+
+def unfinished_messages() -> Iterator[str]:
+    """Yield error messages without a full stop; a value may follow it, such as a suggestion."""
+    for path, node, text in messages():
+        if not re.search(r"[.?!][)\"'`]?(?:\s*\{\})*$", text) and not text.endswith(": {}"):
+            yield at(path, node, text[-60:])
+
+
+def message_house_words() -> Iterator[str]:
+    """Yield error messages with words that stand in for the field's terms."""
+    for path, node, text in messages():
+        if match := HOUSE_WORDS.search(text):
+            yield at(path, node, f"{match[0]}: {text}")
+
+
 def shared_class_names() -> Iterator[str]:
     """Yield public class names that two modules define (`compat` mirrors names of others)."""
     modules: dict[str, set[str]] = defaultdict(set)

@@ -139,7 +139,7 @@ def test_what_does_not_go_together() -> None:
     model, teacher = make_llama(0), make_llama(1)
     batches = [{"input_ids": torch.ones(1, 4, dtype=torch.long)}]
     for arguments, said in (
-        ({}, "nothing is to be done"),
+        ({}, "no compression method is configured"),
         ({"teacher": teacher}, "nothing says what it teaches"),
         ({"config": CompressConfig(distill=DistillConfig())}, "no teacher was given"),
         ({"methods": [Pull("shrink")]}, "called 'shrink'"),

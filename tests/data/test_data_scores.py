@@ -97,9 +97,9 @@ def test_workers_open_the_files_themselves(place: Path, tmp_path: Path) -> None:
         ("{scores}/quality.npz=head", ConfigError, "no buckets"),
         ("{scores}/quality.npz>=high", ConfigError, "is no number"),
         ("{scores}/perplexity.npz=hed", ConfigError, "Did you mean 'head'"),
-        ("{scores}/perplexity.npz=head,tail", ConfigError, "beside each other"),
+        ("{scores}/perplexity.npz=head,tail", ConfigError, "not adjacent"),
         ("{root}/good.jsonl", DataError, "no"),
-        ("", ConfigError, "empty name"),
+        ("", ConfigError, "empty file name"),
     ],
 )
 def test_what_is_no_score_is_refused(

@@ -108,7 +108,7 @@ def test_a_list_that_does_not_fit_is_refused(
 ) -> None:
     path = tmp_path / "tokens.shards"
     record = json.loads(path.read_text())
-    with pytest.raises(ConfigError, match="beside or below"):
+    with pytest.raises(ConfigError, match="in the directory of, or below"):
         write_shard_list(tmp_path / "deep" / "tokens", [tmp_path / "tokens.0"])
     with pytest.raises(ConfigError, match="each once"):
         write_shard_list(tmp_path / "other", [tmp_path / "tokens.0"] * 2)

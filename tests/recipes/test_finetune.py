@@ -219,7 +219,7 @@ def test_a_new_head_on_a_checkpoint(words: Path, tmp_path: Path) -> None:
         ("bert-superglue", {"dev_split": "exam"}, ConfigError, "exam"),
         ("bert-superglue", {"paths": ("/nowhere",)}, DataError, "nowhere"),
         ("bert-superglue", {"paths": ("a", "b")}, ConfigError, "must be the one folder"),
-        ("bert-superglue", {"validation": ("a",)}, ConfigError, "splits of its own"),
+        ("bert-superglue", {"validation": ("a",)}, ConfigError, "its own splits"),
         (
             "gpt2-superglue",
             {"seq_len": 65},

@@ -109,7 +109,7 @@ def test_what_is_no_class_is_said(place, tmp_path):
 
 
 def test_verbalizers_that_a_run_cannot_use_are_refused(place, tmp_path, capsys):
-    for name, said in (("Silent", "has no takes"), ("Trained", "weights of its own (weight)")):
+    for name, said in (("Silent", "has no takes"), ("Trained", "has parameters (weight)")):
         assert train(place, tmp_path / name, "--verbalizer-class", f"best_word:{name}") == 2
         assert said in " ".join(capsys.readouterr().err.split())
     zero = ("--verbalizer-class", "best_word:Trained", "--zero-shot")

@@ -123,7 +123,7 @@ def test_old_turns_make_room(letters: Path) -> None:
         chat.reply("a" * 60)
     with pytest.raises(ConfigError, match="nothing to answer"):
         chat.reply(" ")
-    with pytest.raises(ConfigError, match="cannot talk"):
+    with pytest.raises(ConfigError, match="cannot use a chat template"):
         Conversation(build("GPT2", head="none"), tokenizer)
 
 

@@ -133,7 +133,7 @@ def test_names_are_each_ones_own(model_directory: Path, given: list[str], tmp_pa
     where = given[0].partition("=")[2]
     assert find_names([where, f"{where}=0.5"]) == {}
     for wrong in ([*given, where], [given[0], given[0]]):
-        with pytest.raises(ConfigError, match="a name of its own"):
+        with pytest.raises(ConfigError, match="its own name"):
             find_names(wrong)
     with pytest.raises(ConfigError, match="'nowhere' is neither a weight nor a directory"):
         find_names(["ann=nowhere"])

@@ -90,7 +90,9 @@ class CookTrainer:
             ConfigError: no model, one that is prepared already, or settings that do not fit it.
         """
         if model is None:
-            raise ConfigError("set_compression needs the model that is to be compressed.")
+            raise ConfigError(
+                "set_compression was called without a model. Give the model to compress."
+            )
         if _SLOT in model.__dict__:
             raise ConfigError(f"this {type(model).__name__} is prepared already.")
         BMPrune.compute_mask(model, cook_config)

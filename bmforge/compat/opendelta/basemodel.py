@@ -282,7 +282,10 @@ class DeltaBase(nn.Module):
 
     def _check_backbone(self, module: nn.Module | None) -> None:
         if module is not None and self.backbone_model not in module.modules():
-            raise ConfigError("the module does not have the backbone that this delta stands in.")
+            raise ConfigError(
+                "the module does not have the backbone to which this delta is attached. Give "
+                "the module that contains it."
+            )
 
     def log(
         self,

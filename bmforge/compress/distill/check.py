@@ -20,7 +20,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig)
     """Raise one `ConfigError` with every mismatch of vocabulary, head or depth."""
     if student is teacher:
         raise ConfigError(
-            "the teacher is the student itself: give it a copy, which stays as it is."
+            "teacher and student are the same object. Give a copy of the model as the teacher."
         )
     problems = []
     for what in ("vocab_size", "head", "num_labels"):
@@ -160,8 +160,9 @@ def check_students_layout(
     is_hidden = any(loss.kind == "hidden" for loss in config.losses)
     if is_hidden and getattr(layout, "sequence_parallel", False):
         raise ConfigError(
-            "sequence_parallel divides hidden states over processes, where they are to be compared "
-            "with the teacher's: leave sequence_parallel out, or hidden states."
+            "sequence_parallel=True divides hidden states over processes, so they cannot "
+            "be compared with the teacher's. Leave out sequence_parallel or the "
+            "hidden-state loss."
         )
     if any(getattr(module, "token_cut", None) is not None for module in student.modules()):
         raise ConfigError(

@@ -180,8 +180,9 @@ def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
     strange += [n for part in parts for n, _ in beside_parts(part)]
     if type(block.mlp) is not MLP or strange:
         raise ConfigError(
-            f"the MLP of {name} was changed before ({', '.join(strange) or type(block.mlp)}). The "
-            "order is: structure, experts, zeros, quantisation, parts beside layers."
+            f"the MLP of {name} was changed before "
+            f"({', '.join(strange) or type(block.mlp)}). Apply the methods in this order: "
+            "structured pruning, MoEfication, sparsity, quantization, adapters."
         )
     options = Sizes(**_options(config, 1))
     sizes_of(block.spec).resized(options, name)

@@ -104,15 +104,18 @@ def _count(model: nn.Module) -> int:
 def _check_plain(model: Any, plan: Plan) -> None:
     tensors = persistent_tensors(model).values()
     if any(isinstance(tensor, DTensor) for tensor in tensors):
-        raise ConfigError(f"{type(model).__name__} is laid out: shrink it before parallelize.")
+        raise ConfigError(
+            f"{type(model).__name__} is parallelized already. Prune it before parallelize."
+        )
     others = [change.kind for change in model.config.changes if change.kind != "resize"]
     others += [type(module).__name__ for module in changed_modules(model).values()]
     if any(change.options.get("split") for change in model.config.changes):
         others.append("experts made of MLPs")
     if others:
         raise ConfigError(
-            f"{type(model).__name__} was changed already ({', '.join(dict.fromkeys(others))}). The "
-            "order is: structure, experts, zeros, quantisation, parts beside layers."
+            f"{type(model).__name__} was changed already "
+            f"({', '.join(dict.fromkeys(others))}). Apply the methods in this order: "
+            "structured pruning, MoEfication, sparsity, quantization, adapters."
         )
     if plan.hidden is not None and model.fixed_width:
         raise ConfigError(

@@ -250,8 +250,8 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
     )
     if expected != new.spec or sizes_of(new.spec) != want:
         raise ConfigError(
-            f"{name} would be of another kind than the layer that it is made of: blocks of this "
-            "family cannot be counted anew so. Let them lose attention and MLP instead."
+            f"{name} would replace a layer of another kind: layers of this family cannot "
+            "be renumbered. Remove the attention and MLP of the layer instead."
         )
 
 

@@ -80,7 +80,9 @@ def _config_of(
     if isinstance(spec, QuantizeConfig):
         clash = [name for name in options if getattr(spec, name) != options[name]]
         if clash:
-            raise ConfigError(f"{clash[0]} is given twice: in the config, and beside it.")
+            raise ConfigError(
+                f"{clash[0]} is given twice: in the config and as an argument. Give it once."
+            )
         return spec
     if isinstance(spec, QuantSpec):
         return QuantizeConfig(spec=spec, **options)

@@ -193,7 +193,7 @@ class CutParagraphs:
     def __post_init__(self) -> None:
         """Raise `ConfigError` if no language is given."""
         if not self.languages:
-            raise ConfigError("by_paragraph=True needs languages by their codes, not any")
+            raise ConfigError("by_paragraph=True needs languages by their codes, not any.")
 
     @property
     def version(self) -> str:

@@ -27,7 +27,7 @@ def read_licences(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
         path, mark, id = option.rpartition("=")
         where = str(Path(path).absolute()) if mark else ""
         if where in licences:
-            raise ConfigError(f"licence: {path or 'all'} is given two licences; name one")
+            raise ConfigError(f"licence: {path or 'all'} is given two licences. Name one.")
         licences[where] = check_licence(id, "licence")
     # Longest paths first, so that the most specific one matches.
     return tuple(sorted(licences.items(), key=lambda item: -len(item[0])))

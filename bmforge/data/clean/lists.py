@@ -31,12 +31,12 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}={str(path)!r} cannot be read ({error})") from error
+        raise ConfigError(f"{name}={str(path)!r} cannot be read ({error}).") from error
     entries = tuple(
         entry for line in lines if (entry := line.strip()) and not entry.startswith("#")
     )
     if not entries:
-        raise ConfigError(f"{name}={str(path)!r} has no entry: write one on each line")
+        raise ConfigError(f"{name}={str(path)!r} has no entry. Write one on each line.")
     return entries
 
 
@@ -61,7 +61,9 @@ class ListedWords:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an empty list or an empty word."""
         if not self.words or not all(word.strip() for word in self.words):
-            raise ConfigError("words: needed is at least one word, and none that is empty")
+            raise ConfigError(
+                "words is empty or has an empty entry (needed: at least one word). Name the words."
+            )
 
     @cached_property
     def _automaton(self) -> Any:

@@ -87,7 +87,7 @@ class ScoreByFile:
 @lru_cache(maxsize=4)
 def _open(path: str, digest: str) -> Scorer:
     if _digest(path) != digest:
-        raise DataError(f"scores={path!r} changed while it was read: prepare again")
+        raise DataError(f"scores={path!r} changed while it was read. Prepare again.")
     return load_scorer(Path(path))[0]
 
 
@@ -95,7 +95,7 @@ def _digest(path: str) -> str:
     try:
         return blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
     except OSError as error:
-        raise ConfigError(f"scores={path!r} cannot be read ({error.strerror})") from error
+        raise ConfigError(f"scores={path!r} cannot be read ({error.strerror}).") from error
 
 
 def read_score(option: str) -> ScoreByFile:
@@ -108,7 +108,9 @@ def read_score(option: str) -> ScoreByFile:
     match = _FORM.fullmatch(option)
     assert match is not None or not option
     if match is None:
-        raise ConfigError("scores: an empty name; name a file that `bmforge data quality` wrote")
+        raise ConfigError(
+            "scores has an empty file name. Name a file that `bmforge data quality` wrote."
+        )
     path, sign, value = match.groups()
     digest, (_, bounds) = _digest(path), load_scorer(Path(path))
     if sign is None:
@@ -118,7 +120,7 @@ def read_score(option: str) -> ScoreByFile:
     try:
         number = float(value)
     except ValueError:
-        raise ConfigError(f"scores={option!r}: {value!r} is no number") from None
+        raise ConfigError(f"scores={option!r}: {value!r} is no number.") from None
     return ScoreByFile(path, digest, **{"low" if sign == ">=" else "high": number})
 
 
@@ -127,7 +129,7 @@ def _bucket_bounds(
 ) -> tuple[float | None, float | None]:
     """Return the joint bounds of adjacent buckets."""
     if bounds is None:
-        raise ConfigError(f"scores={option!r}: a classifier has no buckets; write FILE>=0.5")
+        raise ConfigError(f"scores={option!r}: a classifier has no buckets. Write FILE>=0.5.")
     for name in names:
         if name not in BUCKETS:
             raise ConfigError(
@@ -136,6 +138,8 @@ def _bucket_bounds(
             )
     places = sorted({BUCKETS.index(name) for name in names})
     if places[-1] - places[0] >= len(places):
-        raise ConfigError(f"scores={option!r}: these buckets do not lie beside each other")
+        raise ConfigError(
+            f"scores={option!r}: these buckets are not adjacent (the order is head, middle, tail)."
+        )
     edges = (None, *bounds, None)
     return edges[places[0]], edges[places[-1] + 1]

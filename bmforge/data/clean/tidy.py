@@ -40,7 +40,7 @@ class TidyText:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an unknown script."""
         if self.chinese not in ("", "Hans", "Hant"):
-            raise ConfigError(f"chinese={self.chinese!r}: needed is 'Hans', 'Hant' or ''")
+            raise ConfigError(f"chinese={self.chinese!r} (needed: 'Hans', 'Hant' or '').")
 
     @property
     def version(self) -> str:

@@ -51,7 +51,7 @@ class Archive:
             if self._pages.tell() < end:
                 raise DataError(
                     f"{str(folder / _PAGES)!r} has {self._pages.tell()} bytes, its journal speaks "
-                    f"of {end}: it was cut off or replaced. Collect into another directory"
+                    f"of {end}: it was cut off or replaced. Collect into another directory."
                 )
             self._pages.truncate(end)
         except BaseException:
@@ -64,7 +64,7 @@ class Archive:
         try:
             fcntl.flock(self._journal.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"another process collects in {str(folder)!r}") from error
+            raise ConfigError(f"another process collects in {str(folder)!r}.") from error
 
     def _read_journal(self, path: Path) -> int:
         """Load the journal; return the end offset of the last record."""
@@ -79,8 +79,8 @@ class Archive:
                 end = max(end, int(record["end"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{str(path)!r} is no journal of a collection ({error}): collect into another "
-                "directory"
+                f"{str(path)!r} is no journal of a collection ({error}). Collect into another "
+                "directory."
             ) from error
         return end
 

@@ -94,7 +94,9 @@ def collect(
     _check(config)
     cleaned = [clean_url(url) for url in urls]
     if not cleaned:
-        raise ConfigError("urls: name at least one address")
+        raise ConfigError(
+            "urls is empty (needed: at least one address). Name the pages to collect."
+        )
     check_place(Path(out_dir), "out_dir")
     hosts = {urlsplit(url).netloc for url in cleaned} | {host.lower() for host in config.hosts}
     with Archive(Path(out_dir)) as archive, ProgressBar("collect", config.most_pages) as bar:
@@ -111,7 +113,7 @@ def _check(config: CollectConfig) -> None:
     for name in ("most_pages", "most_bytes", "most_page_bytes", "delay_s", "page_seconds"):
         value = getattr(config, name)
         if not value > 0:
-            raise ConfigError(f"{name}={value}: needed is a positive number")
+            raise ConfigError(f"{name}={value} (needed: a positive number).")
 
 
 def clean_url(url: str) -> str:
@@ -126,11 +128,13 @@ def clean_url(url: str) -> str:
         if not host.isascii():
             host = host.encode("idna").decode("ascii")
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no address ({error})") from error
+        raise ConfigError(f"{url!r} is no address ({error}).") from error
     if host and not _HOST.fullmatch(host):
         raise ConfigError(f"{url!r} is no address: {host!r} is no name of a host.")
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
-        raise ConfigError(f"{url!r} is no address of a page: http://HOST/PATH or https://HOST/PATH")
+        raise ConfigError(
+            f"{url!r} is no address of a page (needed: http://HOST/PATH or https://HOST/PATH)."
+        )
     netloc = f"[{host}]" if ":" in host else host
     if port and port != {"http": 80, "https": 443}[parts.scheme]:
         netloc += f":{port}"

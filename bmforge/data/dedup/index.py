@@ -35,7 +35,7 @@ def write_index(
     config = config or DedupConfig()
     hasher, folder = MinHasher(config), Path(folder)
     if (folder / _SETTINGS).exists():
-        raise ConfigError(f"folder={str(folder)!r} has an index already: choose another one")
+        raise ConfigError(f"folder={str(folder)!r} has an index already. Choose another one.")
     folder.mkdir(parents=True, exist_ok=True)
     ids, keys, ends = [], [], [0]
     with (folder / "shingles.bin").open("wb") as file:
@@ -85,7 +85,7 @@ class SketchIndex:
         if settings != needed:
             raise ConfigError(
                 f"the index {str(folder)!r} was made with {settings}, and now {needed} are asked "
-                "for: use the settings of the index, or write it anew"
+                "for. Use the settings of the index, or write it anew."
             )
         if len(self.ids) + 1 != len(self._ends) or int(self._ends[-1]) * 8 != size:
             raise DataError(f"the index {str(folder)!r} is cut off: write it anew.")

@@ -32,8 +32,8 @@ _ORDER = {
     "content": "what is in the corpus",
 }
 _EARLIER = (
-    ". The state is of an earlier version, where the order of a mixture followed from how its "
-    "paths were written: go on with that version, or start a new run from the weights"
+    " The state is of an earlier version, where the order of a mixture followed from how its "
+    "paths were written. Continue with that version, or start a new run from the weights."
 )
 
 
@@ -145,7 +145,7 @@ class DataLoader:
         if missing:
             raise ConfigError(
                 f"loader state {sorted(state)} lacks {missing}: it is not of "
-                "DataLoader.state_dict; give the state that was saved with the checkpoint"
+                "DataLoader.state_dict. Give the state that was saved with the checkpoint."
             )
         for key, what in _ORDER.items():
             if key in state and state[key] != own_state[key]:
@@ -154,7 +154,7 @@ class DataLoader:
                 raise ConfigError(
                     f"loader state has {key}={state[key]}, this loader has {key}={own_state[key]}: "
                     f"{what} changed{rows}, so the sample order cannot go on. Restore it, start a "
-                    "new run, or go on in a new order with --override data"
+                    "new run, or go on in a new order with --override data."
                     f"{'' if 'content' in state else _EARLIER}"
                 )
         self.close()
@@ -253,8 +253,8 @@ def iter_once(
     total = dataset.num_held_out_rows()
     if total == 0:
         raise DataError(
-            "the held-out corpus has fewer than 2 tokens, so there is nothing to predict: add text "
-            "or raise validation_fraction"
+            "the held-out corpus has fewer than 2 tokens, so there is nothing to predict. Add text "
+            "or raise validation_fraction."
         )
     if max_batches is not None:
         _check_at_least(1, max_batches=max_batches)
@@ -295,8 +295,8 @@ def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | No
 def _eos_id(dataset: Dataset, reset_at_documents: bool) -> int | None:
     if reset_at_documents and dataset.eos_id is None:
         raise ConfigError(
-            "reset_at_documents=True needs to know where documents end: give the dataset its "
-            "eos_id, for example PackedDataset(store, seq_len, eos_id=0)"
+            "reset_at_documents=True needs to know where documents end. Give the dataset its "
+            "eos_id, for example PackedDataset(store, seq_len, eos_id=0)."
         )
     return dataset.eos_id if reset_at_documents else None
 
@@ -304,9 +304,9 @@ def _eos_id(dataset: Dataset, reset_at_documents: bool) -> int | None:
 def _check_at_least(least: int, **numbers: int) -> None:
     for name, value in numbers.items():
         if value < least:
-            raise ConfigError(f"{name}={value}: needed is at least {least}")
+            raise ConfigError(f"{name}={value} (needed: at least {least}).")
 
 
 def _check_rank(rank: int, world: int) -> None:
     if world < 1 or not 0 <= rank < world:
-        raise ConfigError(f"rank={rank}, world={world}: needed is 0 <= rank < world")
+        raise ConfigError(f"rank={rank}, world={world} (needed: 0 <= rank < world).")

@@ -244,9 +244,9 @@ def _check_unchanged(task: DocumentsTask) -> None:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise DataError(f"file {path!r} vanished while it was read ({error})") from error
+            raise DataError(f"file {path!r} vanished while it was read ({error}).") from error
         if (status.st_size, status.st_mtime_ns) != (size_bytes, modified_ns):
-            raise DataError(f"file {path!r} changed while it was read: prepare again")
+            raise DataError(f"file {path!r} changed while it was read. Prepare again.")
 
 
 def _pack(stack: ExitStack, out: Any) -> Callable[[bytes], Any]:

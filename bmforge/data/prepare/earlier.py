@@ -72,7 +72,7 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
         folder = Path(corpus) / INDEX
         if not (folder / _SETTINGS).is_file():
             raise ConfigError(
-                f"earlier={corpus!r} has no index: prepare it with keep_index=True (--keep-index)"
+                f"earlier={corpus!r} has no index. Prepare it with keep_index=True (--keep-index)."
             )
         try:
             settings = json.loads((folder / _SETTINGS).read_text("utf-8"))
@@ -83,12 +83,12 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
             threshold = settings["near_duplicates"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{str(folder)!r} is damaged ({error}): prepare {corpus!r} again"
+                f"{str(folder)!r} is damaged ({error}). Prepare {corpus!r} again."
             ) from (error)
         if near is not None and threshold != near.threshold:
             raise ConfigError(
                 f"near_duplicates={near.threshold}, and the index of earlier={corpus!r} was made "
-                f"with {threshold}: use the same, or prepare that corpus again"
+                f"with {threshold}. Use the same, or prepare that corpus again."
             )
         indexes.append(Earlier(folder, digest_file(folder / _SETTINGS)))
     return tuple(indexes)

@@ -221,7 +221,7 @@ class _Pool:
         if blame.entry < 0:
             raise ConfigError(
                 f"a worker process ended (exit code {code}) before it began. A script that uses "
-                'workers must do so under `if __name__ == "__main__":`; else give workers=0'
+                'workers must do so under `if __name__ == "__main__":`; else give workers=0.'
             )
         return blame
 
@@ -238,7 +238,7 @@ class _Pool:
         ):
             raise DataError(
                 f"{blame.name}: {describe_blame(blame)}, and this stage cannot leave it out. Take "
-                "it out of the input, or allow it more time or memory"
+                "it out of the input, or allow it more time or memory."
             )
         if blame is not None:
             get_logger().warning("left out: %s (%s)", blame.name, describe_blame(blame))

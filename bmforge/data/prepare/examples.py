@@ -34,8 +34,8 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield from examples_of(option)
         else:
             raise ConfigError(
-                f"decontaminate={option!r} is no file: give .jsonl files, or TASK=FOLDER such as "
-                "BoolQ=superglue"
+                f"decontaminate={option!r} is no file. Give .jsonl files, or TASK=FOLDER such as "
+                "BoolQ=superglue."
             )
 
 
@@ -82,7 +82,7 @@ class DropExamples:
         if not index.names:
             raise ConfigError(
                 f"decontaminate={list(self.sets)}: none of {index.too_short} texts is long enough "
-                "to be told from chance (8 words, or 15 Chinese characters)"
+                "to be told from chance (8 words, or 15 Chinese characters)."
             )
         return DropExamples(self.sets, self.cut, index.digest())
 
@@ -100,7 +100,7 @@ class DropExamples:
 def _step(sets: tuple[str, ...], cut: bool, digest: str) -> Decontaminate:
     index = _open(sets)
     if index.digest() != digest:
-        raise DataError(f"decontaminate={list(sets)} changed while they were read: prepare again")
+        raise DataError(f"decontaminate={list(sets)} changed while they were read. Prepare again.")
     return Decontaminate(index, cut)
 
 

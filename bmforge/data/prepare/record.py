@@ -158,8 +158,8 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
         return report, [InputFile(**entry) for entry in record["inputs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{str(path)!r} cannot be read as the record of a preparation ({error}): prepare again "
-            "with overwrite=True (--overwrite), or into another directory"
+            f"{str(path)!r} cannot be read as the record of a preparation ({error}). Prepare again "
+            "with overwrite=True (--overwrite), or into another directory."
         ) from error
 
 

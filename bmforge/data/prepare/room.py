@@ -37,5 +37,5 @@ def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
         raise ConfigError(
             f"out_dir={str(out)!r}: the work on {text_bytes / 1e9:.2f} GB of text needs about "
             f"{need / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free. Free some, or name a "
-            "directory on another disk"
+            "directory on another disk."
         )

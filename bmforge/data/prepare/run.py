@@ -196,13 +196,13 @@ def plan_work(
 def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> None:
     """Raise `ConfigError` for invalid settings before any input is read."""
     if Path(out_dir).exists() and not Path(out_dir).is_dir():
-        raise ConfigError(f"out_dir={str(out_dir)!r} is a file: name a directory")
+        raise ConfigError(f"out_dir={str(out_dir)!r} is a file. Name a directory.")
     if config.workers < 0:
-        raise ConfigError(f"workers={config.workers}: needed is 0 (none) or more processes")
+        raise ConfigError(f"workers={config.workers} (needed: at least 0 processes).")
     if config.workers and config.worker_memory_bytes < _LEAST_MEMORY_BYTES:
         raise ConfigError(
             f"worker_memory_bytes={config.worker_memory_bytes}: a worker needs at least "
-            f"{_LEAST_MEMORY_BYTES}, before it has read anything"
+            f"{_LEAST_MEMORY_BYTES}, before it has read anything."
         )
     check_fraction(config.validation_fraction)
     open_earlier(config.earlier, dedup_config(config))
@@ -257,15 +257,15 @@ def _check_same(
         raise ConfigError(
             f"out_dir={str(report.out_dir)!r} holds a corpus that was prepared otherwise: "
             f"{'; '.join(changes)}. Choose another directory, or start over with overwrite=True "
-            "(--overwrite)"
+            "(--overwrite)."
         )
     splits = ((report.train_prefix, report.train), (report.validation_prefix, report.validation))
     for prefix, count in splits:
         if prefix is not None and open_store(prefix).num_tokens != count.tokens:
             raise DataError(
                 f"token store {str(prefix)!r} has {open_store(prefix).num_tokens} tokens, "
-                f"{RECORD_NAME} says {count.tokens}: prepare again with overwrite=True "
-                "(--overwrite)"
+                f"{RECORD_NAME} says {count.tokens}. Prepare again with overwrite=True "
+                "(--overwrite)."
             )
 
 
@@ -278,9 +278,9 @@ def _check_free(out: Path) -> None:
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(
-            f"out_dir={str(out)!r} holds {', '.join(names[:4])}{more} but no {RECORD_NAME}: choose "
+            f"out_dir={str(out)!r} holds {', '.join(names[:4])}{more} but no {RECORD_NAME}. Choose "
             "a new or empty directory, or write into this one with overwrite=True (--overwrite), "
-            f"which replaces {', '.join(_PATTERNS)} and keeps the rest"
+            f"which replaces {', '.join(_PATTERNS)} and keeps the rest."
         )
 
 

@@ -45,8 +45,8 @@ def check_spans(config: PrepareConfig) -> None:
         )
     if config.repeated_spans is not None and config.repeated_spans < _LEAST:
         raise ConfigError(
-            f"repeated_spans={config.repeated_spans}: needed are {_LEAST} words or Chinese "
-            "characters or more, as shorter ones repeat in sound text too"
+            f"repeated_spans={config.repeated_spans} (needed: {_LEAST} words or Chinese "
+            "characters or more, as shorter ones repeat in sound text too)."
         )
 
 

@@ -205,7 +205,7 @@ def run_stages(
     if not text_bytes:
         raise DataError(
             "no text is left: all of it is in the earlier corpora, or repeats what is. Give other "
-            "inputs, or leave earlier out"
+            "inputs, or leave earlier out."
         )
     folder = journal.folder("tokenizer")
 

@@ -64,7 +64,7 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
             cut = CutParagraphs(named)
             steps.append(Step("paragraphs", cut, cut.version))
     elif config.by_paragraph:
-        raise ConfigError("by_paragraph=True has no effect without languages: name some")
+        raise ConfigError("by_paragraph=True has no effect without languages. Name some.")
     if tidy != TidyText(repair=False):
         steps.append(Step("tidy", _Tidy(tidy), tidy.version))
     if config.rules != "none":
@@ -79,12 +79,12 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
         drop = DropExamples(config.decontaminate, config.cut_examples).opened()
         steps.append(Step("decontaminate", drop, drop.version))
     elif config.cut_examples:
-        raise ConfigError("cut_examples has no effect without decontaminate: name test sets there")
+        raise ConfigError("cut_examples has no effect without decontaminate. Name test sets there.")
     if config.mask_private:
         mask = MaskPrivate(regions=tuple(region.upper() for region in config.phone_regions))
         steps.append(Step("mask_private", mask, mask.version, hides=True))
     elif config.phone_regions:
-        raise ConfigError("phone_regions has no effect without mask_private: set it, too")
+        raise ConfigError("phone_regions has no effect without mask_private. Set it, too.")
     return (*steps, *own)
 
 
@@ -102,7 +102,9 @@ def _choose_tidy(names: Sequence[str]) -> TidyText:
             )
     scripts = [name for name in _SCRIPTS if name in names]
     if len(scripts) > 1:
-        raise ConfigError("tidy: Chinese is written simplified or traditional; ask for one of both")
+        raise ConfigError(
+            "tidy asks for simplified and for traditional Chinese. Choose one of them."
+        )
     switches = {name: name in names for name in _TIDY if name not in ("repair", *_SCRIPTS)}
     chinese = _SCRIPTS[scripts[0]] if scripts else ""
     return TidyText(repair=False, chinese=chinese, **switches)
@@ -112,7 +114,10 @@ def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
     if _ANY not in languages:
         return tuple(languages)
     if len(languages) > 1:
-        raise ConfigError(f"languages={tuple(languages)}: {_ANY!r} stands alone")
+        raise ConfigError(
+            f"languages={tuple(languages)}: {_ANY!r} excludes other codes. Give it alone, or "
+            "leave it out."
+        )
     return ()
 
 

@@ -102,7 +102,7 @@ def check_bpe(vocab_size: int, config: BpeConfig) -> None:
     if vocab_size < least:
         raise ConfigError(
             f"vocab_size={vocab_size}: byte-level BPE needs at least {least} (256 bytes and "
-            f"{1 + len(special)} special tokens)"
+            f"{1 + len(special)} special tokens)."
         )
     if config.min_frequency < 1:
         raise ConfigError(f"bpe.min_frequency={config.min_frequency}: needed is 1 or more.")
@@ -143,8 +143,8 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
         if id is not None:
             return id
     raise DataError(
-        f"the tokenizer has no token {END_OF_TEXT!r}: name its end-of-document token with eos_id, "
-        f"or with eos_token in a {CONFIG_FILE} beside it"
+        f"the tokenizer has no token {END_OF_TEXT!r}. Name its end-of-document token with eos_id, "
+        f"or with eos_token in a {CONFIG_FILE} in its directory."
     )
 
 

@@ -33,7 +33,9 @@ def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
     """
     out = Path(out_dir)
     if not (out / RECORD_NAME).is_file():
-        raise DataError(f"{str(out)!r} has no {RECORD_NAME}: give what bmforge prepare has written")
+        raise DataError(
+            f"{str(out)!r} has no {RECORD_NAME}. Give what bmforge prepare has written."
+        )
     report, _ = read_record(out)
     faults = [fault for output in report.outputs for fault in _check_file(out, output)]
     if not faults:  # counts of damaged files would only say so again

@@ -63,7 +63,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             raise ValueError("an entry lacks a field")
         return entries
     except (ValueError, TypeError) as error:
-        raise DataError(f"{str(path)!r} is damaged ({error}): prepare the corpus again") from error
+        raise DataError(f"{str(path)!r} is damaged ({error}). Prepare the corpus again.") from error
 
 
 def read_kept(out_dir: str | os.PathLike[str], most: int) -> list[str]:

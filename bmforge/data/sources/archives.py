@@ -45,7 +45,7 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(stream)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read as zip ({error})") from error
+        raise DataError(f"file {str(where)!r} cannot be read as zip ({error}).") from error
 
 
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
@@ -94,7 +94,7 @@ def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"file {str(where)!r} cannot be read on as tar ({error})") from error
+        raise DataError(f"file {str(where)!r} cannot be read on as tar ({error}).") from error
 
 
 def _join(where: Where, name: str) -> str:
@@ -107,7 +107,7 @@ def _open(opener: Callable[[], object], inside: Where) -> BinaryIO | Record:
         with opener() as member:  # type: ignore[attr-defined]
             raw = member.read(inside.budget_bytes + 1)
     except UNREADABLE as error:
-        return fail(inside.whole(), 0, DataError(f"{inside} cannot be read ({error})"))
+        return fail(inside.whole(), 0, DataError(f"{inside} cannot be read ({error})."))
     if len(raw) > inside.budget_bytes:
         return drop_member(inside, "archive_size", len(raw), inside.budget_bytes, len(raw))
     return io.BufferedReader(io.BytesIO(raw))  # type: ignore[arg-type]

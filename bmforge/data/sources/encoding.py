@@ -112,9 +112,9 @@ def decode(
         decoded = damaged
     if "\0" in decoded.text:
         raise DataError(
-            f"{location} is binary (a zero byte at offset {raw.find(0)}): needed is text; remove "
-            "it "
-            "from the input, or convert it, for example: iconv -f UTF-16 -t UTF-8"
+            f"{location} is binary (a zero byte at offset {raw.find(0)}), and text is "
+            "needed. Remove it from the input, or convert it, for example: iconv -f "
+            "UTF-16 -t UTF-8."
         )
     return decoded
 
@@ -122,9 +122,9 @@ def decode(
 def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
     if damaged is not None:
         return DataError(
-            f"{location} is {damaged.encoding} with {damaged.replaced} damaged characters: "
-            "repair it, "
-            "or replace them with errors='replace' (--errors replace)"
+            f"{location} is {damaged.encoding} with {damaged.replaced} damaged characters. "
+            "Repair it, "
+            "or replace them with errors='replace' (--errors replace)."
         )
     try:
         raw.decode("utf-8")
@@ -133,8 +133,8 @@ def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
         at = error.start
     return DataError(
         f"{location} is not UTF-8 (byte {raw[at]:#04x} at offset {at}), and its encoding cannot be "
-        f"detected{_hint()}: convert it, for example: iconv -f GB18030 -t UTF-8, or remove it from "
-        "the input"
+        f"detected{_hint()}. Convert it, for example: iconv -f GB18030 -t UTF-8, or remove it from "
+        "the input."
     )
 
 

@@ -122,7 +122,7 @@ def list_files(
     """
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not named:
-        raise DataError("no input was given: name at least one file or directory")
+        raise DataError("no input was given. Name at least one file or directory.")
     files: list[Path] = []
     for path in map(Path, named):
         if path.is_dir():
@@ -130,14 +130,14 @@ def list_files(
         elif path.exists() and not path.is_file():
             raise DataError(
                 f"input {str(path)!r} is a pipe or a device: only `prepare` reads such, from a "
-                "copy; write it to a file first"
+                "copy. Write it to a file first."
             )
         elif not path.exists():
-            raise DataError(f"input {str(path)!r} does not exist: check the path")
+            raise DataError(f"input {str(path)!r} does not exist. Check the path.")
         elif not _is_input(path):
             raise DataError(
                 f"input {str(path)!r} has an unknown suffix: known are {', '.join(_SUFFIXES)}, "
-                f"each also with {' or '.join(PACKED)} behind it; rename or convert the file"
+                f"each also with {' or '.join(PACKED)} behind it. Rename or convert the file."
             )
         else:
             files.append(path)
@@ -172,14 +172,14 @@ def _walk(directory: Path, unread: list[Path]) -> list[Path]:
         (files if path.is_file() and _is_input(path) else unread).append(path)
     if not files:
         raise DataError(
-            f"directory {str(directory)!r} holds no input file: needed are files ending in "
-            f"{', '.join(_SUFFIXES)}, also packed as {' or '.join(PACKED)}"
+            f"directory {str(directory)!r} holds no input file (needed: files ending in "
+            f"{', '.join(_SUFFIXES)}, also packed as {' or '.join(PACKED)})."
         )
     return files
 
 
 def _raise_unlistable(error: OSError) -> None:
-    raise DataError(f"directory {error.filename!r} cannot be listed ({error.strerror})") from error
+    raise DataError(f"directory {error.filename!r} cannot be listed ({error.strerror}).") from error
 
 
 def _is_input(path: Path) -> bool:
@@ -222,8 +222,8 @@ def read_records(
         raise
     except Exception as error:  # a parser may stumble over a damaged file in any way
         raise DataError(
-            f"file {str(path)!r} cannot be read ({type(error).__name__}: {error}): check its "
-            "permissions, and whether it was copied whole"
+            f"file {str(path)!r} cannot be read ({type(error).__name__}: {error}). Check its "
+            "permissions, and whether it was copied whole."
         ) from error
 
 
@@ -239,5 +239,5 @@ def parse_record(record: Record) -> Document | Drop:
         raise
     except Exception as error:
         raise DataError(
-            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error})"
+            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error})."
         ) from error

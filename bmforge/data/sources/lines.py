@@ -29,7 +29,7 @@ __all__ = [
     "read_text_file",
 ]
 
-_WAY_OUT = "mend the line, or leave such lines out with skip_bad=True (--skip-bad)"
+_WAY_OUT = "Fix the line, or leave such lines out with skip_bad=True (--skip-bad)."
 _LONGEST_LINE_BYTES = 1 << 28
 _LARGEST_JSON_BYTES = 1 << 28
 _SAMPLE_BYTES = 1 << 16
@@ -55,7 +55,7 @@ def read_text_file(stream: BinaryIO, where: Where, options: ReadOptions) -> Iter
 def _parse_text(raw: bytes, where: Where, options: ReadOptions) -> Document:
     decoded = decode(raw, f"file {str(where)!r}", errors=options.errors)
     if not decoded.text.strip():
-        raise DataError(f"file {str(where)!r} is empty: remove it from the input")
+        raise DataError(f"file {str(where)!r} is empty. Remove it from the input.")
     return Document(decoded.text, where.source, where.whole(), scores=decoded.scores())
 
 
@@ -85,7 +85,7 @@ def _parse_notebook(raw: bytes, where: Where, options: ReadOptions) -> Document:
         sources = (cell["source"] for cell in cells if cell["cell_type"] != "raw")
         texts = [source if isinstance(source, str) else "".join(source) for source in sources]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"file {str(where)!r} is no notebook ({error})") from error
+        raise DataError(f"file {str(where)!r} is no notebook ({error}).") from error
     text = "\n\n".join(text for text in texts if text.strip())
     return Document(text, where.source, where.whole(), scores=document.scores)
 
@@ -117,10 +117,10 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
     try:
         loaded = json.loads(decoded.text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"file {str(where)!r} is not JSON ({error}); {_WAY_OUT}") from error
+        raise DataError(f"file {str(where)!r} is not JSON ({error}). {_WAY_OUT}") from error
     records = loaded if isinstance(loaded, list) else [loaded]
     if not any(isinstance(record, dict | str) for record in records):
-        raise DataError(f"file {str(where)!r} holds neither objects nor texts; {_WAY_OUT}")
+        raise DataError(f"file {str(where)!r} holds neither objects nor texts. {_WAY_OUT}")
     for number, record in enumerate(records, 1):
         parse = partial(_parse_object, record, where, number, options, decoded.scores())
         yield Record(where.place(number), len(raw) // len(records), parse)
@@ -143,7 +143,7 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
         if len(raw) > _LONGEST_LINE_BYTES:
             lines += 1
             location = f"{where}:{number}"
-            error = DataError(f"{location}: the line is longer than {_LONGEST_LINE_BYTES} bytes")
+            error = DataError(f"{location}: the line is longer than {_LONGEST_LINE_BYTES} bytes.")
             yield fail(where.place(number), len(raw), error)
         elif raw.strip():
             lines += 1
@@ -153,7 +153,7 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
         if 0 <= where.end <= position:
             return
     if lines == 0:
-        raise DataError(f"file {str(where)!r} is empty: remove it from the input")
+        raise DataError(f"file {str(where)!r} is empty. Remove it from the input.")
 
 
 def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
@@ -175,7 +175,7 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
     try:
         record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{location}: the line is not JSON ({error}); {_WAY_OUT}") from error
+        raise DataError(f"{location}: the line is not JSON ({error}). {_WAY_OUT}") from error
     text = find_text(record, options.text_field, location)
     metadata = find_known(record)
     return Document(text, where.source, where.place(number), scores=decoded.scores(), **metadata)
@@ -200,19 +200,19 @@ def find_text(record: Any, field: str, location: str) -> str:
                 if isinstance(record, dict):
                     seen = f"the fields {sorted(map(str, record))}"
                 raise DataError(
-                    f"{location}: no field {field!r}, the line holds {seen}; "
-                    f"name the field with text_field=... (--text-field), {_WAY_OUT}"
+                    f"{location}: no field {field!r}, the line holds {seen}. Name the field with "
+                    f"text_field=... (--text-field). {_WAY_OUT}"
                 )
     if not isinstance(text, str):
         raise DataError(
-            f"{location}: field {field!r} is of type {type(text).__name__}, needed is a string; "
-            f"{_WAY_OUT}"
+            f"{location}: field {field!r} is of type {type(text).__name__} (needed: a "
+            f"string). {_WAY_OUT}"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{location}: the text is not valid Unicode ({error}); {_WAY_OUT}"
+            f"{location}: the text is not valid Unicode ({error}). {_WAY_OUT}"
         ) from error
     return text
 

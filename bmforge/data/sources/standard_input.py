@@ -45,10 +45,10 @@ def keep_standard_input(
         yield named
         return
     if named.count(STANDARD_INPUT) > 1:
-        raise ConfigError("standard input ('-') can be read once: name it once")
+        raise ConfigError("standard input ('-') can be read once. Name it once.")
     if STANDARD_INPUT in named and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigError(
-            "'-' reads standard input: send something there, as with `cat FILE | ...`"
+            "'-' reads standard input. Send something there, as with `cat FILE | ...`."
         )
     target = folder / _NAME
     shutil.rmtree(target, ignore_errors=True)
@@ -82,7 +82,7 @@ def _keep_stream(name: Name, target: Path, number: int) -> Path:
         with Path(name).open("rb") as stream:
             return _keep(stream, target / f"{number}-{Path(name).name}")
     except OSError as error:
-        raise ConfigError(f"input {str(name)!r} cannot be read as a stream ({error})") from error
+        raise ConfigError(f"input {str(name)!r} cannot be read as a stream ({error}).") from error
 
 
 def _keep(stream: BinaryIO, path: Path) -> Path:

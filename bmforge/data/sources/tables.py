@@ -44,7 +44,7 @@ def _read_rows(
     try:
         names = next(rows, None)
         if names is None:
-            raise DataError(f"file {str(where)!r} is empty: remove it from the input")
+            raise DataError(f"file {str(where)!r} is empty. Remove it from the input.")
         find_text(dict.fromkeys(names, ""), options.text_field, f"{where}:1")
         for row in rows:
             if row:
@@ -52,7 +52,7 @@ def _read_rows(
                 size = len("".join(row).encode("utf-8", "replace"))
                 yield Record(where.place(rows.line_num), size, parse)
     except csv.Error as error:
-        raise DataError(f"{where}:{rows.line_num}: no row of a table ({error})") from error
+        raise DataError(f"{where}:{rows.line_num}: no row of a table ({error}).") from error
 
 
 def _parse_row(
@@ -60,7 +60,7 @@ def _parse_row(
 ) -> Document:
     location = f"{where}:{line}"
     if len(row) != len(names):
-        raise DataError(f"{location}: {len(row)} columns, the first row names {len(names)}")
+        raise DataError(f"{location}: {len(row)} columns, the first row names {len(names)}.")
     record = dict(zip(names, row, strict=True))
     text = record.get(options.text_field, "")
     replaced = len(_UNDECODED.findall(text))
@@ -83,7 +83,7 @@ def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterat
         batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, row_groups=groups)
         yield from _read_batches(batches, where, options)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read as Parquet ({error})") from error
+        raise DataError(f"file {str(where)!r} cannot be read as Parquet ({error}).") from error
 
 
 def _groups_of(metadata: Any, where: Where) -> list[int]:
@@ -111,7 +111,7 @@ def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
         columns = _wanted(file.schema.names, where, options)
         yield from _read_batches((batch.select(columns) for batch in batches), where, options)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read as Arrow ({error})") from error
+        raise DataError(f"file {str(where)!r} cannot be read as Arrow ({error}).") from error
 
 
 def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
@@ -119,8 +119,8 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
     top = options.text_field if options.text_field in names else options.text_field.split(".")[0]
     if top not in names:
         raise DataError(
-            f"file {str(where)!r} has no column {options.text_field!r}, it has {names}: name one "
-            "with text_field=... (--text-field)"
+            f"file {str(where)!r} has no column {options.text_field!r}, it has {names}. Name one "
+            "with text_field=... (--text-field)."
         )
     metadata_columns = [name for name in names if find_known({name: "x"})]
     return [top, *(name for name in metadata_columns if name != top)]

@@ -36,7 +36,7 @@ def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -
     if lost > read_bytes and not allowed:
         raise DataError(
             f"{message}. Convert them to .txt or .jsonl, or leave them out with skip_unread=True "
-            "(--skip-unread)"
+            "(--skip-unread)."
         )
     get_logger().warning(message)
 

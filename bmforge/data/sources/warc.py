@@ -206,10 +206,10 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
     try:
         record = next(iter(warc.ArchiveIterator(io.BytesIO(raw), parse_http=False)), None)
         if record is None:
-            raise DataError(f"{record_where}: no WARC record")
+            raise DataError(f"{record_where}: no WARC record.")
         stated = int(record.headers.get("Content-Length", "0"))
         if record.headers.get("WARC-Block-Digest") and not record.verify_block_digest():
-            raise DataError(f"{record_where}: its digest is not that of its bytes")
+            raise DataError(f"{record_where}: its digest is not that of its bytes.")
         url = record.headers.get("WARC-Target-URI", "")
         date = record.headers.get("WARC-Date", "")[:10]
         kind = record.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -228,12 +228,12 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
             body = record.reader.read()
             if len(body) != stated:
                 raise DataError(
-                    f"{record_where}: {len(body)} bytes are there, {stated} are said to be"
+                    f"{record_where}: {len(body)} bytes are there, {stated} are said to be."
                 )
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{record_where} cannot be read ({error})") from error
+        raise DataError(f"{record_where} cannot be read ({error}).") from error
     document = parse_payload(body, kind, charset, url, record_where, options)
     if isinstance(document, Drop) or document.date:
         return document
@@ -294,12 +294,12 @@ def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
         number += 1
         words = line.decode("utf-8", "replace").split()
         if len(words) < 5 or not words[-1].isdigit() or int(words[-1]) > _LARGEST_BYTES:
-            error = DataError(f"{where}, record {number}: {line[:80]!r} is no head of a record")
+            error = DataError(f"{where}, record {number}: {line[:80]!r} is no head of a record.")
             yield fail(where.place(number), len(line), error)
             continue
         body = stream.read(int(words[-1]))
         if len(body) < int(words[-1]):
-            error = DataError(f"{where}, record {number} is cut off")
+            error = DataError(f"{where}, record {number} is cut off.")
             yield fail(where.place(number), len(body), error)
         elif not words[0].startswith("filedesc:"):
             parse = partial(_parse_arc, body, words, where, number, options)

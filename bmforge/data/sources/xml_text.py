@@ -33,7 +33,7 @@ def walk_xml(
     parser.buffer_text = True
 
     def refuse(*_: object) -> None:
-        raise DataError("it defines entities, which may grow without bound")
+        raise DataError("it defines entities, which may grow without bound.")
 
     def skip_entity(name: str, is_parameter: bool) -> None:
         if not is_parameter:  # of HTML, by a document type that is not loaded
@@ -48,7 +48,7 @@ def walk_xml(
     try:
         parser.Parse(raw, True)
     except (expat.ExpatError, ValueError) as error:
-        raise DataError(f"it is not well-formed XML ({error})") from error
+        raise DataError(f"it is not well-formed XML ({error}).") from error
 
 
 class TextRules:

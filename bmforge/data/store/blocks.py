@@ -90,7 +90,7 @@ class BlockDataset:
         form: str = "pickle",
     ) -> None:
         if form not in _FORMS:
-            raise ConfigError(f"form={form!r}: known are {sorted(_FORMS)}")
+            raise ConfigError(f"form={form!r}: known are {sorted(_FORMS)}.")
         self.directory = Path(directory)
         self._load = _FORMS[form]
         self.files = _read_meta(self.directory / META_FILE, block_bytes)
@@ -107,7 +107,7 @@ class BlockDataset:
             raise DataError(
                 f"{str(path)!r} {state}; {META_FILE} promises "
                 f"{file.block_end - file.block_begin} blocks of {file.block_size} bytes. Get the "
-                "file again, or give the block_bytes it was written with"
+                "file again, or give the block_bytes it was written with."
             )
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class BlockDataset:
         if count != file.nlines:
             raise DataError(
                 f"{str(self.directory / file.file_name)!r} has {count} records; {META_FILE} "
-                f"promises {file.nlines}. Get the file again"
+                f"promises {file.nlines}. Get the file again."
             )
 
     def file_of(self, block: int) -> BlockFile:
@@ -172,7 +172,7 @@ class BlockDataset:
                 return
             try:
                 if mark != bytes([_RECORD]):
-                    raise DataError(f"it begins with {mark!r}, not with 0x1f: the file is damaged")
+                    raise DataError(f"it begins with {mark!r}, not with 0x1f: the file is damaged.")
                 record = read_plain(stream)
             except DataError as error:
                 raise DataError(f"{_place(path, block, number)}: {error}") from error
@@ -228,8 +228,8 @@ def _token_ids(record: Any, number: int) -> Sequence[int] | np.ndarray:
     if isinstance(record, list | tuple) and all(type(id) is int for id in record):
         return record
     raise DataError(
-        f"record {number} is a {type(record).__name__}, not a list of token ids: give encode, a "
-        "function from a record to its ids (for text, a tokenizer's encode)"
+        f"record {number} is a {type(record).__name__}, not a list of token ids. Give encode, a "
+        "function from a record to its ids (for text, a tokenizer's encode)."
     )
 
 
@@ -255,7 +255,7 @@ def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"cannot read {str(path)!r} ({error}): a block dataset is a directory with a "
-            f"{META_FILE}"
+            f"{META_FILE}."
         ) from error
     files: list[BlockFile] = []
     for number, line in enumerate(lines, 1):
@@ -266,7 +266,7 @@ def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
         if file.block_begin != begin or file.block_end < begin:
             raise DataError(
                 f"{str(path)!r}, line {number}: blocks {file.block_begin} to {file.block_end}, but "
-                f"the files before it end at {begin}; the file is damaged"
+                f"the files before it end at {begin}; the file is damaged."
             )
         files.append(file)
     return files
@@ -291,12 +291,12 @@ def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{where}: {line!r:.80} does not describe a data file ({type(error).__name__}: "
-            f"{error}); the file is damaged"
+            f"{error}); the file is damaged."
         ) from error
     if name in ("", ".", "..") or Path(name).name != name or "\\" in name or size < 1:
         raise DataError(
-            f"{where}: file_name={name!r:.80} and block_size={size}; needed are the plain name of "
-            "a file beside it and a size"
+            f"{where}: file_name={name!r:.80} and block_size={size} are invalid (needed: "
+            "the plain name of a file in the same directory, and a size)."
         )
     return BlockFile(name, mask=mask, block_size=size, has_lengths=has_lengths, **numbers)
 
@@ -309,13 +309,13 @@ def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]
         if content[at] != _RECORD or start > len(content):
             raise DataError(
                 f"{_place(path, block, number)} begins with byte 0x{content[at]:02x} at offset "
-                f"{at}, not with 0x1f: the file is damaged, or block_bytes is wrong"
+                f"{at}, not with 0x1f: the file is damaged, or block_bytes is wrong."
             )
         end = start + _LENGTH.unpack_from(content, at + 1)[0]
         if end > len(content):
             raise DataError(
                 f"{_place(path, block, number)} goes {end - len(content)} bytes beyond its block: "
-                "the file is damaged, or block_bytes is wrong"
+                "the file is damaged, or block_bytes is wrong."
             )
         yield start, end
         at, number = end, number + 1

@@ -140,7 +140,7 @@ def read_columns(store: TokenStore) -> Columns:
         raise DataError(
             f"{str(columns_path(store.prefix))!r} speaks of {len(columns)} documents, the store "
             "has "
-            f"{store.num_documents}: copy both again"
+            f"{store.num_documents}. Copy both again."
         )
     return columns
 
@@ -148,8 +148,8 @@ def read_columns(store: TokenStore) -> Columns:
 def _read(path: Path) -> Columns:
     if not path.is_file():
         raise DataError(
-            f"{str(path)!r} is not there, so nothing is known of single documents: prepare the "
-            "corpus again, with this version"
+            f"{str(path)!r} is not there, so nothing is known of single documents. Prepare the "
+            "corpus again, with this version."
         )
     try:
         with path.open("rb") as file:
@@ -165,5 +165,5 @@ def _read(path: Path) -> Columns:
             if len(rows) and int(rows[name].max()) >= len(names[name]):
                 raise ValueError(f"a {name} has no name")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{str(path)!r} is damaged ({error}): copy it again") from error
+        raise DataError(f"{str(path)!r} is damaged ({error}). Copy it again.") from error
     return Columns(names, rows)

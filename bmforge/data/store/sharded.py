@@ -66,10 +66,11 @@ def write_shard_list(
             names.append(Path(shard).absolute().relative_to(path.absolute().parent).as_posix())
         except ValueError as error:
             raise ConfigError(
-                f"shard {str(shard)!r} does not lie beside or below {str(path)!r}: move it there"
+                f"shard {str(shard)!r} is not in the directory of, or below, {str(path)!r}. Move "
+                "it there."
             ) from error
     if not names or len(set(names)) != len(names):
-        raise ConfigError(f"shards={names}: needed is one at least, each once")
+        raise ConfigError(f"shards={names} (needed: one at least, each once).")
     entries = [
         {"name": name, "tokens": store.num_tokens, "sequences": len(store)}
         for name, store in zip(names, map(TokenStore, shards), strict=True)
@@ -142,7 +143,7 @@ def _open_all(path: Path) -> list[TokenStore]:
             raise ValueError("it names no shards, or some that lie elsewhere")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{str(path)!r} is no list of shards ({error}): copy or write it again"
+            f"{str(path)!r} is no list of shards ({error}). Copy or write it again."
         ) from error
     stores = []
     for name, tokens, sequences in entries:
@@ -150,7 +151,7 @@ def _open_all(path: Path) -> list[TokenStore]:
         if (store.num_tokens, len(store)) != (tokens, sequences):
             raise DataError(
                 f"shard {str(path.parent / name)!r} has {store.num_tokens} tokens in {len(store)} "
-                f"sequences, {str(path)!r} says {tokens} in {sequences}: copy both again"
+                f"sequences, {str(path)!r} says {tokens} in {sequences}. Copy both again."
             )
         stores.append(store)
     return stores

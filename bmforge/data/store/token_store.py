@@ -64,8 +64,8 @@ class TokenStore:
         for path in (bin_path, idx_path):
             if not path.is_file():
                 raise DataError(
-                    f"token store {str(prefix)!r}: {str(path)!r} does not exist; give the path "
-                    "without .bin/.idx, or write the store with bmforge prepare"
+                    f"token store {str(prefix)!r}: {str(path)!r} does not exist. Give the path "
+                    "without .bin/.idx, or write the store with bmforge prepare."
                 )
         self.dtype, sequences, marks = _read_header(idx_path)
         self.tokens = _map(bin_path, self.dtype, 0, bin_path.stat().st_size // self.dtype.itemsize)
@@ -84,18 +84,18 @@ class TokenStore:
         if count and int(self.pointers[0]) != 0:
             raise DataError(
                 f"{str(idx_path)!r} is damaged: its first sequence begins at byte "
-                f"{int(self.pointers[0])}, needed is 0; copy or write the store again"
+                f"{int(self.pointers[0])}, needed is 0. Copy or write the store again."
             )
         if bin_path.stat().st_size != needed:
             raise DataError(
                 f"{str(bin_path)!r} has {bin_path.stat().st_size} bytes, but its index speaks of "
-                f"{needed}: one of the two is cut off or from another store; copy both again"
+                f"{needed}: one of the two is cut off or from another store. Copy both again."
             )
         marks = self.doc_idx
         if len(marks) and not (int(marks[0]) == 0 and 0 <= int(marks[-1]) <= count):
             raise DataError(
                 f"{str(idx_path)!r} is damaged: doc_idx runs from {int(marks[0])} to "
-                f"{int(marks[-1])}, there are {count} sequences; copy or write the store again"
+                f"{int(marks[-1])}, there are {count} sequences. Copy or write the store again."
             )
 
     def __len__(self) -> int:
@@ -194,27 +194,27 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
         hint = " (a legacy TNTIDX store: convert it)" if head.startswith(b"TNTIDX") else ""
         raise DataError(
             f"{str(path)!r} is not a token store index{hint}: it begins with {head[:9]!r}, needed "
-            f"is {MAGIC!r}; write the store with bmforge prepare"
+            f"is {MAGIC!r}. Write the store with bmforge prepare."
         )
     if len(head) < HEADER.size:
-        raise DataError(f"{str(path)!r} is cut off inside its header: copy or write it again")
+        raise DataError(f"{str(path)!r} is cut off inside its header. Copy or write it again.")
     _, version, code, sequences, marks = HEADER.unpack(head)
     if version != 1:
         raise DataError(
             f"{str(path)!r} has version {version}, known is version 1: it comes from a newer "
-            "program; export it there as version 1"
+            "program. Export it there as version 1."
         )
     if code not in DTYPE_CODES:
         raise DataError(
             f"{str(path)!r} has dtype code {code}, token codes are {sorted(DTYPE_CODES)} (6 and 7 "
-            "are floats, not tokens); write the store again with integers"
+            "are floats, not tokens). Write the store again with integers."
         )
     needed = HEADER.size + 12 * sequences + 8 * marks
     if path.stat().st_size != needed:
         raise DataError(
             f"{str(path)!r} has {path.stat().st_size} bytes, its header speaks of {needed} "
-            f"({sequences} sequences, {marks} document marks): it is cut off or damaged; copy or "
-            "write it again"
+            f"({sequences} sequences, {marks} document marks): it is cut off or damaged. Copy or "
+            "write it again."
         )
     return np.dtype(DTYPE_CODES[code]), sequences, marks
 
@@ -241,8 +241,8 @@ def check_vocabulary(store: TokenStore, vocab_size: int) -> int:
                 wrong = low if low < 0 else high
                 raise DataError(
                     f"token store {str(store.prefix)!r} holds the token id {wrong}, the model's "
-                    f"vocabulary is vocab_size={vocab_size}: set the model's vocab_size to at "
-                    f"least {high + 1}, or prepare the corpus with the model's own tokenizer"
+                    f"vocabulary is vocab_size={vocab_size}. Set the model's vocab_size to at "
+                    f"least {high + 1}, or prepare the corpus with the model's own tokenizer."
                 )
             largest = max(largest, high)
             bar.advance(len(part))

@@ -140,6 +140,6 @@ def select_store(store: TokenStore, conditions: Sequence[Condition]) -> TokenSto
         )
         raise DataError(
             f"no document of {str(store.prefix)!r} is left by {conditions_text}. There are "
-            f"{listing}"
+            f"{listing}."
         )
     return SelectedStore(store, mask)

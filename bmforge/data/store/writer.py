@@ -54,8 +54,8 @@ class TokenStoreWriter:
         taken = [str(path) for path in (self._bin_path, self._idx_path) if path.exists()]
         if taken and not overwrite:
             raise ConfigError(
-                f"{' and '.join(taken)} exist already: choose another prefix, or replace the store "
-                "with overwrite=True"
+                f"{' and '.join(taken)} exist already. Choose another prefix, or replace the store "
+                "with overwrite=True."
             )
         self.dtype = best_dtype(vocab_size) if dtype is None else _layout_dtype(dtype)
         limits = np.iinfo(self.dtype)
@@ -76,8 +76,8 @@ class TokenStoreWriter:
         tokens = np.asarray(sequence, dtype=None if len(sequence) else np.int64)
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
             raise DataError(
-                f"an item of dtype {tokens.dtype} and shape {tokens.shape}: needed is a flat "
-                "sequence of integers"
+                f"an item of dtype {tokens.dtype} and shape {tokens.shape} (needed: a flat "
+                "sequence of integers)."
             )
         self._write(tokens)
         self._sizes.append(len(tokens))
@@ -107,8 +107,8 @@ class TokenStoreWriter:
                 wrong = low if low < self._low else high
                 raise DataError(
                     f"token id {wrong} does not fit {self.dtype.name} ({self._low} to "
-                    f"{self._high}) in {str(self._bin_path)!r}: give the true vocab_size, or a "
-                    "wider dtype"
+                    f"{self._high}) in {str(self._bin_path)!r}. Give the true vocab_size, or a "
+                    "wider dtype."
                 )
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
 
@@ -167,9 +167,9 @@ def merge_stores(
         ConfigError: no prefix, or the output is one of the inputs or exists already.
     """
     if not prefixes:
-        raise ConfigError("merge_stores: prefixes is empty; name at least one store")
+        raise ConfigError("merge_stores: prefixes is empty. Name at least one store.")
     if Path(out_prefix).absolute() in [Path(prefix).absolute() for prefix in prefixes]:
-        raise ConfigError(f"merge_stores: {str(out_prefix)!r} is also an input; name a new store")
+        raise ConfigError(f"merge_stores: {str(out_prefix)!r} is also an input. Name a new store.")
     dtype = np.result_type(*[TokenStore(prefix).dtype for prefix in prefixes])
     with TokenStoreWriter(out_prefix, dtype, overwrite=overwrite) as writer:
         for prefix in prefixes:  # one at a time, as mapped pages count as memory
@@ -182,7 +182,7 @@ def _layout_dtype(dtype: np.dtype[np.integer] | str) -> np.dtype[np.integer]:
     dtypes = [np.dtype(name) for name in DTYPE_CODES.values()]
     if little not in dtypes:
         raise ConfigError(
-            f"dtype={np.dtype(dtype).name}: a token store holds {[d.name for d in dtypes]}"
+            f"dtype={np.dtype(dtype).name}: a token store holds {[d.name for d in dtypes]}."
         )
     return little
 

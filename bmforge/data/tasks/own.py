@@ -40,7 +40,7 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
     if wrong:
         raise ConfigError(
             f"the fields {wrong} of {str(path)!r} cannot be read as texts: their names must be "
-            f"others than {_LABEL!r}, and without any of {' '.join(sorted(_FORBIDDEN))}"
+            f"others than {_LABEL!r}, and without any of {' '.join(sorted(_FORBIDDEN))}."
         )
     numbers = {label: number for number, label in enumerate(labels)}
 

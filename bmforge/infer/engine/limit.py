@@ -55,8 +55,8 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
         is_cut or (mesh is not None and mesh.size() > 1) or record.streamers
     ):
         raise ConfigError(
-            f"the {type(model).__name__} is laid out over processes, or streamed, already. "
-            "Give the engine a plain model, or the directory it was saved in."
+            f"the {type(model).__name__} is parallelized or streamed already. Give the "
+            "engine a plain model, or the directory it was saved in."
         )
     if options:
         raise ConfigError(f"{', '.join(options)}: for models that are opened, not for modules.")

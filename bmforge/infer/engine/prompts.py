@@ -114,7 +114,9 @@ class Reader:
                 raise ConfigError(f"prompt={str(prompt)[:60]} must be a text, or at least one id.")
             return ids, config, ()
         if tokenizer is None:
-            raise ConfigError("a text needs a tokenizer: give ids, or Engine(model, tokenizer=...)")
+            raise ConfigError(
+                "a text needs a tokenizer. Give ids, or Engine(model, tokenizer=...)."
+            )
         is_span = isinstance(tokenizer, CPM2Tokenizer) and model.traits.reads == "apart"
         has_form = is_span or model.traits.objective == "hidden tokens"
         ids = tuple(tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt))
@@ -168,8 +170,8 @@ class Reader:
             return
         if not is_packed and self._can_pack:
             raise ConfigError(
-                f"num_beams={config.num_beams}: within what was planned, requests beside "
-                "each other have no beams. Call engine.generate, or leave the beams out."
+                f"num_beams={config.num_beams} is not supported for batched requests. Call "
+                "engine.generate, or leave num_beams out."
             )
         rows = config.num_beams if config.num_beams > 1 else config.num_return_sequences
         longest = tokens + config.max_new_tokens

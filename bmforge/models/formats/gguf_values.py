@@ -25,8 +25,8 @@ def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
     stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}
     if stores and kind == "q4_0":
         raise ConfigError(
-            f"this {type(model).__name__} has packed weights, which type 'q4_0' would round anew: "
-            "write it with 'q8_0' or 'f16', or convert the model that it was made of."
+            f"this {type(model).__name__} has packed weights, which type 'q4_0' would "
+            "round again. Use 'q8_0' or 'f16', or convert the original model."
         )
 
     def load(name: str) -> Tensor:

@@ -140,7 +140,10 @@ def _find(model: Model) -> Architecture:
     if any(change.kind != "quantize" for change in model.config.changes):
         raise ConfigError(f"this {name} was changed, which GGUF cannot say. Merge what was added.")
     if laid_out(model) is not None:
-        raise ConfigError(f"this {name} is laid out: save_pretrained it, and convert that.")
+        raise ConfigError(
+            f"this {name} is parallelized. Save it with save_pretrained, and convert the "
+            "saved model."
+        )
     if architecture.name != "bert" and model.config.head not in _WRITES_TEXT:
         raise ConfigError(
             f"head={model.config.head!r}: GGUF holds models that write. Open it with another head."

@@ -207,8 +207,8 @@ class TokenCut:
         """
         if self.unit > 1 and length % self.unit and torch.is_grad_enabled():
             raise ShapeError(
-                f"sequence_parallel divides tokens over tp={self.unit}, which does not divide the "
-                f"{length} given. Pad the rows, or lay out without sequence_parallel."
+                "sequence_parallel=True needs a number of tokens divisible by "
+                f"tp={self.unit}, not {length}. Pad the rows, or leave out sequence_parallel."
             )
         if length < self.group.size() * self.unit:
             return None

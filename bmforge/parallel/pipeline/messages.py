@@ -106,7 +106,7 @@ class _Spec:
 def _encode(tensors: Tensors, what: object) -> Tensor:
     """Encode the header of a message; `what` names the message in errors."""
     if len(tensors) > MAX_TENSORS:
-        raise ShapeError(f"{what}: {len(tensors)} tensors; at most {MAX_TENSORS} cross a stage")
+        raise ShapeError(f"{what}: {len(tensors)} tensors; at most {MAX_TENSORS} cross a stage.")
     numbers = [0] * (1 + MAX_TENSORS * _ROW)
     numbers[0] = len(tensors)
     for index, tensor in enumerate(tensors):
@@ -117,11 +117,11 @@ def _encode(tensors: Tensors, what: object) -> Tensor:
 
 def _encode_one(tensor: Tensor, what: str) -> list[int]:
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-        raise ShapeError(f"{what} is a {type(tensor).__name__}; plain tensors and None cross")
+        raise ShapeError(f"{what} is a {type(tensor).__name__}; plain tensors and None cross.")
     if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS:
         raise ShapeError(
             f"{what} is {tensor.dtype} with {tensor.dim()} dims; at most {MAX_DIMS} dims of one of "
-            f"{', '.join(str(d).removeprefix('torch.') for d in _DTYPES)} cross a stage"
+            f"{', '.join(str(d).removeprefix('torch.') for d in _DTYPES)} cross a stage."
         )
     return [_DTYPES.index(tensor.dtype), tensor.requires_grad, tensor.dim(), *tensor.shape]
 
@@ -280,7 +280,7 @@ class Wire:
             raise DistributedError(
                 f"pipeline rank {self._rank} lost rank {peer} at the {message.kind} message of "
                 f"stage {message.stage}, micro-batch {message.micro_batch}. Look for that rank's "
-                f"own error first; if it has none, it hangs or was killed. ({error})"
+                f"own error first; if it has none, it hangs or was killed. The error: {error}"
             ) from error
 
     def _cut(self, tensor: Tensor) -> Tensor:

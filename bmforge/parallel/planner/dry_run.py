@@ -74,7 +74,10 @@ def dry_run(
             group.
     """
     if dist.is_initialized():
-        raise ConfigError("a dry run needs a process of its own: this one has joined a group.")
+        raise ConfigError(
+            "a dry run cannot run in a process that has joined a process group. Start it "
+            "in a separate process."
+        )
     beside = world_size // layout.pp if layout.pp and world_size % layout.pp == 0 else world_size
     shares, axes, total = [], {}, 0
     for stage in range(max(1, world_size // beside)):

@@ -163,7 +163,10 @@ def trace_step(workload: Workload, setting: Setting, outcomes: Outcomes | None =
 
 def _trace(workload: Workload, setting: Setting, outcomes: Outcomes) -> StepTrace:
     if dist.is_initialized():
-        raise ConfigError("a plan needs a process of its own: this one has joined a group.")
+        raise ConfigError(
+            "planning cannot run in a process that has joined a process group. Start it "
+            "in a separate process."
+        )
     layout = setting.layout
     join_fakes(0, setting.shards * layout.tp)
     try:

@@ -35,7 +35,8 @@ def open_template(config: Any, task: Task, example: TaskExample) -> str:
     templates = find_published(task, example).templates
     if not 0 <= config.choice < len(templates):
         raise ConfigError(
-            f"choice={config.choice}, but {task.name} has {len(templates)} templates of its own."
+            f"choice={config.choice} is out of range: {task.name} has {len(templates)} "
+            "templates. Give a smaller choice."
         )
     return templates[config.choice]
 
@@ -92,8 +93,9 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
     trained = [name for name, _ in verbalizer.named_parameters()]
     if trained and not config.zero_shot:
         raise ConfigError(
-            f"{config.verbalizer_class!r} has weights of its own ({', '.join(trained)}), and a run "
-            "trains the model's: give --zero-shot, or train it with PromptClassifier."
+            f"{config.verbalizer_class!r} has parameters ({', '.join(trained)}), and a "
+            "run trains only the model's. Give --zero-shot, or train it with "
+            "PromptClassifier."
         )
     return verbalizer.requires_grad_(False)
 

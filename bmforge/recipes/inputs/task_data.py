@@ -65,13 +65,15 @@ class TaskDataConfig(ExampleConfig):
                 "A task of your own has data.labels instead."
             )
         if self.fields:
-            raise ConfigError(f"data.fields has no effect on {task}, which has fields of its own.")
+            raise ConfigError(
+                f"data.fields has no effect on {task!r}, whose fields are fixed. Leave it out."
+            )
         if len(self.paths) != 1:
             raise ConfigError(f"data.paths={list(self.paths)} must be the one folder of the task.")
         if self.validation or self.split:
             raise ConfigError(
-                "a task has splits of its own: set data.dev_split, and leave out data.validation "
-                "and data.split."
+                "data.validation and data.split have no effect on a published task, which "
+                "has its own splits. Set data.dev_split instead."
             )
 
 

@@ -195,7 +195,7 @@ def decode_document(
     if len(answers) != len(encoded.answers):
         raise DataError(
             f"{len(answers)} answers were given for {len(encoded.answers)} slots under "
-            f"{ANSWER_KEY!r}: {['.'.join(slot.path) for slot in encoded.answers]}"
+            f"{ANSWER_KEY!r}: {['.'.join(slot.path) for slot in encoded.answers]}."
         )
     filled = _copy(document)
     for slot, ids in zip(encoded.answers, answers, strict=True):

@@ -11,7 +11,7 @@ from bmforge.errors import DataError
 
 __all__ = ["parse_document", "read_numbered"]
 
-_NEEDED = 'a line is one document, such as {"input": "...", "<ans>": ""}'
+_NEEDED = 'A line is one document, such as {"input": "...", "<ans>": ""}.'
 
 
 def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -61,9 +61,9 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
     except RecursionError as error:
         raise DataError(f"{where} is nested too deep to be read: flatten it.") from error
     except ValueError as error:
-        raise DataError(f"{where} is no JSON ({error}): {_NEEDED}") from error
+        raise DataError(f"{where} is no JSON ({error}). {_NEEDED}") from error
     if not isinstance(document, dict):
-        raise DataError(f"{where} is {type(document).__name__}, not an object: {_NEEDED}")
+        raise DataError(f"{where} is {type(document).__name__}, not an object. {_NEEDED}")
     return document
 
 

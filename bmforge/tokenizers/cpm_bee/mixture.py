@@ -86,7 +86,7 @@ class DocumentFile(Sequence[dict[str, Any]]):
                 file.seek(int(self._starts[index]))
                 return parse_document(file.readline(), self.where(index))
         except OSError as error:
-            raise DataError(f"{self.where(index)} cannot be read ({error})") from error
+            raise DataError(f"{self.where(index)} cannot be read ({error}).") from error
 
     def where(self, index: int) -> str:
         """Return the file and line number (from 1 on) of document `index`."""
@@ -303,7 +303,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
     try:
         entries = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the mixture {str(file)!r} ({error})") from error
+        raise ConfigError(f"cannot read the mixture {str(file)!r} ({error}).") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(
             f"{str(file)!r}: it must be a list of objects with 'path' and 'task_name'."

@@ -132,7 +132,7 @@ def encode_prompt(
     slots = [slot.path for slot in encoded[0].answers]
     unknown = [path for path in constraints if path not in slots]
     if unknown:
-        raise ConfigError(f"constraints name the slots {unknown}, the document has {slots}")
+        raise ConfigError(f"constraints name the slots {unknown}, the document has {slots}.")
     allowed = tuple(
         _tokens_of(constraints[path], path, tokenizer, instance.extension)
         if path in constraints

@@ -66,13 +66,13 @@ def flatten_document(
     if not isinstance(document, dict):
         raise DataError(
             f"a document is a dict of texts such as {{'input': '...', '<ans>': ''}}, not "
-            f"{type(document).__name__}"
+            f"{type(document).__name__}."
         )
     if ANSWER_KEY not in document:
         raise DataError(
-            f"the document with the keys {list(document)} has no {ANSWER_KEY!r} beside them: add "
-            f"'{ANSWER_KEY}': '' for one answer, or a dict of answers such as "
-            f"'{ANSWER_KEY}': {{'<mask_0>': ''}}."
+            f"the document with the keys {list(document)} has no {ANSWER_KEY!r}. Add "
+            f"{ANSWER_KEY!r}: '' for one answer, or a dict of answers such as "
+            f"{ANSWER_KEY!r}: {{'<mask_0>': ''}}."
         )
     segments = [Segment(_ROOT, -1, 0, ())]
     walk = _Walk(segments, blank_answers, order_key, max_nesting)

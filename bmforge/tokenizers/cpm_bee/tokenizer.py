@@ -83,8 +83,8 @@ class CPMBeeTokenizer(Tokenizer):
             text = file.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"cannot read the vocabulary {str(file)!r} ({error}): needed is a UTF-8 text file "
-                f"with one token a line, or a directory that holds one as {VOCABULARY_FILE!r}"
+                f"cannot read the vocabulary {str(file)!r} ({error}) (needed: a UTF-8 text file "
+                f"with one token a line, or a directory that holds one as {VOCABULARY_FILE!r})."
             ) from error
         return cls([line for line in text.replace("\r\n", "\n").split("\n") if line])
 

@@ -69,7 +69,7 @@ class Transform:
     def _add_rules(self, shape: Any, target: tuple[str, ...]) -> None:
         where = ".".join(target)
         if len(target) > MAX_NESTING:
-            raise ConfigError(f"transform: nested deeper than {MAX_NESTING} at {where!r}")
+            raise ConfigError(f"transform: nested deeper than {MAX_NESTING} at {where!r}.")
         if isinstance(shape, Mapping):
             for key, value in shape.items():
                 self._add_rules(value, (*target, *str(key).split(".")))

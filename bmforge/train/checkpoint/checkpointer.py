@@ -142,7 +142,7 @@ def load_checkpoint(
         if not candidates:
             raise CheckpointError(
                 f"no checkpoint in {path}. Needed: a directory named like {step_name(1000)}, or a "
-                "folder that holds some"
+                "folder that holds some."
             )
         if single:
             return _load_one(candidates[0], model, optimizer, peers, strict)[1]
@@ -230,9 +230,9 @@ class Checkpointer:
         fault: Fault = no_fault,
     ) -> None:
         if keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last}; needed: 1 or more checkpoints to keep")
+            raise ConfigError(f"keep_last={keep_last}; needed: 1 or more checkpoints to keep.")
         if keep_every is not None and keep_every < 1:
-            raise ConfigError(f"keep_every={keep_every}; needed: a number of steps >= 1, or None")
+            raise ConfigError(f"keep_every={keep_every}; needed: a number of steps >= 1, or None.")
         self.directory = Path(directory)
         self.last_error: Exception | None = None
         self._keep_last = keep_last

@@ -222,12 +222,12 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT_NAME:
         raise CheckpointError(
             f"{path} is not a bmforge checkpoint: format={manifest.get('format')!r}, "
-            f"needed {FORMAT_NAME!r}"
+            f"needed {FORMAT_NAME!r}."
         )
     if manifest["version"] > FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path} has format version={manifest['version']}, this bmforge reads up "
-            f"to {FORMAT_VERSION}. Upgrade bmforge: pip install -U bmforge"
+            f"to {FORMAT_VERSION}. Upgrade bmforge: pip install -U bmforge."
         )
     return manifest
 

@@ -326,7 +326,7 @@ def check_json(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise CheckpointError(f"{where} has the key {key!r}; only text keys can be saved")
+                raise CheckpointError(f"{where} has the key {key!r}; only text keys can be saved.")
             check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
@@ -334,5 +334,5 @@ def check_json(value: Any, where: str) -> None:
     elif not isinstance(value, str | int | float | bool | None):
         raise CheckpointError(
             f"{where} is of type {type(value).__name__}; only numbers, text, lists, dicts and None "
-            "can be saved"
+            "can be saved."
         )

@@ -212,7 +212,7 @@ def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
     if differences:
         raise CheckpointError(
             f"saving checkpoint {final} failed: one of this step is there already, and it differs "
-            f"in {differences[0]}. It stays as it is; save into another directory, or remove it."
+            f"in {differences[0]}. It was not changed. Save into another directory, or remove it."
         )
     get_logger().debug("checkpoint %s is there already, the same", final)
     verdict = _attempt(_move_latest, final, no_fault) if peers.rank == 0 else None
@@ -352,7 +352,7 @@ def _build_manifest(
         if covered != _product(record["shape"]):
             raise CheckpointError(
                 f"{name} has {_product(record['shape'])} elements but the processes together wrote "
-                f"{covered}"
+                f"{covered}."
             )
     version = 2 if any("shared" in record for record in files.values()) else 1
     return {

@@ -86,7 +86,7 @@ class AttachedDelta:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        refuse_laid_out(model, f"attach a {type(self).__name__}")
+        refuse_laid_out(model, f"Attach a {type(self).__name__}")
         self.model, self.name, self.seed = model, name, seed
         self.targets = (targets,) if isinstance(targets, str) else targets
         self.exclude, self.train_also = tuple(exclude), tuple(train_also)

@@ -63,8 +63,8 @@ def _sum(model: nn.Module, deltas: list[Delta], weights: Mapping[str, float], in
     )
     if not alike or first.kind in ("prefix", "prompt"):
         raise ConfigError(
-            "how='sum' is for deltas of one type that stand beside, at the same places with the "
-            "same options."
+            "how='sum' needs adapters of one type on the same modules with the same "
+            "options. Use how='concatenate' for LoRAs."
         )
     total = _like(model, first, into)
     with torch.no_grad():

@@ -108,7 +108,7 @@ def find_delta(model: nn.Module, name: str) -> Any:
     deltas = deltas_of(model)
     if name not in deltas:
         listing = f" It has {', '.join(map(repr, deltas))}." if deltas else " It has none."
-        raise ConfigError(f"the model has no delta {name!r}.{suggest(name, deltas)}{listing}")
+        raise ConfigError(f"the model has no delta {name!r}.{suggest(name, deltas)}{listing}.")
     return deltas[name]
 
 
@@ -123,8 +123,8 @@ def refuse_laid_out(model: nn.Module, what: str) -> None:
     record = laid_out(model)
     if is_laid_out(model) or (record is not None and record.streamers):
         raise ConfigError(
-            f"{type(model).__name__} is laid out already: {what} before parallelize (or before its "
-            "blocks stream)."
+            f"{type(model).__name__} is parallelized already, or streams its blocks. "
+            f"{what} before that."
         )
 
 

@@ -122,7 +122,8 @@ def token_table(model: Any) -> nn.Embedding:
         table = model.get_input_embeddings()
     if not isinstance(table, nn.Embedding):
         raise ConfigError(
-            f"{type(model).__name__} has no token embedding `embed` for soft rows to stand behind."
+            f"{type(model).__name__} has no token embedding `embed` to which soft tokens "
+            "can be attached. Use a bmforge model."
         )
     return table
 
@@ -144,9 +145,9 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     ):
         if encoder:
             raise ConfigError(
-                f"encoder={encoder!r} has no effect where the model's config tells of its soft "
-                "rows, as in a run: these are trained as they are. Train layers that make them "
-                "with PromptClassifier."
+                f"encoder={encoder!r} has no effect if the model's config declares its soft "
+                "tokens, as in a run: they are trained directly. Train an encoder with "
+                "PromptClassifier."
             )
         return attached
     if attached is not None:

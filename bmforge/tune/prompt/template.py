@@ -106,7 +106,8 @@ class Template:
             )
         if behind == "score" and (not following or self.asking.form != "row"):
             raise ConfigError(
-                "behind='score' has no effect: nothing stands behind the mask of a causal model."
+                "behind='score' has no effect: no text follows the mask of a causal model. "
+                "Leave it out."
             )
         if behind == "score" and any(map(_is_mask, following)):
             raise ConfigError("behind='score' is for one mask, and the template has several.")
@@ -252,7 +253,9 @@ class Template:
         token = sentinel.format(number)
         id = self.tokenizer.token_to_id(token)
         if id is None:
-            raise ConfigError(f"the tokenizer has no {token}, which stands for a mask.")
+            raise ConfigError(
+                f"the tokenizer has no {token}, which marks a mask. Use the tokenizer of the model."
+            )
         return id
 
 

@@ -77,7 +77,9 @@ def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
     last, module = _find_last(model)
     weight = last.matrix(torch.float32) if hasattr(last, "matrix") else last.weight
     if isinstance(weight, DTensor):
-        raise ConfigError("the model is laid out over processes: make the verbalizer before that.")
+        raise ConfigError(
+            "the model is parallelized already. Build the verbalizer before parallelize."
+        )
     # The last layer is not copied: it is often larger than the rest of the head.
     head = nn.Identity() if module is last else copy.deepcopy(module, {id(last): nn.Identity()})
     scale = getattr(getattr(model, "spec", None), "head_scale", 1.0)
@@ -133,7 +135,9 @@ class PrototypeVerbalizer(nn.Module):
                 f"{num_classes} and a verbalizer that reads tokens at the mask."
             )
         if words is not None and num_classes < 2:
-            raise ConfigError(f"num_classes={num_classes}: beside words two at least are compared.")
+            raise ConfigError(
+                f"num_classes={num_classes} is too small (needed: at least 2 classes to compare)."
+            )
         self.num_classes, self.words = num_classes, words
         self.takes = "hidden" if words is None else "both"
         generator = torch.Generator().manual_seed(seed)

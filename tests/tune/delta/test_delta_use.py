@@ -327,7 +327,7 @@ def test_saving_the_model_loses_nothing(tmp_path: Path) -> None:
         (lambda m: SoftPrompt(m, length=32), "leaves no room"),
         (lambda m: ParallelAdapter(m, [("attn", "norm")]), "each must have its other"),
         (lambda m: Adapter(m, activation="glue"), "activation='glue'"),
-        (lambda m: IA3(m, ["mlp"]), "factors stand beside a linear layer"),
+        (lambda m: IA3(m, ["mlp"]), "scales apply to linear layers"),
     ],
 )
 def test_what_cannot_be(build: Callable[[GPT2], Delta], said: str) -> None:

@@ -65,7 +65,7 @@ def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(params):
         raise CheckpointError(
-            f"the state is of {saved} parameters; the optimizer has {len(params)}"
+            f"the state is of {saved} parameters; the optimizer has {len(params)}."
         )
     if keeps_whole(optimizer):
         return {"state": dict(state["state"]), "param_groups": state["param_groups"]}

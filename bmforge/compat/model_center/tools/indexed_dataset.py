@@ -132,8 +132,8 @@ class MMapIndexedDatasetBuilder:
         """
         if os.fspath(index_file) != index_file_path(self._prefix):
             raise ConfigError(
-                f"the index {os.fspath(index_file)!r} must be {index_file_path(self._prefix)!r}, "
-                "beside the tokens."
+                f"the index {os.fspath(index_file)!r} must be in the directory of the tokens: "
+                f"{index_file_path(self._prefix)!r}."
             )
         self._writer.finalize()
 

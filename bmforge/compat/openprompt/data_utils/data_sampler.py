@@ -38,7 +38,11 @@ class FewShotSampler:
         second = num_examples_total_dev, num_examples_per_label_dev
         first = num_examples_total, num_examples_per_label
         if any(b not in (None, a) for a, b in zip(first, second, strict=True)):
-            raise ConfigError("as many are drawn to choose by as to learn from.")
+            raise ConfigError(
+                "the numbers of training and validation examples differ (allowed: the same "
+                "number of both). Leave num_examples_per_label_dev and "
+                "num_examples_total_dev out."
+            )
         self.total, self.per_label = num_examples_total or 0, num_examples_per_label or 0
         self.also_sample_dev = also_sample_dev
 
