@@ -143,7 +143,7 @@ def test_what_does_not_go_together() -> None:
         ({"teacher": teacher}, "nothing says what it teaches"),
         ({"config": CompressConfig(distill=DistillConfig())}, "no teacher was given"),
         ({"methods": [Pull("shrink")]}, "called 'shrink'"),
-        ({"methods": [Pull(), Pull()]}, "structure is asked for twice"),
+        ({"methods": [Pull(), Pull()]}, "structure is configured twice"),
         ({"methods": [Pull()], "batches": batches}, "batches have no effect"),
         ({"config": CompressConfig(prune=PruneConfig("wanda"))}, "no batches were given"),
     ):

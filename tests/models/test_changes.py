@@ -85,7 +85,7 @@ def test_json_that_is_no_change(value: Any, said: str) -> None:
         (Change("low_rank", "layers.*.attn.q_proj", {"rnk": 2}), "Did you mean 'rank'"),
         (Change("low_rank", "layers.*.attn.q_proj", {"rank": 33}), "between 1 and 32"),
         (Change("low_rank", "layers.*.attn.q_proj", {}), "missing options.rank"),
-        (low_rank("layers.0.attn"), "beside a linear layer, not a Attention"),
+        (low_rank("layers.0.attn"), "needs a linear layer, not a Attention"),
         (low_rank(name="not a word"), "must be a word"),
         (low_rank(name="weight"), "already has 'weight'"),
         (Change("int8", "embed"), "shares its weight with lm_head"),
