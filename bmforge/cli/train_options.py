@@ -13,26 +13,28 @@ data.answers data.dev-split data.eos-id data.fields data.global-batch-size data.
 data.ignore data.labels data.mean data.micro-batch-size data.mirror data.paths
 data.prefetch-steps data.reset-at-documents data.seed data.seeds data.seq-len data.shots
 data.skip-bad data.smallest-crop data.split data.std data.task data.tokenizer data.train-split
-data.validation data.validation-batches data.validation-fraction data.weights data.where epochs
-export export-dtype family freeze-base init-from join layout.cp layout.cp-method
-layout.dp-replicate layout.ep layout.pp layout.pp-balance layout.pp-cut layout.pp-schedule
-layout.pp-stages-per-rank layout.sequence-parallel layout.tp layout.zero licence long-ratio
-loss-scale.fixed loss-scale.growth-interval-steps loss-scale.hysteresis loss-scale.init-scale
-loss-scale.min-scale mask-ratio max-new-tokens mean-span-length method mlm-ratio model-changes
-model.activation model.add-pooling-layer model.attn-bias model.attn-dropout model.attn-scale
-model.balance-experts model.base-hidden-size model.bias model.changes model.classifier-dropout
-model.decoder-start-token-id model.dense-layers model.depth-scale model.dropout
-model.embed-dropout model.embed-scale model.embed-size model.eos-token-id model.expert-size
-model.experts-per-token model.feed-forward model.folded model.head model.head-dim
-model.hidden-size model.image-size model.init-std model.intermediate-size model.layer-drop
+data.validation data.validation-batches data.validation-fraction data.weights data.where
+distill-temperature epochs export export-dtype family freeze-base init-from join jsd-beta
+layout.cp layout.cp-method layout.dp-replicate layout.ep layout.pp layout.pp-balance
+layout.pp-cut layout.pp-schedule layout.pp-stages-per-rank layout.sequence-parallel layout.tp
+layout.zero licence long-ratio loss-scale.fixed loss-scale.growth-interval-steps
+loss-scale.hysteresis loss-scale.init-scale loss-scale.min-scale mask-ratio max-new-tokens
+mean-span-length method mlm-ratio model-changes model.activation model.add-pooling-layer
+model.attn-bias model.attn-dropout model.attn-scale model.balance-experts model.base-hidden-size
+model.bias model.changes model.classifier-dropout model.decoder-start-token-id
+model.dense-layers model.depth-scale model.dropout model.embed-dropout model.embed-scale
+model.embed-size model.eos-token-id model.expert-size model.experts-per-token model.feed-forward
+model.folded model.head model.head-dim model.hidden-size model.image-size model.init-std
+model.intermediate-size model.layer-drop model.logit-divisor model.logit-scale
 model.mask-modules model.mask-token-id model.max-distance model.max-seq-len model.mlp-bias
 model.model-type model.norm-affine model.norm-eps model.norm-first model.normalize-weights
 model.num-buckets model.num-channels model.num-decoder-layers model.num-experts model.num-heads
 model.num-kv-heads model.num-labels model.num-layers model.num-relations model.num-segments
-model.output-router-logits model.pad-token-id model.patch-size model.pooler-activation
-model.pooler-size model.problem-type model.prompt-length model.prompt-types
-model.prompts-in-vocabulary model.qkv-bias model.raw model.remove-final-norm model.rope-scaling
-model.rope-theta model.rotary-dim model.router-aux-loss-coef model.scale-head
+model.original-seq-len model.out-bias model.output-router-logits model.pad-token-id
+model.patch-size model.pooler-activation model.pooler-size model.problem-type
+model.prompt-length model.prompt-types model.prompts-in-vocabulary model.qkv-bias model.raw
+model.remove-final-norm model.residual-scale model.rope-scaling model.rope-theta
+model.rotary-dim model.rotary-part model.router-aux-loss-coef model.scale-head
 model.segment-types model.sep-token-id model.shared-size model.sop-token-id model.sparse-step
 model.sum-scale model.task-id model.tie-word-embeddings model.vocab-size model.window
 model.window-layers model.windows new-head noise-density offload.activations offload.directory
@@ -43,7 +45,7 @@ rl.kl-in rl.normalize rl.ratio rollout.log-completions rollout.mask-truncated-co
 rollout.max-new-tokens rollout.max-num-seqs rollout.num-generations rollout.num-iterations
 rollout.overlong-tokens rollout.steps-per-generation rollout.temperature run-dir
 search.keep-ratio search.kinds search.max-trained search.places search.sizes seed shortest
-soft-front target-len template template-class timeout-s train.disable-dropout
+soft-front target-len teacher template template-class timeout-s train.disable-dropout
 train.eval-every-steps train.grad-clip train.keep-every-steps train.keep-last
 train.log-every-steps train.master-weights train.num-epochs train.optim.betas train.optim.eps
 train.optim.groups train.optim.lr train.optim.momentum train.optim.muon-lr train.optim.name
