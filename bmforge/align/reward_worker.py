@@ -115,16 +115,18 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
-    function = None
     try:
         function = load_function(sys.argv[1])
-        reply: dict[str, Any] = {"ready": True}
     except Exception as error:
-        reply = {"error": str(error) if isinstance(error, ConfigError) else repr(error)}
-    print(json.dumps(reply), file=replies, flush=True)
-    for line in sys.stdin if function is not None else ():
+        text = str(error) if isinstance(error, ConfigError) else repr(error)
+        print(json.dumps({"error": text}), file=replies, flush=True)
+        return
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    for line in sys.stdin:
         try:
-            reply = {"rewards": [_plain(value) for value in _call(function, json.loads(line))]}
+            reply: dict[str, Any] = {
+                "rewards": [_plain(value) for value in _call(function, json.loads(line))]
+            }
         except Exception as error:  # a user's function may raise anything
             reply = {"error": repr(error)[:500]}
         print(json.dumps(reply), file=replies, flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -98,11 +98,9 @@ def _make_row(
 
 
 def read_rows(
-    answers: Sequence[RolloutAnswer | None],
-    scores: Tensor,
-    put: Callable[[RolloutAnswer, list[float]], None],
-) -> None:
-    """Pass each answer's part of per-token scores of a micro-batch to a function.
+    answers: Sequence[RolloutAnswer | None], scores: Tensor
+) -> Iterator[tuple[RolloutAnswer, list[float]]]:
+    """Yield each answer of a micro-batch with its part of per-token scores.
 
     Shape:
         scores: (B, T), at the positions of the tokens
@@ -110,4 +108,4 @@ def read_rows(
     for answer, row in zip(answers, scores.tolist(), strict=True):
         if answer is not None:
             start = len(answer.prompt_ids)
-            put(answer, row[start : start + len(answer.ids)])
+            yield answer, row[start : start + len(answer.ids)]

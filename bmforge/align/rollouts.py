@@ -143,8 +143,7 @@ class RolloutLoader:
         first = self.rollouts * self.prompts_per_rollout
         numbers = range(first, first + self.prompts_per_rollout)
         groups = self._gather(self._write(numbers[self._rank :: self._world]))
-        self._answers = [groups[number] for number in sorted(groups)]
-        self._answers = [answer for group in self._answers for answer in group]
+        self._answers = [answer for _, group in sorted(groups.items()) for answer in group]
         self._used = 0
         self.rollouts += 1
         if self._rewards is not None:
@@ -252,10 +251,12 @@ class RolloutLoader:
                 scores = self._scores.score(collate_answers(rows))
                 for name in ("old", "reference"):
                     if name in scores:
-                        read_rows(rows, scores[name], lambda a, v, n=name: setattr(a, n, v))
+                        for answer, values in read_rows(rows, scores[name]):
+                            setattr(answer, name, values)
                 if "old" in scores and "reference" in scores:
                     gap = scores["old"] - scores["reference"]
-                    read_rows(rows, gap, lambda a, v: kl.__setitem__(numbers[id(a)], v))
+                    for answer, values in read_rows(rows, gap):
+                        kl[numbers[id(answer)]] = values
         return self._gather(kl) if self._policy.kl_in == "reward" else {}
 
     def _set_advantages(self, kl: Mapping[int, list[float]]) -> None:

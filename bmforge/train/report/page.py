@@ -1,8 +1,9 @@
 """HTML report of a run: one self-contained page generated from the run directory.
 
 Reads ``metrics.jsonl`` (required) and, if present, ``run.toml``, ``results.json``,
-``samples.jsonl`` and ``checkpoints/``. The curves are inline SVG, so the page needs no network, no
-script and no other package, and follows the reader's light or dark setting.
+``samples.jsonl``, ``completions.jsonl`` and ``checkpoints/``. The curves are inline SVG, so the
+page needs no network, no script and no other package, and follows the reader's light or dark
+setting.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from bmforge.errors import DataError
 from bmforge.html_page import write_page
+from bmforge.train.report.answer_section import answer_section
 from bmforge.train.report.metrics import Row, read_metrics
 
 __all__ = ["write_report"]
@@ -62,6 +64,7 @@ def write_report(run_dir: str | Path) -> Path:
         '<section class="charts">' + "".join(_charts(rows)) + "</section>",
         _results_section(results),
         _samples_section(run_dir / "samples.jsonl"),
+        answer_section(run_dir / "completions.jsonl"),
         _skips_section(rows),
         _checkpoints_section(run_dir / "checkpoints"),
         _config_section(run_dir / "run.toml"),
@@ -83,7 +86,7 @@ def _points(rows: Sequence[Row], key: str) -> list[Point]:
 
 
 def _charts(rows: Sequence[Row]) -> list[str]:
-    """Return the four charts; a chart without data contains a note."""
+    """Return the four charts of every run, which note missing data, and those of post-training."""
     skips = [float(row["step"]) for row in rows if row.get("skipped")]
     loss = [_Curve("training", _points(rows, "loss"), "c1")]
     validation = _points(rows, "val_loss")
@@ -94,7 +97,27 @@ def _charts(rows: Sequence[Row]) -> list[str]:
         _chart("Learning rate", [_Curve("learning rate", _points(rows, "lr"), "c3")]),
         _chart("Gradient norm", [_Curve("norm", _points(rows, "grad_norm"), "c4")], skips),
         _chart("Tokens per second", [_Curve("tokens/s", _points(rows, "tokens_per_s"), "c1")]),
+        *(_chart(title, curves) for title, keys in _MORE if (curves := _curves(rows, keys))),
     ]
+
+
+# Charts of runs with these metrics: title -> metrics.
+_MORE = (
+    ("Reward", ("reward", "reward_std")),
+    ("Rewards of pairs", ("rewards/chosen", "rewards/rejected", "rewards/margins")),
+    ("KL divergence and entropy", ("kl", "entropy")),
+    ("Length of answers", ("completions/mean_length", "completions/mean_terminated_length")),
+    ("Clipped share", ("clip_ratio/region_mean", "completions/clipped_ratio")),
+)
+
+
+def _curves(rows: Sequence[Row], keys: Sequence[str]) -> list[_Curve]:
+    """Return the curves of the metrics that a run has."""
+    curves = [
+        _Curve(key.rpartition("/")[2], _points(rows, key), f"c{number}")
+        for number, key in enumerate(keys, 1)
+    ]
+    return [curve for curve in curves if curve.points]
 
 
 def _tiles(rows: Sequence[Row], results: dict[str, Any]) -> str:
