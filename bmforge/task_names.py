@@ -13,6 +13,8 @@ TASK_NAMES: Mapping[str, str] = {
         "pretrain on prepared text with the family's objective: next token, masked tokens, spans"
     ),
     "conversations": "fine-tune on conversations",
+    "preferences": "optimize for preferred answers: DPO, IPO, SimPO, ORPO, CPO, KTO",
+    "reward": "train a reward model on pairs of answers",
     "classify": (
         "fine-tune on a task with labels or choices; the task's name can replace `classify`"
     ),

@@ -163,18 +163,19 @@ class _Derivative:
         """Turn a tile of logits into their gradient, in place."""
         vocab, labels = self._options.vocab, self._labels[tokens]
         softmax = TiledSoftmax(labels, vocab, tile.dtype)
-        grad = self._grad[tokens] * softmax.is_kept
+        # A loss of an ignored token may have a NaN gradient: select, do not multiply.
+        grad = self._grad[tokens].where(softmax.is_kept, 0)
         tile.div_(self._options.temperature).sub_(self._log_mass[tokens, None])
         if self._entropy_grad is None:
             tile.exp_().mul_(-grad)
         else:
-            of_entropy = self._entropy_grad[tokens] * softmax.is_kept
+            of_entropy = self._entropy_grad[tokens].where(softmax.is_kept, 0)
             # The smallest log-probabilities may be -inf, whose product with p = 0 is NaN.
             weight = tile.clamp(min=torch.finfo(tile.dtype).min / 4)
             weight.add_(self._entropy[tokens, None]).mul_(of_entropy).add_(grad)
             tile.exp_().mul_(weight.neg_())
         index, is_inside = softmax.find(tile, first)
-        tile.scatter_add_(1, index, grad * is_inside)
+        tile.scatter_add_(1, index, grad.where(is_inside, 0))
 
 
 def linear_logprobs(

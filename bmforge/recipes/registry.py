@@ -39,6 +39,7 @@ from bmforge.recipes.finetune import (
 )
 from bmforge.recipes.images import ImagesConfig, train_images
 from bmforge.recipes.masked import MaskedConfig, train_masked
+from bmforge.recipes.preferences import PreferencesConfig, train_preferences
 from bmforge.recipes.pretrain import (
     CPM1PretrainConfig,
     GPT2PretrainConfig,
@@ -52,6 +53,7 @@ from bmforge.recipes.prompt import (
     train_classes,
     train_texts,
 )
+from bmforge.recipes.reward import RewardConfig, train_reward
 from bmforge.recipes.rl import ReinforcementConfig, train_rl
 from bmforge.recipes.sft import ConversationsConfig, LlamaSFTConfig, train_sft
 from bmforge.recipes.spans import CPM2SpansConfig, SpanConfig, T5SpansConfig, train_spans
@@ -123,7 +125,12 @@ class Recipe:
 
 def _writes(traits: Traits) -> bool:
     """Return True if the family can learn texts as continuations of a prompt."""
-    return traits.reads == "apart" or (traits.reads, traits.objective) == ("left", "next token")
+    return traits.reads == "apart" or _continues(traits)
+
+
+def _continues(traits: Traits) -> bool:
+    """Return True if the family is a decoder that continues a text."""
+    return (traits.reads, traits.objective) == ("left", "next token")
 
 
 def _goes_on(traits: Traits) -> bool:
@@ -169,6 +176,16 @@ TASKS: Mapping[str, Task] = {
     "conversations": Task(
         TASK_NAMES["conversations"],
         (Form(_writes, ConversationsConfig, train_sft),),
+        tunes=True,
+    ),
+    "preferences": Task(
+        TASK_NAMES["preferences"],
+        (Form(_continues, PreferencesConfig, train_preferences),),
+        tunes=True,
+    ),
+    "reward": Task(
+        TASK_NAMES["reward"],
+        (Form(_continues, RewardConfig, train_reward),),
         tunes=True,
     ),
     "classify": Task(

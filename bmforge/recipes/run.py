@@ -249,6 +249,11 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         return RunResult(keep_answers(config, data, world), 0, None, world)
     config = settle_epochs(config, data.epoch_rows)
     model, job, base = build_model(config, world, mesh)
+    if job is not None and config.train.disable_dropout:
+        raise ConfigError(
+            "train.disable_dropout trains in evaluation mode, in which compression has no effect. "
+            "Leave it out."
+        )
     log_trained(model, config)
     model.provenance = provenance
     data.begin(model)

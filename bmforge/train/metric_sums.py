@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -28,8 +28,10 @@ class MetricSums:
 
     def __init__(self, kinds: Mapping[str, MetricKind]) -> None:
         self._kinds = kinds
-        self._added = {name: [0.0, 0.0] for name, kind in kinds.items() if kind in ("mean", "sum")}
-        self._extremes = dict.fromkeys(kinds.keys() - self._added.keys(), -torch.inf)
+        added = [name for name, kind in kinds.items() if kind in ("mean", "sum")]
+        # Values stay tensors until the end of the step, so that adding them synchronizes nothing.
+        self._added: dict[str, list[Tensor]] = {name: [_wide(0.0)] * 2 for name in added}
+        self._extremes = dict.fromkeys(kinds.keys() - self._added.keys(), _wide(-torch.inf))
 
     def add(self, values: Mapping[str, MetricValue]) -> None:
         """Add the metrics of one micro-batch; names that `kinds` does not have are an error.
@@ -41,12 +43,12 @@ class MetricSums:
             kind = self._kinds[name]
             if kind in ("mean", "sum"):
                 pair = value if isinstance(value, tuple) else (value, 1.0)
-                for number, part in enumerate(pair):
-                    self._added[name][number] += float(part)
+                before = self._added[name]
+                self._added[name] = [a + _wide(b) for a, b in zip(before, pair, strict=True)]
             else:
                 assert not isinstance(value, tuple)
-                number = float(value) if kind == "max" else -float(value)
-                self._extremes[name] = max(self._extremes[name], number)
+                wide = _wide(value) if kind == "max" else -_wide(value)
+                self._extremes[name] = torch.maximum(self._extremes[name].to(wide.device), wide)
 
     def finish(
         self, mesh: DeviceMesh | None, device: torch.device | str, *axes: str
@@ -62,7 +64,7 @@ class MetricSums:
         """
         result: dict[str, float] = {}
         if self._added:
-            sums = torch.tensor([*self._added.values()], dtype=torch.float64, device=device)
+            sums = torch.stack([_stack(pair, device) for pair in self._added.values()])
             sums = sum_over_axes(sums, mesh, *axes)
             for name, (total, count) in zip(self._added, sums.tolist(), strict=True):
                 if self._kinds[name] == "sum":
@@ -71,11 +73,19 @@ class MetricSums:
                     result[name] = total / count
         if self._extremes:
             names = sorted(self._extremes)
-            values = [self._extremes[name] for name in names]
-            extremes = torch.tensor(values, dtype=torch.float64, device=device)
+            extremes = _stack([self._extremes[name] for name in names], device)
             if mesh is not None and mesh.size() > 1:
                 dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
             for name, value in zip(names, extremes.tolist(), strict=True):
                 if value != -torch.inf:
                     result[name] = value if self._kinds[name] == "max" else -value
         return {name: result[name] for name in self._kinds if name in result}
+
+
+def _wide(value: Tensor | float) -> Tensor:
+    """Return a value in fp64, without its graph."""
+    return torch.as_tensor(value).detach().double()
+
+
+def _stack(values: Sequence[Tensor], device: torch.device | str) -> Tensor:
+    return torch.stack([value.to(device) for value in values])

@@ -150,6 +150,14 @@ CHATS = [
     }
     for thing in ("sky", "sea", "mud", "fire")
 ] * 4
+PAIRS = [
+    {
+        "prompt": chat["messages"][:1],
+        "chosen": chat["messages"][1:],
+        "rejected": [{"role": "assistant", "content": "Maybe"}],
+    }
+    for chat in CHATS
+]
 DOCUMENTS = [{"input": f"count to {n}", "<ans>": str(n)} for n in range(24)]
 
 PLACES: dict[str, Writer] = {
@@ -158,6 +166,7 @@ PLACES: dict[str, Writer] = {
     "squad": write_questions,
     "photos": write_photos,
     "chats.jsonl": write_lines("chats.jsonl", *CHATS),
+    "pairs.jsonl": write_lines("pairs.jsonl", *PAIRS),
     "held-out.jsonl": write_lines("held-out.jsonl", *CHATS[:4]),
     "train.jsonl": write_lines("train.jsonl", *DOCUMENTS),
     "held.jsonl": write_lines("held.jsonl", *DOCUMENTS[:6]),

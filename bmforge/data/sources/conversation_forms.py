@@ -17,7 +17,7 @@ from typing import Any
 from bmforge.errors import DataError
 from bmforge.tokenizers.chat_messages import Message, normalize_message, parse_arguments
 
-__all__ = ["find_messages", "read_tools"]
+__all__ = ["find_messages", "read_tools", "read_turns"]
 
 _ROLES = {
     "system": "system",
@@ -59,12 +59,12 @@ def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[
     values = record if isinstance(record, dict) else {}
     for name in ("messages", "conversations"):
         if isinstance(values.get(name), list):
-            messages = [_read_turn(turn, location) for turn in values[name]]
+            messages = read_turns(values[name], location)
             return _with_system(values, messages), _SHARED | {name}
     if {"chosen", "rejected"} <= values.keys():
         raise DataError(
             f"{location} is preference data ('chosen' and 'rejected'), which this task does not "
-            "learn from. Write the chosen answers as 'messages' or 'prompt' and 'completion'."
+            "learn from. Use `bmforge train preferences`, or rename 'chosen' to 'messages'."
         )
     question = next((name for name in _PAIRS if name in values), None)
     if question is None:
@@ -85,6 +85,19 @@ def _unknown_form(location: str) -> DataError:
         "'conversations' with 'from' and 'value' (ShareGPT); 'prompt' and 'completion'; or "
         "'instruction', 'input' and 'output' (Alpaca)."
     )
+
+
+def read_turns(turns: Sequence[Any], location: str) -> list[Message]:
+    """Return messages in OpenAI's form, from OpenAI's or ShareGPT's.
+
+    Args:
+        turns: objects with ``role`` and ``content``, or ``from`` and ``value``.
+        location: file and line, for error messages.
+
+    Raises:
+        DataError: an object has neither form.
+    """
+    return [_read_turn(turn, location) for turn in turns]
 
 
 def _read_turn(turn: Any, location: str) -> Message:
@@ -132,7 +145,7 @@ def _read_pair(values: Mapping[str, Any], names: Sequence[str], location: str) -
     """
     question, answer, more = (values.get(name) for name in (*names, "")[:3])
     if isinstance(question, list) and isinstance(answer, list):
-        return [_read_turn(turn, location) for turn in (*question, *answer)]
+        return read_turns((*question, *answer), location)
     more, history = more or "", values.get("history") or []
     is_history = isinstance(history, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)

@@ -1,0 +1,101 @@
+"""Log-probabilities of a reference model that are computed once and kept in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from bmforge.align.reference import adapter_off
+from bmforge.batch import Batch
+from bmforge.files import replace_file
+from bmforge.logging import ProgressBar, get_logger
+from bmforge.parallel import (
+    ROW_AXES,
+    data_parallel_rank,
+    data_parallel_size,
+    mesh_of,
+    run_on_first,
+    sum_over_axes,
+)
+
+__all__ = ["keep_reference_"]
+
+_FILE = "reference_logprobs.safetensors"
+
+
+class _Source(Protocol):
+    """Examples of two rows each that accept log-probabilities of their rows, (N, 2)."""
+
+    fingerprint: str
+    reference: Tensor | None
+
+    def __len__(self) -> int: ...
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Any: ...
+
+    def collate(self, rows: Sequence[Any]) -> Batch: ...
+
+
+def keep_reference_(
+    sources: Sequence[_Source], run_dir: Path, batch_size: int, model: nn.Module
+) -> None:
+    """Give every source the log-probabilities of its rows under the model, adapters disabled.
+
+    They are read from the run directory if the same rows were scored before, so a run that resumes
+    has the values that it began with.
+
+    Args:
+        sources: examples of the run.
+        run_dir: directory of the run.
+        batch_size: examples per forward.
+        model: initial model; all ranks call this together.
+
+    Comm: that of the forwards, and one all-reduce of two numbers per example.
+    """
+    path = Path(run_dir) / _FILE
+    names = [source.fingerprint for source in sources]
+    kept = _read(path, names)
+    if kept is None:
+        kept = [_score(source, batch_size, model) for source in sources]
+        tensors = dict(zip(names, kept, strict=True))
+        run_on_first(lambda: replace_file(path, save(tensors)))
+    for source, values in zip(sources, kept, strict=True):
+        source.reference = values
+
+
+def _read(path: Path, names: Sequence[str]) -> list[Tensor] | None:
+    """Return the kept values of these sources; None if the file has others."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            return [file.get_tensor(name) for name in names]
+    except SafetensorError:
+        get_logger().warning("%s has values of other rows, which are computed again", path)
+        return None
+
+
+def _score(source: _Source, batch_size: int, model: nn.Module) -> Tensor:
+    """Return the summed log-probabilities of all rows, (N, 2) in fp64 on the CPU."""
+    mesh, total = mesh_of(model), len(source)
+    rank, size = data_parallel_rank(mesh), data_parallel_size(mesh)
+    device = next(model.parameters()).device
+    values = torch.zeros(total, 2, dtype=torch.float64, device=device)
+    with ProgressBar("reference", total) as bar:
+        for start in range(0, total, batch_size * size):
+            first = start + rank * batch_size
+            numbers = [n for n in range(first, first + batch_size) if n < total]
+            # Every rank runs every forward; one without rows of its own scores the first again.
+            batch = source.collate([source.make(n, ("kept", n)) for n in numbers or [0]])
+            moved = {name: tensor.to(device) for name, tensor in batch.items()}
+            scores = adapter_off(model, moved).double().view(-1, 2)
+            if numbers:
+                values[numbers] = scores
+            bar.advance(min(batch_size * size, total - start))
+    return sum_over_axes(values, mesh, *ROW_AXES).cpu()

@@ -1,0 +1,280 @@
+"""Losses of preference optimization: functions of summed log-probabilities, one value per pair.
+
+Notation of the formulas: h is the log-ratio of policy and reference of one answer, summed over its
+tokens; w is the chosen and l the rejected answer; |y| is the number of scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmforge.errors import ConfigError, suggest
+
+__all__ = [
+    "METHODS",
+    "Method",
+    "MethodOptions",
+    "PairScores",
+    "kto_loss",
+    "log1mexp",
+    "odds_ratio",
+    "preference_loss",
+    "reward_loss",
+]
+
+# Below it log1p(-exp(a)) is accurate, above it log(-expm1(a)); source: Maechler, "Accurately
+# computing log(1 - exp(-|a|))" (2012).
+_LOG_HALF = -0.6931471805599453
+
+
+class PairScores(NamedTuple):
+    """Scores of pairs of answers to one prompt.
+
+    Args:
+        chosen, rejected: summed log-probability of the answer's tokens under the policy.
+        reference_chosen, reference_rejected: the same under the reference; 0 without one.
+        chosen_length, rejected_length: number of scored tokens.
+
+    Shape:
+        all (B,)
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    reference_chosen: Tensor
+    reference_rejected: Tensor
+    chosen_length: Tensor
+    rejected_length: Tensor
+
+    def ratios(self) -> tuple[Tensor, Tensor]:
+        """Return the log-ratios of policy and reference of both answers."""
+        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Return the mean log-probability per token of both answers under the policy."""
+        return self.chosen / self.chosen_length, self.rejected / self.rejected_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """Coefficients of the losses; each method uses those that `METHODS` names.
+
+    Args:
+        beta: strength of the preference term.
+        label_smoothing: assumed share of wrong preferences, 0 to below 0.5.
+        simpo_gamma: reward margin of SimPO.
+        nll_weight: factor of the chosen answer's mean negative log-likelihood per token
+            (`rpo_alpha` of DPO, `cpo_alpha` of CPO).
+        desirable_weight, undesirable_weight: factors of good and bad answers in KTO.
+    """
+
+    beta: float
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    nll_weight: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+PairLoss = Callable[[PairScores, MethodOptions], Tensor]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of preference optimization.
+
+    Args:
+        loss: loss of every pair, without the negative log-likelihood; None for unpaired answers.
+        about: name and source.
+        beta: default of `beta`.
+        needs_reference: the loss compares with a reference model.
+        options: further fields of `MethodOptions` that have an effect.
+        nll_weight: default factor of the negative log-likelihood.
+    """
+
+    loss: PairLoss | None
+    about: str
+    beta: float = 0.1
+    needs_reference: bool = True
+    options: tuple[str, ...] = ("nll_weight",)
+    nll_weight: float = 0.0
+
+
+def _dpo(scores: PairScores, options: MethodOptions) -> Tensor:
+    """-(1 - e) log s(beta d) - e log s(-beta d), with d = h_w - h_l (conservative for e > 0)."""
+    chosen, rejected = scores.ratios()
+    return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
+
+
+def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
+    loss = -F.logsigmoid(margin)
+    return (1 - smoothing) * loss - smoothing * F.logsigmoid(-margin) if smoothing else loss
+
+
+def _robust(scores: PairScores, options: MethodOptions) -> Tensor:
+    """[-(1 - e) log s(beta d) + e log s(-beta d)] / (1 - 2 e)."""
+    chosen, rejected = scores.ratios()
+    margin, smoothing = options.beta * (chosen - rejected), options.label_smoothing
+    loss = smoothing * F.logsigmoid(-margin) - (1 - smoothing) * F.logsigmoid(margin)
+    return loss / (1 - 2 * smoothing)
+
+
+def _hinge(scores: PairScores, options: MethodOptions) -> Tensor:
+    """max(0, 1 - beta d)."""
+    chosen, rejected = scores.ratios()
+    return torch.relu(1 - options.beta * (chosen - rejected))
+
+
+def _normalized_margin(scores: PairScores) -> Tensor:
+    chosen, rejected = scores.ratios()
+    return chosen / scores.chosen_length - rejected / scores.rejected_length
+
+
+def _ipo(scores: PairScores, options: MethodOptions) -> Tensor:
+    """(h_w / |y_w| - h_l / |y_l| - 1 / (2 beta))^2: means per token, not sums."""
+    return (_normalized_margin(scores) - 1 / (2 * options.beta)) ** 2
+
+
+def _normalized_dpo(scores: PairScores, options: MethodOptions) -> Tensor:
+    """-log s(beta (h_w / |y_w| - h_l / |y_l|))."""
+    return _smoothed(options.beta * _normalized_margin(scores), options.label_smoothing)
+
+
+def _simpo(scores: PairScores, options: MethodOptions) -> Tensor:
+    """-log s(beta (S_w / |y_w| - S_l / |y_l|) - gamma)."""
+    chosen, rejected = scores.means()
+    margin = options.beta * (chosen - rejected) - options.simpo_gamma
+    return _smoothed(margin, options.label_smoothing)
+
+
+def _cpo(scores: PairScores, options: MethodOptions) -> Tensor:
+    """-log s(beta (S_w - S_l))."""
+    margin = options.beta * (scores.chosen - scores.rejected)
+    return _smoothed(margin, options.label_smoothing)
+
+
+def _orpo(scores: PairScores, options: MethodOptions) -> Tensor:
+    """-beta log s(log odds ratio)."""
+    return -options.beta * F.logsigmoid(odds_ratio(scores))
+
+
+def odds_ratio(scores: PairScores) -> Tensor:
+    """Return ORPO's log odds ratio of the answers' mean probabilities per token."""
+    chosen, rejected = scores.means()
+    return (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
+
+
+def log1mexp(a: Tensor) -> Tensor:
+    """Return log(1 - exp(a)) for a < 0, accurate near 0 and far from it."""
+    near = a > _LOG_HALF
+    # Both branches are evaluated; the other one gets a value at which its gradient is finite.
+    close = torch.log(-torch.expm1(a.where(near, _LOG_HALF)))
+    far = torch.log1p(-torch.exp(a.where(~near, _LOG_HALF)))
+    return close.where(near, far)
+
+
+METHODS: Mapping[str, Method] = {
+    "dpo": Method(
+        _dpo,
+        "DPO (Rafailov et al. 2023); conservative with label smoothing",
+        options=("label_smoothing", "nll_weight"),
+    ),
+    "robust": Method(
+        _robust,
+        "robust DPO (Chowdhury et al. 2024)",
+        options=("label_smoothing", "nll_weight"),
+    ),
+    "hinge": Method(_hinge, "hinge loss (SLiC, Zhao et al. 2023)"),
+    "ipo": Method(_ipo, "IPO (Azar et al. 2023), with means per token"),
+    "sigmoid_norm": Method(
+        _normalized_dpo,
+        "length-normalized DPO (Lambert et al. 2024)",
+        options=("label_smoothing", "nll_weight"),
+    ),
+    "simpo": Method(
+        _simpo,
+        "SimPO (Meng et al. 2024)",
+        beta=2.0,
+        needs_reference=False,
+        options=("label_smoothing", "nll_weight", "simpo_gamma"),
+    ),
+    "orpo": Method(
+        _orpo, "ORPO (Hong et al. 2024)", needs_reference=False, options=(), nll_weight=1.0
+    ),
+    "cpo": Method(
+        _cpo,
+        "CPO (Xu et al. 2024)",
+        needs_reference=False,
+        options=("label_smoothing", "nll_weight"),
+        nll_weight=1.0,
+    ),
+    "kto": Method(
+        None,
+        "KTO (Ethayarajh et al. 2024), for answers marked good or bad",
+        options=("desirable_weight", "undesirable_weight"),
+    ),
+}
+
+
+def preference_loss(name: str, scores: PairScores, options: MethodOptions) -> Tensor:
+    """Return the loss of every pair, without the negative log-likelihood.
+
+    Args:
+        name: a key of `METHODS` with pairs.
+        scores: scores of the pairs.
+        options: coefficients.
+
+    Raises:
+        ConfigError: an unknown method, or one of unpaired answers.
+    """
+    method = METHODS.get(name)
+    if method is None or method.loss is None:
+        known = [key for key, other in METHODS.items() if other.loss is not None]
+        raise ConfigError(
+            f"method={name!r} has no loss of pairs (known: {', '.join(known)})."
+            f"{suggest(name, known)}"
+        )
+    return method.loss(scores, options)
+
+
+def kto_loss(ratio: Tensor, is_good: Tensor, kl: Tensor, options: MethodOptions) -> Tensor:
+    """Return KTO's loss of every answer.
+
+    Good answers have w_D (1 - s(beta (h - z))), bad ones w_U (1 - s(beta (z - h))).
+
+    Args:
+        ratio: log-ratio h of policy and reference.
+        is_good: whether the answer is marked good.
+        kl: estimate z of the divergence of policy and reference, at least 0, without gradient.
+        options: coefficients.
+
+    Shape:
+        ratio, is_good: (B,); kl: scalar
+    """
+    margin = options.beta * (ratio - kl)
+    good = options.desirable_weight * (1 - torch.sigmoid(margin))
+    bad = options.undesirable_weight * (1 - torch.sigmoid(-margin))
+    return torch.where(is_good, good, bad)
+
+
+def reward_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor, center_coefficient: float = 0.0
+) -> Tensor:
+    """Return the Bradley-Terry loss of every pair: -log s(r_w - r_l - margin) + c (r_w + r_l)^2.
+
+    Args:
+        chosen, rejected: rewards of the answers.
+        margin: difference of rewards at which the loss of a pair is log 2.
+        center_coefficient: factor c that keeps rewards near 0 (Eisenstein et al. 2023).
+
+    Shape:
+        all (B,)
+    """
+    loss = -F.logsigmoid(chosen - rejected - margin)
+    return loss + center_coefficient * (chosen + rejected) ** 2

@@ -1,0 +1,244 @@
+"""Objectives of preference optimization: pairs of answers, and answers marked good or bad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmforge.align.losses import (
+    METHODS,
+    MethodOptions,
+    PairScores,
+    kto_loss,
+    odds_ratio,
+    preference_loss,
+)
+from bmforge.align.reference import Reference, score_rows
+from bmforge.align.scoring import TokenScores, score_tokens
+from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.parallel import ROW_AXES, mesh_of, sum_over_axes
+from bmforge.train import LossAndMetrics
+from bmforge.train.metric_sums import MetricKind
+
+__all__ = ["PairObjective", "UnpairedObjective"]
+
+_SHARED: dict[str, MetricKind] = {
+    "mean_token_accuracy": "mean",
+    "entropy": "mean",
+    "num_tokens": "sum",
+}
+_REWARDS: dict[str, MetricKind] = {
+    "rewards/chosen": "mean",
+    "rewards/rejected": "mean",
+    "rewards/accuracies": "mean",
+    "rewards/margins": "mean",
+    "logps/chosen": "mean",
+    "logps/rejected": "mean",
+}
+_REFERENCE, _KL = "reference_logps", "kl"
+
+
+class PairObjective:
+    """Loss of pairs: row 2i is the chosen and row 2i + 1 the rejected answer of pair i.
+
+    Batches have ``input_ids`` and ``labels``, (2B, T), with labels on the tokens of the answers; a
+    pair without labels is padding. ``reference_logps``, (2B,), are computed if they are missing.
+
+    Args:
+        method: name of the method, a key of `METHODS`.
+        options: coefficients of the loss.
+        reference: reference model; None if the method needs none or all batches have its scores.
+        nll_on_prompt: the negative log-likelihood covers the prompt too, as in TRL's ORPO.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        options: MethodOptions,
+        reference: Reference | None = None,
+        nll_on_prompt: bool = False,
+    ) -> None:
+        self._method, self._options = method, options
+        self._reference, self._nll_on_prompt = reference, nll_on_prompt
+        self.metrics: Mapping[str, MetricKind] = {**_REWARDS, **_SHARED}
+        if options.nll_weight:
+            self.metrics = {**self.metrics, "nll_loss": "mean"}
+        if method == "orpo":
+            self.metrics = {**self.metrics, "log_odds_ratio": "mean", "log_odds_chosen": "mean"}
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of pairs."""
+        return int(_is_real(batch).sum())
+
+    @property
+    def _compares(self) -> bool:
+        return METHODS[self._method].needs_reference
+
+    def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Add the reference's log-probabilities to the micro-batches."""
+        if not self._compares:
+            return micro_batches
+        return [_with_reference(self._reference, model, batch) for batch in micro_batches]
+
+    def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
+        """Return the loss of a micro-batch divided by the number of pairs, and its metrics."""
+        labels, is_real = batch["labels"], _is_real(batch)
+        targets = self._targets(batch)
+        scores = score_tokens(model, {"input_ids": batch["input_ids"]}, targets, with_entropy=True)
+        if scores is None:
+            return None
+        is_answer = (labels != IGNORE_INDEX) & _has_score(labels)
+        sums = scores.logprobs.where(is_answer, 0).sum(1)
+        # Any value at which the losses of padding are finite.
+        sums = sums.where(is_real.repeat_interleave(2), -1.0)
+        lengths = is_answer.sum(1).clamp(min=1)
+        reference = batch.get(_REFERENCE, torch.zeros_like(sums)).to(sums.dtype)
+        pairs = PairScores(
+            *(part for both in (sums, reference, lengths) for part in (both[::2], both[1::2]))
+        )
+        loss, metrics = self._measure(pairs, is_real)
+        if self._options.nll_weight:
+            nll = _nll_of_chosen(scores, targets if self._nll_on_prompt else labels)
+            loss = loss + self._options.nll_weight * nll
+            metrics["nll_loss"] = _mean(nll, is_real)
+        metrics |= _token_metrics(scores, is_answer)
+        return LossAndMetrics(loss.where(is_real, 0).sum() / num_items, metrics)
+
+    def _targets(self, batch: Batch) -> Tensor:
+        """Return the labels to score: those of the answers, or of whole chosen rows."""
+        labels = batch["labels"]
+        if not (self._nll_on_prompt and self._options.nll_weight):
+            return labels
+        width = torch.arange(labels.shape[1], device=labels.device)
+        last = ((labels != IGNORE_INDEX) * width).amax(1, keepdim=True)
+        is_chosen = (torch.arange(labels.shape[0], device=labels.device) % 2 == 0)[:, None]
+        return torch.where(is_chosen & (width <= last) & (last > 0), batch["input_ids"], labels)
+
+    def _measure(self, pairs: PairScores, is_real: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss of every pair and the metrics of the rewards."""
+        loss = preference_loss(self._method, pairs, self._options)
+        if self._method in ("simpo", "orpo"):
+            chosen, rejected = pairs.means()
+        else:
+            chosen, rejected = pairs.ratios()
+        good, bad = (self._options.beta * side.detach() for side in (chosen, rejected))
+        metrics = {
+            "rewards/chosen": _mean(good, is_real),
+            "rewards/rejected": _mean(bad, is_real),
+            "rewards/accuracies": _mean((good > bad).to(good.dtype), is_real),
+            "rewards/margins": _mean(good - bad, is_real),
+            "logps/chosen": _mean(pairs.chosen, is_real),
+            "logps/rejected": _mean(pairs.rejected, is_real),
+        }
+        if self._method == "orpo":
+            odds = odds_ratio(pairs)
+            metrics["log_odds_ratio"] = _mean(F.logsigmoid(odds), is_real)
+            metrics["log_odds_chosen"] = _mean(odds, is_real)
+        return loss, metrics
+
+
+class UnpairedObjective:
+    """KTO's loss of answers marked good or bad.
+
+    Row 2i is answer i, row 2i + 1 the same prompt with the answer to another prompt, from which z,
+    the divergence of policy and reference, is estimated. z is the mean over the whole optimizer
+    step, clamped at 0 afterwards, so it does not depend on how the step is cut into micro-batches.
+    Batches have ``is_good``, (B,); see `PairObjective` for the others.
+
+    Args:
+        options: coefficients of the loss.
+        reference: reference model; None if all batches have its scores.
+    """
+
+    def __init__(self, options: MethodOptions, reference: Reference | None = None) -> None:
+        self._options, self._reference = options, reference
+        rewards = {name: kind for name, kind in _REWARDS.items() if "accuracies" not in name}
+        self.metrics: Mapping[str, MetricKind] = {**rewards, "kl": "mean", **_SHARED}
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of answers."""
+        return int(_is_real(batch).sum())
+
+    def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Add the reference's log-probabilities and z to the micro-batches.
+
+        Comm: an all-reduce of two numbers.
+        """
+        mesh, added = mesh_of(model), []
+        sums = torch.zeros(2, dtype=torch.float64, device=micro_batches[0]["labels"].device)
+        for batch in micro_batches:
+            batch = _with_reference(self._reference, model, batch)
+            other = {name: batch[name][1::2] for name in ("input_ids", "labels", _REFERENCE)}
+            ratio = score_rows(model, other).double() - other[_REFERENCE].double()
+            is_real = _is_real(batch)
+            sums += torch.stack((ratio.where(is_real, 0).sum(), is_real.sum().double()))
+            added.append(batch)
+        total, count = sum_over_axes(sums, mesh, *ROW_AXES)
+        kl = (total / count.clamp(min=1)).clamp(min=0)
+        return [{**batch, _KL: kl} for batch in added]
+
+    def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
+        """Return the loss of a micro-batch divided by the number of answers, and its metrics."""
+        labels, is_real = batch["labels"][::2], _is_real(batch)
+        ids = batch["input_ids"][::2]
+        scores = score_tokens(model, {"input_ids": ids}, labels, with_entropy=True)
+        if scores is None:
+            return None
+        logps = scores.logprobs.sum(1)
+        ratio = logps - batch[_REFERENCE][::2].to(logps.dtype)
+        is_good, kl = batch["is_good"].bool(), batch[_KL].to(logps.dtype)
+        loss = kto_loss(ratio, is_good, kl, self._options)
+        reward = self._options.beta * ratio.detach()
+        metrics: dict[str, Any] = {"kl": (kl, 1.0)}
+        for name, marked in (("chosen", is_good), ("rejected", ~is_good)):
+            metrics[f"rewards/{name}"] = _mean(reward, is_real & marked)
+            metrics[f"logps/{name}"] = _mean(logps, is_real & marked)
+        signed = torch.where(is_good, reward, -reward)
+        metrics["rewards/margins"] = _mean(signed, is_real)
+        is_answer = (labels != IGNORE_INDEX) & _has_score(labels)
+        metrics |= _token_metrics(scores, is_answer)
+        return LossAndMetrics(loss.where(is_real, 0).sum() / num_items, metrics)
+
+
+def _with_reference(reference: Reference | None, model: nn.Module, batch: Batch) -> Batch:
+    """Return the batch with the reference's log-probabilities."""
+    if _REFERENCE in batch:
+        return batch
+    assert reference is not None
+    return {**batch, _REFERENCE: reference(model, batch)}
+
+
+def _is_real(batch: Batch) -> Tensor:
+    """Return whether each pair has labels, (B,); others fill up the last micro-batch."""
+    return (batch["labels"][::2] != IGNORE_INDEX).any(1)
+
+
+def _has_score(labels: Tensor) -> Tensor:
+    """Return which positions can have a score, (1, T): nothing predicts the first token."""
+    return (torch.arange(labels.shape[1], device=labels.device) > 0)[None]
+
+
+def _mean(values: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum over real pairs and their number."""
+    return values.detach().where(is_real, 0).sum(), is_real.sum()
+
+
+def _nll_of_chosen(scores: TokenScores, targets: Tensor) -> Tensor:
+    """Return the mean negative log-likelihood per token of every chosen row, (B,)."""
+    is_scored = ((targets != IGNORE_INDEX) & _has_score(targets))[::2]
+    sums = scores.logprobs[::2].where(is_scored, 0).sum(1)
+    return -sums / is_scored.sum(1).clamp(min=1)
+
+
+def _token_metrics(scores: TokenScores, is_answer: Tensor) -> dict[str, Any]:
+    """Return the metrics of the answers' tokens."""
+    count = is_answer.sum()
+    return {
+        "mean_token_accuracy": (scores.is_best.where(is_answer, 0).sum(), count),
+        "entropy": (scores.entropy.detach().where(is_answer, 0).sum(), count),
+        "num_tokens": count,
+    }

@@ -1,0 +1,55 @@
+"""Reference models of preference optimization, whose log-probabilities the policy is compared with.
+
+A reference is a function (model, batch) -> summed log-probabilities of the rows. It is called
+before the forward and backward of a step, so it works on every layout, pipelines included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.align.scoring import score_tokens
+from bmforge.surgery import evaluating
+from bmforge.tune.delta.selection import choosing_deltas
+
+__all__ = ["Reference", "adapter_off", "frozen_copy", "score_rows"]
+
+# (policy, batch of input_ids and labels) -> summed log-probability of every row, (B,)
+Reference = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+
+
+@torch.no_grad()
+def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the summed log-probability of every row's labels, without gradient or dropout.
+
+    Args:
+        model: model on any layout; all ranks call this together, outside of a training step.
+        batch: ``input_ids`` and ``labels``.
+
+    Shape:
+        batch: (B, T); returns (B,)
+    """
+    with evaluating(model):
+        scores = score_tokens(model, {"input_ids": batch["input_ids"]}, batch["labels"])
+    assert scores is not None  # a pipeline shares the outputs of a call outside of a step
+    return scores.logprobs.sum(1)
+
+
+def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Score rows by the policy's base model: the policy with all its adapters disabled."""
+    with choosing_deltas(model, ()):
+        return score_rows(model, batch)
+
+
+def frozen_copy(reference: Any) -> Reference:
+    """Return a reference that scores rows by another model, which is never trained."""
+    reference.requires_grad_(False)
+
+    def score(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return score_rows(reference, batch)
+
+    return score

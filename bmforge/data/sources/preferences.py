@@ -1,0 +1,257 @@
+"""Reads preference data: pairs of a chosen and a rejected answer, and answers marked good or bad.
+
+`read_preferences` is the entry point. Forms: TRL's explicit (``prompt``, ``chosen``, ``rejected``)
+and implicit prompts (whole texts or conversations), its unpaired ``prompt``, ``completion`` and
+``label``, rated ``completions`` with ``scores``; LLaMA-Factory's Alpaca and ShareGPT forms with
+``chosen`` and ``rejected``, and its ``kto_tag``.
+
+Sources of the field names: huggingface.co/docs/trl/dataset_formats,
+github.com/hiyouga/LLaMA-Factory (data/README.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bmforge.data.sources.conversation_forms import read_tools, read_turns
+from bmforge.data.sources.conversations import find_conversation_files, read_records
+from bmforge.errors import DataError
+from bmforge.tokenizers.chat_messages import Message
+
+__all__ = ["PreferenceExample", "read_preferences"]
+
+Content = str | list[Message]
+
+_READ_FIELDS = """
+    prompt chosen rejected completion completions label kto_tag scores score_chosen score_rejected
+    chosen_score rejected_score margin tools functions system messages conversations instruction
+    input history output ranking
+"""
+_READ = frozenset(_READ_FIELDS.split())
+_CHOSEN_SCORES = ("chosen_score", "score_chosen")
+_REJECTED_SCORES = ("rejected_score", "score_rejected")
+
+
+@dataclass(frozen=True)
+class PreferenceExample:
+    """A prompt with a chosen and a rejected answer, or with one of the two.
+
+    Args:
+        location: file and line, entry or row, for error messages.
+        prompt: text, or messages; None if `chosen` and `rejected` are whole texts that begin with
+            the prompt.
+        chosen: preferred answer: text, or the messages after the prompt; None for an answer that is
+            marked bad.
+        rejected: the other answer; None for an answer that is marked good.
+        margin: difference of the answers' scores; None without scores.
+        tools: JSON schemas of the functions that the assistant may call; None without tools.
+        fields: the record's other top-level fields.
+    """
+
+    location: str
+    prompt: Content | None
+    chosen: Content | None
+    rejected: Content | None
+    margin: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def read_preferences(path: str | os.PathLike[str]) -> list[PreferenceExample]:
+    """Read every preference of a file, or of all files of a folder.
+
+    Args:
+        path: a .jsonl, .json or .parquet file, or a folder of such files.
+
+    Raises:
+        DataError: the path does not exist, a file cannot be decoded, or a record is no preference.
+        MissingDependencyError: a Parquet file, and pyarrow is not installed.
+    """
+    return [
+        example
+        for file in find_conversation_files(path)
+        for location, record in read_records(file)
+        for example in _read_record(location, record)
+    ]
+
+
+def _read_record(location: str, record: Any) -> list[PreferenceExample]:
+    values = record if isinstance(record, dict) else {}
+    shared = {
+        "tools": read_tools(values, location),
+        "fields": {k: v for k, v in values.items() if k not in _READ and v not in (None, "", [])},
+    }
+    if "chosen" in values and "rejected" in values:
+        return [_read_pair(values, location, shared)]
+    if "completions" in values and "scores" in values:
+        return [_read_rated(values, location, shared)]
+    mark = next((name for name in ("label", "kto_tag") if name in values), None)
+    if mark is not None:
+        return [_read_marked(values, mark, location, shared)]
+    raise DataError(
+        f"{location} is no preference: it needs 'chosen' and 'rejected', with a 'prompt' or not; "
+        "'prompt', 'completion' and 'label'; or 'prompt', 'completions' and 'scores'."
+    )
+
+
+def _read_pair(values: Mapping[str, Any], location: str, shared: Any) -> PreferenceExample:
+    margin = _read_margin(values, location)
+    prompt = _read_prompt(values, location)
+    chosen, rejected = (
+        _read_content(values[name], location, name) for name in ("chosen", "rejected")
+    )
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(
+            f"{location}: 'chosen' and 'rejected' must both be texts, or both messages."
+        )
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        if isinstance(prompt, list):  # the answers of a conversation may be texts
+            chosen, rejected = ([_answer(text)] for text in (chosen, rejected))
+        return PreferenceExample(location, prompt, chosen, rejected, margin, **shared)
+    if _repeats_prompt(prompt, chosen):
+        prompt = None
+    if prompt is None:
+        prompt, chosen, rejected = _split_messages(chosen, rejected, location)
+    elif isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    prompt = _with_system(values, prompt)
+    for answer in (chosen, rejected):
+        _check_answer(answer, location)
+    return PreferenceExample(location, prompt, chosen, rejected, margin, **shared)
+
+
+def _answer(text: Any) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _read_content(value: Any, location: str, name: str) -> Content:
+    """Return a text, or the messages of a list or of a single message."""
+    if isinstance(value, str):
+        return value
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{location}: {name!r} must be a text or a list of messages.")
+    return read_turns(turns, location)
+
+
+def _read_prompt(values: Mapping[str, Any], location: str) -> Content | None:
+    """Return the prompt of a record in any form; None if it has none."""
+    for name in ("messages", "conversations"):
+        if isinstance(values.get(name), list) and values[name]:
+            return _with_system(values, read_turns(values[name], location))
+    if isinstance(values.get("instruction"), str):
+        parts = [values["instruction"], values.get("input") or ""]
+        text = "\n".join(part for part in parts if part)
+        history = [
+            message
+            for pair in values.get("history") or []
+            for message in ({"role": "user", "content": pair[0]}, _answer(pair[1]))
+        ]
+        return _with_system(values, [*history, {"role": "user", "content": text}])
+    if values.get("prompt") is None:
+        return None
+    prompt = _read_content(values["prompt"], location, "prompt")
+    return prompt if isinstance(prompt, str) else _with_system(values, prompt)
+
+
+def _with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Put the record's ``system`` field before the messages, unless they begin with one."""
+    text = values.get("system")
+    has_own = bool(messages) and messages[0]["role"] == "system"
+    if not isinstance(text, str) or not text or has_own:
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _repeats_prompt(prompt: Content | None, chosen: Sequence[Message]) -> bool:
+    """Return True if the answers are whole conversations that begin with the prompt."""
+    if chosen[0]["role"] in ("assistant", "tool"):
+        return False
+    first = next((m for m in chosen if m["role"] == "user"), None)
+    if isinstance(prompt, str):
+        return first is not None and first["content"] == prompt
+    return prompt is None or list(chosen[: len(prompt)]) == prompt
+
+
+def _split_messages(
+    chosen: list[Message], rejected: list[Message], location: str
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Return the common beginning of two conversations, and the answers after it.
+
+    The beginning ends before an answer of the assistant that both have: that in which the
+    conversations differ, or the last one if one conversation continues the other.
+    """
+    length = min(len(chosen), len(rejected)) - 1
+    end = next((n for n in range(length) if chosen[n] != rejected[n]), length)
+    while end and not all(m[end]["role"] == "assistant" for m in (chosen, rejected)):
+        end -= 1
+    prompt = chosen[:end]
+    if not prompt or not all(m[end]["role"] == "assistant" for m in (chosen, rejected)):
+        raise DataError(
+            f"{location}: 'chosen' and 'rejected' have no common beginning before an answer of the "
+            "assistant. Give the messages before the answers as 'prompt'."
+        )
+    return prompt, chosen[end:], rejected[end:]
+
+
+def _check_answer(messages: Content, location: str) -> None:
+    if isinstance(messages, list) and not any(m["role"] == "assistant" for m in messages):
+        raise DataError(f"{location}: an answer has no message of the assistant.")
+
+
+def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
+    """Return the field ``margin``, or the difference of the answers' scores."""
+    chosen, rejected = (
+        next((values[name] for name in names if values.get(name) is not None), None)
+        for names in (_CHOSEN_SCORES, _REJECTED_SCORES)
+    )
+    margin = values.get("margin")
+    numbers = [n for n in (chosen, rejected, margin) if n is not None]
+    if not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
+        raise DataError(f"{location}: margin and scores must be numbers.")
+    if margin is not None:
+        return float(margin)
+    return None if chosen is None or rejected is None else float(chosen) - float(rejected)
+
+
+def _read_rated(values: Mapping[str, Any], location: str, shared: Any) -> PreferenceExample:
+    """Return the best and the worst of several rated answers."""
+    answers, scores = values["completions"], values["scores"]
+    fits = isinstance(answers, list) and isinstance(scores, list) and len(answers) == len(scores)
+    if not fits or len(answers) < 2 or not all(isinstance(s, (int, float)) for s in scores):
+        raise DataError(
+            f"{location}: 'completions' and 'scores' must be lists of one length, at least 2, with "
+            "numbers as scores."
+        )
+    order = sorted(range(len(scores)), key=lambda number: scores[number])
+    pair = {"chosen": answers[order[-1]], "rejected": answers[order[0]]}
+    margin = {"margin": scores[order[-1]] - scores[order[0]]}
+    return _read_pair({**values, **pair, **margin}, location, shared)
+
+
+def _read_marked(
+    values: Mapping[str, Any], mark: str, location: str, shared: Any
+) -> PreferenceExample:
+    """Return an answer that is marked good (true) or bad (false)."""
+    label = values[mark]
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise DataError(f"{location}: {mark}={label!r} must be true or false.")
+    answer: Any = values.get("completion", values.get("output"))
+    prompt = _read_prompt(values, location)
+    if answer is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        prompt, answer = prompt[:-1], [prompt[-1]]  # the whole conversation is in 'messages'
+    elif answer is not None:
+        answer = _read_content(answer, location, "completion")
+    if answer is None or prompt is None or not prompt:
+        raise DataError(f"{location}: a marked answer needs 'prompt' and 'completion'.")
+    if isinstance(answer, list) and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(answer, str) and isinstance(prompt, list):
+        answer = [_answer(answer)]
+    _check_answer(answer, location)
+    return PreferenceExample(
+        location, prompt, answer if label else None, None if label else answer, **shared
+    )

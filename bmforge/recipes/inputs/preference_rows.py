@@ -1,0 +1,332 @@
+"""Training rows of preference data: encoded pairs of answers, and marked answers for KTO.
+
+Answers are rendered and tokenized by the rules of conversations (`conversation_rows.py`). Plain
+texts are not rendered: the tokenizer's begin token is put before the prompt, its end token after
+the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmforge.batch import IGNORE_INDEX, Batch
+from bmforge.data.load.example import Example, fingerprint_of
+from bmforge.data.sources.conversations import ChatExample
+from bmforge.data.sources.preferences import PreferenceExample
+from bmforge.errors import DataError
+from bmforge.logging import get_logger
+from bmforge.recipes.inputs.conversation_rows import EncodedRow, encode_turns, render_conversation
+from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.chat_template import ChatTemplate
+from bmforge.tokenizers.chat_turns import AnswerText
+
+__all__ = ["EncodedPair", "MarkedAnswers", "PreferencePairs", "encode_preference"]
+
+# Rows are padded to a multiple of this, which sequence parallelism can divide.
+_WIDTH_UNIT = 32
+
+
+class EncodedPair(NamedTuple):
+    """Rows of both answers to one prompt; None for the answer that a marked example lacks."""
+
+    chosen: EncodedRow | None
+    rejected: EncodedRow | None
+    margin: float | None = None
+
+
+def encode_preference(
+    example: PreferenceExample,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    ignore: Sequence[str] = (),
+) -> EncodedPair:
+    """Encode the answers of an example; both rows begin with the same prompt ids.
+
+    Args:
+        example: prompt and answers.
+        template: the model's chat template, for messages.
+        tokenizer: the model's tokenizer.
+        ignore: names of fields that are left out.
+
+    Raises:
+        DataError: see `render_conversation`.
+    """
+    answers = [example.chosen, example.rejected]
+    if any(isinstance(answer, list) for answer in answers):
+        turns = [None if a is None else _render(example, a, template, ignore) for a in answers]
+        rows = [None if t is None else _join(t, tokenizer) for t in _share_prompt(turns)]
+    elif example.prompt is None:
+        rows = list(_encode_whole(answers, tokenizer))
+    else:
+        encode = partial(_encode_text, str(example.prompt), tokenizer=tokenizer)
+        rows = [None if answer is None else encode(str(answer)) for answer in answers]
+    return EncodedPair(rows[0], rows[1], example.margin)
+
+
+def _render(
+    example: PreferenceExample, answer: Any, template: ChatTemplate, ignore: Sequence[str]
+) -> list[AnswerText]:
+    """Render the messages of one answer, as the end of the conversation."""
+    prompt: Any = example.prompt
+    messages = [*prompt, *answer]
+    chat = ChatExample(example.location, messages, example.tools, example.fields)
+    turns = render_conversation(chat, template, "all", ignore)
+    return [turn for turn in turns if turn.number >= len(prompt)]
+
+
+def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerText] | None]:
+    """Move the end of a longer prompt into its answer, so that both prompts are equal.
+
+    A generation prompt may open a thought that only one of the answers has.
+    """
+    pairs = [each for each in turns if each]
+    if len(pairs) < 2 or pairs[0][0].prompt == pairs[1][0].prompt:
+        return list(turns)
+    shortest = min((each[0].prompt for each in pairs), key=len)
+    if not all(each[0].prompt.startswith(shortest) for each in pairs):
+        return list(turns)
+    shared: list[list[AnswerText] | None] = []
+    for each in pairs:
+        first = each[0]
+        answer = first.prompt[len(shortest) :] + first.answer
+        shared.append([AnswerText(first.number, shortest, answer), *each[1:]])
+    return shared
+
+
+def _join(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> EncodedRow:
+    """Encode the messages of an answer as one row; the template must not rewrite earlier ones."""
+    rows = encode_turns(turns, tokenizer)
+    if len(rows) != 1:
+        raise DataError(
+            f"the chat template renders {len(turns)} messages of an answer as {len(rows)} texts "
+            "that do not continue each other. Give answers of one message, or another template "
+            "with --template."
+        )
+    return rows[0]
+
+
+def _end_of(tokenizer: Tokenizer) -> list[int]:
+    return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+
+
+def _start(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Encode the beginning of a plain text, with the begin token once if the tokenizer has one."""
+    ids, prefix = tokenizer.encode(text), tokenizer.prompt_prefix
+    return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+
+
+def _finish(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Append the end token unless the text has it."""
+    end = _end_of(tokenizer)
+    return ids if end and ids[-1:] == end else [*ids, *end]
+
+
+def _label(ids: list[int], prompt: int) -> EncodedRow:
+    """Return a row with labels on the tokens after the prompt; nothing predicts the first."""
+    prompt = max(prompt, 1)
+    return EncodedRow(ids, [IGNORE_INDEX] * min(prompt, len(ids)) + ids[prompt:])
+
+
+def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
+    """Encode a plain prompt and its answer; the prompt keeps the ids it has in generation."""
+    before, whole = _start(prompt, tokenizer), _start(prompt + answer, tokenizer)
+    fits = whole[: len(before)] == before
+    after = whole[len(before) :] if fits else tokenizer.encode(answer)
+    return _label([*before, *_finish(after, tokenizer)], len(before))
+
+
+def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[EncodedRow | None]:
+    """Encode two whole texts; the prompt is their common beginning, cut at a token border."""
+    ids = [_finish(_start(text, tokenizer), tokenizer) for text in texts]
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids))
+    )
+    return (_label(row, shared) for row in ids)
+
+
+class _Rows:
+    """Common parts of the sources: truncation, widths and batches of rows."""
+
+    columns: Mapping[str, tuple[int, int]] = {"labels": (1, IGNORE_INDEX)}
+
+    def _set_width(self, rows: Iterable[EncodedRow], seq_len: int) -> None:
+        longest = max((len(row.ids) for row in rows), default=1)
+        self.width = min(seq_len, -(-longest // _WIDTH_UNIT) * _WIDTH_UNIT)
+
+    def _stack(self, rows: Sequence[EncodedRow], is_real: Sequence[bool]) -> dict[str, Tensor]:
+        """Stack rows, padded at the end; those that are not real get no labels."""
+        ids = torch.zeros(len(rows), self.width, dtype=torch.int64)
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        mask = torch.zeros_like(ids)
+        for number, (row, real) in enumerate(zip(rows, is_real, strict=True)):
+            ids[number, : len(row.ids)] = torch.tensor(row.ids)
+            mask[number, : len(row.ids)] = 1
+            if real:
+                labels[number, : len(row.labels)] = torch.tensor(row.labels)
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def _is_real(row: Example) -> bool:
+    """Return False for an example that fills up a step: its labels were removed."""
+    return row["labels"][0] != IGNORE_INDEX
+
+
+def _truncate(row: EncodedRow, seq_len: int) -> EncodedRow:
+    return EncodedRow(row.ids[:seq_len], row.labels[:seq_len])
+
+
+def _has_answer(row: EncodedRow) -> bool:
+    return any(label != IGNORE_INDEX for label in row.labels)
+
+
+class PreferencePairs(_Rows):
+    """Pairs as an `ExampleSource`: two rows for each, the chosen answer first.
+
+    A pair of which an answer is truncated away, or whose answers are equal afterwards, teaches
+    nothing and is left out; `dropped` counts them.
+
+    Args:
+        pairs: encoded pairs.
+        seq_len: maximum tokens of a row; longer ones are truncated at the end.
+    """
+
+    def __init__(self, pairs: Sequence[EncodedPair], seq_len: int) -> None:
+        self._pairs: list[tuple[EncodedRow, EncodedRow, float]] = []
+        cut = 0
+        self.dropped = 0
+        for pair in pairs:
+            if pair.chosen is None or pair.rejected is None:
+                raise DataError(
+                    "the data has answers marked good or bad, which are not pairs. Use the method "
+                    "kto."
+                )
+            cut += max(len(pair.chosen.ids), len(pair.rejected.ids)) > seq_len
+            chosen, rejected = (_truncate(row, seq_len) for row in pair[:2] if row is not None)
+            if not _has_answer(chosen) or not _has_answer(rejected) or chosen.ids == rejected.ids:
+                self.dropped += 1
+            else:
+                self._pairs.append((chosen, rejected, pair.margin or 0.0))
+        self._set_width((row for pair in self._pairs for row in pair[:2]), seq_len)
+        plain = [(tuple(map(tuple, c)), tuple(map(tuple, r)), m) for c, r, m in self._pairs]
+        self.fingerprint = fingerprint_of(plain)
+        self.reference: Tensor | None = None
+        _report(len(pairs), self.dropped, cut, seq_len, "pairs")
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return pair `index`; `seed` has no effect."""
+        return {"labels": [1], "index": [index]}
+
+    def collate(self, rows: Sequence[Example]) -> Batch:
+        """Return the batch of some pairs: rows 2i and 2i + 1 are those of pair i."""
+        numbers = [row["index"][0] for row in rows]
+        answers = [row for number in numbers for row in self._pairs[number][:2]]
+        is_real = [_is_real(row) for row in rows for _ in range(2)]
+        batch = self._stack(answers, is_real)
+        batch["margin"] = torch.tensor([self._pairs[n][2] for n in numbers], dtype=torch.float32)
+        return _with_reference(batch, self.reference, numbers)
+
+
+class MarkedAnswers(_Rows):
+    """Answers marked good or bad as an `ExampleSource`, each with a mismatched answer.
+
+    The mismatched row has the prompt of the answer and the answer of the next example with another
+    prompt, in the order of the file: a fixed choice, whatever the batch.
+
+    Args:
+        pairs: encoded examples; a pair gives a good and a bad answer.
+        seq_len: maximum tokens of a row; longer ones are truncated at the end.
+    """
+
+    def __init__(self, pairs: Sequence[EncodedPair], seq_len: int) -> None:
+        answers = [
+            (row, is_good)
+            for pair in pairs
+            for row, is_good in ((pair.chosen, True), (pair.rejected, False))
+            if row is not None
+        ]
+        cut = sum(len(row.ids) > seq_len for row, _ in answers)
+        kept = [(row, is_good) for row, is_good in answers if _has_answer(_truncate(row, seq_len))]
+        prompts = [tuple(row.ids[: _prompt_length(row)]) for row, _ in kept]
+        self.dropped = len(answers) - len(kept)
+        self._answers: list[tuple[EncodedRow, EncodedRow, bool]] = []
+        for number, (row, is_good) in enumerate(kept):
+            other = kept[_next_prompt(prompts, number)][0]
+            mixed = _mix(row, other)
+            rows = (_truncate(row, seq_len), _truncate(mixed, seq_len))
+            self._answers.append((*rows, is_good))
+        self._set_width((row for each in self._answers for row in each[:2]), seq_len)
+        plain = [(tuple(map(tuple, a)), tuple(map(tuple, b)), g) for a, b, g in self._answers]
+        self.fingerprint = fingerprint_of(plain)
+        self.reference: Tensor | None = None
+        good = sum(is_good for *_, is_good in self._answers)
+        _report(len(answers), self.dropped, cut, seq_len, "answers")
+        get_logger().info("%d answers are good, %d bad", good, len(self._answers) - good)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
+        """Return answer `index`; `seed` has no effect."""
+        return {"labels": [1], "index": [index]}
+
+    def collate(self, rows: Sequence[Example]) -> Batch:
+        """Return the batch of some answers: row 2i is answer i, row 2i + 1 its mismatched one."""
+        numbers = [row["index"][0] for row in rows]
+        answers = [row for number in numbers for row in self._answers[number][:2]]
+        is_real = [_is_real(row) for row in rows for _ in range(2)]
+        batch = self._stack(answers, is_real)
+        batch["is_good"] = torch.tensor([int(self._answers[n][2]) for n in numbers])
+        return _with_reference(batch, self.reference, numbers)
+
+
+def _with_reference(
+    batch: dict[str, Tensor], reference: Tensor | None, numbers: Sequence[int]
+) -> Batch:
+    """Add kept log-probabilities of the reference, (N, 2) for all examples."""
+    if reference is not None:
+        batch["reference_logps"] = reference[numbers].flatten()
+    return batch
+
+
+def _prompt_length(row: EncodedRow) -> int:
+    """Return the number of tokens before the answer."""
+    return next(n for n, label in enumerate(row.labels) if label != IGNORE_INDEX)
+
+
+def _next_prompt(prompts: Sequence[tuple[int, ...]], number: int) -> int:
+    """Return the index of the next example, cyclically, whose prompt differs."""
+    count = len(prompts)
+    for step in range(1, count):
+        if prompts[(number + step) % count] != prompts[number]:
+            return (number + step) % count
+    raise DataError(
+        "all examples have one prompt; KTO compares answers with those to other prompts. Give at "
+        "least two prompts."
+    )
+
+
+def _mix(row: EncodedRow, other: EncodedRow) -> EncodedRow:
+    """Return the row's prompt with the other row's answer."""
+    before, start = _prompt_length(row), _prompt_length(other)
+    labels = [IGNORE_INDEX] * before + other.labels[start:]
+    return EncodedRow(row.ids[:before] + other.ids[start:], labels)
+
+
+def _report(count: int, dropped: int, cut: int, seq_len: int, what: str) -> None:
+    log = get_logger()
+    if cut:
+        log.warning(
+            "%d of %d %s are longer than data.seq_len=%d and were truncated",
+            *(cut, count, what, seq_len),
+        )
+    if dropped:
+        log.warning("%d of %d %s teach nothing and were left out", dropped, count, what)
+    log.info("%d %s", count - dropped, what)

@@ -1,0 +1,246 @@
+"""Preference optimization (`bmforge train preferences`): DPO and its family, SimPO, ORPO, CPO, KTO.
+
+Answers are rendered and tokenized as in `bmforge train conversations`. The reference model is the
+model with its adapter off, a frozen copy, or log-probabilities that are computed before training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bmforge.align.kept_reference import keep_reference_
+from bmforge.align.losses import METHODS, MethodOptions
+from bmforge.align.preferences import PairObjective, UnpairedObjective
+from bmforge.align.reference import Reference, adapter_off, frozen_copy
+from bmforge.data.sources.preferences import PreferenceExample, read_preferences
+from bmforge.errors import ConfigError, suggest
+from bmforge.files import replace_file
+from bmforge.parallel import World, build_mesh
+from bmforge.recipes.adapters import AdapterConfig
+from bmforge.recipes.build import build_model
+from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
+from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
+from bmforge.recipes.inputs.preference_rows import (
+    EncodedPair,
+    MarkedAnswers,
+    PreferencePairs,
+    encode_preference,
+)
+from bmforge.recipes.inputs.splitting import refuse_split
+from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.sft import read_template
+from bmforge.recipes.start import check_length, traits_of
+from bmforge.tokenizers.chat_template import TEMPLATE_FILE, ChatTemplate
+from bmforge.train import OptimConfig, TrainConfig
+
+__all__ = [
+    "PairData",
+    "PreferencesConfig",
+    "ReferenceKind",
+    "encode_files",
+    "open_template",
+    "train_preferences",
+]
+
+ReferenceKind = Literal["adapter", "copy", "precomputed"]
+
+
+@dataclass(kw_only=True)
+class PairData(ExampleConfig):
+    """Data of a run on preferences; the fields not named here are `ExampleConfig`'s.
+
+    Args:
+        global_batch_size, micro_batch_size: pairs (two rows each) instead of rows.
+        ignore: fields of the records that are left out; any other field that the chat template
+            does not read is an error.
+    """
+
+    seq_len: int = 1024
+    micro_batch_size: int = 4
+    ignore: tuple[str, ...] = ("id",)
+
+
+@dataclass(kw_only=True)
+class PreferencesConfig(RunConfig):
+    """Preference optimization; the fields not named here are `RunConfig`'s.
+
+    Args:
+        data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
+            `chosen` and `rejected` (texts or messages) or, for kto, `prompt`, `completion` and
+            `label`.
+        template: chat template: a file, or a name (chatml, llama3, ...); None takes the
+            tokenizer's own, or a plain one. It is exported with the model.
+        method: dpo, robust, hinge, ipo, sigmoid_norm, simpo, orpo, cpo or kto.
+        beta: strength of the preference term; None takes the method's default: 0.1, or 2 for simpo.
+        label_smoothing: assumed share of wrong preferences, below 0.5; dpo becomes conservative DPO
+            (default: 0).
+        simpo_gamma: reward margin of simpo; None is 0.5.
+        nll_weight: factor of the chosen answers' negative log-likelihood per token (`rpo_alpha` or
+            `cpo_alpha`); None takes the method's default: 1 for orpo and cpo, else 0.
+        nll_on_prompt: compute that likelihood over the prompt too, as TRL's ORPO does.
+        desirable_weight, undesirable_weight: factors of good and bad answers in kto; None is 1.
+        reference: adapter (the model with its adapter off), copy (a frozen second model) or
+            precomputed (log-probabilities computed once before training and kept in the run
+            directory); None is adapter with an adapter, else copy.
+    """
+
+    run_dir: Path = Path("runs/preferences")
+    data: PairData = field(default_factory=PairData)
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(
+            optim=OptimConfig(lr=1e-6, weight_decay=0.0), disable_dropout=True
+        )
+    )
+    template: Path | None = None
+    method: str = "dpo"
+    beta: float | None = None
+    label_smoothing: float = 0.0
+    simpo_gamma: float | None = None
+    nll_weight: float | None = None
+    nll_on_prompt: bool = False
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
+    reference: ReferenceKind | None = None
+
+
+def train_preferences(config: Any) -> RunResult:
+    """Train a model on preferences, or resume such a run.
+
+    Args:
+        config: a `PreferencesConfig` with the `model` of a decoder.
+
+    Raises:
+        ConfigError: an option has no effect with the method.
+        BmforgeError: see `run_recipe`.
+    """
+    read_options(config)
+    _reference_kind(config)
+    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
+
+
+def read_options(config: Any) -> MethodOptions:
+    """Return the coefficients of a run's method.
+
+    Raises:
+        ConfigError: an unknown method, a coefficient out of range or one without effect.
+    """
+    method = METHODS.get(config.method)
+    if method is None:
+        raise ConfigError(
+            f"method={config.method!r} is unknown.{suggest(config.method, METHODS)} Methods: "
+            f"{', '.join(METHODS)}."
+        )
+    given = {
+        "label_smoothing": config.label_smoothing or None,
+        "nll_weight": config.nll_weight,
+        "simpo_gamma": config.simpo_gamma,
+        "desirable_weight": config.desirable_weight,
+        "undesirable_weight": config.undesirable_weight,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in method.options:
+            raise ConfigError(f"{name} has no effect with method={config.method}. Leave it out.")
+    beta = method.beta if config.beta is None else config.beta
+    options = MethodOptions(**{"beta": beta, "nll_weight": method.nll_weight, **given})
+    if not options.beta > 0 or not 0 <= options.label_smoothing < 0.5:
+        raise ConfigError(
+            f"beta={options.beta} must be above 0, and label_smoothing="
+            f"{options.label_smoothing} at least 0 and below 0.5."
+        )
+    if min(options.nll_weight, options.desirable_weight, options.undesirable_weight) < 0:
+        raise ConfigError(
+            f"nll_weight={options.nll_weight}, desirable_weight={options.desirable_weight} and "
+            f"undesirable_weight={options.undesirable_weight} must be at least 0."
+        )
+    if config.nll_on_prompt and not options.nll_weight:
+        raise ConfigError("nll_on_prompt has no effect with nll_weight=0. Leave it out.")
+    return options
+
+
+def _reference_kind(config: Any) -> ReferenceKind | None:
+    """Return the kind of a run's reference; None for a method without one."""
+    chosen: ReferenceKind | None = config.reference
+    if not METHODS[config.method].needs_reference:
+        if chosen is not None:
+            raise ConfigError(f"reference has no effect with method={config.method}. Leave it out.")
+        return None
+    trains_more = bool(config.adapter.modules_to_save)
+    if chosen is None:
+        return "adapter" if config.adapter.kind is not None and not trains_more else "copy"
+    if chosen == "adapter" and (config.adapter.kind is None or trains_more):
+        raise ConfigError(
+            "reference=adapter switches the adapter off, which needs an adapter (--adapter lora) "
+            "without adapter.modules_to_save. Use --reference copy."
+        )
+    return chosen
+
+
+def open_template(config: Any) -> tuple[Any, ChatTemplate, Any]:
+    """Return a run's tokenizer, its chat template, and the function that exports both."""
+    tokenizer, folder = open_tokenizer(config), find_tokenizer(config)
+    template = ChatTemplate(read_template(config, folder), tokenizer)
+
+    def save(directory: Path) -> None:
+        tokenizer.save_pretrained(directory)
+        replace_file(directory / TEMPLATE_FILE, template.source)
+
+    return tokenizer, template, save
+
+
+def encode_files(
+    paths: Sequence[str], config: Any, tokenizer: Any, template: ChatTemplate
+) -> list[EncodedPair]:
+    """Read and encode the preferences of some files."""
+    examples: list[PreferenceExample] = [e for path in paths for e in read_preferences(path)]
+    return [encode_preference(e, template, tokenizer, config.data.ignore) for e in examples]
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
+    data, options, kind = config.data, read_options(config), _reference_kind(config)
+    data.check()
+    refuse_split(data.split)
+    check_length(config)
+    tokenizer, template, save = open_template(config)
+    source = MarkedAnswers if config.method == "kto" else PreferencePairs
+    learned, held_out = (
+        source(encode_files(paths, config, tokenizer, template), data.seq_len) if paths else None
+        for paths in (data.paths, data.validation)
+    )
+    assert learned is not None  # data.check() refuses a run without paths
+    reference = None if kind is None else _open_reference(config, kind, rows)
+    objective: Any = (
+        UnpairedObjective(options, reference)
+        if config.method == "kto"
+        else PairObjective(config.method, options, reference, config.nll_on_prompt)
+    )
+    begin: Any = id
+    if kind == "precomputed":
+        sources = [each for each in (learned, held_out) if each is not None]
+        begin = partial(keep_reference_, sources, config.run_dir, data.micro_batch_size)
+    return dataclasses.replace(
+        open_examples(learned, held_out, data, rows, save_tokenizer=save, objective=objective),
+        row_tokens=2 * learned.width,
+        begin=begin,
+    )
+
+
+def _open_reference(config: Any, kind: ReferenceKind, rows: World) -> Reference | None:
+    """Build the reference of a run; None if its log-probabilities are kept."""
+    if kind == "adapter":
+        return adapter_off
+    if kind == "precomputed":
+        return None
+    plain = dataclasses.replace(config, adapter=AdapterConfig(), base_dtype=None, freeze_base=False)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    mesh = build_mesh(config.layout, rows.device)
+    model, _, _ = build_model(plain, World(rank, size, rows.device), mesh)
+    return frozen_copy(model)
