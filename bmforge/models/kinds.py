@@ -40,9 +40,11 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
     """Quantize the weights of layers; tied weights stay tied."""
     refuse_name(name)
     _check_ties(model, names)
-    if uncalled := find_uncalled(model, names):
+    find_read: Any = getattr(model, "read_outside", None)
+    read = find_read(names) if callable(find_read) else []
+    if uncalled := [*find_uncalled(model, names), *read]:
         raise ConfigError(
-            f"the model reads the weight of {', '.join(uncalled[:3])} without calling the "
+            f"other modules read the weight of {', '.join(uncalled[:3])} without calling the "
             "module, so it cannot be replaced. Leave it out of `where`."
         )
     new: dict[str, Any] = {}

@@ -64,14 +64,21 @@ def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[
         ConfigError: there are such modules, and `drops` is off or no others remain.
     """
     uncalled = set(find_uncalled(model, names, unused=True))
-    if uncalled and (not drops or len(uncalled) == len(names)):
-        first = sorted(uncalled)[0]
-        raise ConfigError(
-            f"{type(model).__name__} reads the weight of {first} without calling the module "
-            f"({len(uncalled)} such), so a part attached to it would not train. Leave it out of "
-            "targets."
+    find_untrained: Any = getattr(model, "untrained", None)
+    untrained = set(find_untrained(names) if callable(find_untrained) else ()) - uncalled
+    excluded = uncalled | untrained
+    if excluded and (not drops or len(excluded) == len(names)):
+        first = sorted(excluded)[0]
+        reason = (
+            f"reads the weight of {first} without calling the module"
+            if first in uncalled
+            else f"passes no gradient to {first}"
         )
-    return [name for name in names if name not in uncalled]
+        raise ConfigError(
+            f"{type(model).__name__} {reason} ({len(excluded)} such), so a part attached to it "
+            "would not train. Leave it out of targets."
+        )
+    return [name for name in names if name not in excluded]
 
 
 def _run_and_note(model: nn.Module) -> set[int] | None:

@@ -113,6 +113,44 @@ def test_uncalled_modules_are_not_packed() -> None:
         quantize_(twin("mamba"), "int8", where=["**.dt_proj"])
 
 
+# Sparse attention chooses tokens through a layer without a gradient; a decoder with cross-attention
+# blocks leaves these out for a row of text.
+@pytest.mark.parametrize("kind", ["deepseek_v32", pytest.param("mllama", marks=pytest.mark.long)])
+def test_layers_without_a_gradient_are_no_targets(kind: str, tmp_path: Path) -> None:
+    twin(kind).save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, backend="transformers")
+    Lora(model, targets=["all-linear"], rank=2)
+    ids = tokens()
+    model(ids, labels=ids).loss.backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert trained
+    assert all(p.grad is not None for p in trained)
+
+
+def test_a_target_without_a_gradient_is_refused(tmp_path: Path) -> None:
+    twin("deepseek_v32").save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, backend="transformers")
+    with pytest.raises(ConfigError, match=r"no gradient to .*indexer\.wk"):
+        Lora(model, targets=["indexer.wk"], rank=2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["hunyuan_v1_moe", pytest.param("deepseek_v32", marks=pytest.mark.long)]
+)
+def test_weights_that_other_modules_read_stay_floats(kind: str, tmp_path: Path) -> None:
+    twin(kind).save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, backend="transformers")
+    read = model.read_outside(dict(model.named_modules()))
+    assert read
+    quantize_(model, "int8")
+    assert all(type(model.get_submodule(name)) is torch.nn.Linear for name in read)
+    with torch.no_grad():
+        assert bool(model(tokens()).logits.isfinite().all())
+    again = AutoModel.from_pretrained(tmp_path, backend="transformers")
+    with pytest.raises(ConfigError, match="other modules read"):
+        quantize_(again, "int8", where=[read[0]])
+
+
 def test_a_word_without_a_layer_lists_the_layers() -> None:
     with pytest.raises(ConfigError) as error:
         Lora(twin("mamba"), targets=["attn.q"], rank=4)

@@ -31,7 +31,7 @@ from bmforge.models.transformers.names import (
     matches_any,
     rename_stored,
 )
-from bmforge.models.transformers.probe import Behavior, general_name, probe_architecture
+from bmforge.models.transformers.probe import Behavior, general_names, probe_architecture
 from bmforge.models.transformers.structure import (
     Structure,
     accepted_arguments,
@@ -100,6 +100,7 @@ class TransformersModel(Model):
         self._constructed = built.values
         self.structure: Structure = find_structure(built.module)
         self.stored_names: StoredNames = find_stored_names(built.module)
+        self._general = general_names(built.module)
         self._linear = linear_names(built.module, self.structure.stacks)
         self._ties = dict(getattr(built.module, "all_tied_weights_keys", None) or {})
 
@@ -232,13 +233,21 @@ class TransformersModel(Model):
 
     def called_linear(self) -> list[str]:
         """Return the linear layers of the blocks whose weight is read by calling them only."""
-        uncalled = set(find_uncalled(self, self._linear))
+        uncalled = {*find_uncalled(self, self._linear), *self.read_outside(self._linear)}
         return [name for name in self._linear if name not in uncalled]
+
+    def read_outside(self, names: Collection[str]) -> list[str]:
+        """Return the given linear layers whose weight other modules read."""
+        return [name for name in names if self._general.get(name, "") in self.behavior.read]
+
+    def untrained(self, names: Collection[str]) -> list[str]:
+        """Return the given linear layers that no gradient reaches."""
+        return [name for name in names if self._general.get(name, "") in self.behavior.untrained]
 
     def uncalled(self, names: Collection[str]) -> list[str]:
         """Return the given modules whose forward is never called."""
         idle = self.behavior.idle
-        return [name for name in names if general_name(name) in idle]
+        return [name for name in names if self._general.get(name, "") in idle]
 
     # --- forward
 

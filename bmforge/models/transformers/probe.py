@@ -6,7 +6,6 @@ whether a cache continues a row exactly, with padding or not, and which layers a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +24,9 @@ from bmforge.models.transformers.calls import (
 )
 from bmforge.models.transformers.structure import Structure, find_structure
 from bmforge.models.transformers.twin import VOCABULARY, build_twin
+from bmforge.models.transformers.weight_use import find_untrained, noting_reads
 
-__all__ = ["Behavior", "general_name", "probe_architecture"]
+__all__ = ["Behavior", "general_names", "probe_architecture"]
 
 _TOKENS = 24  # longer than the twin's sliding window of 16, so that windows are seen
 _ATOL = 1e-4
@@ -46,6 +46,8 @@ class Behavior:
         padding: input that makes decoding of left-padded rows exact: a "mask" at every step, a mask
             of the "prompt" only (recurrent layers), the "whole" row again; "" for none.
         idle: general names of the modules that a forward never calls.
+        read: general names of the linear layers whose weight other modules read.
+        untrained: general names of the linear layers that get no gradient of the loss.
         reason: error that prevented building the twin; "" for none.
     """
 
@@ -55,12 +57,26 @@ class Behavior:
     caches: bool = False
     padding: str = "whole"
     idle: frozenset[str] = field(default_factory=frozenset)
+    read: frozenset[str] = field(default_factory=frozenset)
+    untrained: frozenset[str] = field(default_factory=frozenset)
     reason: str = ""
 
 
-def general_name(name: str) -> str:
-    """Return a module's name with the numbers of blocks replaced by ``*``."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+def general_names(module: nn.Module) -> dict[str, str]:
+    """Return each module's name with the numbers of blocks replaced by the blocks' class names.
+
+    Blocks of one class behave alike at any depth, so these names hold for the model and its twin.
+    """
+    modules = dict(module.named_modules())
+
+    def generalize(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(
+            type(modules[".".join(parts[: place + 1])]).__name__ if part.isdigit() else part
+            for place, part in enumerate(parts)
+        )
+
+    return {name: generalize(name) for name in modules}
 
 
 def probe_architecture(hf_config: Any, head: str) -> Behavior:
@@ -85,14 +101,16 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
 def _probe(twin: Any, structure: Structure) -> Behavior:
     ids = torch.arange(_TOKENS).mul(37).add(11).remainder(VOCABULARY - 20).add(5)[None]
     called: set[str] = set()
+    general = general_names(twin)
     hooks = [
-        part.register_forward_pre_hook(_note_call(general_name(name), called))
+        part.register_forward_pre_hook(_note_call(general[name], called))
         for name, part in twin.named_modules()
     ]
-    logits = _run(twin, ids)
+    with noting_reads(twin) as read:
+        logits = _run(twin, ids)
     for hook in hooks:
         hook.remove()
-    idle = {general_name(name) for name, _ in twin.named_modules()} - called
+    idle = set(general.values()) - called
     kind, factor = _find_head(twin, structure, ids, logits)
     caches = _continues(twin, ids, logits)
     return Behavior(
@@ -102,7 +120,22 @@ def _probe(twin: Any, structure: Structure) -> Behavior:
         caches=caches,
         padding=_find_padding(twin, ids, caches),
         idle=frozenset(idle),
+        read=frozenset(general[name] for name in read),
+        untrained=_find_untrained(twin, ids),
     )
+
+
+def _find_untrained(twin: Any, ids: Tensor) -> frozenset[str]:
+    """Return the general names of the linear layers without a gradient in any block."""
+    try:
+        with torch.enable_grad():
+            untrained = find_untrained(twin, _run(twin, ids).float().square().sum())
+    except RuntimeError:  # an architecture without a backward
+        return frozenset()
+    layers = {n for n, m in twin.named_modules() if type(m) is nn.Linear}
+    general = general_names(twin)
+    trained = {general[name] for name in layers - untrained}
+    return frozenset(general[name] for name in untrained) - trained
 
 
 def _note_call(name: str, called: set[str]) -> Callable[..., None]:

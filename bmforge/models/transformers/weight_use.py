@@ -1,0 +1,58 @@
+"""Finds which linear layers of a model have weights that others read, and which never train.
+
+Some modules read the dtype or the values of another module's weight, which packed storage does not
+have. Others compute a choice (the tokens that sparse attention keeps), through which no gradient
+flows, so an adapter attached to them never trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["find_untrained", "noting_reads"]
+
+
+@contextmanager
+def noting_reads(model: nn.Module) -> Iterator[set[str]]:
+    """Collect the names of linear layers whose weight is read other than by calling the layer.
+
+    The class of each `nn.Linear` is replaced within the block, as attributes of modules cannot be
+    observed otherwise.
+    """
+    read: set[str] = set()
+    layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    for name, layer in layers.items():
+        layer.__class__ = _watched_class(name, read)
+    try:
+        yield read
+    finally:
+        for layer in layers.values():
+            layer.__class__ = nn.Linear
+
+
+def _watched_class(name: str, read: set[str]) -> type[nn.Linear]:
+    """Return a linear class that adds `name` to `read` when its weight is read from outside."""
+
+    def note_read(layer: Any) -> Tensor:
+        read.add(name)
+        return layer._parameters["weight"]
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        return F.linear(x, layer._parameters["weight"], layer._parameters["bias"])
+
+    members = {"weight": property(note_read), "forward": forward}
+    return type("WatchedLinear", (nn.Linear,), members)
+
+
+def find_untrained(model: nn.Module, loss: Tensor) -> set[str]:
+    """Return the linear layers that get no gradient of a loss, whose graph is freed."""
+    layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    weights: list[Any] = [layer.weight for layer in layers.values()]
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+    return {name for name, g in zip(layers, gradients, strict=True) if g is None}
