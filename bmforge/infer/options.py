@@ -94,7 +94,12 @@ class GenerationConfig:
         return self
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` listing every value out of range and every option without effect."""
+        """Raise `ConfigError` listing every value out of range and every option without effect.
+
+        Lists, which transformers takes, become tuples first.
+        """
+        for name in ("bad_words_ids", "eos_token_id", "stop_strings"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         problems = [
             f"{name}={getattr(self, name)!r} must be {needed}"
             for name, needed, fits in _RANGES
@@ -210,6 +215,11 @@ class GenerationConfig:
             raise ConfigError(
                 f"{error} Some of these values are from the model's generation_config.json."
             ) from error
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a list, and the lists in it, as tuples; any other value unchanged."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
 
 
 def _are_words(value: Any) -> bool:

@@ -83,6 +83,21 @@ class Tokenizer(ABC):
     def get_vocab(self) -> dict[str, int]:
         """Return token -> id of the whole vocabulary."""
 
+    def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
+        """Return the token of each id, as in transformers; None for an id without a token."""
+        tokens = {id: token for token, id in self.get_vocab().items()}
+        return [tokens.get(id) for id in ids]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Return the id of a token or of each token, as in transformers.
+
+        A token that is not in the vocabulary has the unknown token's id, or None without one.
+        """
+        if isinstance(tokens, str):
+            id = self.token_to_id(tokens)
+            return self.unk_id if id is None else id
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
     @property
     @abstractmethod
     def vocab_size(self) -> int:

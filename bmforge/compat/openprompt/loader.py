@@ -16,6 +16,8 @@ from bmforge.tune.prompt.questions import Question, ask_example, lay_questions
 
 __all__ = ["PromptDataLoader"]
 
+_NO_LIMIT = 1 << 30
+
 
 class PromptDataLoader:
     """Iterates over a dataset in batches of prompts.
@@ -58,8 +60,11 @@ class PromptDataLoader:
         self.teacher_forcing = bool(options.pop("teacher_forcing", False))
         self.decoder_max_length = int(options.pop("decoder_max_length", -1))
         self.cut = options.pop("truncate_method", "tail")
+        if isinstance(kind, type):
+            kind = kind(max_seq_length, tokenizer or template.tokenizer, self.cut)
         self.tokenizer_wrapper = kind
         self._core = template.bind(kind.asking)
+        kind.count_truncated = self._count_truncated
 
     def __len__(self) -> int:
         count = len(self.dataset)
@@ -70,7 +75,12 @@ class PromptDataLoader:
         order = torch.randperm(count).tolist() if self.shuffle else list(range(count))
         for number in range(len(self)):
             part = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield self._make([self.dataset[index] for index in part])
+            yield self._make([self._fill(self.dataset[index]) for index in part])
+
+    def _count_truncated(self) -> tuple[int, int]:
+        """Return the number of examples whose prompts are cut, and the number of examples."""
+        lengths = [len(self._core.encode(self._fill(e), _NO_LIMIT)) for e in self.dataset]
+        return sum(length > self.max_seq_length for length in lengths), len(lengths)
 
     def _make(self, examples: Sequence[Any]) -> InputFeatures:
         options: dict[str, Any] = {"max_seq_len": self.max_seq_length, "cut": self.cut}
@@ -98,12 +108,18 @@ class PromptDataLoader:
         if any(example.tgt_text is not None for example in examples):
             features["tgt_text"] = [example.tgt_text for example in examples]
         features["examples"] = list(examples)
+        features["max_seq_len"] = self.max_seq_length
         return features
+
+    def _fill(self, example: Any) -> Any:
+        """Return an example with the fields that template and verbalizer add."""
+        example = self.template.fill(example)
+        if hasattr(self.verbalizer, "wrap_one_example"):
+            example = self.verbalizer.wrap_one_example(example)
+        return example
 
     def _target(self, example: Any) -> str:
         """Return the target text, truncated."""
-        if self.verbalizer is not None and hasattr(self.verbalizer, "wrap_one_example"):
-            example = self.verbalizer.wrap_one_example(example)
         text = example.tgt_text or ""
         if self.decoder_max_length > 0:
             tokenizer = self._core.tokenizer

@@ -15,7 +15,8 @@ from bmforge.tune.prompt.call import Answers, ask_model
 __all__ = ["PromptForClassification", "PromptForGeneration", "PromptModel"]
 
 # What tells of a batch and is no input of ours, and of the model itself.
-_TOLD = ("label", "guid", "tgt_text", "examples", "targets")
+_TOLD = ("label", "guid", "tgt_text", "examples", "targets", "max_seq_len")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _BESIDE = (*_TOLD, "answers", "which")
 
 
@@ -171,13 +172,19 @@ class PromptForGeneration(_Prompted):
             batch: batch of a `PromptDataLoader`.
             verbose: print the texts.
             options: options of `bmforge.infer.generate`, or of transformers for its models;
-                `max_length` counts new tokens.
+                `max_length` and `min_length` count new tokens.
         """
         settings = {**self.gen_config, **options}
-        if "max_length" in settings:
-            settings["max_new_tokens"] = settings.pop("max_length")
+        for name, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+            if name in settings:
+                settings[new] = settings.pop(name)
         settings.pop("max_new_tokens", None) if settings.get("max_new_tokens") is None else None
-        texts = self.generator.write(batch["examples"], len(batch["examples"]), **settings)
+        if not settings.get("do_sample", False):
+            # Options of sampling have no effect on greedy decoding there, and are refused here.
+            settings = {name: value for name, value in settings.items() if name not in _SAMPLING}
+        texts = self.generator.write(
+            batch["examples"], len(batch["examples"]), batch["max_seq_len"], **settings
+        )
         if verbose:
             print("\n".join(texts))
         core = self.template.bind("", self.plm)

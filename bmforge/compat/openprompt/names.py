@@ -30,7 +30,8 @@ data_utils.PROCESSORS | changed | `super_glue.*` reads what `save_to_disk` wrote
 labels, WSC's training split and ReCoRD are right; ChnSentiCorp is the only dataset of `ZH`
 
 # prompts
-prompts.ManualTemplate prompts.MixedTemplate prompts.PTRTemplate | same
+prompts.ManualTemplate prompts.PTRTemplate | same
+prompts.MixedTemplate | changed | a later template of the same model replaces its soft tokens
 prompts.SoftTemplate | changed | its rows are initialized with the deviation of the token embeddings
 prompts.PtuningTemplate | changed | `bmforge.tune.prompt.fold_rows_` puts the rows in the place \
 of what makes them
@@ -45,14 +46,16 @@ prompts.ProtoVerbalizer | changed | its points lie in `core`
 prompts.PTRVerbalizer | changed | the same rule with labels and without
 prompts.load_template prompts.load_verbalizer prompts.load_template_generator \
 prompts.load_verbalizer_generator | gone | the classes, called
-prompts.LMBFFTemplateGenerationTemplate prompts.T5TemplateGenerator prompts.VerbalizerGenerator \
-prompts.RobertaVerbalizerGenerator | gone | bmforge.tune.prompt
+prompts.prompt_generator.LMBFFTemplateGenerationTemplate \
+prompts.prompt_generator.T5TemplateGenerator prompts.prompt_generator.RobertaVerbalizerGenerator | \
+changed | generated templates are texts; two masks
 
 # utils, runners
 utils.calibrate.calibrate utils.reproduciblity.set_seed utils.set_seed | same
-ClassificationRunner GenerationRunner LMBFFClassificationRunner ProtoVerbClassificationRunner | \
-gone | `bmforge train prompt-classify` and `bmforge train prompt-generate`
-config default_config trainer pipeline_base prompt_base lm_bff_trainer protoverb_trainer | gone | \
+trainer.ClassificationRunner trainer.GenerationRunner | changed | no TensorBoard; checkpoints hold \
+the weights alone
+LMBFFClassificationRunner ProtoVerbClassificationRunner | gone | `bmforge train prompt-classify`
+config default_config prompt_base lm_bff_trainer protoverb_trainer | gone | \
 `bmforge train prompt-classify`
 utils.metrics.classification_metrics utils.crossfit_metrics.evaluate | changed | ROUGE-L, \
 correlations and loose precision are missing

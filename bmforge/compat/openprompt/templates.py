@@ -16,6 +16,7 @@ from bmforge.errors import ConfigError
 from bmforge.tune.delta import Prefix
 from bmforge.tune.prompt import Template, read_template
 from bmforge.tune.prompt.asking import find_asking
+from bmforge.tune.prompt.soft import drop_rows_, token_table
 
 __all__ = [
     "ManualTemplate",
@@ -86,7 +87,15 @@ class ManualTemplate(nn.Module):
             model: model that reads the prompts; None if none is needed.
         """
         if self._bound and (not asking or self._model is not None):
-            return next(iter(self._bound.values()))
+            core = next(iter(self._bound.values()))
+            if core.rows and token_table(self._model).prompt is not core._prompt:
+                raise ConfigError(
+                    "a later template of the same model replaced the soft tokens of this one. "
+                    "Build this template again to use it."
+                )
+            return core
+        if self._model is not None:
+            drop_rows_(self._model)
         model = model or self._model
         if model is not None and not asking:
             asking = find_asking(model).kind
@@ -98,8 +107,13 @@ class ManualTemplate(nn.Module):
             )  # fmt: skip
         return self._bound[asking]
 
+    def fill(self, example: Any) -> Any:
+        """Return an example with the fields that the template adds: none."""
+        return example
+
     def wrap_one_example(self, example: Any) -> Wrapped:
         """Return the text pieces of an example, and its other values."""
+        example = self.fill(example)
         core = next(iter(self._bound.values()), None) or self.bind("masked")
         pieces = [
             {

@@ -84,6 +84,22 @@ class ManualVerbalizer(nn.Module):
         self.num_classes = len(rows)
         self.core = self.make(rows)
 
+    @property
+    def label_words_ids(self) -> Tensor:
+        """Token ids of the label words, filled with 0: (C, W, L)."""
+        ids: Tensor = self._need().ids
+        return ids
+
+    @property
+    def words_ids_mask(self) -> Tensor:
+        """1 for the tokens of label words, 0 for filling: (C, W, L)."""
+        return self._need().there.long()  # type: ignore[no-any-return]
+
+    @property
+    def label_words_mask(self) -> Tensor:
+        """1 for label words, 0 for filling: (C, W)."""
+        return self.words_ids_mask.amax(-1)
+
     def make(self, rows: list[list[str]]) -> nn.Module:
         """Return bmforge's verbalizer of these words."""
         return ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join, self.normalize)  # type: ignore[arg-type]
@@ -194,6 +210,8 @@ class SoftVerbalizer(ManualVerbalizer):
     def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
         self._plm = [model if model is not None else options.pop("plm", None)]
         super().__init__(tokenizer, *arguments, **options)
+        if self.core is None and self.num_classes:
+            self.core = ours.SoftVerbalizer(self.num_classes, as_ours(tokenizer), self._plm[0])
 
     def make(self, rows: list[list[str]]) -> nn.Module:
         """Return bmforge's verbalizer of these words."""

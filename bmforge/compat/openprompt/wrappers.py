@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from bmforge.compat.openprompt.examples import InputFeatures
@@ -27,6 +28,8 @@ class TokenizerWrapper:
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.asking`.
+        count_truncated: function that the loader sets; returns the numbers of truncated examples
+            and of all examples.
     """
 
     asking: ClassVar[str] = ""
@@ -40,6 +43,13 @@ class TokenizerWrapper:
     ) -> None:
         self.max_seq_length, self.tokenizer = max_seq_length, tokenizer
         self.truncate_method, self.options = truncate_method, options
+        self.count_truncated: Callable[[], tuple[int, int]] = lambda: (0, 0)
+
+    @property
+    def truncate_rate(self) -> float:
+        """Share of the loader's examples that are cut; 0 without a loader."""
+        truncated, total = self.count_truncated()
+        return truncated / total if total else 0.0
 
     def tokenize_one_example(self, wrapped_example: Any, teacher_forcing: bool) -> InputFeatures:
         """Return the ids of a wrapped example, without padding.

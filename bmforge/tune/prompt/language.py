@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bmforge.tune.prompt.lambdas import read_lambda
 from bmforge.tune.prompt.pieces import SPECIALS, Piece, TemplateError
 from bmforge.tune.prompt.post_processing import (
     list_post_processing,
-    read_lambda,
     take_post_processing,
 )
 
@@ -190,6 +190,11 @@ def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[
     """Return the function that `post_processing` names."""
     if value is None:
         return None
+    if isinstance(value, str) and value.lstrip().startswith("lambda"):
+        try:
+            value = ast.parse(value.strip(), mode="eval").body
+        except SyntaxError as error:
+            raise fail(f"{value!r:.40} is no lambda ({error.msg}).") from error
     if isinstance(value, ast.Lambda):
         try:
             return read_lambda(value)

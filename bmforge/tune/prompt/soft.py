@@ -151,7 +151,9 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
             )
         return attached
     if attached is not None:
-        raise ConfigError("the model has soft rows already: open it anew for another template.")
+        raise ConfigError(
+            "the model has the soft rows of another template. Remove them with drop_rows_(model)."
+        )
     width = table.embedding_dim
     if encoder:
         with torch.random.fork_rng(devices=[]):
@@ -198,6 +200,21 @@ def _remember(model: Any, rows: Prompt) -> None:
     tell = getattr(model, "remember_part_", None)
     if callable(tell):
         tell("prompt", ["embed"], {"length": rows.weight.shape[0]}, "")
+
+
+def drop_rows_(model: Any) -> None:
+    """Remove the soft rows of a model, so that another template can add its own.
+
+    Templates of the removed rows no longer work. A model without soft rows stays as it is.
+    """
+    table = token_table(model)
+    prompt = getattr(table, "prompt", None)
+    if prompt is None:
+        return
+    del table.prompt
+    forget = getattr(model, "forget_part_", None)
+    if callable(forget) and isinstance(prompt, Prompt):
+        forget("prompt", ["embed"], {"length": prompt.weight.shape[0]}, "")
 
 
 def fold_rows_(model: Any) -> None:

@@ -284,7 +284,7 @@ def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
     return fields, meta
 
 
-def fill_piece(piece: Piece, fields: Mapping[str, str], meta: Mapping[str, str]) -> str:
+def fill_piece(piece: Piece, fields: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     """Return the text of a text, placeholder or meta piece.
 
     Raises:
@@ -295,11 +295,31 @@ def fill_piece(piece: Piece, fields: Mapping[str, str], meta: Mapping[str, str])
     places = (fields,) if piece.kind == "placeholder" else (meta, fields)
     for values in places:
         if piece.value is not None and piece.value in values:
-            text = str(values[piece.value])
-            return text if piece.process is None else piece.process(text)
+            return _process_value(piece, values[piece.value])
     has = ", ".join(dict.fromkeys([*meta, *fields] if piece.kind == "meta" else fields))
     raise ConfigError(
         f"the template asks for the {piece.kind} {piece.value!r}, and the example has: {has}."
+    )
+
+
+def _process_value(piece: Piece, value: Any) -> str:
+    """Return a field's value as text, after the piece's `post_processing`.
+
+    Raises:
+        ConfigError: a value that is a list or an object, and no function that makes it a text.
+    """
+    value = str(value) if isinstance(value, int | float) else value
+    try:
+        if piece.process is not None:
+            return piece.process(value)
+        if isinstance(value, str):
+            return value
+        problem = f"it is a {type(value).__name__}"
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    raise ConfigError(
+        f"the {piece.kind} {piece.value!r} cannot be put into the template: {problem}. Give a "
+        "post_processing that returns a text."
     )
 
 

@@ -29,7 +29,7 @@ class SoftVerbalizer(nn.Module):
 
     Args:
         words: label words of every class, in order; only the first is used, as the mean of its
-            tokens' rows.
+            tokens' rows. Or the number of classes, whose rows are then drawn as `nn.Linear`'s.
         tokenizer: the model's tokenizer.
         model: model whose head is copied; not yet parallelized.
 
@@ -48,17 +48,22 @@ class SoftVerbalizer(nn.Module):
     normalize = False
     num_masks = 1
 
-    def __init__(self, words: Words, tokenizer: Tokenizer, model: Any) -> None:
+    def __init__(self, words: Words | int, tokenizer: Tokenizer, model: Any) -> None:
         super().__init__()
-        self.classes, self.words = read_words(words)
         self.head, weight, self.scale = copy_head(model)
-        rows = [weight[spell_word(row[0], tokenizer)].mean(0) for row in self.words]
-        self.rows = nn.Parameter(torch.stack(rows).clone())
+        if isinstance(words, int):
+            self.classes, self.words = (), []
+            rows = nn.Linear(weight.shape[1], words, bias=False).weight.detach().to(weight)
+        else:
+            self.classes, self.words = read_words(words)
+            means = [weight[spell_word(row[0], tokenizer)].mean(0) for row in self.words]
+            rows = torch.stack(means)
+        self.rows = nn.Parameter(rows.clone())
 
     @property
     def num_classes(self) -> int:
         """Number of classes, C."""
-        return len(self.words)
+        return len(self.rows)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the class scores."""

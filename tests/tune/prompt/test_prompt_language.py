@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import sys
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from bmforge.tune.prompt import (
     register_post_processing,
 )
 from bmforge.tune.prompt.published import read_published
+from bmforge.tune.prompt.template import fill_piece
 
 KINDS = ("placeholder", "meta", "mask", "special", "text", "soft")
 
@@ -77,6 +79,43 @@ def test_post_processing_is_read_or_registered_and_never_evaluated():
     assert parse_template(text)[0].process("abc") == "cba"
     with pytest.raises(ConfigError, match="taken"):
         register_post_processing("strip", str.upper)
+
+
+LAMBDAS = [
+    ("lambda x: x + '.'", "so"),
+    ("lambda s: s[:1].lower() + s[1:]", "Oil rose"),
+    ("lambda s: s[:-1]", "end."),
+    ("lambda x: x.strip().rstrip(string.punctuation)", " a!? "),
+    ("lambda x: '|'.join(['(' + i['label'] + ') ' + i['text'] for i in x])",
+     [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}]),
+    ("lambda lis: ','.join([f'{i}:{choice}' for i, choice in enumerate(lis)])", ["p", "q"]),
+    ("lambda x: '\\n\\n'.join(x)", ["p", "q"]),
+]  # fmt: skip
+REFUSED = [
+    "lambda x: eval(x)", "lambda x: x.__class__", "lambda x: x.format(x)", "lambda x: x * 9",
+    "lambda x: [i for i in x if i]", "lambda x: open('f').read()", "lambda x: y", "lambda x, y: x",
+    "lambda x: f'{x!r:>99}'", "lambda x: (lambda z: z)(x)", "lambda x: x[y]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "value"), LAMBDAS, ids=[row[0] for row in LAMBDAS])
+def test_lambdas_of_old_templates_equal_python(source, value):
+    for written in (source, repr(source)):
+        (piece, _) = parse_template(f'{{"meta":"m","post_processing":{written}}} {{"mask"}}')
+        assert piece.process(value) == eval(source, {"string": string})(value)
+
+
+@pytest.mark.parametrize("source", REFUSED)
+def test_other_lambdas_are_refused(source):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse_template(f'{{"meta":"m","post_processing":{source}}} {{"mask"}}')
+
+
+def test_a_list_needs_a_function_that_makes_it_a_text():
+    (piece, _) = parse_template('{"meta":"m"} {"mask"}')
+    assert fill_piece(piece, {}, {"m": 7}) == "7"
+    with pytest.raises(ConfigError, match="'m' cannot be put into the template: it is a list"):
+        fill_piece(piece, {}, {"m": ["a"]})
 
 
 def test_a_line_of_a_file_is_a_template(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from bmforge.compat.names import missing_names
 from bmforge.compat.openprompt.names import NAMES
@@ -23,12 +23,31 @@ __all__ = [
     "CPM2TokenizerWrapper",
     "LMTokenizerWrapper",
     "MLMTokenizerWrapper",
+    "ModelClass",
     "T5LMTokenizerWrapper",
     "T5TokenizerWrapper",
     "TokenizerWrapper",
     "load_plm",
 ]
 
+
+class ModelClass(NamedTuple):
+    """Classes of a kind of model that a program registers in `_MODEL_CLASSES`.
+
+    Attributes:
+        config: configuration class; without effect, the model class reads its own.
+        tokenizer, model: classes with `from_pretrained`.
+        wrapper: tokenizer wrapper class.
+    """
+
+    config: Any
+    tokenizer: Any
+    model: Any
+    wrapper: type[TokenizerWrapper]
+
+
+# Kinds of models that a program adds, as OpenPrompt's tutorial for UltraChat does.
+_MODEL_CLASSES: dict[str, ModelClass] = {}
 _WRAPPERS: dict[str, tuple[type[TokenizerWrapper], str]] = {
     "bert": (MLMTokenizerWrapper, "masked_lm"),
     "roberta": (MLMTokenizerWrapper, "masked_lm"),
@@ -61,6 +80,11 @@ def load_plm(
     Raises:
         ConfigError: an unknown kind.
     """
+    if model_name in _MODEL_CLASSES:
+        classes = _MODEL_CLASSES[model_name]
+        registered = classes.model.from_pretrained(model_path)
+        tokenizer = classes.tokenizer.from_pretrained(model_path)
+        return registered, tokenizer, registered.config, classes.wrapper
     if model_name not in _WRAPPERS:
         raise ConfigError(
             f"model_name={model_name!r} is unknown.{suggest(model_name, _WRAPPERS)} Known: "
