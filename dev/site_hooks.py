@@ -36,6 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         pages[f"examples/{example.stem}.md"] = (
             f"# examples/{example.name}\n\n```python\n{body}```\n"
         )
+    for notebook in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
+        pages[f"examples/notebooks/{notebook.name}"] = notebook.read_text("utf-8")
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
