@@ -60,12 +60,12 @@ def keep_reference_(
     """
     path = Path(run_dir) / _FILE
     names = [source.fingerprint for source in sources]
-    kept = _read(path, names)
-    if kept is None:
-        kept = [_score(source, batch_size, model) for source in sources]
-        tensors = dict(zip(names, kept, strict=True))
+    logprobs = _read(path, names)
+    if logprobs is None:
+        logprobs = [_score(source, batch_size, model) for source in sources]
+        tensors = dict(zip(names, logprobs, strict=True))
         run_on_first(lambda: replace_file(path, save(tensors)))
-    for source, values in zip(sources, kept, strict=True):
+    for source, values in zip(sources, logprobs, strict=True):
         source.reference = values
 
 

@@ -235,10 +235,10 @@ def preference_loss(name: str, scores: PairScores, options: MethodOptions) -> Te
     """
     method = METHODS.get(name)
     if method is None or method.loss is None:
-        known = [key for key, other in METHODS.items() if other.loss is not None]
+        names = [key for key, other in METHODS.items() if other.loss is not None]
         raise ConfigError(
-            f"method={name!r} has no loss of pairs (known: {', '.join(known)})."
-            f"{suggest(name, known)}"
+            f"method={name!r} has no loss of pairs (known: {', '.join(names)})."
+            f"{suggest(name, names)}"
         )
     return method.loss(scores, options)
 

@@ -213,12 +213,12 @@ def _with_reference(reference: Reference | None, model: nn.Module, batch: Batch)
 
 
 def _is_real(batch: Batch) -> Tensor:
-    """Return whether each pair has labels, (B,); others fill up the last micro-batch."""
+    """Return a mask (B,) of the pairs that have labels; the others are padding of a step."""
     return (batch["labels"][::2] != IGNORE_INDEX).any(1)
 
 
 def _has_score(labels: Tensor) -> Tensor:
-    """Return which positions can have a score, (1, T): nothing predicts the first token."""
+    """Return a mask (1, T) of the scored positions: nothing predicts the first token."""
     return (torch.arange(labels.shape[1], device=labels.device) > 0)[None]
 
 

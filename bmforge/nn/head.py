@@ -106,8 +106,8 @@ class LMHead(nn.Linear):
             hidden, rows, bias, added = inputs
             return linear_cross_entropy(hidden, rows, labels, bias, divisor, vocab, added)
         scores = measure(inputs, labels, divisor, vocab)
-        is_whole = not callable(num_items) or self.join_tokens is None
-        return scores if is_whole else self.join_tokens(scores, total)
+        join = self.join_tokens if callable(num_items) else None
+        return scores if join is None else join(scores, total)
 
     def _inputs(self, x: Tensor, more_rows: Tensor | None, is_sliced: bool) -> HeadInput:
         """Return this rank's hidden states, rows, bias and low-rank adapters for a loss.

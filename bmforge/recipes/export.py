@@ -75,7 +75,10 @@ def export_run(
             _save_adapter(adapter, model, config, target)
         else:
             if special_ids:
-                model.config = model.config.replace(raw={**model.config.raw, **special_ids})
+                raw = {**model.config.raw, **special_ids}
+                # A field of the family's own is written in place of the raw value.
+                own = {n: v for n, v in special_ids.items() if hasattr(model.config, n)}
+                model.config = model.config.replace(raw=raw, **own)
             _save_model(model, config, target)
         if world.rank == 0:
             if config.init_from is not None:

@@ -86,8 +86,8 @@ def evaluate(
     with evaluating(model), leave_out_balance(model):
         for batch in batches:
             moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
-            (moved,) = prepare_batches(objective, model, [moved])
-            result = objective(model, moved, 1.0)
+            (ready,) = prepare_batches(objective, model, [moved])
+            result = objective(model, ready, 1.0)
             if isinstance(result, LossAndMetrics):
                 metrics.add(result.metrics)
                 result = result.loss

@@ -148,8 +148,7 @@ class Trainer:
 
         A loader that ends, and has no further epoch, ends the training: the last step is saved and
         `ended` is set. Stops early, after saving, when SIGINT or SIGTERM reaches any process, and
-        sets `stopped`. A checkpoint that could not be written does not end the training;
-        `save_error` is the error of the last one.
+        sets `stopped`. A checkpoint that could not be written sets `save_error` alone.
 
         Args:
             until_step: step to stop at instead; the schedule stays that of the whole run.
@@ -302,8 +301,8 @@ class Trainer:
             "tokens_per_s": self._throughput.tokens_per_s,
             **measure_memory(lambda: device_memory_bytes(self.device)),
         }
-        optional = {"mfu": self._throughput.mfu, "skipped": skipped, "loss_scale": scale}
-        row |= {n: value for n, value in optional.items() if value is not None} | metrics
+        more = {"mfu": self._throughput.mfu, "skipped": skipped, "loss_scale": scale, **metrics}
+        row |= {name: value for name, value in more.items() if value is not None}
         return row, stops > 0
 
     def _backward(

@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 from small_runs import settings, wait_for_all
 from test_sft import CHATML, write_letters
 
+from bmforge.align.kept_reference import keep_reference_
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel, Llama, init_weights_
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import Layout
 from bmforge.recipes.adapters import AdapterConfig
+from bmforge.recipes.inputs.conversation_rows import EncodedRow
+from bmforge.recipes.inputs.preference_rows import EncodedPair, PreferencePairs
 from bmforge.recipes.preferences import PairData, PreferencesConfig, train_preferences
 from bmforge.recipes.reward import RewardConfig, train_reward
 from bmforge.testing import assert_equal_trees, run_distributed
@@ -156,8 +159,12 @@ def run_on_layout(config: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(2, Layout(zero=3)), (2, Layout(tp=2)), (2, Layout(pp=2)), (2, Layout(cp=2))],
-    ids=["zero3", "tp", "pp", "cp"],
+    [
+        pytest.param(2, Layout(zero=3), id="zero3"),
+        pytest.param(2, Layout(pp=2), id="pp"),
+        pytest.param(2, Layout(tp=2), id="tp", marks=pytest.mark.long),
+        pytest.param(2, Layout(cp=2), id="cp", marks=pytest.mark.long),
+    ],
 )
 def test_layouts(start: Path, world: int, layout: Layout) -> None:
     """DPO with a copy as reference, KTO and a reward model, on layouts and on one process."""
@@ -220,12 +227,22 @@ def test_options_without_effect_are_refused(
 
 
 def test_kept_values_follow_the_rows(start: Path) -> None:
-    """Values kept for other rows are computed again, not used."""
-    config = make_config(start, "run", 1, reference="precomputed")
-    run(config)
-    kept = (start / "run" / "reference_logprobs.safetensors").read_bytes()
-    other = make_config(start, "other", 1, reference="precomputed")
-    other = dataclasses.replace(other, data=dataclasses.replace(other.data, seq_len=32))
-    (start / "other").mkdir()
-    (start / "other" / "reference_logprobs.safetensors").write_bytes(kept)
-    assert run(other)[0]["loss"] == pytest.approx(0.6931472, rel=1e-6)
+    """Values are read again for the same rows, and computed for other ones."""
+    model: Any = AutoModel.from_pretrained(start / "base")
+    row = EncodedRow([5, 6, 7, 8], [-100, -100, 7, 8])
+    sources = [
+        PreferencePairs([EncodedPair(row, EncodedRow([5, 6, end], [-100, -100, end]))], 8)
+        for end in (9, 9, 10)
+    ]
+    for source in sources:
+        keep_reference_([source], start, 2, model)
+    first, again, other = (source.reference for source in sources)
+    assert first is not None
+    assert again is not None
+    assert other is not None
+    assert torch.equal(first, again)
+    assert other[0, 0] == first[0, 0]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[5, 6]])).logits[0, -1].log_softmax(-1)
+    assert other[0, 1].item() == pytest.approx(logits[10].item(), rel=1e-5)
+    assert first[0, 1].item() == pytest.approx(logits[9].item(), rel=1e-5)
