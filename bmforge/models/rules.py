@@ -39,19 +39,18 @@ class LayoutRules:
         zero_units: modules whose parameters are all-gathered together; others belong to the root.
         recompute_units: modules whose activations can be recomputed in backward.
         tensor_parallel: tensor parallel plan; empty if the family does not support it.
-        tensor_refusal: reason why there is no tensor parallel plan; "" if the family has one.
         stacks: containers of blocks, in execution order.
         pipeline_first: modules that belong to the pipeline stage where the stack begins.
         pipeline_last: modules that belong to the stage where it ends; all others are on every stage
             of the stack.
         quantize_targets: modules that are quantized by default; norms, biases, routers and position
             tables stay floats. Globs without a match are skipped.
+        tensor_refusal: reason why there is no tensor parallel plan; "" if the family has one.
     """
 
     zero_units: tuple[str, ...] = ("layers.*",)
     recompute_units: tuple[str, ...] = ("layers.*",)
     tensor_parallel: tuple[TensorCut, ...] = ()
-    tensor_refusal: str = ""
     stacks: tuple[str, ...] = ("layers",)
     pipeline_first: tuple[str, ...] = ("embed*", "project_in")
     pipeline_last: tuple[str, ...] = (
@@ -71,6 +70,7 @@ class LayoutRules:
         "project_in",
         "project_out",
     )
+    tensor_refusal: str = ""
 
 
 # Last part of a module's name -> style, and kind of its units.
