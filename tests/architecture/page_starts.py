@@ -30,6 +30,7 @@ STARTS = {
     "google/vit-base-patch16-224-in21k": "vit-base-patch16-224-in21k",
     "openbmb/cpm-bee-1b": "cpm-bee-1b",
     "models/cpm-ant": "cpm-ant-10b",
+    "tiny": "llama-3.2-1b",  # written by a block of the page
     "models/eva2.0-base": "eva2.0-base",
 }
 
