@@ -16,7 +16,7 @@ class CompressCommand:
     """Compress a model by a recipe: distillation, pruning, mixture of experts, quantization.
 
     Args:
-        model: directory or hub id of the model.
+        model: directory or hub id of the model; an adapter is merged into its base model first.
         recipe: TOML file with the methods (docs/guides/compression.md), or a JSON file of BMCook.
         out: directory of the compressed model; repeating the command resumes it.
         format: file format of the compressed model: native, or vLLM's, which transformers opens

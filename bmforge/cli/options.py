@@ -329,6 +329,7 @@ class PlanCommand:
         currency: currency of the price.
         rows: number of table rows.
         plot: SVG file for a memory chart of these rows.
+        json: print all estimates as JSON, in bytes and seconds.
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -355,3 +356,4 @@ class PlanCommand:
     currency: str = "USD"
     rows: int = 12
     plot: Path | None = None
+    json: bool = False

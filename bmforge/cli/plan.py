@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bmforge.cli.options import PlanCommand
+from bmforge.cli.plan_json import plan_to_dict
 from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.device import parse_dtype
@@ -119,7 +121,10 @@ def run_plan_command(command: PlanCommand) -> None:
             processes=os.cpu_count() or 1,
             keep=default_directory(),
         )
-    describe_plan(result, command, console)
+    if command.json:
+        print(json.dumps(plan_to_dict(result, command.tokens, command.price), indent=1))
+    else:
+        describe_plan(result, command, console)
     if command.plot is not None:
         command.plot.parent.mkdir(parents=True, exist_ok=True)
         replace_file(command.plot, draw_memory(result, command.rows))
@@ -150,6 +155,8 @@ def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
     )
     if not result.rows or not result.rows[0].fits:
         return
+    if result.least is not None and result.least.memory.total < result.winner.memory.total:
+        console.print(least_line(result.least), highlight=False)
     if command.tokens is not None:
         console.print(cost_line(result.winner, request, command), highlight=False)
     line = launch_line(request, result.winner, _model_options(command))
@@ -199,6 +206,15 @@ def _cells(row: Row, request: Request) -> list[str]:
     return [*cells, f"host lacks {row.host_short_bytes / _GIB:.0f} GiB"]
 
 
+def least_line(row: Row) -> str:
+    """Return the memory of the setting that needs least, and its options."""
+    layout = str(row.choice.layout).removeprefix("Layout(").removesuffix(")")
+    return (
+        f"least memory: {row.memory.total / _GIB:.1f} GiB ({layout}, --data.micro-batch-size 1 "
+        f"--recompute), {row.tokens_per_s:,.0f} tokens/s"
+    )
+
+
 def cost_line(row: Row, request: Request, command: PlanCommand) -> str:
     """Return hours, GPU-hours and cost of a run over `tokens`."""
     assert command.tokens is not None
@@ -214,10 +230,11 @@ def cost_line(row: Row, request: Request, command: PlanCommand) -> str:
 
 
 def launch_line(request: Request, row: Row, model: Sequence[str] = ()) -> str:
-    """Return the command that starts pretraining in a row's layout on every node.
+    """Return the command that starts training in a row's layout on every node.
 
     Values that a plan does not know are shell variables that must be set: the output directory of
-    `bmforge prepare`, and with several nodes the address of the first.
+    `bmforge prepare`, or for an adapter the conversations; with several nodes the address of the
+    first.
 
     Args:
         request: the planner request.
@@ -231,13 +248,16 @@ def launch_line(request: Request, row: Row, model: Sequence[str] = ()) -> str:
     if nodes > 1:
         first = "${FIRST_NODE:?its name or address}"
         start += f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{first}:29500"'
+    task, data = "pretrain", "${CORPUS:?what bmforge prepare wrote}"
+    if any(option.startswith("--adapter") for option in model):
+        task, data = "conversations", "${CHATS:?file with conversations}"
     return " ".join(
         [
             start,
-            "-m bmforge train pretrain --model",
+            f"-m bmforge train {task} --model",
             shlex.quote(request.workload.name),
             *model,
-            '--data.paths "${CORPUS:?what bmforge prepare wrote}"',
+            f'--data.paths "{data}"',
             *_options(request, choice),
         ]
     )

@@ -7,8 +7,9 @@ from rich.console import Console
 from bmforge.cli.opening import put_deltas_, with_own_adapter
 from bmforge.cli.tree_options import TreeCommand
 from bmforge.errors import ConfigError
+from bmforge.models.adapter_dirs import find_export, is_adapter
 from bmforge.models.hub import find_config
-from bmforge.recipes.adapter_dirs import find_export, find_source, is_adapter
+from bmforge.recipes.adapter_dirs import find_source
 from bmforge.tune.delta.tree import draw_tree, fold_tree
 from bmforge.tune.delta.tree_page import write_tree_page
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
+from bmforge.models.adapter_dirs import find_base, find_export, is_adapter
 from bmforge.models.base import Model
 from bmforge.models.changes import CHANGES_KEY
 from bmforge.models.config import ModelConfig, read_config_file
@@ -21,6 +23,7 @@ __all__ = [
     "AutoModel",
     "Backend",
     "family_of_config",
+    "find_base_model",
     "find_config",
     "find_model",
     "find_preset",
@@ -72,8 +75,16 @@ def find_model(name: str | Path) -> Path:
     Raises:
         ConfigError: it is neither a directory, nor in the cache, nor on the hub.
     """
-    hub_ids = {k: v for f in FAMILIES.values() for k, v in f.config_class.hub_ids.items()}
-    return resolve_model(name, hub_ids)
+    return resolve_model(name, _hub_ids())
+
+
+def find_base_model(adapter: str | Path) -> Path:
+    """Return the directory of the base model of an adapter directory; see `find_base`."""
+    return find_base(Path(adapter), _hub_ids())
+
+
+def _hub_ids() -> dict[str, str]:
+    return {k: v for f in FAMILIES.values() for k, v in f.config_class.hub_ids.items()}
 
 
 class AutoModel:
@@ -109,15 +120,24 @@ class AutoModel:
     def from_pretrained(
         cls, name: str | Path, *, backend: Backend = "auto", **options: Any
     ) -> Model:
-        """Open a checkpoint.
+        """Open a checkpoint, or a base model with an adapter.
 
         Args:
-            name: directory, hub id or short name.
+            name: directory, hub id or short name; a run's directory opens its export, an adapter
+                directory the base model that it names, with the adapter attached and frozen.
             backend: see `family_of`.
             options: those of `Model.from_pretrained`.
         """
-        family, directory = cls._find(name, backend)
-        return family.from_pretrained(directory, **options)
+        name = find_export(name)
+        if not is_adapter(name):
+            family, directory = cls._find(name, backend)
+            return family.from_pretrained(directory, **options)
+        model = cls.from_pretrained(find_base_model(name), backend=backend, **options)
+        # Adapters are built on models, so `models` must not import `tune` at import time.
+        tune: Any = importlib.import_module("bmforge.tune.delta")
+        is_other = options.get("quantize") is not None
+        tune.load_delta(model, name, allow_other_base=is_other, trainable=False)
+        return model.eval()
 
     @classmethod
     def describe_pretrained(
@@ -129,7 +149,16 @@ class AutoModel:
             name: directory, hub id or short name.
             backend: see `family_of`.
             options: those of `Model.describe_pretrained`.
+
+        Raises:
+            ConfigError: an adapter directory, which has no weights of a model.
         """
+        name = find_export(name)
+        if is_adapter(name):
+            raise ConfigError(
+                f"{str(name)!r} is an adapter, not a model. Merge it first: bmforge merge {name} "
+                "--out DIR."
+            )
         family, directory = cls._find(name, backend)
         return family.describe_pretrained(directory, **options)
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,21 +21,20 @@ from bmforge.files import check_place
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
+from bmforge.models.adapter_dirs import ADAPTER_CONFIG, find_export, is_adapter
 from bmforge.models.formats.convert import find_companions, find_dtype
-from bmforge.models.formats.hf_format import WeightFiles, has_weights
-from bmforge.models.hub import find_model
+from bmforge.models.formats.hf_format import WeightFiles
+from bmforge.models.hub import find_base_model, find_model
 from bmforge.recipes.export import copy_side_files, read_dtypes, swapped_directory
 from bmforge.tune.delta import load_delta
-from bmforge.tune.delta.files import CONFIG_NAME, is_delta_dir
 from bmforge.tune.delta.merge import merge_
 
 __all__ = [
     "ModelSource",
-    "find_export",
     "find_source",
-    "is_adapter",
     "merge_adapter",
     "merged_model",
+    "plain_model",
 ]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
@@ -73,47 +71,8 @@ def find_source(name: str | Path) -> ModelSource:
         return ModelSource(model, model)
     adapter = Path(directory)
     has_tokenizer = any((adapter / file).is_file() for file in _TOKENIZER_FILES)
-    base = _find_base(adapter)
+    base = find_base_model(adapter)
     return ModelSource(base, adapter if has_tokenizer else base, adapter)
-
-
-def find_export(name: str | Path) -> str | Path:
-    """Return the export of a run's directory; any other name is returned unchanged.
-
-    Raises:
-        ConfigError: the run has no export.
-    """
-    if not (Path(name) / "run.toml").is_file():
-        return name
-    export = Path(name) / "export"
-    if not export.is_dir():
-        raise ConfigError(
-            f"{str(export)!r} does not exist: the run is not finished, or has export=False. Run "
-            "the same `bmforge train` command again to finish it."
-        )
-    return export
-
-
-def is_adapter(name: str | Path) -> bool:
-    """Return True for a directory that holds an adapter and no model."""
-    return is_delta_dir(name) and not has_weights(Path(name))
-
-
-def _find_base(adapter: Path) -> Path:
-    config = json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8"))
-    base = config.get("base_model_name_or_path")
-    if not base:
-        raise ConfigError(
-            f"the adapter in {str(adapter)!r} does not name its base model. Give the base model "
-            f"and --adapter {adapter}, or write base_model_name_or_path into {CONFIG_NAME}."
-        )
-    try:
-        return find_model(base)
-    except ConfigError as error:
-        raise ConfigError(
-            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found ({error}) "
-            f"Give the base model and --adapter {adapter}."
-        ) from error
 
 
 def merge_adapter(
@@ -149,9 +108,9 @@ def merge_adapter(
     directory = Path(find_export(adapter))
     if not is_adapter(directory):
         raise ConfigError(
-            f"{str(adapter)!r} is not an adapter directory ({CONFIG_NAME} and weights)."
+            f"{str(adapter)!r} is not an adapter directory ({ADAPTER_CONFIG} and weights)."
         )
-    source = find_model(base) if base is not None else _find_base(directory)
+    source = find_model(base) if base is not None else find_base_model(directory)
     with swapped_directory(target) as partial:
         model = _open_base(source)
         merge_(model, [load_delta(model, directory, allow_other_base=base is not None)])
@@ -192,3 +151,17 @@ def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
     near.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bmforge-merged-", dir=near.parent) as folder:
         yield merge_adapter(directory, Path(folder) / Path(near).stem)
+
+
+def plain_model(name: str | Path, target: Path) -> Path:
+    """Return the directory of a plain model; an adapter is merged into `target` unless it exists.
+
+    Args:
+        name: model argument of a command; see `find_source`.
+        target: directory of the merged model, which stays.
+    """
+    directory = find_export(name)
+    if not is_adapter(directory):
+        return find_model(directory)
+    # `merge_adapter` renames a complete directory into place, so an existing one is complete.
+    return target if target.exists() else merge_adapter(directory, target)

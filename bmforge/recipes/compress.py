@@ -27,9 +27,9 @@ from bmforge.models import AutoModel
 from bmforge.models.config_file import GENERATION_FILE
 from bmforge.models.formats.compressed_write import save_compressed
 from bmforge.models.formats.convert import find_companions, write_directory
-from bmforge.models.hub import find_model
 from bmforge.models.save import write_model
 from bmforge.parallel import init_distributed, run_on_first
+from bmforge.recipes.adapter_dirs import find_source, plain_model
 from bmforge.recipes.compressing import CalibrationConfig, PhaseConfig, read_calibration
 from bmforge.recipes.evaluate import evaluate_model
 from bmforge.recipes.registry import Recipe, find_recipe
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 FileFormat = Literal["bmforge", "compressed-tensors"]
-_PHASES, _EXPORT, _MADE = "phases", "export", "made"
+_PHASES, _EXPORT, _MADE, _MERGED = "phases", "export", "made", "merged"
 
 
 class StoppedError(KeyboardInterrupt):
@@ -67,7 +67,7 @@ class CompressRunConfig:
     """Config of a compression.
 
     Args:
-        model: directory or hub id of the model.
+        model: directory or hub id of the model; an adapter directory is merged into its base first.
         out: directory of the compressed model; its phases are subdirectories.
         compress: compression methods and their options.
         steps: training steps of each phase.
@@ -131,6 +131,9 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
     begun = [p for n, p in enumerate(phases, 1) if _phase_dir(config, n, p).exists()]
     with occupy_run_dir(config.out, config, changeable_fields(begun) | {"speed", "format"}):
         claim_run_dir(config.out, config)
+        merged = config.out / _PHASES / _MERGED
+        run_on_first(lambda: plain_model(config.model, merged))
+        source = original = merged if merged.exists() else source
         model, done = AutoModel.describe_pretrained(source)[0], list[PhaseFacts]()
         before, quality = _measure_before(config, source, model)
         for number, phase in enumerate(phases, 1):
@@ -144,7 +147,7 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
             done.append(facts)
             source = Path(facts.directory)
         report = CompressReport(type(model).__name__, before, tuple(done), quality)
-        report = run_on_first(lambda: _publish(report, config)) or report
+        report = run_on_first(lambda: _publish(report, config, original)) or report
     return report
 
 
@@ -156,7 +159,8 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
     """Return the phases and the model's directory after all checks that need no training."""
     phases = split_phases(config.compress, config.steps)
     _check_task(config, phases)
-    source = find_model(config.model)
+    # An adapter is merged into its base, whose sizes are those of the merged model.
+    source = find_source(config.model).model
     if config.compress.distill is not None:
         check_vocabularies(source, config.compress.distill)
     if config.speed:
@@ -203,7 +207,7 @@ def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
     taken = {"run_dir", "init_from", "export", "compress", "model"} & set(config.run)
     if taken:
         raise ConfigError(f"run.{min(taken)} is the recipe's own: leave it out.")
-    find_recipe(config.task, config.model)
+    find_recipe(config.task, str(find_source(config.model).model))
 
 
 def _read_done(directory: Path) -> PhaseFacts | None:
@@ -339,10 +343,10 @@ def _change_at_once(
     return dataclasses.replace(facts, directory=str(target))
 
 
-def _publish(report: CompressReport, config: CompressRunConfig) -> CompressReport:
+def _publish(report: CompressReport, config: CompressRunConfig, original: Path) -> CompressReport:
     """Copy the compressed model of the last phase into the output directory."""
     if config.speed:
-        report = _with_speed(report, find_model(config.model))
+        report = _with_speed(report, original)
     source, out = _in_format(config, Path(report.phases[-1].directory)), config.out
     for file in sorted(path for path in source.iterdir() if path.is_file()):
         target = out / file.name

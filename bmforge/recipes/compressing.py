@@ -145,6 +145,11 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
         raise ConfigError(
             "a phase of compression trains the model itself: leave adapter and freeze_base out."
         )
+    if config.train.load_best_model_at_end or config.train.early_stopping_patience is not None:
+        raise ConfigError(
+            "the model of an earlier step of a phase is not compressed to its end: leave "
+            "train.load_best_model_at_end and train.early_stopping_patience out."
+        )
     if axis_size(mesh, *STAGE_AXES) > 1:
         raise ConfigError(
             "a phase of compression ends in a small model, which no process of a pipeline has "

@@ -26,6 +26,7 @@ from bmforge.host_tuning import tuned_host
 from bmforge.infer.score import roll_windows
 from bmforge.logging import get_logger
 from bmforge.models import Model, load_weights_
+from bmforge.models.adapter_dirs import find_export, is_adapter
 from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.hub import find_model
 from bmforge.parallel import (
@@ -38,7 +39,7 @@ from bmforge.parallel import (
     parallelize,
     run_on_first,
 )
-from bmforge.recipes.adapter_dirs import find_export, find_source, is_adapter
+from bmforge.recipes.adapter_dirs import find_source
 from bmforge.recipes.asking import AskedClasses, AskedOptions, AskedTask, AskedTexts, count_classes
 from bmforge.recipes.inputs.corpus import open_held_out
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out

@@ -85,8 +85,8 @@ Results = dict[str, dict[str, float]]
 _FREE_FIELDS = """
     run_dir layout offload recompute compile prefetch wandb_project export train.steps
     train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
-    train.log_every_steps train.profile_steps
-    train.num_epochs data.micro_batch_size data.prefetch_steps
+    train.log_every_steps train.profile_steps train.early_stopping_patience
+    train.early_stopping_threshold train.num_epochs data.micro_batch_size data.prefetch_steps
     data.validation_batches data.paths data.validation model_changes new_head family
     adapter.merge export_dtype push_to_hub search licence timeout_s
 """

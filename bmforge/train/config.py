@@ -30,6 +30,11 @@ class TrainConfig:
         spike_sigmas: skip a step whose loss is this many standard deviations above the recent mean;
             None skips non-finite steps only.
         eval_every_steps: steps between evaluations; None evaluates at the end only.
+        load_best_model_at_end: keep the checkpoint with the lowest evaluation loss, and end the
+            run with its weights (default: off); needs eval_every_steps.
+        early_stopping_patience: number of evaluations without an improvement after which the run
+            ends; None trains all steps.
+        early_stopping_threshold: decrease of the loss, in nats, that counts as an improvement.
         save_every_steps: steps between checkpoints; None saves at the end only.
         keep_last: number of newest checkpoints to keep.
         keep_every_steps: also keep every checkpoint whose step this divides.
@@ -49,6 +54,9 @@ class TrainConfig:
     grad_clip: float | None = 1.0
     spike_sigmas: float | None = None
     eval_every_steps: int | None = None
+    load_best_model_at_end: bool = False
+    early_stopping_patience: int | None = None
+    early_stopping_threshold: float = 0.0
     save_every_steps: int | None = 100
     keep_last: int = 2
     keep_every_steps: int | None = None
@@ -62,14 +70,36 @@ class TrainConfig:
         for name in ("steps", "num_epochs", "log_every_steps", "keep_last"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} must be at least 1.")
-        for name in ("eval_every_steps", "save_every_steps", "keep_every_steps", "grad_clip"):
+        positive = ("eval_every_steps", "save_every_steps", "keep_every_steps", "grad_clip")
+        for name in (*positive, "early_stopping_patience"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"train.{name}={value} must be above 0, or None for never.")
+        self._check_best()
         if self.profile_steps < 0:
             raise ConfigError(f"train.profile_steps={self.profile_steps} must be at least 0.")
         if self.profile_steps and self.steps <= SKIPPED_STEPS:
             raise ConfigError(
                 f"train.profile_steps={self.profile_steps} has no effect with train.steps="
                 f"{self.steps}: the first {SKIPPED_STEPS} steps are not traced."
+            )
+
+    def _check_best(self) -> None:
+        """Raise `ConfigError` for settings of the best checkpoint that have no effect."""
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
+            value = getattr(self, name)
+            if value and self.eval_every_steps is None:
+                raise ConfigError(
+                    f"train.{name}={value} compares evaluations during training. Give "
+                    "train.eval_every_steps."
+                )
+        if self.early_stopping_threshold < 0:
+            raise ConfigError(
+                f"train.early_stopping_threshold={self.early_stopping_threshold} must be at least "
+                "0."
+            )
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ConfigError(
+                f"train.early_stopping_threshold={self.early_stopping_threshold} has no effect "
+                "without train.early_stopping_patience."
             )

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.batch import Batch
 from bmforge.device import device_memory_bytes, peak_flops
-from bmforge.errors import ConfigError
 from bmforge.host_tuning import MemoryWatch, tuned_host
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
@@ -37,6 +36,8 @@ from bmforge.parallel import (
     sum_over_axes,
 )
 from bmforge.train.batch_reader import BatchReader, Loader
+from bmforge.train.best import BestEvaluation
+from bmforge.train.callbacks import load_callback_states, read_callback_states
 from bmforge.train.checkpoint.base import Base
 from bmforge.train.checkpoint.checkpointer import Checkpointer
 from bmforge.train.checkpoint.rng import reseed_rng
@@ -115,6 +116,7 @@ class Trainer:
         check_model(model, objective)
         self.objective, self.evaluator, self.callbacks = objective, evaluator, tuple(callbacks)
         self.run_dir = None if run_dir is None else Path(run_dir)
+        self.best = BestEvaluation(config, evaluator is not None, run_dir is not None)
         check_precision(model, config.precision)
         ensure_master_weights_(model, config.precision, config.master_weights)
         self.device = next(model.parameters()).device
@@ -140,15 +142,15 @@ class Trainer:
 
     @property
     def ended(self) -> bool:
-        """Whether the loader has ended `fit` before its last step, after `num_epochs` epochs."""
-        return self._reader.ended
+        """Whether the loader (after `num_epochs`) or early stopping ended `fit` before `steps`."""
+        return self._reader.ended or self.best.is_exhausted
 
     def fit(self, until_step: int | None = None) -> Self:
         """Train to `config.steps`, saving and evaluating on the way; return the trainer.
 
-        A loader that ends, and has no further epoch, ends the training: the last step is saved and
-        `ended` is set. Stops early, after saving, when SIGINT or SIGTERM reaches any process, and
-        sets `stopped`. A checkpoint that could not be written sets `save_error` alone.
+        A loader that ends, and has no further epoch, ends the training, as does early stopping: the
+        last step is saved and `ended` is set. SIGINT or SIGTERM on any process ends it after saving
+        and sets `stopped`. A checkpoint that could not be written sets `save_error` alone.
 
         Args:
             until_step: step to stop at instead; the schedule stays that of the whole run.
@@ -181,6 +183,10 @@ class Trainer:
             finally:
                 if writer is not None:
                     writer.close()
+            if self.ended or self.step >= self.config.steps:
+                if self.state_offload is not None and self.best.step not in (None, self.step):
+                    self.state_offload.restore_()
+                self.best.load_(self.model, checkpointer.directory, self.step)
         return self
 
     def _resume(self, checkpointer: Checkpointer) -> int | None:
@@ -192,6 +198,7 @@ class Trainer:
             restore_settings_(self.optimizers, settings)
         self.step, state = loaded
         self.load_state_dict(state)
+        self.best.find_checkpoint(checkpointer.directory)
         if state.get("mesh", self._shape()) != self._shape():
             # Generators were saved per process of the old layout, so they are reseeded.
             reseed_rng(self.config.seed, self.step, self._stream)
@@ -215,7 +222,7 @@ class Trainer:
             bar.advance(self.step)
             self.stopped = stopping = False
             saved = self.step
-            while self.step < last_step and not stopping:
+            while self.step < last_step and not (stopping or self.best.is_exhausted):
                 self._throughput.start()
                 with self._detector.naming_failures(f"step {self.step + 1}, reading data"):
                     micro_batches = self._reader.read(self.step)
@@ -226,8 +233,10 @@ class Trainer:
                 if watch is not None:
                     watch.note_step()
                 due = config.eval_every_steps and self.step % config.eval_every_steps == 0
+                is_best = False
                 if self.evaluator is not None and (due or self.step == config.steps):
                     row.update(validation_row(self.evaluator(self.model)))
+                    is_best = self.best.note(self.step, row["val_loss"])
                 if writer is not None:
                     writer.write(self.step, row)
                 self._show(row, bar)
@@ -236,6 +245,7 @@ class Trainer:
                 for callback in self.callbacks:
                     callback(self, row)
                 due = config.save_every_steps and self.step % config.save_every_steps == 0
+                due = due or is_best
                 if checkpointer is not None and (due or stopping or self.step == last_step):
                     self._save(checkpointer)
                     saved = self.step
@@ -249,7 +259,9 @@ class Trainer:
         if self.state_offload is not None:
             self.state_offload.wait()
         reshard_(self.model)  # a callback may have run the model
-        checkpointer.save(self.step, self.model, self.optimizers, self.state_dict())
+        checkpointer.save(
+            self.step, self.model, self.optimizers, self.state_dict(), keep_step=self.best.step
+        )
 
     def train_step(
         self, stop_asked: bool = False, micro_batches: Sequence[Batch] | None = None
@@ -363,16 +375,9 @@ class Trainer:
             "guard": self.guard.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "mesh": self._shape(),
-            "callbacks": {name: c.state_dict() for name, c in self._stateful().items()},
+            "best": self.best.state_dict(),
+            "callbacks": read_callback_states(self.callbacks),
         }
-
-    def _stateful(self) -> dict[str, Any]:
-        """Return the callbacks that have a state, by their names."""
-        stateful = [c for c in self.callbacks if hasattr(c, "state_dict")]
-        named = {getattr(c, "name", type(c).__name__): c for c in stateful}
-        if len(named) < len(stateful):
-            raise ConfigError(f"two callbacks have one name: {sorted(named)}. Rename one of them.")
-        return named
 
     def _shape(self) -> list[int]:
         return [] if self.mesh is None else list(self.mesh.shape)
@@ -390,11 +395,6 @@ class Trainer:
         self.guard.load_state_dict(state["guard"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-        callbacks, saved = self._stateful(), state.get("callbacks", {})
-        if set(callbacks) != set(saved):
-            raise ConfigError(
-                f"the run that is to go on had the callbacks {sorted(saved) or 'none'}, this one "
-                f"has {sorted(callbacks) or 'none'}. Give it the same ones."
-            )
-        for name, callback in callbacks.items():
-            callback.load_state_dict(saved[name])
+        if "best" in state:
+            self.best.load_state_dict(state["best"])
+        load_callback_states(self.callbacks, state.get("callbacks", {}))

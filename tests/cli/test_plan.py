@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
@@ -41,6 +42,45 @@ def test_a_plan_from_model_to_command(tmp_path: Path, capsys: pytest.CaptureFixt
     config = tomllib.loads(capsys.readouterr().out)
     assert config["data"]["global_batch_size"] == 2
     assert (config["model"]["hidden_size"], config["model"]["num_layers"]) == (64, 4)
+
+
+def test_json_has_the_figures_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row of the table, in bytes; the smallest row; standard output is JSON alone."""
+    qlora = ["--adapter", "lora", "--base-dtype", "int4", "--tokens", "1e6", "--price", "2"]
+    small = "plan llama-3.2-1b --set hidden_size=64 num_heads=4 num_kv_heads=2 num_layers=4 "
+    small += "vocab_size=512 intermediate_size=96 --gpus 1 --seq 64 --batch 4 --gpu v100-16gb"
+    assert main([*small.split(), *qlora]) == 0
+    out = capsys.readouterr().out
+    assert "-m bmforge train conversations --model" in out
+    assert "--adapter lora --base-dtype int4" in out
+    assert main([*small.split(), *qlora, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    table = [line for line in out.splitlines() if re.match(r"zero=\d ", line)]
+    assert len(table) == min(12, len(plan["rows"]))
+    for line, row in zip(table, plan["rows"], strict=False):
+        cells = line.split()
+        rows, recompute, _, gib = next(
+            cells[n : n + 4] for n, cell in enumerate(cells) if cell.isdecimal()
+        )
+        assert int(rows) == row["micro_batch_rows"]
+        assert (recompute == "yes") == row["recompute"]
+        assert float(gib) == pytest.approx(row["memory_bytes"] / 2**30, abs=0.051)
+        assert sum(row["memory_parts_bytes"].values()) == pytest.approx(row["memory_bytes"], abs=9)
+        assert row["cost"] == pytest.approx(row["hours"] * 2)
+    least = plan["least_memory"]
+    assert (least["micro_batch_rows"], least["recompute"], least["fits"]) == (1, True, True)
+
+
+@pytest.mark.long
+def test_qlora_of_8b_fits_in_8_gib(capsys: pytest.CaptureFixture[str]) -> None:
+    """One row of 2,048 tokens with recompute, without offloading."""
+    plan = ["plan", "qwen3-8b", "--gpus", "1", "--gpu", "4090", "--seq", "2048", "--batch", "8"]
+    plan += ["--json", "--no-offload"]
+    assert main([*plan, "--adapter", "lora", "--base-dtype", "int4"]) == 0
+    least = json.loads(capsys.readouterr().out)["least_memory"]
+    # 0.5 bytes for each of 6.9e9 block weights, with scales; 2 bytes for embedding and head.
+    weights = 6.9e9 * (0.5 + 4 / 64) + 2 * 2 * 151936 * 4096
+    assert 0.95 * weights < least["memory_bytes"] <= 8 * 2**30
 
 
 @pytest.mark.parametrize(

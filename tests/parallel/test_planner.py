@@ -22,7 +22,7 @@ from bmforge.models import init_weights_
 from bmforge.models.bert import BertConfig
 from bmforge.models.changes import Change
 from bmforge.models.gpt2 import GPT2, GPT2Config
-from bmforge.models.llama import LlamaConfig
+from bmforge.models.llama import Llama, LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import Layout, init_distributed, parallelize, run_step, shutdown_distributed
 from bmforge.parallel.pipeline.replay import replay
@@ -41,6 +41,10 @@ from bmforge.parallel.planner.peak import (
 from bmforge.parallel.planner.search import plan
 from bmforge.parallel.planner.step_time import Engine, Work, step_time
 from bmforge.parallel.planner.trace import Setting, trace_step
+from bmforge.recipes.adapters import AdapterConfig, with_adapter
+from bmforge.recipes.base_weights import quantize_base_
+from bmforge.recipes.run import RunConfig
+from bmforge.surgery import persistent_tensors
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "num_layers": 6}
 TINY = GPT2Config(**SMALL, max_seq_len=64)
@@ -187,6 +191,51 @@ def test_a_real_run_on_this_machine(recompute: bool) -> None:
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     assert said.total == pytest.approx(np.cumsum(changes).max(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("base", "recompute"),
+    [
+        ("int4", True),
+        (None, False),
+        pytest.param(None, True, marks=pytest.mark.long),
+        pytest.param("int8", False, marks=pytest.mark.long),
+        pytest.param("int8", True, marks=pytest.mark.long),
+        pytest.param("int4", False, marks=pytest.mark.long),
+    ],
+)
+def test_a_real_run_with_an_adapter(base: str | None, recompute: bool) -> None:
+    """LoRA on a float or quantized base: the allocator's high-water mark of a real step."""
+    config: Any = replace(CONFIGS["llama"], hidden_size=128, num_layers=4, intermediate_size=320)
+    if base is not None:
+        quantize_base_(model := Llama.from_config(config, device="meta"), base)
+        config = model.config
+    config = with_adapter(Llama, config, RunConfig(adapter=AdapterConfig(kind="lora", rank=8)))
+    workload = workload_of("small", config, 64, ())
+    cluster = Cluster(replace(find_device("a100-40gb"), is_host=True), 1)
+    choice = Choice(Layout(zero=0), 16, recompute)
+    said = Estimator(Request(workload, cluster, 16, "fp32")).estimate(choice).memory
+    ids = torch.randint(512, (16, 64))
+    init_distributed()
+    model = workload.whole()
+    parallelize(model, Layout(zero=0), recompute=recompute)
+    init_weights_(model, 0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+
+    def step() -> None:
+        run_step(model.train(), lambda b: model(**b).loss, [{"input_ids": ids, "labels": ids}])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # makes the optimizer's states
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    static = sum(t.untyped_storage().nbytes() for t in persistent_tensors(model).values())
+    static += sum(2 * 4 * p.numel() for p in trained)
+    assert said.total == pytest.approx(static + np.cumsum(changes).max(), rel=0.01)
 
 
 def test_products_are_those_of_the_formula() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from small_runs import write_jsonl
 
 from bmforge.cli import main
+from bmforge.errors import ConfigError
 from bmforge.models import AutoModel
 from bmforge.recipes.adapter_dirs import find_source, merge_adapter
 from bmforge.recipes.adapters import default_rate
@@ -279,3 +281,47 @@ def test_exports_are_pushed_whole(
     names = {file.name for file in (run / "export").iterdir()}
     assert calls == [("create", ("me/mine", True, True)), ("upload", names)]
     assert {"README.md", "adapter_config.json", "tokenizer.json"} <= names
+
+
+def test_python_opens_adapters_and_runs(base: Path, tmp_path: Path) -> None:
+    """`AutoModel` opens an adapter or a run as the commands do, with the logits of PEFT."""
+    run = train(base, tmp_path, "--lr", "0.01", steps=8)
+    theirs = AutoPeftModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
+    with torch.no_grad():
+        want = theirs(IDS).logits
+        for name in (run, run / "export", str(run)):
+            model = AutoModel.from_pretrained(name)
+            assert not model.training
+            assert not any(p.requires_grad for p in model.parameters())
+            assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-5)
+        packed = AutoModel.from_pretrained(run, quantize="int8")
+        assert_close(packed(IDS).logits, want, rtol=0.1, atol=0.1)
+    with pytest.raises(ConfigError, match=r"is an adapter, not a model\. Merge it first"):
+        AutoModel.describe_pretrained(run)
+    shutil.move(base, moved := tmp_path / "moved")
+    try:
+        with pytest.raises(ConfigError, match=r"base model .* was not found"):
+            AutoModel.from_pretrained(run)
+    finally:
+        shutil.move(moved, base)
+
+
+def test_compress_takes_an_adapter(base: Path, tmp_path: Path) -> None:
+    """The recipe compresses the merged model; a repeated call merges nothing again."""
+    run = train(base, tmp_path, "--lr", "0.01", steps=8)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[structure]\nintermediate_size = 64\n[quantize]\nscheme = "int8"\n')
+    merged, out = merge_adapter(run, tmp_path / "merged"), tmp_path / "small"
+    for name, target in ((run, out), (merged, tmp_path / "want")):
+        command = ["compress", str(name), "--recipe", str(recipe), "--out", str(target)]
+        assert main([*command, "--dry-run"]) == 0
+        assert main(command) == 0
+    want = load_file(tmp_path / "want" / "model.safetensors")
+    got = load_file(out / "model.safetensors")
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    kept = (out / "phases" / "merged" / "model.safetensors").stat().st_mtime_ns
+    assert main(["compress", str(run), "--recipe", str(recipe), "--out", str(out)]) == 0
+    assert (out / "phases" / "merged" / "model.safetensors").stat().st_mtime_ns == kept
+    assert (out / "chat_template.jinja").read_text() == TEMPLATE
+    assert main(["generate", str(out), "--prompt", "hi", "--max-new-tokens", "2"]) == 0

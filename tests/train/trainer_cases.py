@@ -26,6 +26,7 @@ from bmforge.parallel import (
 )
 from bmforge.shards import Source
 from bmforge.train import (
+    EvalResult,
     OptimConfig,
     ScheduleConfig,
     SpikeGuard,
@@ -93,7 +94,7 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
     objective = take("objective", causal_lm)
     callbacks = take("callbacks", ())
     offload = take("offload", None)
-    evaluator = None
+    evaluator = take("evaluator", None)
     if take("evaluating", False):
 
         def evaluator(model: Any) -> Any:
@@ -222,4 +223,22 @@ def run_signalled(prefix: str, run_dir: str, **changes: Any) -> tuple[int, Any]:
     trainer = make_trainer(prefix, run_dir, callbacks=(strike,), **changes)
     with trainer.loader:
         trainer.fit()
+    return trainer.step, outcome(trainer)
+
+
+def run_scripted(prefix: str, run_dir: str, losses: list[float], **changes: Any) -> Any:
+    """Train with evaluations that return `losses` in turn; return (last step, outcome).
+
+    A resumed run continues with the loss of its step.
+    """
+    every = changes["eval_every_steps"]
+    trainer: Any = None
+
+    def evaluator(model: Any) -> EvalResult:
+        return EvalResult(losses[trainer.step // every - 1], 1)
+
+    until = changes.pop("until_step", None)
+    trainer = make_trainer(prefix, run_dir, evaluator=evaluator, **changes)
+    with trainer.loader:
+        trainer.fit(until)
     return trainer.step, outcome(trainer)

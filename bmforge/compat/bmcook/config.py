@@ -13,7 +13,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.files import replace_file
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
-from bmforge.models.hub import find_model
+from bmforge.recipes.adapter_dirs import find_source
 
 __all__ = [
     "ConfigParser",
@@ -174,7 +174,7 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
         ConfigError: unknown or contradicting keys, or options that are not supported.
     """
     config = ConfigParser(str(path)).config
-    described = AutoModel.describe_pretrained(find_model(model))[0]
+    described = AutoModel.describe_pretrained(find_source(model).model)[0]
     own = dict(config.get(_OWN, {}))
     tables: dict[str, Any] = {}
     if distill := _distill_table(config["distillation"]):

@@ -36,11 +36,20 @@ _WORTH_A_PROCESS_S = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """All estimates, best first: those that fit by speed, others by missing memory."""
+    """All estimates, best first: those that fit by speed, others by missing memory.
+
+    Args:
+        request: model, machines and constraints.
+        rows: estimates.
+        refused: impossible layouts, with the reason.
+        least: the first layout with one row a micro-batch and recompute, which needs the least
+            memory without offloading; None if no layout is possible.
+    """
 
     request: Request
     rows: tuple[Row, ...]
     refused: tuple[tuple[Layout, str], ...] = ()
+    least: Row | None = None
 
     @property
     def winner(self) -> Row:
@@ -101,7 +110,16 @@ def plan(
     looks = [by_layout[layout] for layout in every]
     rows = sorted((row for look in looks for row in look.rows), key=_rank)
     refused = tuple((look.layout, look.refused) for look in looks if look.refused)
-    return Plan(request, tuple(rows), refused)
+    return Plan(request, tuple(rows), refused, _find_least(rows, look.estimator))
+
+
+def _find_least(rows: Sequence[Row], estimator: Estimator) -> Row | None:
+    """Return the estimate of the best layout with one row a micro-batch and recompute."""
+    if not rows or not rows[0].traced:
+        return None
+    choice = Choice(rows[0].choice.layout, 1, recompute=True)
+    known = (row for row in rows if row.choice == choice)
+    return next(known, None) or estimator.estimate(choice)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,12 @@ from bmforge.train.checkpoint.format import (
 )
 from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.read import apply_checkpoint, check_fit, restore_generators
-from bmforge.train.checkpoint.retention import clean_leftovers, make_room, remove_old
+from bmforge.train.checkpoint.retention import (
+    Retention,
+    clean_leftovers,
+    make_room,
+    remove_old,
+)
 from bmforge.train.checkpoint.state import Optimizers, Snapshot, list_optimizers, take_snapshot
 from bmforge.train.checkpoint.write import (
     FAULT_POINTS,
@@ -235,8 +240,8 @@ class Checkpointer:
             raise ConfigError(f"keep_every={keep_every}; needed: a number of steps >= 1, or None.")
         self.directory = Path(directory)
         self.last_error: Exception | None = None
-        self._keep_last = keep_last
-        self._keep_every = keep_every
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._keep_step: int | None = None
         self._asynchronous = asynchronous
         self._base = base
         self._told: dict[str, Any] | None = None
@@ -259,6 +264,7 @@ class Checkpointer:
         model: nn.Module,
         optimizers: Optimizers = None,
         state: dict[str, Any] | None = None,
+        keep_step: int | None = None,
     ) -> None:
         """Copy this process's share to the host and start writing it; waits for an earlier save.
 
@@ -267,8 +273,10 @@ class Checkpointer:
             model: model to save; its tensors may be changed as soon as this returns.
             optimizers: one, several, or None.
             state: JSON-serializable state, the same on every process.
+            keep_step: step of an earlier checkpoint that is not removed; None protects none.
         """
         self.wait()
+        self._keep_step = keep_step
         if self._check is not None:
             self._check()
         if self._base is not None and self._told is None:
@@ -292,13 +300,15 @@ class Checkpointer:
             self._publish(snapshot)
             self.last_error = None
             if self._peers.rank == 0:
-                remove_old(
-                    self.directory, snapshot.step, self._keep_last, self._keep_every, self._fault
-                )
+                remove_old(self.directory, snapshot.step, self._retention, self._fault)
         except Exception as error:
             self.last_error = error
             if self._peers.rank == 0:
                 get_logger().warning("%s (the run goes on; older checkpoints stay)", error)
+
+    @property
+    def _retention(self) -> Retention:
+        return Retention(self._keep_last, self._keep_every, self._keep_step)
 
     def _publish(self, snapshot: Snapshot) -> None:
         """Write a checkpoint; if it does not fit, delete the oldest one and retry."""
@@ -312,7 +322,7 @@ class Checkpointer:
 
     def _make_room(self, step: int) -> bool:
         try:
-            return make_room(self.directory, step, self._keep_last, self._keep_every)
+            return make_room(self.directory, step, self._retention)
         except (OSError, CheckpointError) as error:
             get_logger().warning("no room for one more checkpoint, and none may go: %s", error)
             return False

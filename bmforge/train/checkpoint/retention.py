@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bmforge.logging import get_logger
@@ -17,19 +18,37 @@ from bmforge.train.checkpoint.format import (
 from bmforge.train.checkpoint.frozen import sweep_frozen
 from bmforge.train.checkpoint.write import Fault, no_fault
 
-__all__ = ["clean_leftovers", "make_room", "remove_old"]
+__all__ = ["Retention", "clean_leftovers", "make_room", "remove_old"]
 
 
-def remove_old(
-    directory: Path, step: int, keep_last: int, keep_every: int | None, fault: Fault = no_fault
-) -> None:
+@dataclass(frozen=True)
+class Retention:
+    """Checkpoints that are kept.
+
+    Args:
+        keep_last: number of newest checkpoints.
+        keep_every: also checkpoints whose step this divides; None keeps no others.
+        keep_step: also the checkpoint of this step, such as the best one; None keeps no other.
+    """
+
+    keep_last: int
+    keep_every: int | None = None
+    keep_step: int | None = None
+
+    def keeps(self, step: int) -> bool:
+        """Return True if a checkpoint stays although it is not among the newest."""
+        divides = self.keep_every is not None and step % self.keep_every == 0
+        return divides or step == self.keep_step
+
+
+def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = no_fault) -> None:
     """Remove checkpoints that retention does not keep, and their unused frozen files; `step` stays.
 
     Directories of a later step than `step` are not removed: the run has not reached them again yet.
     """
     past = [path for path in find_checkpoints(directory) if (step_of(path) or 0) <= step]
-    for path in past[keep_last:]:
-        if keep_every is not None and (step_of(path) or 0) % keep_every == 0:
+    for path in past[retention.keep_last :]:
+        if retention.keeps(step_of(path) or 0):
             continue
         doomed = directory / f"{TEMPORARY_PREFIX}removing-{path.name}-{os.urandom(4).hex()}"
         path.rename(doomed)
@@ -39,7 +58,7 @@ def remove_old(
     sweep_frozen(directory, directory / step_name(step))
 
 
-def make_room(directory: Path, step: int, keep_last: int, keep_every: int | None) -> bool:
+def make_room(directory: Path, step: int, retention: Retention) -> bool:
     """Remove, before checkpoint `step` is written, those that retention would remove after it.
 
     At least one valid checkpoint stays. Return True if any was removed.
@@ -49,7 +68,8 @@ def make_room(directory: Path, step: int, keep_last: int, keep_every: int | None
     if len(past) < 2:
         return False
     verify_checkpoint(past[0])
-    remove_old(directory, step, max(1, keep_last - 1), keep_every)
+    fewer = replace(retention, keep_last=max(1, retention.keep_last - 1))
+    remove_old(directory, step, fewer)
     gone = [path.name for path in paths if not path.exists()]
     if gone:
         get_logger().warning(

@@ -1,0 +1,74 @@
+"""Finds what a model argument names: a model, the export of a run, or an adapter of a base model.
+
+`AutoModel.from_pretrained` and the commands share these functions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bmforge.errors import CheckpointError, ConfigError
+from bmforge.models.formats.hf_format import has_weights
+from bmforge.models.resolve import resolve_model
+
+__all__ = ["ADAPTER_CONFIG", "find_base", "find_export", "is_adapter"]
+
+ADAPTER_CONFIG = "adapter_config.json"
+_RUN_FILE = "run.toml"
+
+
+def find_export(name: str | Path) -> str | Path:
+    """Return the export of a run's directory; any other name is returned unchanged.
+
+    Raises:
+        ConfigError: the run has no export.
+    """
+    if not (Path(name) / _RUN_FILE).is_file():
+        return name
+    if (Path(name) / "config.json").is_file():  # the output of `bmforge compress`
+        return name
+    export = Path(name) / "export"
+    if not export.is_dir():
+        raise ConfigError(
+            f"{str(export)!r} does not exist: the run is not finished, or has export=False. Run "
+            "the same `bmforge train` command again to finish it."
+        )
+    return export
+
+
+def is_adapter(name: str | Path) -> bool:
+    """Return True for a directory that holds an adapter and no model."""
+    return (Path(name) / ADAPTER_CONFIG).exists() and not has_weights(Path(name))
+
+
+def find_base(adapter: Path, hub_ids: dict[str, str]) -> Path:
+    """Return the directory of the base model that an adapter's config names.
+
+    Args:
+        adapter: adapter directory.
+        hub_ids: short name -> hub id.
+
+    Raises:
+        CheckpointError: the config is damaged.
+        ConfigError: the config names no base model, or the base model is not found.
+    """
+    try:
+        config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{ADAPTER_CONFIG} in {str(adapter)!r} is damaged: {error}. Copy it again."
+        ) from error
+    if not base:
+        raise ConfigError(
+            f"the adapter in {str(adapter)!r} does not name its base model. Give the base model "
+            f"and --adapter {adapter}, or write base_model_name_or_path into {ADAPTER_CONFIG}."
+        )
+    try:
+        return resolve_model(base, hub_ids)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the base model {base!r} of the adapter in {str(adapter)!r} was not found ({error}) "
+            f"Give the base model and --adapter {adapter}."
+        ) from error

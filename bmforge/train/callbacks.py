@@ -1,0 +1,48 @@
+"""States of a trainer's callbacks, which are saved with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bmforge.errors import ConfigError
+
+__all__ = ["load_callback_states", "read_callback_states"]
+
+
+def read_callback_states(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return name -> state of the callbacks that have a `state_dict`.
+
+    Raises:
+        ConfigError: two of them have the same name.
+    """
+    return {name: callback.state_dict() for name, callback in _stateful(callbacks).items()}
+
+
+def load_callback_states(callbacks: Sequence[Any], states: dict[str, Any]) -> None:
+    """Restore the callbacks' states.
+
+    Args:
+        callbacks: callbacks of the run, with or without a state.
+        states: result of `read_callback_states`.
+
+    Raises:
+        ConfigError: the states belong to other callbacks.
+    """
+    own = _stateful(callbacks)
+    if set(own) != set(states):
+        raise ConfigError(
+            f"the run that is resumed had the callbacks {sorted(states) or 'none'}, this one has "
+            f"{sorted(own) or 'none'}. Give it the same ones."
+        )
+    for name, callback in own.items():
+        callback.load_state_dict(states[name])
+
+
+def _stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the callbacks that have a state, by their names."""
+    stateful = [c for c in callbacks if hasattr(c, "state_dict")]
+    named = {getattr(c, "name", type(c).__name__): c for c in stateful}
+    if len(named) < len(stateful):
+        raise ConfigError(f"two callbacks have one name: {sorted(named)}. Rename one of them.")
+    return named
