@@ -78,6 +78,11 @@ COMMANDS: Mapping[str, Command] = {
         "doctor:run_doctor",
         options.DoctorCommand,
     ),
+    "completion": Command(
+        "print a completion script for bash, zsh or fish",
+        "completion:run_completion",
+        options.CompletionCommand,
+    ),
     "migrate": Command(
         "a start script of CPM-Pretrain to the config of a run",
         "migrate:run_migrate",

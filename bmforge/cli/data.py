@@ -19,7 +19,7 @@ from bmforge.cli.data_options import (
 )
 from bmforge.errors import ConfigError, DataError, suggest
 
-__all__ = ["run_data"]
+__all__ = ["SUBCOMMANDS", "run_data"]
 
 _HELP = ("-h", "--help", "help")
 _WIDTH = 100
@@ -29,16 +29,16 @@ def run_data(arguments: Sequence[str]) -> None:
     """Run a `bmforge data` subcommand, or list them."""
     if not arguments or arguments[0] in _HELP:
         print("usage: bmforge data COMMAND [OPTIONS]\n")
-        print("\n".join(f"  {name:<10}{about}" for name, (about, _, _) in _COMMANDS.items()))
+        print("\n".join(f"  {name:<10}{about}" for name, (about, _, _) in SUBCOMMANDS.items()))
         print("\n`bmforge data COMMAND --help` lists a command's options.")
         return
     name = arguments[0]
-    if name not in _COMMANDS:
+    if name not in SUBCOMMANDS:
         raise ConfigError(
-            f"unknown command 'data {name}'.{suggest(name, _COMMANDS)} "
-            f"Commands: {', '.join(_COMMANDS)}."
+            f"unknown command 'data {name}'.{suggest(name, SUBCOMMANDS)} "
+            f"Commands: {', '.join(SUBCOMMANDS)}."
         )
-    _, options, run = _COMMANDS[name]
+    _, options, run = SUBCOMMANDS[name]
     run(parse.parse_options(options, arguments[1:], f"data {name}"))
 
 
@@ -132,7 +132,7 @@ def _one_line(text: str) -> str:
     return line + ("..." if len(text) > _WIDTH else "")
 
 
-_COMMANDS: dict[str, tuple[str, type[Any], Callable[[Any], None]]] = {
+SUBCOMMANDS: dict[str, tuple[str, type[Any], Callable[[Any], None]]] = {
     "collect": ("pages of hosts that let us, into a web archive", DataCollectCommand, _collect),
     "explain": (
         "each rule's value for a document beside its bounds",

@@ -21,6 +21,7 @@ from bmforge.settings import (
 
 __all__ = [
     "ChatCommand",
+    "CompletionCommand",
     "ConvertCommand",
     "DoctorCommand",
     "QuantizeCommand",
@@ -243,6 +244,20 @@ class MergeCommand:
     out: Path
     base: str | None = None
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
+
+
+@dataclass(kw_only=True)
+class CompletionCommand:
+    """Print a script with which a shell completes commands, tasks and options.
+
+    Bash: add `eval "$(bmforge completion bash)"` to ~/.bashrc. Zsh: the same with zsh, in ~/.zshrc
+    after compinit. Fish: `bmforge completion fish > ~/.config/fish/completions/bmforge.fish`.
+
+    Args:
+        shell: name of the shell.
+    """
+
+    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,14 @@ import tyro
 
 from bmforge.errors import ConfigError
 
-__all__ = ["find_options", "parse_options", "spell_switches", "take_option", "take_switch"]
+__all__ = [
+    "find_options",
+    "is_switch",
+    "parse_options",
+    "spell_switches",
+    "take_option",
+    "take_switch",
+]
 
 _WORDS = ("True", "False")
 
@@ -76,19 +83,22 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
 def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield (spelling, (option, value)) for every spelling of every boolean field."""
     for path, hint in find_options(kind):
-        if _is_switch(hint):
+        if is_switch(hint):
             option, (prefix, dot, name) = f"--{path}", path.rpartition(".")
             yield option, (option, "True")
             for spelling in {f"--{prefix}{dot}no-{name}", f"--no-{path}"}:
                 yield spelling, (option, "False")
 
 
-def find_options(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def find_options(
+    kind: Any, prefix: str = "", *, positional: bool = True
+) -> Iterator[tuple[str, Any]]:
     """Yield (option name without dashes, type) for every field of a dataclass of options.
 
     Args:
         kind: the dataclass; fields of nested dataclasses have dotted names.
         prefix: prefix of all names.
+        positional: also yield the positional arguments.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
@@ -100,12 +110,14 @@ def find_options(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             hint, *notes = typing.get_args(hint)
         if dataclasses.is_dataclass(hint):
             is_flat = any(getattr(note, "name", None) == "" for note in notes)
-            yield from find_options(hint, prefix if is_flat else f"{prefix}{name}.")
-        else:
+            inner = prefix if is_flat else f"{prefix}{name}."
+            yield from find_options(hint, inner, positional=positional)
+        elif positional or not any(note is tyro.conf.Positional for note in notes):
             yield f"{prefix}{name}", hint
 
 
-def _is_switch(hint: Any) -> bool:
+def is_switch(hint: Any) -> bool:
+    """Return True for the type of an option that takes no value: a boolean, or one with None."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return {*typing.get_args(hint)} <= {bool, type(None)}
     return hint is bool
