@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -16,6 +18,9 @@ def write_page(
 ) -> Path:
     """Write a report as an HTML page and return its path.
 
+    The page's content security policy allows no network access and no script but the given one, so
+    that a mistake in escaping the reported texts would run nothing.
+
     Args:
         path: file to write.
         name: subject of the report.
@@ -27,8 +32,12 @@ def write_page(
     title = f"{kind[0].upper()}{kind[1:]}, bmforge"
     body = [f"<header><h1>{escape(name)}</h1><p>{escape(title)}</p></header>", *sections]
     last = f"<script>{script}</script>" if script else ""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"'sha256-{digest}'" if script else "'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
     page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(name)}: {escape(kind)}</title><style>{_STYLE}{style}</style></head>"
         f"<body><main>{''.join(body)}</main>{last}</body></html>\n"

@@ -1,4 +1,4 @@
-"""HTML report of a prepared corpus: one page in English and Chinese, without scripts or network."""
+"""HTML report of a prepared corpus: one page in English and Chinese, without network access."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from bmforge.data.prepare.record import PrepareReport, read_record
 from bmforge.data.prepare.summary import KEPT, UNKNOWN, Summary
 from bmforge.data.report.drawings import draw_bars, draw_funnel
 from bmforge.data.report.samples import read_dropped, read_kept
+from bmforge.data.report.viewer import VIEWER_SCRIPT, VIEWER_STYLE, draw_viewer
 from bmforge.errors import DataError
 from bmforge.html_page import write_page
 
 __all__ = ["funnel_stages", "write_corpus_report"]
 
 _NAME = "report.html"
-_SHOWN = 3  # of each rule
-_MOST_SHOWN = 60
-_CHARACTERS = 300
+_SHOWN = 20  # kept documents, and documents of each rule
+_MOST_SHOWN = 1000  # dropped documents
 # Stages that run after the rules, in this order.
 _LAST = ("private", "duplicate", "near_duplicate", "repeated_spans")
 _STYLE = """
@@ -28,11 +28,6 @@ section{overflow-x:auto}td.n,th.n{text-align:right;font-variant-numeric:tabular-
 section>svg{max-width:820px;--part:var(--c1)}svg text{fill:currentColor;font-size:13px}
 svg .in{text-anchor:middle;font-weight:600}svg .end{text-anchor:end}
 svg .part{fill:var(--part);opacity:.45}
-.pair{display:grid;grid-template-columns:1fr 1fr;gap:20px}
-@media(max-width:760px){.pair{grid-template-columns:1fr}}
-blockquote{margin:0 0 10px;padding:6px 12px;border-left:3px solid var(--c1);
-white-space:pre-wrap;overflow-wrap:anywhere}
-blockquote small{display:block;opacity:.7}
 """
 
 
@@ -50,9 +45,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
         )
     sections = [
         _tiles(report, report.funnel),
-        _section(
-            "What became of the documents · 文档去向", draw_funnel(funnel_stages(report.funnel))
-        ),
+        _section("What became of the documents · 文档去向", _stages(report.funnel)),
         _section("By rule · 按规则", _rules(report.funnel)),
         _section("By source · 按来源", _sources(report.summary)),
         _section("Lengths in tokens · 长度（词元）", _lengths(report.summary)),
@@ -68,11 +61,12 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
         _section("Years · 年份", _values(report.summary.years, by_name=True)),
         _section("Clusters of near duplicates · 近似重复簇", _clusters(report.summary)),
         _section("Changed by step · 各步修改", _changes(report.funnel)),
-        _samples(out),
+        _samples(out, report.funnel),
         _section("Steps and settings · 步骤与设置", _settings(report)),
     ]
     name, kind = out.resolve().name, "corpus report · 语料报告"
-    return write_page(out / _NAME, name, kind, sections, style=_STYLE)
+    style = _STYLE + VIEWER_STYLE
+    return write_page(out / _NAME, name, kind, sections, style=style, script=VIEWER_SCRIPT)
 
 
 def funnel_stages(funnel: Funnel) -> list[tuple[str, int, int]]:
@@ -209,28 +203,21 @@ def _changes(funnel: Funnel) -> str:
     return _table(("step · 步骤", "documents · 文档", "characters fewer or more · 字符增减"), rows)
 
 
-def _samples(out: Path) -> str:
-    """Return HTML with samples of kept and dropped documents."""
-    gone = read_dropped(out, most=_SHOWN)[:_MOST_SHOWN]
-    texts = read_kept(out, max(len(gone), 6))
-    left = "".join(f"<blockquote>{escape(text[:_CHARACTERS])}</blockquote>" for text in texts)
-    right = "".join(
-        f"<blockquote><small>{escape(entry['rule'])}{_beside(entry['value'], entry['bound'])} · "
-        f"{escape(entry['source'])}:{escape(entry['place'])}</small>"
-        f"{escape(entry['excerpt'][:_CHARACTERS])}</blockquote>"
-        for entry in gone
-    )
-    return (
-        f'<section class="pair"><div><h2>Kept · 保留</h2>{left}</div>'
-        f"<div><h2>Dropped · 丢弃</h2>{right}</div></section>"
-    )
+def _samples(out: Path, funnel: Funnel) -> str:
+    """Return the viewer of kept and dropped documents."""
+    dropped = read_dropped(out, most=_SHOWN)[:_MOST_SHOWN]
+    kept = read_kept(out, _SHOWN)
+    counts = {rule: amount.documents for rule, amount in funnel.dropped.items()}
+    return draw_viewer(kept, dropped, {**counts, "kept": funnel.kept.documents})
 
 
-def _beside(value: object, bound: object) -> str:
-    if value is None:
-        return ""
-    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return f": {escape(shown)}" + (f" ({escape(str(bound))})" if bound is not None else "")
+def _stages(funnel: Funnel) -> str:
+    """Return the drawing of the funnel and its table."""
+    stages = funnel_stages(funnel)
+    read = max(funnel.read.documents, 1)
+    rows = [(name, left, gone, 100 * left / read) for name, left, gone in stages]
+    heads = ("stage · 阶段", "documents left · 剩余", "dropped · 丢弃", "% of those read · 占比")
+    return draw_funnel(stages) + _table(heads, rows)
 
 
 def _settings(report: PrepareReport) -> str:
