@@ -1,0 +1,65 @@
+"""Tuning on conversations with two processes: the same losses, norms and adapter as with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from small_runs import wait_for_all
+from test_adapter_runs import write_chats, write_qwen3
+
+from bmforge.cli import main
+from bmforge.testing import assert_close, run_distributed
+from bmforge.train import read_metrics
+
+ROWS = 4
+
+
+def arguments(base: Path, chats: Path, run_dir: Path, *more: str) -> list[str]:
+    return [
+        *("train", "conversations", "--model", str(base), "--data", str(chats)),
+        *("--data.validation", str(chats), "--adapter", "lora", "--lr", "0.01", "--steps", "4"),
+        *("--seq-len", "64", "--batch-size", str(ROWS), "--train.eval-every-steps", "2"),
+        *("--train.load-best-model-at-end", "--run-dir", str(run_dir), *more),
+    ]
+
+
+def train_here(words: list[str]) -> list[tuple[float, ...]]:
+    """Run the command on this process of the pool; return the figures of every step."""
+    assert main(words) == 0
+    wait_for_all()
+    rows = read_metrics(Path(words[words.index("--run-dir") + 1]) / "metrics.jsonl")
+    return [(row["loss"], row["grad_norm"], row.get("val_loss", 0.0)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, ["--layout.zero", "3"]),
+        (2, ["--layout.tp", "2"]),
+        pytest.param(2, ["--layout.pp", "2"], marks=pytest.mark.long),
+        pytest.param(2, ["--layout.zero", "3", "--base-dtype", "int8"], marks=pytest.mark.long),
+        pytest.param(4, ["--layout.zero", "3", "--layout.tp", "2"], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_equals_one_process(world: int, layout: list[str], tmp_path: Path) -> None:
+    base, chats = write_qwen3(tmp_path / "base"), write_chats(tmp_path / "chats.jsonl")
+    packed = layout[2:] if "--base-dtype" in layout else []
+    alone = arguments(base, chats, tmp_path / "alone", "--micro-batch-size", str(ROWS), *packed)
+    want = run_distributed(train_here, 1, alone)[0]
+    assert len(want) == 4
+    assert want[-1][2] < want[1][2]
+    cut = arguments(base, chats, tmp_path / "cut", "--micro-batch-size", "1", *layout)
+    for found in run_distributed(train_here, world, cut):
+        for mine, theirs in zip(found, want, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4)
+    got, expected = (
+        load_file(tmp_path / name / "export" / "adapter_model.safetensors")
+        for name in ("cut", "alone")
+    )
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # Adam divides by the gradient's size, so that rounding shows more in small gradients.
+        assert_close(got[name], tensor, rtol=1e-3, atol=2e-4)
