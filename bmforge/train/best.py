@@ -12,6 +12,7 @@ from bmforge.logging import get_logger
 from bmforge.train.checkpoint.checkpointer import load_checkpoint
 from bmforge.train.checkpoint.format import step_name
 from bmforge.train.config import TrainConfig
+from bmforge.train.offload.states import StateOffload
 
 __all__ = ["BestEvaluation"]
 
@@ -88,16 +89,21 @@ class BestEvaluation:
         )
         self._loss, self._step = float("inf"), 0
 
-    def load_(self, model: nn.Module, directory: Path, step: int) -> None:
+    def load_(
+        self, model: nn.Module, directory: Path, step: int, offload: StateOffload | None = None
+    ) -> None:
         """Load the weights of the best checkpoint at the end of a run. Collective.
 
         Args:
             model: trained model.
             directory: parent of the checkpoints.
             step: last step of the run; nothing is loaded if it is the best one.
+            offload: offloaded states, which would write the last weights back; None without.
         """
         if self.step is None or self.step == step:
             return
+        if offload is not None:
+            offload.restore_()
         best = directory / step_name(self.step)
         load_checkpoint(best, model)
         get_logger().info(

@@ -184,9 +184,7 @@ class Trainer:
                 if writer is not None:
                     writer.close()
             if self.ended or self.step >= self.config.steps:
-                if self.state_offload is not None and self.best.step not in (None, self.step):
-                    self.state_offload.restore_()
-                self.best.load_(self.model, checkpointer.directory, self.step)
+                self.best.load_(self.model, checkpointer.directory, self.step, self.state_offload)
         return self
 
     def _resume(self, checkpointer: Checkpointer) -> int | None:
@@ -245,8 +243,8 @@ class Trainer:
                 for callback in self.callbacks:
                     callback(self, row)
                 due = config.save_every_steps and self.step % config.save_every_steps == 0
-                due = due or is_best
-                if checkpointer is not None and (due or stopping or self.step == last_step):
+                due = due or is_best or stopping or self.step == last_step
+                if checkpointer is not None and due:
                     self._save(checkpointer)
                     saved = self.step
             if self.ended and self.step > saved and checkpointer is not None:
