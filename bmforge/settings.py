@@ -252,19 +252,32 @@ class CollectConfig:
 
 @dataclass(kw_only=True)
 class QualityConfig:
-    """How to train what tells good texts from others.
+    """Training of a quality classifier and a perplexity model.
 
     Args:
-        good: files or directories of texts that are as they should be.
-        bad: texts as they come, of which some are good; none trains no classifier.
+        good: files or directories of good texts.
+        bad: files or directories of other texts, of which some may be good; none trains no
+            classifier.
+        labeled: files with a text and its label in each record, in place of good and bad.
+        label_field: field of a record that holds the label.
+        good_labels: labels of good texts; all other labels are of the other class.
+        good_from: smallest label of a good text, for labels that are numbers, such as grades from 0
+            to 5; none compares with good_labels.
+        held_out_fraction: share of the texts on which the classifier is measured; it does not
+            learn from them.
         out: directory for quality.npz and perplexity.npz.
-        most_texts: of each side, chosen by a hash.
-        text_field: the field of a .jsonl line that holds the text.
-        seed: of the choice, and of the order in which the classifier learns.
+        most_texts: largest number of texts of each class, chosen by a hash.
+        text_field: field of a record that holds the text.
+        seed: random seed of the choice of texts and of the training order.
     """
 
     good: tuple[str, ...] = ()
     bad: tuple[str, ...] = ()
+    labeled: tuple[str, ...] = ()
+    label_field: str = "label"
+    good_labels: tuple[str, ...] = ("good", "1")
+    good_from: float | None = None
+    held_out_fraction: float = 0.1
     out: Path
     most_texts: int = 20_000
     text_field: str = "text"

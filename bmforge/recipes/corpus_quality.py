@@ -1,8 +1,8 @@
 """Training of a quality classifier and a perplexity model that score texts.
 
-``bmforge data quality --good wiki --bad crawl --out scores`` writes ``quality.npz`` and
-``perplexity.npz``, which `prepare --scores` reads. `ModelPerplexity` scores texts with a bmforge
-model as a step of `prepare`.
+``bmforge data quality --good wiki --bad crawl --out scores``, or ``--labeled labels.jsonl`` for
+texts with labels, writes ``quality.npz`` and ``perplexity.npz``, which `prepare --scores` reads.
+`ModelPerplexity` scores texts with a bmforge model as a step of `prepare`.
 
 Source: Brown et al. 2020, arXiv:2005.14165, appendix A (a classifier of good texts against a
 crawl); Wenzek et al. 2020, arXiv:1911.00359 (thirds of perplexities).
@@ -11,7 +11,7 @@ crawl); Wenzek et al. 2020, arXiv:1911.00359 (thirds of perplexities).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -22,12 +22,18 @@ import torch
 
 from bmforge.data import normalise, read_documents
 from bmforge.data.clean.score_files import save_perplexity
-from bmforge.data.clean.scores import find_buckets, train_linear, train_perplexity
+from bmforge.data.clean.scores import (
+    LinearScorer,
+    find_buckets,
+    train_linear,
+    train_perplexity,
+)
 from bmforge.errors import ConfigError
 from bmforge.files import check_place
 from bmforge.infer.score import roll_windows, score_texts
 from bmforge.logging import get_logger, track
 from bmforge.models import AutoModel
+from bmforge.recipes.labeled_texts import hold_out, measure_scores, read_labeled
 from bmforge.settings import QualityConfig
 from bmforge.tokenizers import AutoTokenizer
 
@@ -40,40 +46,73 @@ def train_quality(config: QualityConfig) -> list[Path]:
     """Train the models of a config; return their files.
 
     Raises:
-        ConfigError: no good texts, or the files exist.
+        ConfigError: no texts, options without effect, or the files exist.
         DataError: an input cannot be read.
     """
-    if not config.good:
-        raise ConfigError("good is empty. Name texts that are as they should be.")
-    check_place(config.out, "out")
+    _check(config)
     files = [config.out / "perplexity.npz"]
-    files += [config.out / "quality.npz"] if config.bad else []
+    files += [config.out / "quality.npz"] if config.bad or config.labeled else []
     for path in files:
         if path.exists():
-            raise ConfigError(f"{str(path)!r} is there already. Name another directory.")
-    good = _sample(config.good, config)
+            raise ConfigError(f"{str(path)!r} exists already. Name another directory with --out.")
+    if config.labeled:
+        good, others = (_lowest(texts, config) for texts in read_labeled(config))
+    else:
+        good, others = _sample(config.good, config), _sample(config.bad or config.good, config)
     config.out.mkdir(parents=True, exist_ok=True)
     model = train_perplexity(track(good, "count words"))
-    sorted_ = _sample(config.bad or config.good, config)
-    bounds = find_buckets(model(list(track(sorted_, "perplexities"))))
+    bounds = find_buckets(model(list(track(others, "perplexities"))))
     save_perplexity(files[0], model, bounds)
     get_logger().info("perplexity: head up to %.1f, middle up to %.1f", *bounds)
-    if config.bad:
-        scorer = train_linear(good, sorted_, seed=config.seed)
-        scorer.save(files[1])
-        right = [score > 0.5 for score in scorer(good)] + [
-            score <= 0.5 for score in scorer(sorted_)
-        ]
-        get_logger().info("quality: %.1f %% of its own texts right", 100 * sum(right) / len(right))
+    for path in files[1:]:
+        _train_classifier(good, others, config).save(path)
     return files
 
 
+def _check(config: QualityConfig) -> None:
+    check_place(config.out, "out")
+    if config.labeled and (config.good or config.bad):
+        raise ConfigError("labeled names texts of both kinds: leave good and bad out.")
+    if not (config.labeled or config.good):
+        raise ConfigError(
+            "there are no texts to learn from. Name good ones with --good (and others with --bad), "
+            "or files with labels with --labeled."
+        )
+    if config.good_from is not None and not config.labeled:
+        raise ConfigError(f"good_from={config.good_from:g} has no effect without labeled.")
+    if not 0 <= config.held_out_fraction < 1:
+        raise ConfigError(
+            f"held_out_fraction={config.held_out_fraction} must be at least 0 and below 1."
+        )
+
+
+def _train_classifier(
+    good: Sequence[str], others: Sequence[str], config: QualityConfig
+) -> LinearScorer:
+    """Train on a part of the texts, and log the quality on the rest."""
+    share = config.held_out_fraction
+    (learned, kept), (learned_others, kept_others) = (
+        hold_out(texts, share, config.seed) for texts in (good, others)
+    )
+    scorer = train_linear(learned, learned_others, seed=config.seed)
+    if kept and kept_others:
+        score = measure_scores(scorer(kept), scorer(kept_others))
+        get_logger().info("quality: %s", score)
+    else:
+        get_logger().info("quality: not measured, since too few texts are held out")
+    return scorer
+
+
 def _sample(inputs: Sequence[str], config: QualityConfig) -> list[str]:
-    """Return at most `most_texts` texts of the inputs: those with the lowest hashes."""
+    return _lowest((document.text for document in _read(inputs, config)), config)
+
+
+def _lowest(texts: Iterable[str], config: QualityConfig) -> list[str]:
+    """Return at most `most_texts` texts: those with the lowest hashes."""
     keyed = []
-    for document in _read(inputs, config):
-        key = blake2b(f"{config.seed}{document.text}".encode(), digest_size=8).digest()
-        keyed.append((key, document.text))
+    for text in texts:
+        key = blake2b(f"{config.seed}{text}".encode(), digest_size=8).digest()
+        keyed.append((key, text))
         if len(keyed) >= 2 * config.most_texts:
             keyed = sorted(keyed)[: config.most_texts]
     return [text for _, text in sorted(keyed)[: config.most_texts]]

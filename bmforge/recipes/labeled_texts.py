@@ -1,0 +1,134 @@
+"""Reads labeled texts for the quality classifier, and measures it on held-out texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from bmforge.data import normalise
+from bmforge.data.sources.conversations import find_conversation_files, read_records
+from bmforge.errors import DataError
+from bmforge.settings import QualityConfig
+
+__all__ = ["HeldOutScore", "hold_out", "measure_scores", "read_labeled"]
+
+_DIGEST = 16**12
+
+
+@dataclass(frozen=True)
+class HeldOutScore:
+    """Quality of a classifier on texts that it was not trained on.
+
+    Args:
+        good, bad: number of held-out texts by label.
+        auc: probability that a good text has a higher score than a bad one; ties count half.
+        precision: share of good texts among those with a score of at least 0.5.
+        recall: share of the good texts with a score of at least 0.5.
+    """
+
+    good: int
+    bad: int
+    auc: float
+    precision: float
+    recall: float
+
+    def __str__(self) -> str:
+        """Return one line for the log."""
+        return (
+            f"on {self.good} good and {self.bad} other held-out texts: AUC {self.auc:.3f}; at a "
+            f"score of 0.5 precision {self.precision:.3f}, recall {self.recall:.3f}"
+        )
+
+
+def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
+    """Return the good texts and the others of files with one labeled record each line.
+
+    Args:
+        config: `labeled` files, and the fields and values of their labels.
+
+    Raises:
+        DataError: a record lacks its text or label, a label is not a number although `good_from`
+            is given, or all texts have the same side.
+    """
+    sides: tuple[list[str], list[str]] = ([], [])
+    labels: Counter[str] = Counter()
+    for text, label, is_good in _read(config):
+        labels[str(label)] += 1
+        sides[0 if is_good else 1].append(text)
+    if not all(sides):
+        rule = f"{config.label_field}={'|'.join(config.good_labels)}"
+        rule = rule if config.good_from is None else f"{config.label_field}>={config.good_from:g}"
+        counts = ", ".join(f"{label!r} ({count})" for label, count in labels.most_common(10))
+        raise DataError(
+            f"{'no' if not sides[0] else 'every'} text has {rule}. Labels found: "
+            f"{counts or 'none'}. Name those of good texts with --good-labels, or give --good-from."
+        )
+    return sides
+
+
+def _read(config: QualityConfig) -> Iterator[tuple[str, object, bool]]:
+    """Yield text, label, and whether the text is a good one."""
+    for path in config.labeled:
+        for file in find_conversation_files(path):
+            for location, record in read_records(file):
+                text, label = _fields(location, record, config)
+                if config.good_from is not None and not _is_number(label):
+                    raise DataError(
+                        f"{location}: {config.label_field}={label!r} is not a number, and "
+                        "--good-from compares numbers. Name good labels with --good-labels."
+                    )
+                if config.good_from is not None:
+                    is_good = float(str(label)) >= config.good_from
+                else:
+                    is_good = str(label) in config.good_labels
+                if text := normalise(text):
+                    yield text, label, is_good
+
+
+def _fields(location: str, record: object, config: QualityConfig) -> tuple[str, object]:
+    fields = record if isinstance(record, dict) else {}
+    for name in (config.text_field, config.label_field):
+        if name not in fields:
+            raise DataError(
+                f"{location} has no field {name!r} (fields: {', '.join(fields) or 'none'}). Name "
+                "the fields with --text-field and --label-field."
+            )
+    text = fields[config.text_field]
+    if not isinstance(text, str):
+        raise DataError(f"{location}: {config.text_field} is not a text.")
+    return text, fields[config.label_field]
+
+
+def _is_number(label: object) -> bool:
+    try:
+        float(str(label))
+    except ValueError:
+        return False
+    return not isinstance(label, bool)
+
+
+def hold_out(texts: Sequence[str], share: float, seed: int) -> tuple[list[str], list[str]]:
+    """Divide texts by a hash into those to train on and those to measure on.
+
+    Equal texts are on the same side, and adding texts moves none to the other side.
+    """
+    sides: tuple[list[str], list[str]] = ([], [])
+    for text in texts:
+        digest = blake2b(f"{seed} held out {text}".encode(), digest_size=6).hexdigest()
+        sides[int(digest, 16) < share * _DIGEST].append(text)
+    return sides
+
+
+def measure_scores(good: Sequence[float], bad: Sequence[float]) -> HeldOutScore:
+    """Return AUC, precision and recall of the scores of held-out texts."""
+    ranked = np.sort(np.asarray(bad, dtype=np.float64))
+    below = np.searchsorted(ranked, good, side="left")
+    ties = np.searchsorted(ranked, good, side="right") - below
+    auc = float((below + ties / 2).mean() / len(bad))
+    right, wrong = sum(s >= 0.5 for s in good), sum(s >= 0.5 for s in bad)
+    precision = right / (right + wrong) if right + wrong else 0.0
+    return HeldOutScore(len(good), len(bad), auc, precision, right / len(good))
