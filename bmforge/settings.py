@@ -258,13 +258,11 @@ class QualityConfig:
         good: files or directories of good texts.
         bad: files or directories of other texts, of which some may be good; none trains no
             classifier.
-        labeled: files with a text and its label in each record, in place of good and bad.
+        labeled: files with a text and its label in each record; they replace good and bad.
         label_field: field of a record that holds the label.
         good_labels: labels of good texts; all other labels are of the other class.
-        good_from: smallest label of a good text, for labels that are numbers, such as grades from 0
-            to 5; none compares with good_labels.
-        held_out_fraction: share of the texts on which the classifier is measured; it does not
-            learn from them.
+        good_from: smallest label of a good text if labels are numbers; none uses good_labels.
+        held_out_fraction: share of the texts that only measures the classifier.
         out: directory for quality.npz and perplexity.npz.
         most_texts: largest number of texts of each class, chosen by a hash.
         text_field: field of a record that holds the text.

@@ -251,7 +251,7 @@ class CompletionCommand:
     """Print a script with which a shell completes commands, tasks and options.
 
     Bash: add `eval "$(bmforge completion bash)"` to ~/.bashrc. Zsh: the same with zsh, in ~/.zshrc
-    after compinit. Fish: `bmforge completion fish > ~/.config/fish/completions/bmforge.fish`.
+    after compinit. Fish: `bmforge completion fish | source`, in config.fish.
 
     Args:
         shell: name of the shell.
