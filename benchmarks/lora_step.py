@@ -1,6 +1,6 @@
 """A step of Lora against PEFT's on transformers, and against our own full tuning.
 
-    python benchmarks/lora_step.py [--targets qv all] [--rounds 20] [--tokens 1024]
+    python benchmarks/lora_step.py [--targets qv all] [--base-dtype int8] [--rounds 20]
 
 A Llama's shape, drawn at random and shared: both sides open the same weights. Each contender lives
 in a process of its own; they step in turns, AdamW included. The memory is the largest resident set
@@ -37,13 +37,24 @@ def make_batch(vocab: int, tokens: int, rows: int) -> torch.Tensor:
     return torch.randint(0, vocab, (rows, tokens // rows), generator=generator)
 
 
-def build_ours(folder: str, kind: str, rank: int, tokens: int, rows: int) -> Callable[[], float]:
-    """Return a step of ours; kind "full" tunes all weights."""
+def build_ours(
+    folder: str, kind: str, rank: int, tokens: int, rows: int, base: str = "fp32"
+) -> Callable[[], float]:
+    """Return a step of bmforge; kind "full" tunes all weights.
+
+    `base` "int8" quantizes the linear layers of the blocks, as ``--base-dtype int8`` does.
+    """
     from bmforge.models import AutoModel
+    from bmforge.models.pack import quantize_
+    from bmforge.recipes.base_weights import find_base_layers
     from bmforge.train.optim.build import OptimConfig, build_optimizers
     from bmforge.tune.delta import Lora
 
-    model: Any = AutoModel.from_pretrained(folder).train()
+    model: Any = AutoModel.from_pretrained(folder)
+    if base == "int8":
+        spec, names = find_base_layers(model, base)
+        model = quantize_(model, spec, where=names)
+    model.train()
     if kind != "full":
         Lora(model, OURS[kind], rank=rank, alpha=2.0 * rank)
     (optimizer,) = build_optimizers(model, OptimConfig(lr=1e-4, weight_decay=0.0))
@@ -59,12 +70,18 @@ def build_ours(folder: str, kind: str, rank: int, tokens: int, rows: int) -> Cal
     return step
 
 
-def build_theirs(folder: str, kind: str, rank: int, tokens: int, rows: int) -> Callable[[], float]:
-    """Return a step of PEFT on transformers."""
+def build_theirs(
+    folder: str, kind: str, rank: int, tokens: int, rows: int, base_dtype: str = "fp32"
+) -> Callable[[], float]:
+    """Return a step of PEFT on transformers; "int8" stores the blocks by torchao."""
     import peft
     import transformers
 
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if base_dtype == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(base.model.layers, Int8WeightOnlyConfig())
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=THEIRS[kind])
     model = peft.get_peft_model(base, config).train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -112,6 +129,7 @@ def main() -> None:
     """Print seconds, ratios and memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", choices=list(OURS), default=list(OURS))
+    parser.add_argument("--base-dtype", choices=("fp32", "int8"), default="fp32")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024, help="of a step")
     parser.add_argument("--rows", type=int, default=4)
@@ -134,14 +152,17 @@ def main() -> None:
 
 def compare(folder: str, kind: str, options: argparse.Namespace, threads: int) -> None:
     """Run one choice of targets and print it."""
-    given = options.rank, options.tokens, options.rows
+    given = options.rank, options.tokens, options.rows, options.base_dtype
+    full = (*given[:3], "fp32")
     contenders = {
         "ours": Contender(build_ours, threads, folder, kind, *given, tuned=True),
         "PEFT": Contender(build_theirs, threads, folder, kind, *given, tuned=True),
-        "ours, full": Contender(build_ours, threads, folder, "full", *given, tuned=True),
+        "ours, full": Contender(build_ours, threads, folder, "full", *full, tuned=True),
     }
     losses = {name: one.step().loss for name, one in contenders.items()}
-    assert abs(losses["ours"] - losses["PEFT"]) < 1e-4, losses
+    # Both round to 8 bits, in groups of different sizes.
+    near = 1e-4 if options.base_dtype == "fp32" else 0.05
+    assert abs(losses["ours"] - losses["PEFT"]) < near, losses
     peaks = {name: one.step(measure_memory=True).peak_bytes for name, one in contenders.items()}
     for one in contenders.values():
         one.step()

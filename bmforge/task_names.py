@@ -104,8 +104,13 @@ def check_task(name: str) -> None:
     published = [task.lower() for task in PUBLISHED]
     if name in TASK_NAMES or name in ALSO or name in OLD_NAMES or name.lower() in published:
         return
+    if name.startswith("-"):
+        raise ConfigError(
+            f"the task is missing before {name} (tasks: {', '.join(TASK_NAMES)}). Write, for "
+            "example: bmforge train conversations --model DIR --data FILE."
+        )
     hint = suggest(name, [*TASK_NAMES, *OLD_NAMES, *PUBLISHED])
     raise ConfigError(
-        f"unknown task {name!r} (known: {', '.join(TASK_NAMES)}; published tasks: "
-        f"{', '.join(PUBLISHED)}; former recipe names: {', '.join(OLD_NAMES)}).{hint}"
+        f"unknown task {name!r}.{hint} Tasks: {', '.join(TASK_NAMES)}; published tasks: "
+        f"{', '.join(PUBLISHED)}; former recipe names: {', '.join(OLD_NAMES)}."
     )

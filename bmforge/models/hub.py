@@ -47,7 +47,12 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
         if preset is not None:
             return family, family.config_class.preset(preset)
     names = [n for f in FAMILIES.values() for n in f.config_class.presets]
-    raise ConfigError(f"unknown preset {name!r} (known: {', '.join(names)}).{suggest(name, names)}")
+    if Path(name).is_dir():
+        raise ConfigError(f"{name!r} is not a model: it contains no config.json.")
+    raise ConfigError(
+        f"unknown preset {name!r}.{suggest(name, names)} Presets are listed in "
+        "docs/reference/presets.md; a model of your own is named by its directory, with config.json."
+    )
 
 
 def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], ModelConfig]:

@@ -22,6 +22,7 @@ from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.adapter_dirs import ADAPTER_CONFIG, find_export, is_adapter
+from bmforge.models.config import read_config_file
 from bmforge.models.formats.convert import find_companions, find_dtype
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.hub import find_base_model, find_model
@@ -68,6 +69,8 @@ def find_source(name: str | Path) -> ModelSource:
     directory = find_export(name)
     if not is_adapter(directory):
         model = find_model(directory)
+        if not is_gguf(model):
+            read_config_file(model)  # raises for a directory that is not a model
         return ModelSource(model, model)
     adapter = Path(directory)
     has_tokenizer = any((adapter / file).is_file() for file in _TOKENIZER_FILES)

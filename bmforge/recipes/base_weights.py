@@ -28,6 +28,7 @@ __all__ = [
     "cast_frozen_",
     "check_base_dtype",
     "fill_packed_",
+    "find_base_layers",
     "open_packed",
     "packs_base",
     "quantize_base_",
@@ -119,17 +120,17 @@ def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | N
     if not packs_base(config):
         return None
     assert start is not None
-    spec, names = _find_layers(model, config.base_dtype)
+    spec, names = find_base_layers(model, config.base_dtype)
     return PackedReader(model, WeightFiles(start), spec, config.new_head, names)
 
 
 def quantize_base_(model: Any, scheme: str) -> None:
     """Quantize a model on meta like `open_packed`, for the layout planner."""
-    spec, names = _find_layers(model, scheme)
+    spec, names = find_base_layers(model, scheme)
     quantize_(model, spec, where=names)
 
 
-def _find_layers(model: Any, scheme: str) -> tuple[QuantSpec, list[str]]:
+def find_base_layers(model: Any, scheme: str) -> tuple[QuantSpec, list[str]]:
     """Return the quantization spec of a base model and the names of the quantized layers."""
     # Activations stay floats: gradients pass through the quantized layers.
     spec = replace(find_preset(scheme), activations="float")

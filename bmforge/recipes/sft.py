@@ -7,7 +7,7 @@ row; for an encoder-decoder every answer is a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -168,7 +168,24 @@ def read_template(config: Any, folder: Path) -> str | None:
 
 
 def _read_all(paths: Sequence[str]) -> list[ChatExample]:
-    return [conversation for path in paths for conversation in read_conversations(path)]
+    """Read all conversations, and warn of answers without content."""
+    conversations = [c for path in paths for c in read_conversations(path)]
+    empty = [c.place for c in conversations if any(map(_is_empty_answer, c.messages))]
+    if empty:
+        get_logger().warning(
+            "%d conversations have an empty answer, which the model learns to give; the first: %s. "
+            'A message with "weight": 0 is not learned',
+            *(len(empty), empty[0]),
+        )
+    return conversations
+
+
+def _is_empty_answer(message: Mapping[str, Any]) -> bool:
+    """Return True for a learned message of the assistant without text, thoughts and calls."""
+    if message["role"] != "assistant" or message.get("weight") == 0:
+        return False
+    said = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+    return not any(str(message.get(name) or "").strip() for name in said)
 
 
 def _hold_out(

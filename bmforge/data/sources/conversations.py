@@ -111,7 +111,14 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
             raw = stream.read()
     except OSError as error:
         raise DataError(f"cannot read {str(file)!r} ({error}).") from error
-    text = decode(raw, f"file {str(file)!r}", errors="strict").text
+    try:
+        text = decode(raw, f"file {str(file)!r}", errors="strict").text
+    except DataError as error:
+        if _suffix_of(file) in _TEXT_SUFFIXES:
+            raise
+        raise DataError(
+            f"{str(file)!r} is not a file of records (.jsonl, .json or .parquet): {error}"
+        ) from error
     if text.lstrip().startswith("["):
         for number, record in enumerate(_parse(text, repr(str(file))), 1):
             yield f"{str(file)!r}, entry {number}", record
@@ -126,7 +133,10 @@ def _parse(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{location} is not JSON ({error}).") from error
+        raise DataError(
+            f"{location} is not JSON ({error}). Needed is one object per line, or one list of "
+            "objects."
+        ) from error
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:

@@ -120,7 +120,11 @@ class ExampleLoader:
     def __init__(self, source: ExampleSource, config: Any, rank: int = 0, world: int = 1) -> None:
         config.check()
         if len(source) == 0:
-            raise DataError(f"{list(config.paths)} hold no example to learn from.")
+            raise DataError(
+                f"no example to learn from: data.paths={list(config.paths)} (needed: at least one "
+                "record). Check that the files are not empty, and that data.seq_len="
+                f"{config.seq_len} has room for an answer."
+            )
         self._source, self._config = source, config
         self._rank, self._world = rank, world
         self._samples = 0
