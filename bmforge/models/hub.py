@@ -51,7 +51,7 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
         raise ConfigError(f"{name!r} is not a model: it contains no config.json.")
     raise ConfigError(
         f"unknown preset {name!r}.{suggest(name, names)} Presets are listed in "
-        "docs/reference/presets.md; a model of your own is named by its directory, with config.json."
+        "docs/reference/presets.md; another model is named by its directory, with config.json."
     )
 
 
