@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bmforge.infer.engine.request import Completion, TokenLogprob
-from bmforge.serve.tools import Call, CallReader, ToolUse, read_call
+from bmforge.serve.call_reader import CallReader, JsonCallReader
+from bmforge.serve.openai_types import ChatRequest
+from bmforge.serve.parts import CallPiece, CallStart, Message, Part
+from bmforge.serve.thoughts import ThoughtReader
+from bmforge.serve.tools import ToolUse
 
 __all__ = [
     "DONE",
     "Head",
     "Reading",
     "chat_choice",
+    "chat_finish",
     "chat_logprobs",
     "event",
     "finish_name",
@@ -30,10 +35,11 @@ _LEAST = -9999.0  # JSON cannot represent -inf
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "length"}
 
 
-def event(value: Any) -> bytes:
-    """Encode one server-sent event."""
+def event(value: Any, name: str = "") -> bytes:
+    """Encode one server-sent event, with its name if the protocol has names."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode("utf-8", "replace")
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: {text}\n\n".encode("utf-8", "replace")
 
 
 def finish_name(reason: str) -> str:
@@ -83,36 +89,70 @@ def usage_of(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
 
 
 class Reading:
-    """Parser of one answer's text: separates visible text from tool calls.
+    """Parser of one answer's text: separates thoughts, visible text and tool calls.
 
     Args:
         tools: tools that may be called.
         begins: prefix of the answer that is not shown.
+        thoughts: parser of the reasoning at the start; None without it.
     """
 
-    def __init__(self, tools: ToolUse, begins: str = "") -> None:
-        self._tools, self._begins, self._start = tools, begins, ""
-        self._is_forced = tools.rule is not None
-        self._whole: list[str] = []
-        self._count = 0
-        self._calls = CallReader(tools.names) if tools.names and not self._is_forced else None
-        self.has_calls = False
+    def __init__(
+        self, tools: ToolUse, begins: str = "", thoughts: ThoughtReader | None = None
+    ) -> None:
+        self._begins, self._start = begins, ""
+        self._max_calls, self._count = tools.max_calls, 0
+        self._thoughts = thoughts
+        self._is_over = False
+        self._calls: CallReader | JsonCallReader | None = None
+        if tools.rule is not None:
+            self._calls = JsonCallReader(tools.schemas)
+        elif tools.form is not None:
+            self._calls = CallReader(tools.form, tools.schemas)
 
-    def feed(self, text: str) -> Iterator[str | Call]:
-        """Yield text and calls that are complete after the next piece of text."""
-        if self._is_forced:
-            self._whole.append(text)
-            return
+    @property
+    def has_calls(self) -> bool:
+        """True if a call has started."""
+        return self._count > 0
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """Yield the parts that are certain after the next piece of text."""
         text = self._skip(text)
-        if self._calls is None:
-            yield from (text,) if text else ()
-            return
-        for part in self._calls.feed(text):
-            if self._count == self._tools.max_calls:
-                return  # nothing follows the last call that the client accepts
-            self._count += isinstance(part, Call)
-            self.has_calls |= isinstance(part, Call)
-            yield part
+        if text:
+            yield from self._limit(self._read(text))
+
+    def end(self) -> Iterator[Part]:
+        """Yield the rest at the end of the answer."""
+        yield from self._limit(self._read_end())
+
+    def _read(self, text: str) -> Iterator[Part]:
+        for part in (text,) if self._thoughts is None else self._thoughts.feed(text):
+            if isinstance(part, str) and self._calls is not None:
+                yield from self._calls.feed(part)
+            else:
+                yield part
+
+    def _read_end(self) -> Iterator[Part]:
+        if self._begins and self._start:
+            yield from self._read(self._start)
+        for part in () if self._thoughts is None else self._thoughts.end():
+            if isinstance(part, str) and self._calls is not None:
+                yield from self._calls.feed(part)
+            else:
+                yield part
+        if self._calls is not None:
+            yield from self._calls.end()
+
+    def _limit(self, parts: Iterator[Part]) -> Iterator[Part]:
+        """Yield parts up to the last call that the client accepts."""
+        for part in parts:
+            if self._count == self._max_calls and not isinstance(part, CallPiece):
+                self._is_over = True
+            if self._is_over:
+                continue
+            self._count += isinstance(part, CallStart)
+            if part != "":
+                yield part
 
     def _skip(self, text: str) -> str:
         """Remove the hidden prefix of an answer."""
@@ -124,44 +164,33 @@ class Reading:
         text, self._begins = self._start.removeprefix(self._begins), ""
         return text
 
-    def end(self) -> Iterator[str | Call]:
-        """Yield the rest at the end of the answer."""
-        if self._is_forced:
-            text = "".join(self._whole)
-            call = read_call(text, self._tools.names)
-            self.has_calls = call is not None
-            yield call if call is not None else text
-            return
-        if self._count == self._tools.max_calls:
-            return
-        buffered = self._start if self._begins else ""
-        buffered = "".join([buffered, self._calls.end() if self._calls else ""])
-        if buffered:
-            yield buffered
 
-
-def chat_choice(answer: Completion, tools: ToolUse, begins: str, tells: bool) -> dict[str, Any]:
+def chat_choice(answer: Completion, message: Message, body: ChatRequest) -> dict[str, Any]:
     """Return a choice of a chat response.
 
     Args:
         answer: completion of the engine.
-        tools: tools that may be called.
-        begins: prefix of the answer that is not shown.
-        tells: the request asks for log-probabilities.
+        message: its text, thoughts and calls.
+        body: request body.
     """
-    reading = Reading(tools, begins)
-    parts = [*reading.feed(answer.text), *reading.end()]
-    text = "".join(part for part in parts if isinstance(part, str))
-    calls = [part.as_json() for part in parts if isinstance(part, Call)]
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if calls:
-        message |= {"content": text.strip() or None, "tool_calls": calls}
+    shown: dict[str, Any] = {"role": "assistant", "content": message.text, "refusal": None}
+    if message.thoughts and body.include_reasoning is not False:
+        shown["reasoning_content"] = message.thoughts
+    if message.calls:
+        calls = [call.as_json() for call in message.calls]
+        shown |= {"content": message.text or None, "tool_calls": calls}
     return {
         "index": answer.index,
-        "message": message,
-        "logprobs": chat_logprobs(answer.logprobs or ()) if tells else None,
-        "finish_reason": "tool_calls" if calls else finish_name(answer.finish_reason),
+        "message": shown,
+        "logprobs": chat_logprobs(answer.logprobs or ()) if body.logprobs else None,
+        "finish_reason": chat_finish(answer.finish_reason, bool(message.calls)),
     }
+
+
+def chat_finish(reason: str, has_calls: bool) -> str:
+    """Return the finish reason of a chat; calls that were cut are not complete."""
+    name = finish_name(reason)
+    return "tool_calls" if has_calls and name == "stop" else name
 
 
 def chat_logprobs(tokens: Collection[TokenLogprob]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +18,8 @@ from bmforge import __version__
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
 from bmforge.logging import get_logger
-from bmforge.serve import encoding, page_routes, routes, watching
-from bmforge.serve.auth import Keys
+from bmforge.serve import encoding, messages, page_routes, responses, routes, watching
+from bmforge.serve.auth import Keys, KeysFile
 from bmforge.serve.errors import RequestError, error_response, explain_types
 from bmforge.serve.gate import Gate
 from bmforge.serve.serving import Served, Serving
@@ -66,9 +67,13 @@ def create_app(
 
     @asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:
-        dozing = asyncio.create_task(_let_sleep(engine))
+        tasks = [
+            asyncio.create_task(_let_sleep(engine)),
+            asyncio.create_task(_reread_keys(serving)),
+        ]
         yield
-        dozing.cancel()
+        for task in tasks:
+            task.cancel()
         serving.admission.is_closing = True
         serving.live.cancel_all()
 
@@ -81,8 +86,8 @@ def create_app(
         lifespan=live,
     )
     app.state.serving = serving
-    for router in (routes.router, encoding.router, watching.router, page_routes.router):
-        app.include_router(router)
+    for part in (routes, responses, messages, encoding, watching, page_routes):
+        app.include_router(part.router)
     app.add_middleware(Gate, serving=serving)
     app.add_exception_handler(RequestError, _tell_refusal)
     app.add_exception_handler(RequestValidationError, _tell_types)
@@ -100,19 +105,28 @@ async def _let_sleep(engine: AnyEngine) -> None:
             get_logger().error("engine: unloading failed: %r", error)
 
 
-async def _tell_refusal(_: Request, error: Exception) -> Response:
+async def _reread_keys(serving: Serving) -> None:
+    """Use the keys of the keys file after it has changed."""
+    file = KeysFile(serving.config, os.environ)
+    while serving.config.keys_file is not None:
+        await asyncio.sleep(_LOOK_S)
+        serving.keys = file.reread() or serving.keys
+
+
+async def _tell_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
-async def _tell_types(_: Request, error: Exception) -> Response:
+async def _tell_types(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(explain_types(error))
+    return error_response(explain_types(error), request.scope)
 
 
-async def _tell_http(_: Request, error: Exception) -> Response:
+async def _tell_http(request: Request, error: Exception) -> Response:
     """Convert errors of the framework: unknown path, wrong method, body too large."""
     assert isinstance(error, HTTPException)
     return error_response(
-        RequestError(str(error.detail), status=error.status_code, headers=error.headers)
+        RequestError(str(error.detail), status=error.status_code, headers=error.headers),
+        request.scope,
     )

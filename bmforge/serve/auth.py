@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
-from bmforge.errors import ConfigError
+from bmforge.errors import BmforgeError, ConfigError
 from bmforge.files import read_bytes
 from bmforge.logging import get_logger
 from bmforge.serve.errors import RequestError
 from bmforge.serve.settings import KEYS_VARIABLE, ServeConfig, is_loopback
 
-__all__ = ["Keys", "check_origin", "load_keys"]
+__all__ = ["Keys", "KeysFile", "check_origin", "is_allowed_origin", "load_keys"]
 
 _KEY = re.compile(r"[!-~]{16,512}")
 _READING = ("GET", "HEAD")
@@ -116,13 +116,54 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> Keys:
         raise ConfigError(
             f"allow_hosts={list(config.allow_hosts)} has no effect with keys. Leave it out."
         )
-    if not keys and not is_loopback(config.host) and not config.allow_no_key:
+    if not keys and "*" in config.allowed_origins:
+        raise ConfigError(
+            "allowed_origins=* lets every page of the web ask, and there is no key. Give a key, or "
+            "name the origins."
+        )
+    is_local = config.uds is not None or is_loopback(config.host)
+    if not keys and not is_local and not config.allow_no_key:
         raise ConfigError(
             f"host={config.host!r} lets other machines ask, and there is no key. Give "
             f"keys_file=FILE or set {KEYS_VARIABLE}, listen at 127.0.0.1, or set allow_no_key "
             "where everybody who reaches the address may ask."
         )
     return keys
+
+
+class KeysFile:
+    """Rereads the keys when their file changes.
+
+    Args:
+        config: settings with the path of the file.
+        environment: environment variables with further keys.
+    """
+
+    def __init__(self, config: ServeConfig, environment: Mapping[str, str]) -> None:
+        self._config, self._environment = config, environment
+        self._version = self._read_version()
+
+    def reread(self) -> Keys | None:
+        """Return the keys if the file has changed, else None; a damaged file changes nothing."""
+        version = self._read_version()
+        if version == self._version:
+            return None
+        self._version = version
+        try:
+            keys = load_keys(self._config, self._environment)
+        except BmforgeError as error:
+            get_logger().error("keys: the former keys stay valid: %s", error)
+            return None
+        get_logger().info("keys: read %d again", len(keys))
+        return keys
+
+    def _read_version(self) -> tuple[int, int, int] | None:
+        file = self._config.keys_file
+        try:
+            status = None if file is None else file.stat()
+        except OSError:
+            return None
+        return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 def check_origin(
@@ -146,6 +187,8 @@ def check_origin(
     if method in _READING:
         return
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if is_allowed_origin(config, origin):
+        return
     if site is not None:
         is_own = site in ("same-origin", "none")
     else:
@@ -154,6 +197,12 @@ def check_origin(
         raise RequestError(
             "the request comes from a page of another site", status=403, code="origin_not_allowed"
         )
+
+
+def is_allowed_origin(config: ServeConfig, origin: str | None) -> bool:
+    """Return True if the pages of an origin may send requests and read the answers."""
+    allowed = config.allowed_origins
+    return origin is not None and ("*" in allowed or origin.lower() in map(str.lower, allowed))
 
 
 def _is_ours(host: str, config: ServeConfig) -> bool:

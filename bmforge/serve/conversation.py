@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,14 +11,20 @@ from bmforge.errors import BmforgeError
 from bmforge.infer.chat import encode_messages, find_ends
 from bmforge.infer.openbmb.chat import ChatConfig, join_history
 from bmforge.serve.errors import RequestError
-from bmforge.serve.openai_types import Message
+from bmforge.serve.openai_types import ChatRequest, Message
 from bmforge.serve.settings import ServeConfig
 from bmforge.serve.sleeping import AnyEngine
+from bmforge.serve.thoughts import find_thought_marks, opens_thought
+from bmforge.serve.tool_formats import FORMATS, find_format
+from bmforge.serve.tools import ToolUse
 from bmforge.tokenizers.chat_messages import normalize_message
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 from bmforge.tokenizers.template_limits import TemplateLimits
 
-__all__ = ["Prompt", "Prompter"]
+__all__ = ["Prompt", "Prompter", "template_variables"]
+
+_TAIL = 16  # tokens of a prompt that may hold the start of the reasoning
+_THINKING = ("enable_thinking", "thinking")  # Qwen, GLM; DeepSeek
 
 
 class Prompt(NamedTuple):
@@ -28,12 +35,16 @@ class Prompt(NamedTuple):
         ends: tokens that end an answer.
         stops: strings that end an answer.
         begins: prefix of the answer that is not shown.
+        thought_marks: texts around the model's reasoning; None if it is not separated.
+        is_thinking: whether the prompt ends inside the reasoning.
     """
 
     ids: list[int]
     ends: tuple[int, ...]
     stops: tuple[str, ...] = ()
     begins: str = ""
+    thought_marks: tuple[str, str] | None = None
+    is_thinking: bool = False
 
 
 class Prompter:
@@ -46,6 +57,8 @@ class Prompter:
 
     Attributes:
         template: the template; None for EVA, and for models that do not generate text.
+        tool_format: format of tool calls; None if the template has none.
+        thought_marks: texts around the model's reasoning; None if it is not separated.
     """
 
     def __init__(self, engine: AnyEngine, directory: Path | None, config: ServeConfig) -> None:
@@ -57,42 +70,42 @@ class Prompter:
             limits = TemplateLimits(config.template_s, 2 * config.max_body_bytes)
             self.template = ChatTemplate(source, engine.tokenizer, limits)
 
-    @property
-    def writes_calls(self) -> bool:
-        """Whether the template asks for calls as ``<tool_call>`` and JSON."""
         source = "" if self.template is None else self.template.source
-        return "<tool_call>" in source and "tools" in source and "<function=" not in source
+        self.tool_format = find_format(source)
+        if config.tool_call_parser is not None and self.template is not None:
+            self.tool_format = FORMATS[config.tool_call_parser]
+        self.thought_marks = find_thought_marks(source) if config.split_reasoning else None
 
-    def write(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        begin: str = "",
-        **variables: Any,
-    ) -> Prompt:
+    def write(self, body: ChatRequest, tools: ToolUse) -> Prompt:
         """Return the prompt of a conversation.
 
         Args:
-            messages: messages of the conversation.
+            body: request with the messages and the variables of the template.
             tools: tools that may be called.
-            begin: start of the answer, which the model continues.
-            variables: further variables of the chat template, such as ``enable_thinking``.
 
         Raises:
             RequestError: the model does not support chat, or its template raises an error.
         """
         model, tokenizer = self._engine.model, self._engine.tokenizer
         if model.traits.writes and model.traits.objective == "dialogues":
-            return self._write_dialogue(messages)
+            return self._write_dialogue(body.messages)
         if self.template is None:
             raise RequestError(
                 f"{type(model).__name__} does not converse: it has no form for what is said",
                 "messages",
                 code="unsupported_model",
             )
-        turns = [normalize_message(m.model_dump(exclude_none=True)) for m in messages]
+        messages, begin = body.messages, tools.begin
+        if body.continue_final_message:
+            messages, begin = messages[:-1], messages[-1].text
+        variables = template_variables(body, self.template.variables, self.thought_marks)
+        said = [normalize_message(message.as_template()) for message in messages]
+        ask = partial(encode_messages, self.template, said, model, tokenizer, tools.shown)
         try:
-            ids = encode_messages(self.template, turns, model, tokenizer, tools, begin, **variables)
+            ids = ask(begin, **variables)
+            is_thinking = opens_thought(tokenizer.decode(ids[-_TAIL:]), self.thought_marks)
+            if is_thinking and tools.rule is not None and self.thought_marks is not None:
+                ids = ask(f"{self.thought_marks[1]}\n\n{begin}", **variables)
             mark = self.template.end_mark()
         except BmforgeError as error:
             raise RequestError(str(error), "messages", code="invalid_value") from error
@@ -103,7 +116,8 @@ class Prompter:
         padding = [tokenizer.pad_id] if apart and tokenizer.pad_id is not None else []
         ends = tuple(dict.fromkeys([*find_ends(model, tokenizer, mark), *padding]))
         begins = model.traits.answer_sentinel.format(0) if apart else ""
-        return Prompt(ids, ends, () if is_token or apart else (mark,), begins)
+        stops = () if is_token or apart else (mark,)
+        return Prompt(ids, ends, stops, begins, self.thought_marks, is_thinking)
 
     def _write_dialogue(self, messages: Sequence[Message]) -> Prompt:
         """Return the last utterances in EVA's format, as many as fit into its window."""
@@ -112,7 +126,42 @@ class Prompter:
             raise RequestError(
                 "EVA's form has room for what user and assistant said alone", "messages"
             )
-        utterances = [tokenizer.encode(message.text) for message in messages]
+        said = [tokenizer.encode(message.text) for message in messages]
         end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)
-        ids = join_history(utterances, end, blank, ChatConfig().window)
+        ids = join_history(said, end, blank, ChatConfig().window)
         return Prompt(ids, (end,))
+
+
+def template_variables(
+    body: ChatRequest, known: Collection[str], thought_marks: tuple[str, str] | None
+) -> dict[str, Any]:
+    """Return the variables of the chat template that a request sets.
+
+    Args:
+        body: request body.
+        known: variables that the template reads.
+        thought_marks: texts around the model's reasoning; None if it has none.
+
+    Raises:
+        RequestError: a variable that the template does not read, so that it would have no effect.
+    """
+    variables = dict(body.chat_template_kwargs or {})
+    if body.enable_thinking is not None:
+        variables["enable_thinking"] = body.enable_thinking
+    effort = body.reasoning_effort
+    if effort is not None and "reasoning_effort" in known:
+        variables["reasoning_effort"] = effort
+    elif effort is not None:
+        name = next((name for name in _THINKING if name in known), "enable_thinking")
+        variables.setdefault(name, effort not in ("none", "minimal"))
+    for name in [name for name in variables if name not in known]:
+        is_off = name in _THINKING and variables[name] is False and thought_marks is None
+        is_on = name in _THINKING and variables[name] is True and thought_marks is not None
+        if not (is_off or is_on):  # a model that never thinks, or always, does as it is told
+            raise RequestError(
+                f"{name} has no effect: this model's chat template reads "
+                f"{', '.join(sorted(known))}",
+                "reasoning_effort" if effort is not None else "chat_template_kwargs",
+                code="unsupported_value",
+            )
+    return variables

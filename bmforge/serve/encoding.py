@@ -17,10 +17,11 @@ from torch import Tensor
 from bmforge.errors import BmforgeError, ConfigError, DataError, ShapeError
 from bmforge.infer.engine.encode import encode_text
 from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.http_json import GONE, StrictRoute
 from bmforge.serve.limits import check_at_most
 from bmforge.serve.live import GoneError, unless_gone
 from bmforge.serve.openai_types import DocumentsRequest, EmbeddingRequest
-from bmforge.serve.routes import GONE, StrictRoute, check_engine
+from bmforge.serve.running import check_engine
 from bmforge.serve.serving import Serving, client_of, serving_of
 from bmforge.serve.writing import check_size, longest_prompt, row_tokens
 
@@ -50,7 +51,7 @@ async def _have_done(
     try:
         future = await run_in_threadpool(submit)
     except BmforgeError as error:
-        await check_engine(serving, engine)
+        await check_engine(engine)
         raise RequestError(str(error), code="invalid_value") from error
     with serving.live.ending(future):
         try:

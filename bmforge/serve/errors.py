@@ -9,6 +9,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 __all__ = ["RequestError", "error_body", "error_response", "explain_types", "overloaded"]
 
@@ -61,9 +62,12 @@ def error_body(error: RequestError) -> dict[str, Any]:
     }
 
 
-def error_response(error: RequestError) -> JSONResponse:
-    """Return an error response."""
-    return JSONResponse(error_body(error), error.status_code, error.headers)
+def error_response(error: RequestError, scope: Scope) -> JSONResponse:
+    """Return the error response of a request; Anthropic's interface has one field more."""
+    body, path = error_body(error), scope["path"].removeprefix(scope.get("root_path", ""))
+    if path.startswith("/v1/messages"):
+        body["type"] = "error"
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 def explain_types(error: RequestValidationError) -> RequestError:

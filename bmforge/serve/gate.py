@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 import traceback
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bmforge.logging import get_logger
-from bmforge.serve.auth import check_origin
+from bmforge.serve.auth import check_origin, is_allowed_origin
 from bmforge.serve.errors import RequestError, error_response
 from bmforge.serve.serving import Serving
+from bmforge.serve.settings import MAX_HEAD_BYTES
 
 __all__ = ["Gate"]
 
@@ -24,6 +28,14 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
+}
+
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, HEAD, POST, OPTIONS",
+    "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id",
+    "access-control-max-age": "600",
 }
 
 
@@ -43,20 +55,31 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, seen = time.monotonic(), _Seen(send)
+        headers, config = Headers(scope=scope), self._serving.config
+        if config.root_path:  # proxies strip it or not; in ASGI the path has it
+            bare = scope["path"].removeprefix(config.root_path)
+            root = {"root_path": config.root_path, "path": config.root_path + bare}
+            scope = {**scope, **root}
+        begin, seen = time.monotonic(), _Seen(send, _request_id(headers))
+        origin = headers.get("origin")
+        if is_allowed_origin(config, origin):
+            seen.allow(str(origin))
         try:
+            if seen.is_allowed and _is_preflight(scope, headers):
+                await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, seen)
+                return
             self._check(scope)
             await self._app(scope, receive, seen)
         except RequestError as error:
-            await error_response(error)(scope, receive, seen)
+            await error_response(error, scope)(scope, receive, seen)
         except Exception as error:
             _log_failure(error)
             if seen.status:  # the response has begun; the connection is aborted
                 raise
             failed = RequestError("the server failed; its log says more", status=500)
-            await error_response(failed)(scope, receive, seen)
+            await error_response(failed, scope)(scope, receive, seen)
         finally:
-            self._note(scope, seen.status, time.monotonic() - begin)
+            self._note(scope, seen, time.monotonic() - begin)
 
     def _check(self, scope: Scope) -> None:
         headers, keys = Headers(scope=scope), self._serving.keys
@@ -66,31 +89,70 @@ class Gate:
                 "content-length and transfer-encoding contradict each other",
                 headers={"connection": "close"},
             )
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_HEAD_BYTES:
+            raise RequestError(
+                f"the head has more than {MAX_HEAD_BYTES} bytes",
+                status=431,
+                headers={"connection": "close"},
+            )
         state = scope.setdefault("state", {})
         check_origin(self._serving.config, bool(keys), scope["method"], headers)
-        if keys and scope["path"] not in _OPEN:
-            state["key"] = keys.find(headers.get("authorization"))
+        path = scope["path"].removeprefix(self._serving.config.root_path)
+        if keys and path not in _OPEN:
+            state["key"] = keys.find(_authorization(headers))
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+    def _note(self, scope: Scope, seen: _Seen, seconds: float) -> None:
         """Count and log a request, without its contents and query string."""
+        status = seen.status
         route = scope.get("route")
         path = getattr(route, "path", "other")  # not the requested path, which is arbitrary
         self._serving.metrics.note_request(path, status, seconds)
         if self._serving.config.log_requests:
-            get_logger().info("%s %s %s %.3f s", scope["method"], path, status or "left", seconds)
+            get_logger().info(
+                "%s %s %s %.3f s %s", scope["method"], path, status or "left", seconds, seen.id
+            )
+
+
+def _request_id(headers: Headers) -> str:
+    """Return the client's request id if it is short and plain, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+
+
+def _authorization(headers: Headers) -> str | None:
+    """Return the Authorization header, or Anthropic's ``x-api-key`` in its form."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
 
 
 class _Seen:
     """Sends a response with the common headers, and records its status."""
 
-    def __init__(self, send: Send) -> None:
-        self._send, self.status = send, 0
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send, self.status, self.id = send, 0, request_id
+        self._headers = {**_HEADERS, "x-request-id": request_id}
+        self.is_allowed = False
+
+    def allow(self, origin: str) -> None:
+        """Let the pages of another origin read the response."""
+        self.is_allowed = True
+        self._headers |= {
+            "access-control-allow-origin": origin,
+            "access-control-expose-headers": "retry-after, x-request-id",
+            "cross-origin-resource-policy": "cross-origin",
+            "vary": "origin",
+        }
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            for name, value in _HEADERS.items():
+            for name, value in self._headers.items():
                 headers.setdefault(name, value)
         await self._send(message)
 

@@ -8,6 +8,7 @@ import errno
 import os
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -18,14 +19,14 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from bmforge.errors import ConfigError
+from bmforge.errors import BmforgeError, ConfigError
 from bmforge.infer import Engine
 from bmforge.logging import get_logger
 from bmforge.serve.app import create_app
 from bmforge.serve.auth import load_keys
-from bmforge.serve.receive import MAX_HEAD_BYTES, DeadlineProtocol
+from bmforge.serve.receive import DeadlineProtocol
 from bmforge.serve.serving import Serving
-from bmforge.serve.settings import ServeConfig, is_loopback
+from bmforge.serve.settings import MAX_HEAD_BYTES, ServeConfig, is_loopback
 from bmforge.serve.sleeping import AnyEngine
 
 __all__ = ["GracefulServer", "bind_address", "make_server", "serve"]
@@ -41,11 +42,14 @@ class GracefulServer(uvicorn.Server):
     Args:
         config: configuration of uvicorn.
         serving: server state.
+
+    Attributes:
+        stops_at_failure: whether the server stops when its engine has failed.
     """
 
     def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
         super().__init__(config)
-        self.serving = serving
+        self.serving, self.stops_at_failure = serving, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests finish; cancel those that exceed the grace period."""
@@ -59,6 +63,14 @@ class GracefulServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             cut.cancel()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return True if the server has to stop, also after a failure of its engine."""
+        failure = self.serving.failure
+        if failure is not None and self.stops_at_failure and not self.should_exit:
+            get_logger().error("the engine has failed (%r): the server stops", failure)
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,6 +116,7 @@ def serve(
 
     Raises:
         ConfigError: the address is in use or not of this machine, or a key is required.
+        EngineFailedError: the engine has failed, and the server has stopped.
     """
     config = config or ServeConfig()
     keys = load_keys(config, os.environ)
@@ -111,8 +124,40 @@ def serve(
         engine, config, directory=directory, keys=keys, embedder=embedder, deltas=deltas
     )
     with listener or bind_address(config) as bound:
-        make_server(app, bound).run([bound])
+        try:
+            make_server(app, bound).run([bound])
+        finally:
+            if config.uds is not None:
+                config.uds.unlink(missing_ok=True)
+    failure = app.state.serving.failure
+    if failure is not None:
+        raise EngineFailedError(
+            f"the engine has failed ({failure!r}), and the server has stopped. Start it again."
+        ) from failure
     get_logger().info("stopped")
+
+
+class EngineFailedError(BmforgeError, RuntimeError):
+    """The engine's thread ended with an error while it was served."""
+
+
+def check_certificate(config: ServeConfig) -> None:
+    """Check the TLS certificate and its key, before a model is opened.
+
+    Raises:
+        ConfigError: a file cannot be read, or the key does not belong to the certificate.
+    """
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile
+        )
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ssl_certfile={str(config.ssl_certfile)!r}, ssl_keyfile={str(config.ssl_keyfile)!r} "
+            f"cannot be used ({error}). Give a certificate chain and its key in PEM format."
+        ) from error
 
 
 def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
@@ -126,9 +171,13 @@ def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
     config = serving.config
     server = GracefulServer(_configure(app, config), serving)
     listener.listen(config.max_connections)  # listen before the address is announced
+    if config.uds is not None:
+        get_logger().info("serving %s at the socket %s", serving.name, config.uds)
+        return server
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
-    get_logger().info("serving %s at http://%s:%d/", serving.name, shown, port)
+    scheme = "http" if config.ssl_certfile is None else "https"
+    get_logger().info("serving %s at %s://%s:%d/", serving.name, scheme, shown, port)
     if not serving.keys and not is_loopback(config.host):
         get_logger().warning("everybody who reaches %s may ask: there is no key", shown)
     return server
@@ -150,6 +199,8 @@ def _configure(app: Any, config: ServeConfig) -> uvicorn.Config:
         timeout_graceful_shutdown=config.grace_s + _LAST_WORDS_S,  # type: ignore[arg-type]
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         backlog=config.max_connections,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
     )
 
 
@@ -159,6 +210,9 @@ def bind_address(config: ServeConfig) -> socket.socket:
     Raises:
         ConfigError: the address is in use, or is not of this machine.
     """
+    check_certificate(config)
+    if config.uds is not None:
+        return _bind_path(config.uds)
     try:
         addresses = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = addresses[0]
@@ -180,3 +234,30 @@ def bind_address(config: ServeConfig) -> socket.socket:
             f"host={config.host!r}, port={config.port} cannot be listened at ({error}). Name an "
             "address of this machine, such as 127.0.0.1, and a port above 1023."
         ) from error
+
+
+def _bind_path(path: Path) -> socket.socket:
+    """Return a Unix socket that only this user can connect to; an abandoned one is replaced."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with socket.socket(socket.AF_UNIX) as other:
+            is_used = path.is_socket() and other.connect_ex(str(path)) == 0
+        if is_used:
+            raise ConfigError(f"uds={str(path)!r} is in use: another server runs there.")
+        if path.is_socket():
+            path.unlink()
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        return listener
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"uds={str(path)!r} cannot be listened at ({error}). Give a path that does not exist, "
+            "in a directory of yours."
+        ) from error
+    except ConfigError:
+        listener.close()
+        raise

@@ -15,6 +15,7 @@ from starlette.types import Receive
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.request import Completion, Handle, Piece
 from bmforge.serve.errors import RequestError
+from bmforge.serve.metrics import TokenTimes
 
 __all__ = ["GoneError", "LiveRequest", "LiveRequests", "unless_gone"]
 
@@ -33,6 +34,8 @@ class LiveRequest:
         handles: engine handles, one per prompt.
         max_unread_bytes: generated text buffered for a slow client before the request ends.
         prompt_tokens: tokens of all prompts.
+        times: records when tokens arrive; None records nothing.
+        key: name of the client's key, "" without keys.
 
     Attributes:
         is_read: the client has received everything.
@@ -40,9 +43,15 @@ class LiveRequest:
     """
 
     def __init__(
-        self, handles: Sequence[Handle], max_unread_bytes: int, prompt_tokens: int = 0
+        self,
+        handles: Sequence[Handle],
+        max_unread_bytes: int,
+        prompt_tokens: int = 0,
+        times: TokenTimes | None = None,
+        key: str = "",
     ) -> None:
         self.handles, self.is_read = handles, False
+        self.key, self._times = key, times
         self.prompt_tokens, self.new_tokens = prompt_tokens, 0
         self._most, self._unread = max_unread_bytes, 0
         self._pieces: deque[tuple[int, Piece]] = deque()
@@ -64,6 +73,8 @@ class LiveRequest:
             self._error = self._error or _failed(error)
             pieces = []
         self._pieces += [(number, piece) for piece in pieces]
+        if self._times is not None:
+            self._times.note(number, pieces, self.handles[number].started_s)
         self.new_tokens += sum(len(piece.ids) for piece in pieces)
         self._unread += sum(_size(piece) for piece in pieces)
         if self._unread > self._most and self._error is None:

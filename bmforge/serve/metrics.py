@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
-from bmforge.infer.engine.request import Completion, RequestsStatus
+from bmforge.infer.engine.request import Completion, Piece, RequestsStatus
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "TokenTimes"]
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_TOKEN_SECONDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 3, 10)
+_KEY_DIGITS = 12  # of the key's SHA-256
 
 
 class Metrics:
@@ -33,6 +36,20 @@ class Metrics:
             "bmforge_first_token_seconds", "Time to first token.",
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
+        self._between = Histogram(
+            "bmforge_inter_token_seconds", "Time between two tokens of an answer.",
+            buckets=_TOKEN_SECONDS, registry=registry,
+        )  # fmt: skip
+        self._queue = Histogram(
+            "bmforge_queue_seconds", "Time from a request's arrival to its first step.",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self._by_key = Counter(
+            "bmforge_key_tokens",
+            "Tokens by the first digits of the key's SHA-256.",
+            ("key", "kind"),
+            registry=registry,
+        )
         self._tokens = Counter(
             "bmforge_tokens", "Prompt tokens, cached tokens and new tokens.", ("kind",),
             registry=registry,
@@ -57,20 +74,33 @@ class Metrics:
         """Record the time to first token."""
         self._first.observe(seconds)
 
-    def note_answers(self, completions: Sequence[Sequence[Completion]]) -> None:
+    def note_between(self, seconds: float, count: int) -> None:
+        """Record the time per token of several tokens that arrived together."""
+        for _ in range(count):
+            self._between.observe(seconds / count)
+
+    def note_queue(self, seconds: float) -> None:
+        """Record the time that a request waited for its first step."""
+        self._queue.observe(seconds)
+
+    def note_tokens(self, key: str, **counts: int) -> None:
+        """Count tokens by kind (prompt, cached, new), in total and for a key."""
+        for kind, count in counts.items():
+            self._tokens.labels(kind).inc(count)
+            self._by_key.labels(key[:_KEY_DIGITS] or "none", kind).inc(count)
+
+    def note_answers(self, completions: Sequence[Sequence[Completion]], key: str = "") -> None:
         """Count the tokens and finish reasons of answers."""
         for answers in completions:
-            self._tokens.labels("prompt").inc(answers[0].prompt_tokens)
-            self._tokens.labels("cached").inc(answers[0].cached_tokens)
+            first, new = answers[0], sum(len(answer.ids) for answer in answers)
+            self.note_tokens(key, prompt=first.prompt_tokens, cached=first.cached_tokens, new=new)
             for answer in answers:
-                self._tokens.labels("new").inc(len(answer.ids))
                 self._ends.labels(answer.finish_reason).inc()
 
-    def note_left(self, prompt_tokens: int = 0, new_tokens: int = 0) -> None:
+    def note_left(self, prompt_tokens: int = 0, new_tokens: int = 0, key: str = "") -> None:
         """Count a request whose client has disconnected, and the tokens computed for it."""
         self._ends.labels("left").inc()
-        self._tokens.labels("prompt").inc(prompt_tokens)
-        self._tokens.labels("new").inc(new_tokens)
+        self.note_tokens(key, prompt=prompt_tokens, new=new_tokens)
 
     def write(self, status: RequestsStatus, count: int) -> tuple[bytes, str]:
         """Return all metrics, and their content type.
@@ -85,3 +115,42 @@ class Metrics:
         self._pages.labels("free").set(status.pages_free)
         self._open.set(count)
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+class TokenTimes:
+    """Records the times of one request's tokens.
+
+    Args:
+        metrics: metrics of the server.
+        begin_s: arrival time of the request, of the monotonic clock.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(
+        self, metrics: Metrics, begin_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics, self._begin, self._clock = metrics, begin_s, clock
+        self._last: dict[tuple[int, int], float] = {}
+        self._started: set[int] = set()
+
+    def note(self, number: int, pieces: Sequence[Piece], started_s: float | None) -> None:
+        """Record new pieces of a prompt's answers.
+
+        Args:
+            number: index of the prompt.
+            pieces: new pieces of its answers.
+            started_s: time of the first step of the prompt; None before it.
+        """
+        if started_s is not None and number not in self._started:
+            self._started.add(number)
+            self._metrics.note_queue(max(0.0, started_s - self._begin))
+        now = self._clock()
+        for piece in pieces:
+            if not piece.ids:
+                continue
+            answer = number, piece.index
+            if not self._last:
+                self._metrics.note_first(now - self._begin)
+            if answer in self._last:
+                self._metrics.note_between(now - self._last[answer], len(piece.ids))
+            self._last[answer] = now

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from bmforge.serve.errors import RequestError
+from bmforge.serve.errors import RequestError, explain_types
 
 __all__ = [
     "ChatRequest",
@@ -20,14 +21,17 @@ __all__ = [
     "JsonSchema",
     "Message",
     "ResponseFormat",
+    "SentBack",
     "StreamOptions",
+    "Strict",
     "StructuredOutputs",
     "Tool",
     "ToolChoice",
     "Writing",
+    "make_chat",
 ]
 
-Share = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 # fail_fast: report only the first error of a list, which may have a hundred thousand.
@@ -40,6 +44,17 @@ class Strict(BaseModel):
     """Base of all types: strict types, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+class SentBack(Strict):
+    """Base of what clients send back of an earlier answer: null fields are left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: item for name, item in value.items() if item is not None}
 
 
 class StreamOptions(Strict):
@@ -109,14 +124,14 @@ class ToolChoice(Strict):
     function: FunctionName
 
 
-class CalledFunction(Strict):
+class CalledFunction(SentBack):
     """A function call with its arguments."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Strict):
+class ToolCall(SentBack):
     """A tool call of an assistant message."""
 
     id: str
@@ -125,7 +140,7 @@ class ToolCall(Strict):
     index: int | None = None  # clients send the deltas of a stream back as they came
 
 
-class TextPart(Strict):
+class TextPart(SentBack):
     """Part of a message's content; only text is supported."""
 
     type: Literal["text"]
@@ -133,7 +148,7 @@ class TextPart(Strict):
     cache_control: dict[str, Any] | None = None  # the prefix cache needs no marks
 
 
-class Message(Strict):
+class Message(SentBack):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -142,11 +157,13 @@ class Message(Strict):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # for the chat template
+    reasoning: str | None = None  # the same in newer versions of vLLM
     # Fields that clients send back with an earlier answer; they hold nothing that is read.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None  # of OpenAI's client, read from the content
 
     @model_validator(mode="after")
     def _fits(self) -> Message:
@@ -157,6 +174,13 @@ class Message(Strict):
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id belongs to the role tool, which needs it")
         return self
+
+    def as_template(self) -> dict[str, Any]:
+        """Return the fields that a chat template reads."""
+        unread = {"reasoning", "refusal", "annotations", "audio", "function_call", "parsed"}
+        fields = self.model_dump(exclude_none=True, exclude=unread)
+        thoughts = self.reasoning_content or self.reasoning
+        return fields if thoughts is None else {**fields, "reasoning_content": thoughts}
 
     @property
     def text(self) -> str:
@@ -193,6 +217,13 @@ class Writing(Strict):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Ids | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    # Accepted with their neutral values only.
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    truncate_prompt_tokens: None = None
     # Accepted and ignored.
     user: str | None = None
 
@@ -209,11 +240,11 @@ class Writing(Strict):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the temperature is so small that sampling would take the argmax anyway.
+        """Whether the sampling parameters leave the argmax alone.
 
         Scores divided by less than 1e-38 overflow fp32; vLLM decodes greedily below 1e-5 too.
         """
-        return self.temperature is not None and self.temperature < 1e-5
+        return self.top_p == 0 or (self.temperature is not None and self.temperature < 1e-5)
 
     @property
     def outputs(self) -> StructuredOutputs | None:
@@ -266,16 +297,20 @@ class ChatRequest(Writing):
     prediction: dict[str, Any] | None = None
     # Accepted with their neutral values only.
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    reasoning_effort: None = None
     verbosity: None = None
     audio: None = None
     function_call: None = None
     functions: None = None
     web_search_options: None = None
+    # Reasoning.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = Field(None, ge=1)
     # vLLM's arguments of the chat template.
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Literal[True] | None = None
-    continue_final_message: Literal[False] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> ChatRequest:
@@ -284,14 +319,42 @@ class ChatRequest(Writing):
             raise ValueError("max_tokens and max_completion_tokens contradict each other")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs has no effect without logprobs")
-        if not self.tools and self.tool_choice not in (None, "none"):
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice has no effect without tools")
+        self._fits_template()
         return self
+
+    def _fits_template(self) -> None:
+        reserved = {"messages", "tools", "add_generation_prompt"}
+        if twice := reserved & (self.chat_template_kwargs or {}).keys():
+            raise ValueError(f"chat_template_kwargs: {min(twice)} is a field of its own")
+        if not self.continue_final_message:
+            if self.add_generation_prompt is False:
+                raise ValueError("add_generation_prompt=false needs continue_final_message=true")
+            return
+        if self.add_generation_prompt:
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+        if self.messages[-1].role != "assistant" or len(self.messages) < 2:
+            raise ValueError("continue_final_message needs a last message of the assistant")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("continue_final_message and a required call exclude each other")
 
     @property
     def most_tokens(self) -> int | None:
         """Maximum length of an answer, by either name."""
         return self.max_completion_tokens or self.max_tokens
+
+
+def make_chat(fields: dict[str, Any]) -> ChatRequest:
+    """Return a chat request that another protocol's request was converted to.
+
+    Raises:
+        RequestError: a field does not fit.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise explain_types(RequestValidationError(error.errors())) from error
 
 
 class CompletionRequest(Writing):

@@ -6,17 +6,27 @@ uvicorn waits forever for the rest of a request, and for a client that stopped r
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from bmforge.serve.settings import ServeConfig
+from bmforge.serve.errors import RequestError, error_body
+from bmforge.serve.settings import MAX_HEAD_BYTES, ServeConfig
 
-__all__ = ["MAX_HEAD_BYTES", "DeadlineProtocol"]
+__all__ = ["DeadlineProtocol"]
 
-MAX_HEAD_BYTES = 16 << 10
 _WHOLE = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+_MAX_PIPELINED_BYTES = 1 << 20
+_PROBE_S = 0.5
+_PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 class DeadlineProtocol(H11Protocol):
@@ -32,15 +42,19 @@ class DeadlineProtocol(H11Protocol):
         self._limits = limits
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
+        self._probing: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self._pipelined = bytearray()
+        self._is_half_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accept a connection, or reject it if there are too many."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        # Any data that the kernel does not take immediately counts as unsent.
-        self.transport.set_write_buffer_limits(high=0)
+        # Data that the kernel does not take immediately counts as unsent. With 0, a TLS transport
+        # would count no data as unsent too.
+        self.transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self._limits.max_connections:
-            self._turn_away(503, "Service Unavailable")
+            self._turn_away(503, "the server has too many open connections")
             return
         self._await_request()
 
@@ -48,14 +62,19 @@ class DeadlineProtocol(H11Protocol):
         """Cancel the deadlines."""
         self._stop_receiving()
         self._stop_sending()
+        self._stop_probing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read data; a request must be complete in time, and pipelining is not supported.
+        """Read data; a request must be complete in time.
 
-        With a second request in the buffer nothing more would be read, so that a disconnect would
-        not be noticed.
+        Requests behind the one that is being answered (pipelining) wait in a bounded buffer.
         """
+        if self._is_answering() and self.conn.their_state in _WHOLE:
+            self._pipelined += data
+            if len(self._pipelined) > _MAX_PIPELINED_BYTES:
+                self.transport.abort()
+            return
         if self._receiving is None and not self._is_answering():
             self._await_request()
         try:
@@ -65,8 +84,62 @@ class DeadlineProtocol(H11Protocol):
             return
         if self.conn.their_state in _WHOLE:
             self._stop_receiving()
-            if self.conn.trailing_data[0].strip() and self._is_answering():
-                self.transport.abort()
+
+    def handle_events(self) -> None:
+        """Handle parsed events; reading goes on, so that a disconnect is noticed."""
+        super().handle_events()
+        if self.conn.their_state is h11.DONE and self._is_answering():
+            self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        """Continue with the next pipelined request, or close a connection whose client is done."""
+        self._stop_probing()
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._pipelined and not self._is_answering():
+            data, self._pipelined = bytes(self._pipelined), bytearray()
+            self.data_received(data)
+        if self._is_half_closed and not self._is_answering():
+            self.transport.close()
+
+    def eof_received(self) -> bool:
+        """Keep the connection of a client that sends no more but still reads (half-closed).
+
+        A closed connection looks the same until something is sent, so the server sends interim
+        responses until the answer begins: a closed client's system rejects them.
+
+        Returns:
+            whether the connection stays open.
+        """
+        self._is_half_closed = True
+        is_answering = self._is_answering() and self.conn.their_state in _WHOLE
+        if is_answering and self.cycle.scope["http_version"] == "1.1":
+            self._probe()
+            return True
+        return False
+
+    def _probe(self) -> None:
+        """Send ``100 Continue``, which clients ignore, and again until the answer begins."""
+        self._probing = None
+        if not self._is_answering() or self.transport.is_closing():
+            return
+        if not self.cycle.response_started:
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim) or b"")
+        self._probing = self.loop.call_later(_PROBE_S, self._probe)
+
+    def _stop_probing(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            self._probing = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is not HTTP, in OpenAI's error format."""
+        problem = sys.exception()
+        status = getattr(problem, "error_status_hint", 400)
+        reason = f"the head has more than {MAX_HEAD_BYTES} bytes" if status == 431 else str(problem)
+        self._turn_away(status if status in _PHRASES else 400, f"this is not HTTP/1.1: {reason}")
 
     def pause_writing(self) -> None:
         """Start the deadline for the client to read."""
@@ -91,15 +164,19 @@ class DeadlineProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._receiving = None
-        self._turn_away(408, "Request Timeout")
+        self._turn_away(408, f"the request was not complete after {self._limits.receive_s:g} s")
 
-    def _turn_away(self, status: int, phrase: str) -> None:
-        """Send an error if no response has begun, and close."""
+    def _turn_away(self, status: int, message: str) -> None:
+        """Send an error in OpenAI's format if no response has begun, and close."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or not self.cycle.response_started:
-            head = f"HTTP/1.1 {status} {phrase}\r\nconnection: close\r\n"
-            self.transport.write(f"{head}retry-after: 1\r\ncontent-length: 0\r\n\r\n".encode())
+        if not self._is_answering() or not self.cycle.response_started:
+            body = json.dumps(error_body(RequestError(message, status=status))).encode()
+            head = (
+                f"HTTP/1.1 {status} {_PHRASES[status]}\r\nconnection: close\r\nretry-after: 1\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
         self.transport.close()
 
     def _await_reader(self) -> None:

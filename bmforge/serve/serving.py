@@ -74,9 +74,6 @@ class Serving:
         directory: directory of the main model, with its chat template.
         embedder: second model, for embeddings.
         deltas: name in requests -> name of an adapter of the main model.
-
-    Attributes:
-        is_failed: the engine accepts no requests any more.
     """
 
     main: Served
@@ -87,7 +84,6 @@ class Serving:
     deltas: Mapping[str, str] = field(default_factory=dict)
     live: LiveRequests = field(default_factory=LiveRequests)
     metrics: Metrics = field(default_factory=Metrics)
-    is_failed: bool = False
     began: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -117,6 +113,22 @@ class Serving:
         return self.main.engine
 
     @property
+    def engines(self) -> list[Any]:
+        """Engines of the main model and of the embedding model."""
+        return [self.engine, *([] if self.embedder is None else [self.embedder.engine])]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended an engine for good; None while all work."""
+        return next((engine.failure for engine in self.engines if engine.failure), None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are admitted, and will probably be answered."""
+        is_unloadable = any(getattr(engine, "opening_error", None) for engine in self.engines)
+        return self.admission.has_room and self.failure is None and not is_unloadable
+
+    @property
     def name(self) -> str:
         """Name of the main model."""
         return self.main.name
@@ -133,7 +145,7 @@ class Serving:
     def end(self, live: LiveRequest) -> None:
         """Unregister a request; a running one is cancelled and releases its memory."""
         if not live.is_read:
-            self.metrics.note_left(live.prompt_tokens, live.new_tokens)
+            self.metrics.note_left(live.prompt_tokens, live.new_tokens, live.key)
         self.live.end(live)
 
     def find(self, name: str, ability: str | None = None) -> Served:

@@ -6,12 +6,18 @@ import dataclasses
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
 from bmforge.errors import ConfigError
 
-__all__ = ["KEYS_VARIABLE", "ServeConfig", "is_loopback"]
+__all__ = ["KEYS_VARIABLE", "MAX_HEAD_BYTES", "ServeConfig", "is_loopback"]
 
+ToolCallParser = Literal[
+    "deepseek_v3", "glm45", "hermes", "llama3_json", "minicpm", "mistral", "qwen3_coder"
+]
 KEYS_VARIABLE = "BMFORGE_API_KEYS"
+MAX_HEAD_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +27,22 @@ class ServeConfig:
     Args:
         host: address to listen on; other than loopback needs keys, or allow_no_key.
         port: port to listen on; 0 is a free port, which the log names.
+        uds: path of a Unix socket to listen on instead of host and port.
+        ssl_certfile: file with the TLS certificate chain in PEM format; needs ssl_keyfile.
+        ssl_keyfile: file with the private key of the TLS certificate in PEM format.
+        root_path: path prefix under which a proxy serves this server, such as /llm.
         name: model name in requests (default: name of its directory).
         embedding_name: name of a second model for embeddings (default: embedding).
         keys_file: file with one API key per line; more keys come from the environment variable
             BMFORGE_API_KEYS, separated by commas.
         allow_no_key: serve all clients without a key.
         allow_hosts: host names that requests without a key may use, in addition to localhost.
+        allowed_origins: origins of other sites whose pages may send requests, such as
+            https://chat.example.org; * is all and needs keys.
+        tool_call_parser: format of tool calls (default: found from the chat template): deepseek_v3,
+            glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
+        split_reasoning: return the reasoning of thinking models in reasoning_content instead of in
+            the text.
         grace_s: time in seconds for running requests when the server is stopped.
         receive_s: time limit in seconds for receiving a request.
         idle_s: time in seconds after which an idle connection is closed.
@@ -62,11 +78,18 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    root_path: str = ""
     name: str | None = None
     embedding_name: str | None = None
     keys_file: Path | None = None
     allow_no_key: bool = False
     allow_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    tool_call_parser: ToolCallParser | None = None
+    split_reasoning: bool = True
     grace_s: float = 20.0
     receive_s: float = 20.0
     idle_s: float = 15.0
@@ -127,8 +150,30 @@ class ServeConfig:
             )
         if self.allow_no_key and self.keys_file is not None:
             problems.append("allow_no_key and keys_file contradict each other: leave one out")
+        problems += self._check_address()
         if problems:
             raise ConfigError(f"ServeConfig: {'; '.join(problems)}.")
+
+    def _check_address(self) -> list[str]:
+        """Return the problems of TLS, socket, path prefix and origins."""
+        problems = []
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            problems.append("ssl_certfile and ssl_keyfile belong together: give both")
+        if self.root_path and not (self.root_path.startswith("/") and self.root_path[-1] != "/"):
+            problems.append(f"root_path={self.root_path!r} must begin with / and not end with it")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _is_origin(origin):
+                problems.append(
+                    f"allowed_origins={origin!r} must be an origin, such as "
+                    "https://chat.example.org, or *"
+                )
+        return problems
+
+
+def _is_origin(text: str) -> bool:
+    """Return True if a text is an origin: scheme, host and port, without a path."""
+    parts = urlsplit(text)
+    return parts.scheme in ("http", "https") and text == f"{parts.scheme}://{parts.netloc}"
 
 
 def is_loopback(name: str) -> bool:

@@ -10,12 +10,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from bmforge.errors import BmforgeError
 from bmforge.infer import Engine
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 
-__all__ = ["AnyEngine", "SleepingEngine"]
+__all__ = ["AnyEngine", "ReopeningError", "SleepingEngine"]
+
+
+class ReopeningError(BmforgeError, RuntimeError):
+    """An unloaded model could not be loaded again."""
 
 
 class SleepingEngine:
@@ -46,10 +51,22 @@ class SleepingEngine:
         self._open, self._idle_s, self._clock = open_engine, idle_s, clock
         self._lock, self._users = threading.Lock(), 0
         self._engine: Engine | None = open_engine()
+        self._opening_error: Exception | None = None
         self._last = clock()
         self.model: Any = AutoModel.describe_pretrained(directory)[0]
         self.config, self.plan = self._engine.config, self._engine.plan
         self.tokenizer = self._engine.tokenizer
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended the engine's thread; None while it works or is unloaded."""
+        engine = self._engine
+        return None if engine is None else engine.failure
+
+    @property
+    def opening_error(self) -> Exception | None:
+        """Error of the last attempt to load the engine; None if it succeeded."""
+        return self._opening_error
 
     @property
     def is_open(self) -> bool:
@@ -113,7 +130,14 @@ class SleepingEngine:
     def _use(self, work: Callable[[Engine], Any]) -> Any:
         with self._lock:
             if self._engine is None:
-                self._engine = self._open()
+                try:
+                    self._engine = self._open()
+                except Exception as error:
+                    self._opening_error = error
+                    raise ReopeningError(
+                        f"the model cannot be loaded again ({type(error).__name__}: {error})."
+                    ) from error
+                self._opening_error = None
             engine = self._engine
             self._users += 1
         try:

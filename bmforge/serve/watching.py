@@ -42,17 +42,17 @@ async def model(name: str, request: Request) -> Response:
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
-async def health() -> Response:
-    """Report that the server runs."""
-    return JSONResponse({"status": "ok"})
+async def health(request: Request) -> Response:
+    """Report that the server runs and its engine works."""
+    is_well = serving_of(request).failure is None
+    return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 503)
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Report whether new requests are accepted."""
-    serving = serving_of(request)
-    is_ready = serving.admission.has_room and not serving.is_failed
+    is_ready = serving_of(request).is_ready
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from bmforge.errors import BmforgeError
 from bmforge.infer import GenerationConfig
+from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve.errors import RequestError
 from bmforge.serve.limits import check_at_most
@@ -156,31 +157,63 @@ def to_options(
     Raises:
         RequestError: a field does not fit the model, or another field.
     """
-    sampling: dict[str, Any] = {"do_sample": not body.is_greedy}
-    if sampling["do_sample"]:  # with greedy decoding the other parameters have no effect
-        sampling["temperature"] = 1.0 if body.temperature is None else body.temperature
-        sampling |= {"top_p": body.top_p, "min_p": body.min_p or None}
-        sampling |= {"top_k": body.top_k if (body.top_k or 0) > 0 else None}
-        sampling |= {"seed": None if body.seed is None else body.seed % (1 << 63)}
-    elif body.count > 1:
-        raise RequestError("n above 1 needs a temperature above 0", "n", code="invalid_value")
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": None if body.ignore_eos else body.min_tokens,
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "bad_words_ids": bad_word_ids(body.bad_words or (), engine.tokenizer) or None,
+        "logit_bias": _read_bias(body, engine) or None,
+        "num_return_sequences": body.count,
+        "num_beams": 1,
+        "stop_strings": (*body.stops, *stops),
+        "logprobs": likeliest,
+        "eos_token_id": _end_tokens(body, engine, ends),
+        **_sampling(body),
+    }
+    # A field that is not given takes the value of the model's generation_config.json.
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        return GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=body.min_tokens or 0,
-            repetition_penalty=body.repetition_penalty or 1.0,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            bad_words_ids=bad_word_ids(body.bad_words or (), engine.tokenizer),
-            logit_bias=_read_bias(body, engine),
-            num_return_sequences=body.count,
-            eos_token_id=ends,
-            stop_strings=(*body.stops, *stops),
-            logprobs=likeliest,
-            **sampling,
-        )
+        return GenerationConfig(**given)
     except BmforgeError as error:
         raise RequestError(str(error), code="invalid_value") from error
+
+
+def _sampling(body: Writing) -> dict[str, Any]:
+    """Return the sampling options; OpenAI's default is to sample."""
+    if body.is_greedy and body.count == 1:
+        return {"do_sample": False}
+    if body.is_greedy:  # several answers are equal then, and still need a row each
+        return {"do_sample": True, "temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    return {
+        "do_sample": True,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "min_p": body.min_p,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),
+        "seed": None if body.seed is None else body.seed % (1 << 63),
+    }
+
+
+def _end_tokens(
+    body: Writing, engine: AnyEngine, ends: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Return the tokens that end an answer; None for the engine's own."""
+    more = tuple(body.stop_token_ids or ())
+    size = engine.model.config.vocab_size
+    if any(id >= size for id in more):
+        raise RequestError(
+            f"stop_token_ids has {max(more)}, and the vocabulary has {size} tokens",
+            "stop_token_ids",
+            code="invalid_value",
+        )
+    if body.ignore_eos:
+        return more
+    if not more:
+        return ends
+    own = find_end_tokens(engine.model.config, engine.tokenizer) if ends is None else ends
+    return tuple(dict.fromkeys((*own, *more)))
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:

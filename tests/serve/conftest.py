@@ -78,6 +78,10 @@ class Running:
         self.serving: Serving = server.serving
         self.url = f"http://127.0.0.1:{port}"
 
+    def keep_open(self) -> None:
+        """Go on after a failure of the engine, so that the answers can be read."""
+        self._server.stops_at_failure = False
+
     def connections(self) -> set[Any]:
         """All that are open."""
         return self._server.server_state.connections

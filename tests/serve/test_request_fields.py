@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from bmforge.serve.auth import load_keys
 from bmforge.serve.openai_types import ChatRequest
+from bmforge.serve.parts import CallStart
 from bmforge.serve.settings import ServeConfig
-from bmforge.serve.tools import CallReader, ToolUse, find_tools
+from bmforge.serve.tool_formats import FORMATS
+from bmforge.serve.tools import ToolUse, find_tools
 from bmforge.serve.writing import bad_word_ids, longest_token_bytes
 
 USER = [{"role": "user", "content": "hello"}]
@@ -129,9 +131,8 @@ def test_one_call_at_most_where_parallel_calls_are_off(calls: int, width: int) -
     body = {"model": "m", "messages": USER, "tools": [TOOL]}
     for parallel, expected in ((None, calls), (True, calls), (False, 1)):
         request = ChatRequest(**body, parallel_tool_calls=parallel)
-        found = read_stream(find_tools(request, writes_calls=True), pieces)
-        assert sum(not isinstance(one, str) for one in found) == expected
-    assert CallReader(["f"]).end() == ""
+        found = read_stream(find_tools(request, FORMATS["hermes"]), pieces)
+        assert sum(isinstance(one, CallStart) for one in found) == expected
 
 
 def test_references_inside_data_are_not_references() -> None:
@@ -147,7 +148,7 @@ def test_references_inside_data_are_not_references() -> None:
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     request = ChatRequest(model="m", messages=USER, tools=[tool], tool_choice="required")
-    rule = find_tools(request, writes_calls=True).rule
+    rule = find_tools(request, FORMATS["hermes"]).rule
     assert rule is not None
     moved = json.loads(rule.source)["$defs"]["tool0"]["properties"]
     assert moved["a"] == {"const": {"$ref": "#/x"}}

@@ -126,12 +126,46 @@ def test_a_reader_that_stops_is_left(start: Any, engine: Engine) -> None:
             assert b"[DONE]" not in read_all(connection)
 
 
-def test_a_second_request_in_the_buffer_ends_the_connection(start: Any, engine: Engine) -> None:
+@pytest.mark.parametrize("cut", [0, 1, 10_000])
+def test_pipelined_requests_are_answered_in_order(start: Any, cut: int) -> None:
+    """However the bytes are divided into packets."""
+    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    requests = [message(endless(max_tokens=n)) for n in (2, 3, 4)]
+    data = get + b"\r\n" + b"".join(requests) + get + b"Connection: close\r\n\r\n"
     with start() as server, closing(connect(server)) as connection:
-        one = message(endless())
-        connection.sendall(one + one)
-        assert read_all(connection) == b""
-        assert until(lambda: is_idle(engine))
+        size = cut or len(data)
+        for start_ in range(0, len(data), size):
+            connection.sendall(data[start_ : start_ + size])
+        file = connection.makefile("rb")
+        bodies = [json.loads(read_answer(file)[2]) for _ in range(5)]
+        tokens = [body["usage"]["completion_tokens"] for body in bodies[1:4]]
+        assert tokens == [2, 3, 4]
+        assert bodies[0] == bodies[4] == {"status": "ok"}
+        assert file.read() == b""
+
+
+def test_a_client_behind_pipelined_requests_goes(start: Any, engine: Engine) -> None:
+    with start() as server:
+        connection = connect(server)
+        connection.sendall(message(endless()) * 2)
+        assert until(lambda: not is_idle(engine))
+        connection.close()
+        assert until(lambda: is_idle(engine) and server.serving.admission.count == 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_half_closed_client_gets_its_answer(start: Any, streams: bool) -> None:
+    with start() as server, closing(connect(server)) as connection:
+        connection.sendall(message(endless(max_tokens=60, stream=streams)))
+        connection.shutdown(socket.SHUT_WR)
+        heads = read_all(connection).split(b"\r\n\r\n")
+        while heads[0].startswith(b"HTTP/1.1 100"):
+            heads = heads[1:]
+        assert heads[0].startswith(b"HTTP/1.1 200")
+        if streams:
+            assert b"[DONE]" in b"".join(heads)
+        else:
+            assert json.loads(heads[1])["usage"]["completion_tokens"] == 60
 
 
 def test_requests_one_after_the_other_share_a_connection(start: Any) -> None:
@@ -196,7 +230,9 @@ def hostile() -> Iterator[tuple[str, bytes, int]]:
     yield "another host", b"GET /health HTTP/1.1\r\nHost: a.b\r\n\r\n", 403
     yield "old", b"GET /health HTTP/1.0\r\n\r\n", 403
     yield "another site", message(b"{}", more="Origin: http://evil.example\r\n"), 403
-    yield "a long head", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000, 400
+    yield "a long head", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000, 431
+    whole = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n"
+    yield "a long whole head", whole, 431
     yield "noise", bytes(range(256)) * 4 + b"\r\n\r\n", 400
     yield "large", message(b"x" * 3_000_000), 413
 
@@ -210,6 +246,9 @@ def test_hostile_requests(start: Any) -> None:
                     connection.shutdown(socket.SHUT_WR) if status == 413 else None
                 except (ConnectionResetError, BrokenPipeError):
                     pass
-                line = connection.makefile("rb").readline()
+                answer = read_all(connection) if status == 431 else b""
+                line = answer or connection.makefile("rb").readline()
                 assert line.split()[1:2] == [str(status).encode()], what
+                if answer:  # in OpenAI's format too
+                    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["message"]
         assert ends(server) == {}

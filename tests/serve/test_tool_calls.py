@@ -11,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmforge.serve.answers import Reading
+from bmforge.serve.call_reader import CallReader
 from bmforge.serve.errors import RequestError
 from bmforge.serve.openai_types import ChatRequest
-from bmforge.serve.tools import Call, CallReader, ToolUse, find_tools, read_call
+from bmforge.serve.parts import Call, CallPiece, CallStart, Message, Thought
+from bmforge.serve.thoughts import THOUGHT_MARKS, ThoughtReader
+from bmforge.serve.tool_formats import FORMATS, find_format, read_json_call
+from bmforge.serve.tools import ToolUse, find_tools
+
+HERMES = FORMATS["hermes"]
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "天"}}\n</tool_call>'
 POINT = {
@@ -49,26 +55,164 @@ def cut(text: str, places: list[int]) -> list[str]:
 def test_pieces_do_not_matter(parts: list[str], places: list[int]) -> None:
     """The same calls and the same text, wherever it is cut; text is never lost."""
     whole = "".join(parts)
-    reader = CallReader({"add"})
-    at_once = [*reader.feed(whole), reader.end()]
-    reader = CallReader({"add"})
-    pieces = [found for piece in cut(whole, places) for found in reader.feed(piece)]
-    pieces.append(reader.end())
-    for found in (at_once, pieces):
-        calls = [one for one in found if isinstance(one, Call)]
-        assert all(json.loads(one.arguments) == {"a": 1, "b": "天"} for one in calls)
-    text = ["".join(one for one in found if isinstance(one, str)) for found in (at_once, pieces)]
-    assert text[0] == text[1]
-    assert sum(isinstance(one, Call) for one in at_once) == sum(isinstance(o, Call) for o in pieces)
+    at_once, pieces = read([whole]), read(cut(whole, places))
+    assert at_once == pieces
+    assert all(json.loads(call.arguments) == {"a": 1, "b": "天"} for call in at_once.calls)
+
+
+def read(pieces: list[str], form: Any = HERMES, schemas: Any = None) -> Message:
+    reader = CallReader(form, {"add": None} if schemas is None else schemas)
+    return Message.join([*(part for piece in pieces for part in reader.feed(piece)), *reader.end()])
 
 
 def test_text_is_shown_as_soon_as_it_cannot_be_a_call() -> None:
-    reader = CallReader({"add"})
+    reader = CallReader(HERMES, {"add": None})
     assert [*reader.feed("so: <too")] == ["so: "]
     assert [*reader.feed("th>")] == ["<tooth>"]
-    assert [*reader.feed(CALL[:-1])] == []
-    assert [*reader.feed(">!")] == [Call("add", '{"a": 1, "b": "天"}'), "!"]
-    assert reader.end() == ""
+    assert [*reader.feed(CALL[:49])] == [CallStart("add"), CallPiece('{"a": 1,')]
+    assert [*reader.feed(CALL[49:-1])] == [CallPiece(' "b": "天"}')]
+    assert [*reader.feed(">!")] == ["!"]
+    assert [*reader.end()] == []
+
+
+SCHEMAS = {
+    "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+    "go": None,
+}
+
+
+def write_calls(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Write calls as the chat templates of the models write them, independently of the parsers."""
+    texts = [(n, json.dumps(v, ensure_ascii=False)) for n, v in calls]
+    if name == "hermes":
+        line = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+        return "\n".join(line.format(*text) for text in texts)
+    if name == "llama3_json":
+        return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*text) for text in texts)
+    if name == "mistral":
+        inner = ", ".join('{{"name": "{}", "arguments": {}}}'.format(*text) for text in texts)
+        return f"[TOOL_CALLS][{inner}]"
+    if name == "deepseek_v3":
+        line = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+        inner = "\n".join(line.format(*text) for text in texts)
+        return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+    if name == "minicpm":
+        lines = [f"{n}({', '.join(f'{k}={v!r}' for k, v in v.items())})" for n, v in calls]
+        return "<|tool_call_start|>\n```python\n" + "\n".join(lines) + "\n```\n<|tool_call_end|>"
+
+    def plain(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    if name == "glm45":
+        pair = "\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>"
+        inner = [n + "".join(pair.format(k, plain(x)) for k, x in v.items()) for n, v in calls]
+        return "\n".join(f"<tool_call>{one}\n</tool_call>" for one in inner)
+    assert name == "qwen3_coder"
+    inner = [
+        f"<function={n}>\n"
+        + "".join(f"<parameter={k}>\n{plain(x)}\n</parameter>\n" for k, x in v.items())
+        + "</function>"
+        for n, v in calls
+    ]
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in inner)
+
+
+WORDS = st.text("abc 天12\"'{}", max_size=8).map(str.strip)
+CALLS = st.one_of(
+    st.tuples(st.just("add"), st.fixed_dictionaries({"a": st.integers(), "b": WORDS})),
+    st.tuples(st.just("go"), st.just({})),
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(
+    st.sampled_from(["", "Let me see. ", "a < b [TOO"]),
+    st.lists(CALLS, min_size=1, max_size=3),
+    st.lists(st.integers(0, 500), max_size=12),
+)
+def test_every_format_is_read_wherever_it_is_cut(
+    name: str, before: str, calls: list[tuple[str, dict[str, Any]]], places: list[int]
+) -> None:
+    before = "" if name == "llama3_json" else before  # its calls are whole answers
+    whole = before + write_calls(name, calls)
+    for pieces in ([whole], cut(whole, places)):
+        found = read(pieces, FORMATS[name], SCHEMAS)
+        assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls, whole
+        assert found.text == before.strip()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_unknown_functions_are_text(name: str) -> None:
+    whole = write_calls(name, [("delete", {"a": 1})])
+    found = read([whole], FORMATS[name], SCHEMAS)
+    assert (found.text, found.calls) == (whole, ())
+
+
+def test_newer_spellings() -> None:
+    found = read(['[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]go{}'], FORMATS["mistral"], SCHEMAS)
+    assert [call.name for call in found.calls] == ["add", "go"]
+    text = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+        '{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    )
+    (call,) = read([text], FORMATS["deepseek_v3"], SCHEMAS).calls
+    assert json.loads(call.arguments) == {"a": 1}
+
+
+def test_python_calls_are_read_and_never_run() -> None:
+    for text in ("__import__('os').system('x')", "add(a=open('x'))", "add(1)", "add(a="):
+        whole = f"<|tool_call_start|>{text}<|tool_call_end|>"
+        assert read([whole], FORMATS["minicpm"], SCHEMAS) == Message(whole, "", ())
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("{{ tools }}<tool_call>", "hermes"),
+        ("{{ tools }}<tool_call><function=x>", "qwen3_coder"),
+        ("{{ tools }}<tool_call><arg_key>", "glm45"),
+        ("{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("{{ tools }}<|tool_call_start|>", "minicpm"),
+        ('{{ tools }}{"name": x, "parameters": y} ipython', "llama3_json"),
+        ("{{ messages }}<tool_call>", None),
+        ("{{ tools }}", None),
+    ],
+)
+def test_the_format_of_a_template(source: str, name: str | None) -> None:
+    found = find_format(source)
+    assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize("marks", THOUGHT_MARKS)
+@given(
+    st.text("ab\n<天", max_size=10), st.text("ab<天", max_size=10),
+    st.booleans(), st.booleans(), st.lists(st.integers(0, 60), max_size=8),
+)  # fmt: skip
+def test_thoughts_are_split_wherever_it_is_cut(
+    marks: tuple[str, str], thought: str, text: str, is_open: bool, closes: bool, places: list[int]
+) -> None:
+    whole = (
+        ("" if is_open else marks[0] + "\n")
+        + thought
+        + (f"\n{marks[1]}\n\n{text}" if closes else "")
+    )
+    found = {}
+    for kind, pieces in (("whole", [whole]), ("cut", cut(whole, places))):
+        reader = ThoughtReader(marks, is_open)
+        parts = [*(part for piece in pieces for part in reader.feed(piece)), *reader.end()]
+        found[kind] = Message.join(parts)
+    assert found["whole"] == found["cut"]
+    assert found["whole"].thoughts.strip("\n") == thought.strip("\n")
+    assert found["whole"].text == (text if closes else "")
+
+
+def test_an_answer_without_thoughts_is_text() -> None:
+    for whole in ("hello <think>x</think>", "<thin", "", "<b>"):
+        reader = ThoughtReader(THOUGHT_MARKS[0], is_open=False)
+        assert [*reader.feed(whole), *reader.end()] == ([whole] if whole else [])
+    reader = ThoughtReader(THOUGHT_MARKS[0], is_open=True)
+    assert [*reader.feed("a"), *reader.end()] == [Thought("a")]
 
 
 @pytest.mark.parametrize(
@@ -77,18 +221,23 @@ def test_text_is_shown_as_soon_as_it_cannot_be_a_call() -> None:
      '{"name": "add", "arguments": 3}', "[" * 100_000],
 )  # fmt: skip
 def test_what_is_no_call_is_text(text: str) -> None:
-    assert read_call(text, frozenset(["add"])) is None
+    whole = f"<tool_call>{text}</tool_call>"
+    assert read([whole]) == Message(whole, "", ())
 
 
 def test_arguments_may_be_left_out_or_be_text() -> None:
-    assert read_call('{"name": "add"}', ["add"]) == Call("add", "{}")
-    assert read_call('{"name": "add", "arguments": "{}"}', ["add"]) == Call("add", "{}")
+    names: Any = {"add": None}
+    assert read_json_call({"name": "add"}, names) == Call("add", "{}")
+    assert read_json_call({"name": "add", "arguments": "{}"}, names) == Call("add", "{}")
+    assert read(['<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>']).calls == (
+        Call("add", '{"a": 1}'),
+    )
 
 
 def test_a_call_that_must_come() -> None:
     """The rule takes what one of the functions takes, references included, and nothing else."""
     tools = [tool("add", POINT), tool("go")]
-    use = find_tools(request(tools=tools, tool_choice="required"), writes_calls=True)
+    use = find_tools(request(tools=tools, tool_choice="required"), HERMES)
     assert use.begin == "<tool_call>\n"
     assert use.rule is not None
     schema = json.loads(use.rule.source)
@@ -99,7 +248,7 @@ def test_a_call_that_must_come() -> None:
     assert not check.is_valid({"name": "sub", "arguments": {}})
     assert not check.is_valid({"name": "go", "arguments": {}, "more": 1})
     named = {"type": "function", "function": {"name": "go"}}
-    use = find_tools(request(tools=tools, tool_choice=named), writes_calls=False)
+    use = find_tools(request(tools=tools, tool_choice=named), None)
     assert use.rule is not None
     assert use.begin == ""
     assert use.shown is None
@@ -110,10 +259,10 @@ def test_a_call_that_must_come() -> None:
 
 def test_tools_that_may_be_called_or_not() -> None:
     tools = [tool("add")]
-    assert find_tools(request(), True) == ToolUse()
-    assert find_tools(request(tools=tools, tool_choice="none"), False) == ToolUse()
-    use = find_tools(request(tools=tools), writes_calls=True)
-    assert (use.rule, use.names) == (None, {"add"})
+    assert find_tools(request(), HERMES) == ToolUse()
+    assert find_tools(request(tools=tools, tool_choice="none"), None) == ToolUse()
+    use = find_tools(request(tools=tools), HERMES)
+    assert (use.rule, set(use.schemas)) == (None, {"add"})
     assert use.shown == [{"type": "function", "function": {"name": "add"}}]
 
 
@@ -133,7 +282,7 @@ def test_tools_that_may_be_called_or_not() -> None:
 )
 def test_tools_that_cannot_be_used(fields: dict[str, Any], writes: bool, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
-        find_tools(request(**fields), writes)
+        find_tools(request(**fields), HERMES if writes else None)
 
 
 @given(
@@ -147,10 +296,14 @@ def test_what_an_answer_begins_with_is_not_shown(text: str, places: list[int]) -
     assert "".join(map(str, shown)) == text.removeprefix("<extra_id_0>")
 
 
-def test_a_forced_call_is_read_at_the_end() -> None:
-    use = find_tools(request(tools=[tool("go")], tool_choice="required"), False)
-    for text, calls in (('{"name": "go", "arguments": {}}', True), ('{"name": "g', False)):
+def test_a_forced_call() -> None:
+    use = find_tools(request(tools=[tool("go")], tool_choice="required"), None)
+    for text, calls in (
+        ('{"name": "go", "arguments": {}}', (Call("go", "{}"),)),
+        ('{"name": "g', ()),
+    ):
         reading = Reading(use)
-        assert [*reading.feed(text)] == []
-        (found,) = reading.end()
-        assert isinstance(found, Call) == calls == reading.has_calls
+        found = Message.join([*reading.feed(text), *reading.end()])
+        assert found.calls == calls
+        assert found.text == ("" if calls else text)
+        assert reading.has_calls == bool(calls)

@@ -12,6 +12,7 @@ from bmforge.infer.engine.batch_choice import Choice, Draw, narrow_sampled
 from bmforge.infer.engine.constraint import Matcher
 from bmforge.infer.engine.request import Completion, FinishReason, Piece, TokenLogprob
 from bmforge.infer.engine.text_stream import TextStream, token_data
+from bmforge.infer.engine.thought_budget import ThoughtBudget
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import (
     check_scores,
@@ -76,6 +77,7 @@ class Answer:
         hidden: ids without text.
         before: ids of the text that the answer continues.
         matcher: state of the constraint; None without one.
+        thoughts: limit of the reasoning; None without one.
 
     Attributes:
         ids: tokens so far.
@@ -94,8 +96,9 @@ class Answer:
         hidden: Sequence[int] = (),
         before: Sequence[int] = (),
         matcher: Matcher | None = None,
+        thoughts: ThoughtBudget | None = None,
     ) -> None:
-        self.index, self.config = index, config
+        self.index, self.config, self._thoughts = index, config, thoughts
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.cached, self.is_told, self.weights_version = 0, False, 0
@@ -103,7 +106,8 @@ class Answer:
         ends = (*config.eos_tokens, *hidden)
         self._stream = vocabulary.stream(config.stop_strings, ends, before)
         self._looks_back = bool(config.given(*_OF_ROWS))
-        is_free = matcher is None and not self._looks_back and not config.logit_bias
+        is_free = matcher is None and thoughts is None and not self._looks_back
+        is_free = is_free and not config.logit_bias
         self._is_plain = is_free and not config.logprobs  # None, or 0 without the most likely
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: dict[int, TokenLogprob] = {}
@@ -135,8 +139,10 @@ class Answer:
         if self._matcher is not None and self._allowed is None:
             self.end("stop")
             return None
+        forced = None if self._thoughts is None else self._thoughts.next_token(self.ids)
         if choice is None:
             token, sampled = self._pick(scores)
+            token = token if forced is None else forced
             if self.config.logprobs is not None:
                 is_raw = self.config.logprobs_mode == "raw_logprobs"
                 self._logprobs.append(self._describe(scores if is_raw else sampled, token))

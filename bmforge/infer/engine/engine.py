@@ -265,6 +265,11 @@ class Engine:
         """Number of noticed changes of the weights; every `Completion` has it."""
         return 0 if self._requests is None else self._requests.weights_version
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended the thread of the batched requests; None while it works."""
+        return None if self._requests is None else self._requests.failure
+
     def requests_status(self) -> RequestsStatus:
         """Return the number of running and waiting requests and of used pages."""
         self._check("requests_status", writes=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -222,6 +223,9 @@ class PackedJobs:
                 self._draft.copy_page(source, target)
         owners = {sequence: job for job in self.jobs for sequence in job.sequences}
         jobs = [owners[part.sequence] for part in parts]
+        now = time.monotonic()
+        for job in jobs:
+            job.handle.note_start(now)
         try:
             parts = parts if self._draft is None else self._draft.fill(parts)
             logits = self._compute(self._step, parts, [job.ready.deltas for job in jobs])

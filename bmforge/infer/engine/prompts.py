@@ -144,6 +144,12 @@ class Reader:
         fills = is_document(self._model, request)
         has_beams = config.num_beams > 1
         needs_text = request.constraint is not None or config.returns_logprobs
+        needs_text = needs_text or request.thoughts is not None
+        if request.thoughts is not None and request.constraint is not None:
+            raise ConfigError(
+                "a constraint and a limit of the reasoning exclude each other: the constraint says "
+                "how an answer begins. Leave one out."
+            )
         if (has_beams or fills) and (needs_text or config.stop_strings):
             what = "documents, which CPM-Bee fills" if fills else "beams"
             raise ConfigError(
@@ -207,6 +213,7 @@ class Reader:
                 hidden,
                 before,
                 None if matcher is None else matcher.copy(),
+                request.thoughts,
             )
             for index in range(config.num_return_sequences)
         )

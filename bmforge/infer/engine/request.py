@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.constraint import Constraint
+from bmforge.infer.engine.thought_budget import ThoughtBudget
 from bmforge.infer.options import GenerationConfig
 from bmforge.logging import get_logger
 from bmforge.tune.delta.selection import DeltaChoice
@@ -44,6 +45,7 @@ class Request:
             that response times do not reveal other prompts.
         deadline_s: deadline in seconds from now, after which answers end as they are.
         delta: adapter name or names; () is the base model, None the model's active adapters.
+        thoughts: limit of the reasoning at the start of every answer; None without one.
     """
 
     prompt: str | Sequence[int]
@@ -52,6 +54,7 @@ class Request:
     salt: str = ""
     deadline_s: float | None = None
     delta: DeltaChoice = None
+    thoughts: ThoughtBudget | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a deadline that is not positive."""
@@ -197,6 +200,9 @@ class Handle:
 
     Args:
         answers: number of answers.
+
+    Attributes:
+        started_s: time of the request's first step, of the monotonic clock; None before it.
     """
 
     def __init__(self, answers: int = 1) -> None:
@@ -207,6 +213,12 @@ class Handle:
         self._error: Exception | None = None
         self._watch: Callable[[], object] | None = None
         self._is_cancelled = False
+        self.started_s: float | None = None
+
+    def note_start(self, now_s: float) -> None:
+        """Record the time at which the request first got a step; called by the engine."""
+        if self.started_s is None:
+            self.started_s = now_s
 
     @property
     def done(self) -> bool:

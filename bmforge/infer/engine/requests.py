@@ -178,6 +178,11 @@ class Requests:
         tasks = self._calls or self._encodings or self._works
         return bool(tasks) or any(not job.is_done for job in jobs)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended the engine's thread; None while it works."""
+        return self._failure
+
     def status(self) -> RequestsStatus:
         """Return the number of running and waiting requests and of used pages."""
         pages = self._packed.pages
@@ -295,6 +300,7 @@ class Requests:
                 for answer in job.ready.answers:
                     answer.weights_version = self._packed.weights_version
             job.is_running = True
+            job.handle.note_start(time.monotonic())
             try:
                 goes_on = job.rows.step()
             except Exception as error:
@@ -307,8 +313,10 @@ class Requests:
             function, future = self._calls.popleft()
             try:
                 future.set_result(function())
-            except Exception as error:
+            except BaseException as error:  # the caller must not wait for ever
                 future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
 
     def _end_all(self) -> None:
         """Fail all unfinished requests."""

@@ -1,5 +1,5 @@
 // The page: chat, text and documents. Whatever a model writes becomes text nodes, never HTML.
-import { WORDS } from "/page/words.js";
+import { WORDS } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const SETTINGS = [
@@ -47,7 +47,7 @@ async function ask(path, body, signal) {
   const options = body && {
     method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" },
   };
-  const response = await fetch(path, { ...options, signal });
+  const response = await fetch(new URL(`..${path}`, import.meta.url), { ...options, signal });
   if (!response.ok) {
     const found = await response.json().catch(() => null);
     throw new Error(found?.error?.message ?? `${response.status} ${response.statusText}`);

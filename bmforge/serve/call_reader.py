@@ -1,0 +1,193 @@
+"""Separates tool calls from text while an answer is streamed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from bmforge.serve.parts import Call, CallPiece, CallStart, Part
+from bmforge.serve.tool_formats import Schemas, ToolFormat, read_json_call
+
+__all__ = ["CallReader", "JsonCallReader"]
+
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_MAX_HEAD_CHARS = 4096
+
+
+class JsonCallReader:
+    """Reads one call as a JSON object and streams its arguments.
+
+    Args:
+        schemas: schemas of the functions that may be called.
+
+    Attributes:
+        has_started: whether the name was read and is that of a function.
+    """
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas, self._text = schemas, ""
+        self.has_started = False
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._is_over = False
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """Yield the start of the call and pieces of its arguments, as far as they are known."""
+        if self._is_over:
+            return
+        if not self.has_started:
+            self._text += text
+            head = _HEAD.match(self._text) if len(self._text) < _MAX_HEAD_CHARS else None
+            name = json.loads(head[1]) if head else None
+            if head is None or name not in self._schemas:
+                return
+            self.has_started = True
+            text, self._text = self._text[head.end() :], ""
+            yield CallStart(name)
+        end = self._scan(text)
+        if end:
+            yield CallPiece(text[:end])
+
+    def _scan(self, text: str) -> int:
+        """Return how many characters belong to the arguments' object."""
+        for at, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._is_over = True
+                    return at + 1
+        return len(text)
+
+    def end(self) -> Iterator[Part]:
+        """Yield the call that could not be streamed, such as one with its arguments first."""
+        if self.has_started:
+            return
+        try:
+            call = read_json_call(json.loads(self._text), self._schemas)
+        except (ValueError, RecursionError):
+            call = None
+        yield from (self._text,) if call is None else _whole(call)
+
+
+def _whole(call: Call) -> Iterator[Part]:
+    yield CallStart(call.name)
+    yield CallPiece(call.arguments)
+
+
+class CallReader:
+    """Separates calls of one format from text.
+
+    Args:
+        form: format of the calls.
+        schemas: schemas of the functions; a call of another one is text.
+    """
+
+    def __init__(self, form: ToolFormat, schemas: Schemas) -> None:
+        self._form, self._schemas = form, schemas
+        self._pending, self._inner, self._opened = "", "", ""
+        self._is_inside = False
+        self._is_start = True
+        self._json: JsonCallReader | None = None
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """Yield text and calls that are complete after the next piece of text."""
+        self._pending += text
+        goes_on = True
+        while goes_on and self._pending:
+            if self._is_inside:
+                goes_on = self._find_close()
+                yield from self._read_inner(is_closed=goes_on)
+            else:
+                before, goes_on = self._find_open()
+                if before:
+                    yield before
+
+    def end(self) -> Iterator[Part]:
+        """Yield the rest at the end of the answer."""
+        rest, self._pending = self._pending, ""
+        if not self._is_inside:
+            yield from (rest,) if rest else ()
+            return
+        self._inner += rest
+        if self._json is not None and self._json.has_started:
+            yield from self._json.feed(rest)
+            return
+        calls = None if self._form.close else self._form.parse(self._inner, self._schemas)
+        if calls is None:
+            yield self._opened + self._inner
+        for call in calls or ():
+            yield from _whole(call)
+
+    def _find_open(self) -> tuple[str, bool]:
+        """Return the text before the next call, and whether a call was opened."""
+        if self._is_start and "" in self._form.open:
+            stripped = self._pending.lstrip()
+            if not stripped:
+                return "", False
+            self._is_start = False
+            if stripped[0] == "{":
+                self._open("")
+                return "", True
+        self._is_start = False
+        marks = [mark for mark in self._form.open if mark]
+        found = [(at, mark) for mark in marks if (at := self._pending.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            before, self._pending = self._pending[:at], self._pending[at + len(mark) :]
+            self._open(mark)
+            return before, True
+        size = max(_overlap(self._pending, mark) for mark in marks)
+        end = len(self._pending) - size
+        before, self._pending = self._pending[:end], self._pending[end:]
+        return before, False
+
+    def _open(self, mark: str) -> None:
+        self._is_inside, self._opened, self._inner = True, mark, ""
+        self._json = JsonCallReader(self._schemas) if self._form.is_json else None
+
+    def _find_close(self) -> bool:
+        """Move text up to the closing mark into the call; return whether it was found."""
+        close = self._form.close
+        if not close:
+            self._last, self._pending = self._pending, ""
+            self._inner += self._last
+            return False
+        inner, closed, rest = self._pending.partition(close)
+        if closed:
+            self._last, self._pending = inner, rest
+        else:
+            end = len(inner) - _overlap(inner, close)
+            self._last, self._pending = inner[:end], inner[end:]
+        self._inner += self._last
+        return bool(closed)
+
+    def _read_inner(self, is_closed: bool) -> Iterator[Part]:
+        if self._json is not None:
+            yield from self._json.feed(self._last)
+        if not is_closed:
+            return
+        self._is_inside = False
+        if self._json is None or not self._json.has_started:
+            calls = self._form.parse(self._inner, self._schemas)
+            if calls is None:
+                yield self._opened + self._inner + self._form.close
+                return
+            for call in calls:
+                yield from _whole(call)
+        self._pending = self._pending.removeprefix("\n")
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may begin a mark."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

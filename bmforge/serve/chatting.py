@@ -1,0 +1,168 @@
+"""Chats: from a request in OpenAI's format to a running answer and its parts.
+
+All chat protocols (chat completions, responses, Anthropic's messages) share this path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+
+from bmforge.infer.engine.request import Completion, Piece
+from bmforge.infer.engine.request import Request as EngineRequest
+from bmforge.infer.engine.thought_budget import ThoughtBudget
+from bmforge.serve.answers import Reading
+from bmforge.serve.conversation import Prompt
+from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.live import LiveRequest
+from bmforge.serve.openai_types import ChatRequest
+from bmforge.serve.parts import Message
+from bmforge.serve.running import start, whole_answers
+from bmforge.serve.serving import Serving, client_of, key_of, serving_of
+from bmforge.serve.thoughts import ThoughtReader
+from bmforge.serve.tools import ToolUse, find_tools
+from bmforge.serve.writing import (
+    check_limits,
+    check_size,
+    find_constraint,
+    longest_answer,
+    to_options,
+)
+
+__all__ = ["Chat", "open_chat", "read_prompt", "received_pieces", "salt_of"]
+
+
+@dataclass
+class Chat:
+    """A running chat request.
+
+    Args:
+        serving: server state.
+        live: running engine request.
+        tools: tools that may be called.
+        prompt: prompt of the conversation.
+        stack: releases what the request holds; closed at its end.
+        body: request.
+    """
+
+    serving: Serving
+    live: LiveRequest
+    tools: ToolUse
+    prompt: Prompt
+    stack: ExitStack
+    body: ChatRequest
+
+    def reading(self) -> Reading:
+        """Return a new parser of one answer's text."""
+        thoughts, marks = None, self.prompt.thought_marks
+        if marks is not None and self.tools.rule is None:
+            thoughts = ThoughtReader(marks, self.prompt.is_thinking)
+        return Reading(self.tools, self.prompt.begins, thoughts)
+
+    def message(self, answer: Completion) -> Message:
+        """Return the message of a whole answer."""
+        reading = self.reading()
+        return Message.join([*reading.feed(answer.text), *reading.end()])
+
+    def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
+        """Yield pieces of the answers; see `received_pieces`."""
+        return received_pieces(self.serving, self.live)
+
+    async def answers(self, request: Request) -> list[Completion] | None:
+        """Return all answers when they are finished; None if the client has disconnected."""
+        with self.stack:
+            answers = await whole_answers(self.serving, self.live, request)
+        return None if answers is None else answers[0]
+
+
+async def received_pieces(
+    serving: Serving, live: LiveRequest
+) -> AsyncIterator[tuple[int, Piece] | None]:
+    """Yield (prompt index, piece) of the answers as they arrive, and count them at their end.
+
+    Raises:
+        RequestError: the engine failed, or the server is stopping.
+    """
+    async for item in live.pieces():
+        if item is not None and item[1].finish_reason == "cancelled":
+            raise overloaded("the server is stopping", serving.config.grace_s)
+        yield item
+    serving.metrics.note_answers(live.completions(), live.key)
+
+
+async def open_chat(body: ChatRequest, request: Request) -> Chat:
+    """Admit a chat request, build its prompt and start its answers.
+
+    Raises:
+        RequestError: the request is invalid, or the server is overloaded.
+    """
+    begin, serving = time.monotonic(), serving_of(request)
+    served, config, engine = serving.find(body.model, "chat"), serving.config, serving.engine
+    tools = _check(body, serving)
+    rule = tools.rule or find_constraint(body.response_format, body.outputs)
+    with ExitStack() as stack:
+        stack.enter_context(serving.admission.enter(client_of(request)))
+        if rule is not None:
+            await serving.rules.check(rule, client_of(request), "tools" if tools.rule else None)
+        prompt = await serving.tokenize(partial(serving.prompter.write, body, tools))
+        most = longest_answer(body.most_tokens, len(prompt.ids), engine, config)
+        likeliest = (body.top_logprobs or 0) if body.logprobs else None
+        options = await serving.tokenize(
+            partial(to_options, body, engine, most, prompt.ends or None, likeliest, prompt.stops)
+        )
+        salt = salt_of(request, body.cache_salt)
+        budget = find_budget(body, prompt, engine.tokenizer)
+        limits = salt, config.request_s, served.delta, budget
+        asked = EngineRequest(prompt.ids, options, rule, *limits)
+        live = await start(serving, [asked], len(prompt.ids), begin)
+        live.key = key_of(request)
+        stack.callback(serving.end, live)
+        return Chat(serving, live, tools, prompt, stack.pop_all(), body)
+
+
+async def read_prompt(body: ChatRequest, request: Request) -> Prompt:
+    """Return the prompt of a chat request without answering it."""
+    serving = serving_of(request)
+    serving.find(body.model, "chat")
+    tools = _check(body, serving)
+    with serving.admission.enter(client_of(request)):
+        return await serving.tokenize(partial(serving.prompter.write, body, tools))
+
+
+def find_budget(body: ChatRequest, prompt: Prompt, tokenizer: Any) -> ThoughtBudget | None:
+    """Return the limit of the reasoning that a request sets; None without one.
+
+    Raises:
+        RequestError: the model does not reason, so that the limit would have no effect.
+    """
+    most, marks = body.thinking_token_budget, prompt.thought_marks
+    if most is None:
+        return None
+    if marks is None:
+        raise RequestError(
+            "thinking_token_budget has no effect: this model's chat template has no reasoning",
+            "thinking_token_budget",
+            code="unsupported_value",
+        )
+    start, end = (tuple(tokenizer.encode_chat(mark)) for mark in marks)
+    return ThoughtBudget(most, end, () if prompt.is_thinking else start)
+
+
+def _check(body: ChatRequest, serving: Serving) -> ToolUse:
+    """Check the limits that need no tokens; return the use of tools."""
+    check_limits(body, serving.config)
+    tools = find_tools(body, serving.prompter.tool_format)
+    texts = (message.text for message in body.messages)
+    check_size(texts, serving.engine, serving.config, "messages")
+    return tools
+
+
+def salt_of(request: Request, salt: str | None) -> str:
+    """Return the salt of the prefix cache: the key's name, with the salt of the request."""
+    return key_of(request) if not salt else f"{key_of(request)}:{salt}"

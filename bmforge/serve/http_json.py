@@ -1,0 +1,89 @@
+"""Requests with bounded, strictly parsed JSON bodies, and responses as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from bmforge.serve.errors import RequestError
+from bmforge.serve.strict_json import parse_json
+
+__all__ = ["GONE", "EventStream", "StrictRequest", "StrictRoute"]
+
+_LARGE = 1 << 16
+GONE = 499  # nginx's status of a client that has disconnected
+
+
+class StrictRequest(Request):
+    """A request with a limited body, parsed by `parse_json`."""
+
+    async def body(self) -> bytes:
+        """Return the body.
+
+        Raises:
+            RequestError: 413, too large by its Content-Length or by its actual size.
+        """
+        if not hasattr(self, "_body"):
+            most = self.app.state.serving.config.max_body_bytes
+            too_large = RequestError(f"the body has more than {most} bytes", status=413)
+            if int(self.headers.get("content-length", "0")) > most:
+                raise too_large
+            chunks, size = [], 0
+            async for chunk in self.stream():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > most:
+                    raise too_large
+            self._body = b"".join(chunks)
+        return self._body
+
+    async def json(self) -> Any:
+        """Return the parsed body; a large one is parsed in a thread."""
+        if not hasattr(self, "_json"):
+            body, config = await self.body(), self.app.state.serving.config
+            if len(body) > _LARGE:
+                self._json = await run_in_threadpool(parse_json, body, config)
+            else:
+                self._json = parse_json(body, config)
+        return self._json
+
+
+class StrictRoute(APIRoute):
+    """A route with strict JSON parsing."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        """Return the handler of a request."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return handle
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, with a callback at their end.
+
+    Args:
+        events: encoded events.
+        on_end: called at the end, also if nothing was sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(events, headers={"x-accel-buffering": "no"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()

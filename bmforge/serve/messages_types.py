@@ -1,0 +1,201 @@
+"""Request types of ``/v1/messages``, Anthropic's interface, and their conversion to chats."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from bmforge.serve.openai_types import ChatRequest, SentBack, Strict, make_chat
+
+__all__ = ["CountRequest", "MessagesRequest", "messages_chat"]
+
+CacheControl = dict[str, Any] | None
+
+
+class TextBlock(SentBack):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+    citations: None = None
+
+
+class ToolUseBlock(SentBack):
+    """A tool call of the assistant."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultBlock(SentBack):
+    """The output of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+
+
+class ThinkingBlock(SentBack):
+    """The assistant's reasoning, as an earlier answer returned it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+Block = Annotated[
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+]
+
+
+class AnthropicMessage(Strict):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+
+class AnthropicTool(Strict):
+    """Definition of a function."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    cache_control: CacheControl = None
+    strict: bool | None = None
+
+
+class AnthropicChoice(Strict):
+    """Whether tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    """Whether the model reasons before its answer."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class CountRequest(Strict):
+    """Request of a conversation's length in tokens."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(min_length=1)
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl = None
+
+
+class MessagesRequest(CountRequest):
+    """Request of a message."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    # Accepted and ignored.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+def messages_chat(body: CountRequest) -> ChatRequest:
+    """Return the chat request that a messages request means.
+
+    Raises:
+        RequestError: a field does not fit.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system)})
+    for message in body.messages:
+        messages += _messages(message)
+    fields: dict[str, Any] = {"model": body.model, "messages": messages, **_tools(body)}
+    if body.messages[-1].role == "assistant":
+        fields["continue_final_message"] = True
+    if body.thinking is not None:
+        fields["enable_thinking"] = body.thinking.type != "disabled"
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+    return make_chat({name: value for name, value in fields.items() if value is not None})
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content or ())
+
+
+def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
+    """Return a message in OpenAI's format; the results of tools are messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts, thoughts = [], []
+    calls: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for block in message.content:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolResultBlock):
+            text = _text(block.content)
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+        else:
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            function = {"name": block.name, "arguments": arguments}
+            calls.append({"id": block.id, "type": "function", "function": function})
+    if texts or calls or not found:
+        own: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+        own |= {"tool_calls": calls} if calls else {}
+        own |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        found.append(own)
+    return found
+
+
+def _tools(body: CountRequest) -> dict[str, Any]:
+    """Return the tools and their choice in OpenAI's format."""
+    functions = [
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        for tool in body.tools or ()
+    ]
+    tools = [
+        {"type": "function", "function": {n: v for n, v in one.items() if v is not None}}
+        for one in functions
+    ]
+    choice = body.tool_choice
+    fields: dict[str, Any] = {"tools": tools} if tools else {}
+    if choice is None:
+        return fields
+    names = {"auto": "auto", "none": "none", "any": "required"}
+    named = {"type": "function", "function": {"name": choice.name or ""}}
+    fields["tool_choice"] = names.get(choice.type, named)
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields

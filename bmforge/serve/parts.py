@@ -1,0 +1,98 @@
+"""Parts of an answer as clients see them: text, thoughts and tool calls."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Call", "CallPiece", "CallStart", "Message", "Part", "Thought"]
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A piece of the model's reasoning before its answer.
+
+    Args:
+        text: text of the piece.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """Start of a tool call.
+
+    Args:
+        name: name of the function.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """Piece of the arguments of the call that started last.
+
+    Args:
+        text: piece of the arguments' JSON.
+    """
+
+    text: str
+
+
+Part = str | Thought | CallStart | CallPiece
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call.
+
+    Args:
+        name: name of the function.
+        arguments: arguments as JSON.
+        id: id that the client sends back with the result.
+    """
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}", compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the call in the format of chat completions."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Message:
+    """An answer, joined from its parts.
+
+    Args:
+        text: text of the answer.
+        thoughts: reasoning before the answer.
+        calls: tool calls.
+    """
+
+    text: str
+    thoughts: str
+    calls: tuple[Call, ...]
+
+    @classmethod
+    def join(cls, parts: Iterable[Part]) -> Message:
+        """Return the message of an answer's parts."""
+        text, thoughts = "", ""
+        calls: list[Call] = []
+        for part in parts:
+            if isinstance(part, str):
+                text += part
+            elif isinstance(part, Thought):
+                thoughts += part.text
+            elif isinstance(part, CallStart):
+                calls.append(Call(part.name, ""))
+            else:
+                last = calls[-1]
+                calls[-1] = Call(last.name, last.arguments + part.text, last.id)
+        return cls(text.strip() if calls else text, thoughts, tuple(calls))

@@ -1,0 +1,239 @@
+"""Request types of ``/v1/responses``, OpenAI's newer interface, and their conversion to chats."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from bmforge.serve.errors import RequestError
+from bmforge.serve.openai_types import ChatRequest, SentBack, Strict, make_chat
+
+__all__ = ["ResponsesRequest", "responses_chat"]
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(SentBack):
+    """A piece of text in a message or a tool's output."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
+    text: str = ""
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None  # of OpenAI's client, read from the text
+
+
+Content = str | Annotated[list[InputText], Field(fail_fast=True)]
+
+
+class InputMessage(SentBack):
+    """A message of the conversation so far."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class InputCall(SentBack):
+    """A tool call of the assistant."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    parsed_arguments: Any = None  # of OpenAI's client, read from the arguments
+
+
+class InputResult(SentBack):
+    """The output of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: Status | None = None
+
+
+class InputReasoning(SentBack):
+    """The assistant's reasoning, as an earlier response returned it."""
+
+    type: Literal["reasoning"]
+    summary: list[InputText] = Field(default_factory=list)
+    content: list[InputText] | None = None
+    id: str | None = None
+    status: Status | None = None
+    encrypted_content: None = None
+
+
+Item = InputMessage | InputCall | InputResult | InputReasoning
+
+
+class FunctionTool(Strict):
+    """Definition of a function."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Strict):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    """Format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Strict):
+    """Options of the reasoning."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class StreamOptions(Strict):
+    """Options of streaming."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(Strict):
+    """Request of a response."""
+
+    model: str
+    input: str | Annotated[list[Item], Field(fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    # Accepted and ignored: nothing is stored here.
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    # Accepted with their neutral values only.
+    previous_response_id: None = None
+    conversation: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    max_tool_calls: None = None
+    prompt: None = None
+
+
+def responses_chat(body: ResponsesRequest) -> ChatRequest:
+    """Return the chat request that a responses request means.
+
+    Raises:
+        RequestError: the input is empty, or a field does not fit.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else None
+    for item in items or body.input:
+        assert not isinstance(item, str)
+        _add(messages, item)
+    if not messages or not body.input:
+        raise RequestError("input is empty; give a text, or at least one item", "input")
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stream": body.stream,
+        "tools": _tools(body),
+        "tool_choice": _choice(body),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format(body),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+    }
+    return make_chat({name: value for name, value in fields.items() if value is not None})
+
+
+def _add(messages: list[dict[str, Any]], item: Item) -> None:
+    """Append an item to the conversation; one message holds an assistant's whole turn."""
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if isinstance(item, InputResult):
+        text = _text(item.output)
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+    elif isinstance(item, InputCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        if last is None:
+            last = {"role": "assistant", "content": ""}
+            messages.append(last)
+        call = {"id": item.call_id, "type": "function", "function": function}
+        last.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, InputReasoning):
+        text = "".join(part.text for part in item.content or item.summary)
+        messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    elif last is not None and last["content"] == "" and item.role == "assistant":
+        last["content"] = _text(item.content)  # behind its reasoning
+    else:
+        messages.append({"role": item.role, "content": _text(item.content)})
+
+
+def _text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+    tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()]
+    return [{"type": "function", "function": tool} for tool in tools] or None
+
+
+def _choice(body: ResponsesRequest) -> Any:
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice if body.tools else None
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any] | None:
+    form = None if body.text is None else body.text.format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "json_object"}
+    schema = {"name": form.name or "answer", "schema": form.schema_ or {}}
+    return {"type": "json_schema", "json_schema": schema}

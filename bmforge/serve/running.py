@@ -1,0 +1,81 @@
+"""Starts requests in the engine and waits for their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+from starlette.concurrency import run_in_threadpool
+
+from bmforge.errors import BmforgeError
+from bmforge.infer.engine.request import Completion
+from bmforge.infer.engine.request import Request as EngineRequest
+from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.live import GoneError, LiveRequest, unless_gone
+from bmforge.serve.metrics import TokenTimes
+from bmforge.serve.serving import Serving
+
+__all__ = ["check_engine", "start", "whole_answers"]
+
+
+async def check_engine(engine: Any) -> None:
+    """Raise an error if an engine is closed or has failed, and not only refuses one request.
+
+    Raises:
+        RequestError: 503, the engine was closed or has failed.
+    """
+    try:
+        await run_in_threadpool(engine.call, lambda: None)
+    except BmforgeError as error:
+        raise RequestError(
+            "the engine was closed, or has failed", status=503, code="engine_failed"
+        ) from error
+
+
+async def start(
+    serving: Serving, requests: Sequence[EngineRequest], prompt_tokens: int, begin_s: float
+) -> LiveRequest:
+    """Submit requests to the engine.
+
+    Args:
+        serving: server state.
+        requests: one request per prompt.
+        prompt_tokens: number of tokens of all prompts.
+        begin_s: arrival time of the request, of the monotonic clock.
+
+    Raises:
+        RequestError: the engine refuses one.
+    """
+    handles = []
+    try:
+        for request in requests:
+            handles.append(await run_in_threadpool(serving.engine.submit, request))
+    except BmforgeError as error:
+        for handle in handles:
+            handle.cancel()
+        await check_engine(serving.engine)
+        raise RequestError(str(error), code="invalid_value") from error
+    times = TokenTimes(serving.metrics, begin_s)
+    key = requests[0].salt
+    live = LiveRequest(handles, serving.config.max_unread_bytes, prompt_tokens, times, key)
+    serving.live.add(live)
+    return live
+
+
+async def whole_answers(
+    serving: Serving, live: LiveRequest, request: Request
+) -> list[list[Completion]] | None:
+    """Return all answers when they are finished; None if the client has disconnected.
+
+    Raises:
+        RequestError: the engine failed, or the server is stopping.
+    """
+    try:
+        answers = await unless_gone(request.receive, live.whole(), live.cancel)
+    except GoneError:
+        return None
+    serving.metrics.note_answers(answers, live.key)
+    if any(answer.finish_reason == "cancelled" for found in answers for answer in found):
+        raise overloaded("the server is stopping", serving.config.grace_s)
+    return answers

@@ -1,0 +1,90 @@
+"""Splits an answer into the reasoning at its start and the text after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bmforge.serve.parts import Thought
+
+__all__ = ["THOUGHT_MARKS", "ThoughtReader", "find_thought_marks", "opens_thought"]
+
+# Texts around the reasoning: DeepSeek-R1, Qwen3, GLM-4.5; Mistral; MiniCPM.
+THOUGHT_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|thought_start|>", "<|thought_end|>"),
+)
+
+
+def find_thought_marks(source: str) -> tuple[str, str] | None:
+    """Return the marks around reasoning that a chat template contains; None without them."""
+    return next((pair for pair in THOUGHT_MARKS if pair[0] in source or pair[1] in source), None)
+
+
+def opens_thought(prompt: str, marks: tuple[str, str] | None) -> bool:
+    """Return True if a prompt ends inside reasoning, so that the answer begins with it."""
+    if marks is None:
+        return False
+    start, end = (prompt.rfind(mark) for mark in marks)
+    return start > end and not prompt[start + len(marks[0]) :].strip()
+
+
+class ThoughtReader:
+    """Separates the reasoning at the start of an answer from the text after it.
+
+    Args:
+        marks: texts before and after the reasoning.
+        is_open: whether the answer begins inside the reasoning.
+    """
+
+    def __init__(self, marks: tuple[str, str], is_open: bool) -> None:
+        self._open, self._close = marks
+        self._pending, self._state = "", "thought" if is_open else "start"
+        self._is_first = True
+
+    def feed(self, text: str) -> Iterator[str | Thought]:
+        """Yield reasoning and text that are certain after the next piece."""
+        self._pending += text
+        if self._state == "start":
+            self._begin()
+        if self._state == "thought":
+            yield from self._think()
+        if self._state == "behind":  # blank lines between reasoning and text belong to neither
+            self._pending = self._pending.lstrip("\n")
+            self._state = "text" if self._pending else "behind"
+        if self._state == "text" and self._pending:
+            ready, self._pending = self._pending, ""
+            yield ready
+
+    def end(self) -> Iterator[str | Thought]:
+        """Yield the rest at the end of the answer."""
+        rest, self._pending = self._pending, ""
+        if rest:
+            yield Thought(rest) if self._state == "thought" else rest
+
+    def _begin(self) -> None:
+        """Decide whether the answer begins with reasoning."""
+        stripped = self._pending.lstrip()
+        if stripped.startswith(self._open):
+            self._state, self._pending = "thought", stripped[len(self._open) :]
+        elif not self._open.startswith(stripped):
+            self._state = "text"
+
+    def _think(self) -> Iterator[Thought]:
+        if self._is_first:
+            self._pending = self._pending.lstrip("\n")
+            self._is_first = not self._pending
+        thought, closed, rest = self._pending.partition(self._close)
+        if closed:
+            self._state, self._pending = "behind", rest
+            thought = thought.rstrip("\n")
+        else:
+            # Newlines before the closing mark belong to neither.
+            kept = thought.rstrip("\n")
+            sizes = [n for n in range(1, len(self._close)) if thought.endswith(self._close[:n])]
+            size = max([*sizes, 0])
+            if size:
+                kept = thought[: len(thought) - size].rstrip("\n")
+            thought, self._pending = kept, thought[len(kept) :]
+        if thought:
+            yield Thought(thought)

@@ -1,0 +1,201 @@
+"""Formats in which models write tool calls, as a table, and the parsers of their calls.
+
+Which one a model uses is found from its chat template. The names are those of vLLM's
+``--tool-call-parser``.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bmforge.serve.parts import Call
+
+__all__ = ["FORMATS", "Schemas", "ToolFormat", "find_format", "read_json_call"]
+
+Schemas = Mapping[str, Mapping[str, Any] | None]
+Parse = Callable[[str, Schemas], list[Call] | None]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format of tool calls.
+
+    Args:
+        name: name in `--tool-call-parser`.
+        marks: texts that a chat template of this format contains.
+        open: texts before calls; an empty one means that an answer that begins with ``{`` is one.
+        close: text after calls; empty if the answer ends with them.
+        parse: function from the text between both, and the schemas of the functions, to the calls;
+            None if the text is no call.
+        is_json: whether the text is one JSON object, whose arguments can be streamed.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    open: tuple[str, ...]
+    close: str
+    parse: Parse
+    is_json: bool = False
+
+
+def read_json_call(value: Any, schemas: Schemas) -> Call | None:
+    """Return the call that a JSON value describes; None if it is none.
+
+    Args:
+        value: object with ``name`` and ``arguments``, or Llama's ``parameters``.
+        schemas: schemas of the functions that may be called.
+    """
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in schemas:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return Call(name, arguments) if isinstance(arguments, str) else None
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _calls_of(values: list[Any], schemas: Schemas) -> list[Call] | None:
+    calls = [read_json_call(value, schemas) for value in values]
+    return [call for call in calls if call is not None] if calls and all(calls) else None
+
+
+def _parse_json(text: str, schemas: Schemas) -> list[Call] | None:
+    return _calls_of([_load(text)], schemas)
+
+
+def _parse_llama(text: str, schemas: Schemas) -> list[Call] | None:
+    """Parse objects that are separated by semicolons."""
+    decoder, values, at = json.JSONDecoder(), [], 0
+    text = text.strip().rstrip(";")
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        values.append(value)
+        at += len(text[at:]) - len(text[at:].lstrip("; \n"))
+    return _calls_of(values, schemas)
+
+
+_MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+
+
+def _parse_mistral(text: str, schemas: Schemas) -> list[Call] | None:
+    """Parse a list of calls, or ``name[ARGS]{...}`` of the newer models, repeated by the mark."""
+    values = _load(text)
+    if isinstance(values, list):
+        return _calls_of(values, schemas)
+    found = [_MISTRAL.fullmatch(part) for part in text.split("[TOOL_CALLS]")]
+    return _named_calls([(m[1], m[2]) if m else ("", "") for m in found], schemas)
+
+
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>([^\n<]+)\n```json\n(.*?)\n```"
+    r"|([^\n<]+)<｜tool▁sep｜>(.*?))\s*<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+
+
+def _parse_deepseek(text: str, schemas: Schemas) -> list[Call] | None:
+    found = _DEEPSEEK.findall(text)
+    return _named_calls([(old or new, o_args or n_args) for old, o_args, new, n_args in found],
+                        schemas)  # fmt: skip
+
+
+def _named_calls(found: list[tuple[str, str]], schemas: Schemas) -> list[Call] | None:
+    values = [{"name": name.strip(), "arguments": _load(text)} for name, text in found]
+    if not all(isinstance(value["arguments"], dict) for value in values):
+        return None
+    return _calls_of(values, schemas)
+
+
+_GLM = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_CODER = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_CODER_VALUE = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _parse_glm(text: str, schemas: Schemas) -> list[Call] | None:
+    name = text.partition("<arg_key>")[0].strip()
+    return _typed_call(name, _GLM.findall(text), schemas)
+
+
+def _parse_coder(text: str, schemas: Schemas) -> list[Call] | None:
+    found = _CODER.fullmatch(text)
+    return None if found is None else _typed_call(found[1], _CODER_VALUE.findall(found[2]), schemas)
+
+
+def _typed_call(name: str, pairs: list[tuple[str, str]], schemas: Schemas) -> list[Call] | None:
+    """Return the call of arguments that are texts, which the function's schema gives types."""
+    if name not in schemas:
+        return None
+    properties = (schemas[name] or {}).get("properties", {})
+    arguments = {}
+    for key, text in pairs:
+        value = None
+        if properties.get(key.strip(), {}).get("type") != "string":
+            value = _load(text)
+        arguments[key.strip()] = text if value is None and text.strip() != "null" else value
+    return [Call(name, json.dumps(arguments, ensure_ascii=False))]
+
+
+def _parse_python(text: str, schemas: Schemas) -> list[Call] | None:
+    """Parse calls as lines of Python with literal keyword arguments; nothing is run."""
+    text = text.strip().removeprefix("```python").removesuffix("```").strip()
+    try:
+        lines = ast.parse(text).body
+        calls = []
+        for line in lines:
+            call = line.value if isinstance(line, ast.Expr) else None
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+                return None
+            arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            calls.append({"name": call.func.id, "arguments": arguments})
+        return _calls_of(calls, schemas)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+# In the order in which templates are searched: the more special marks come first.
+FORMATS = {
+    row.name: row
+    for row in (
+        ToolFormat(
+            "qwen3_coder", ("<function=",), ("<tool_call>",), "</tool_call>", _parse_coder
+        ),
+        ToolFormat("glm45", ("<arg_key>",), ("<tool_call>",), "</tool_call>", _parse_glm),
+        ToolFormat(
+            "deepseek_v3", ("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁begin｜>",),
+            "<｜tool▁calls▁end｜>", _parse_deepseek,
+        ),
+        ToolFormat("mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), "", _parse_mistral),
+        ToolFormat(
+            "minicpm", ("<|tool_call_start|>",), ("<|tool_call_start|>",), "<|tool_call_end|>",
+            _parse_python,
+        ),
+        ToolFormat(
+            "hermes", ("<tool_call>",), ("<tool_call>",), "</tool_call>", _parse_json, is_json=True
+        ),
+        ToolFormat(
+            "llama3_json", ('"parameters"', "ipython"), ("<|python_tag|>", ""), "", _parse_llama
+        ),
+    )
+}  # fmt: skip
+
+
+def find_format(source: str) -> ToolFormat | None:
+    """Return the format of tool calls that a chat template describes; None without one."""
+    if "tools" not in source:
+        return None
+    return next((row for row in FORMATS.values() if all(m in source for m in row.marks)), None)
