@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import secrets
 import time
@@ -20,12 +21,13 @@ __all__ = [
     "DONE",
     "Head",
     "Reading",
+    "TextLogprobs",
     "chat_choice",
     "chat_finish",
     "chat_logprobs",
     "event",
     "finish_name",
-    "text_logprobs",
+    "join_logprobs",
     "usage_of",
 ]
 
@@ -210,24 +212,57 @@ def chat_logprobs(tokens: Collection[TokenLogprob]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(tokens: Collection[TokenLogprob], offset: int) -> dict[str, Any]:
-    """Return token log-probabilities in the completions format.
+class TextLogprobs:
+    """Writes log-probabilities in the completions format, for one answer.
 
-    Args:
-        tokens: generated tokens.
-        offset: number of characters generated before them.
+    Attributes:
+        offset: number of characters so far.
     """
-    texts = [token.data.decode("utf-8", "replace") for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(token.logprob, _LEAST) for token in tokens],
-        "top_logprobs": [
-            {top.data.decode("utf-8", "replace"): max(top.logprob, _LEAST) for top in token.top}
-            for token in tokens
-        ],
-        "text_offset": offsets,
-    }
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.offset = 0
+
+    def write(self, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self.offset)  # a token with part of a character begins at it
+            self.offset += len(self._decoder.decode(token.data))
+        return {
+            "tokens": [_spell_token(token) for token in tokens],
+            "token_logprobs": [max(token.logprob, _LEAST) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    @staticmethod
+    def _top(token: TokenLogprob) -> dict[str, float]:
+        """Return the most likely tokens by text; the best of those with the same text is kept."""
+        found: dict[str, float] = {}
+        for top in token.top:
+            found.setdefault(_spell_token(top), max(top.logprob, _LEAST))
+        return found
+
+    def write_prompt(self, first: bytes, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
+        """Return the log-probabilities of a prompt, whose first token has none."""
+        start = self.write([TokenLogprob(0, 0.0, first)])
+        rest = self.write(tokens)
+        start |= {"token_logprobs": [None], "top_logprobs": [None]}
+        return {name: [*start[name], *rest[name]] for name in rest}
+
+
+def _spell_token(token: TokenLogprob) -> str:
+    """Return the text of a token; one with parts of characters by its bytes, as OpenAI does."""
+    try:
+        return token.data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
+
+
+def join_logprobs(*parts: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Join log-probabilities in the completions format; None if there are none."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    return {name: [item for part in found for item in part[name]] for name in found[0]}

@@ -18,7 +18,7 @@ from bmforge import __version__
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
 from bmforge.logging import get_logger
-from bmforge.serve import encoding, messages, page_routes, responses, routes, watching
+from bmforge.serve import encoding, messages, page_routes, responses, routes, scores, watching
 from bmforge.serve.auth import Keys, KeysFile
 from bmforge.serve.errors import RequestError, error_response, explain_types
 from bmforge.serve.gate import Gate
@@ -86,7 +86,7 @@ def create_app(
         lifespan=live,
     )
     app.state.serving = serving
-    for part in (routes, responses, messages, encoding, watching, page_routes):
+    for part in (routes, responses, messages, encoding, scores, watching, page_routes):
         app.include_router(part.router)
     app.add_middleware(Gate, serving=serving)
     app.add_exception_handler(RequestError, _tell_refusal)

@@ -158,10 +158,13 @@ def template_variables(
         is_off = name in _THINKING and variables[name] is False and thought_marks is None
         is_on = name in _THINKING and variables[name] is True and thought_marks is not None
         if not (is_off or is_on):  # a model that never thinks, or always, does as it is told
+            given = name in (body.chat_template_kwargs or {})
+            field = f"chat_template_kwargs.{name}" if given else "enable_thinking"
+            field = "reasoning_effort" if effort is not None and not given else field
             raise RequestError(
-                f"{name} has no effect: this model's chat template reads "
+                f"{field} has no effect: this model's chat template reads "
                 f"{', '.join(sorted(known))}",
-                "reasoning_effort" if effort is not None else "chat_template_kwargs",
+                field.partition(".")[0],
                 code="unsupported_value",
             )
     return variables

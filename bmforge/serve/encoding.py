@@ -25,7 +25,7 @@ from bmforge.serve.running import check_engine
 from bmforge.serve.serving import Serving, client_of, serving_of
 from bmforge.serve.writing import check_size, longest_prompt, row_tokens
 
-__all__ = ["router"]
+__all__ = ["encode_inputs", "finish_task", "router"]
 
 router = APIRouter(route_class=StrictRoute)
 _RETRY_S = 2.0
@@ -33,7 +33,7 @@ _RETRY_S = 2.0
 _ANSWER_TOKENS = 100
 
 
-async def _have_done(
+async def finish_task(
     serving: Serving, request: Request, engine: Any, submit: Callable[[], Future[Any]]
 ) -> Any:
     """Wait for a non-streaming engine task, cancelling it if the client disconnects.
@@ -104,7 +104,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     # The engine computes many short texts in one batch, so a text is less work than a request.
     work = -(-len(inputs) // config.max_prompts)
     with serving.admission.enter(client_of(request), work):
-        rows = await serving.tokenize(partial(_spell_inputs, engine, inputs))
+        rows = await serving.tokenize(partial(encode_inputs, engine, inputs))
         most = longest_prompt(engine, config)
         for ids in rows:
             if len(ids) > most:
@@ -116,7 +116,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         options = {"delta": served.delta, "deadline_s": config.request_s}
         submit = partial(engine.submit_embed, rows, **options)
         try:
-            embeddings_ = await _have_done(serving, request, engine, submit)
+            embeddings_ = await finish_task(serving, request, engine, submit)
         except GoneError:
             return Response(status_code=GONE)
     data = [
@@ -128,7 +128,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": data, "model": served.name, "usage": usage})
 
 
-def _spell_inputs(engine: Any, inputs: list[str | list[int]]) -> list[list[int]]:
+def encode_inputs(engine: Any, inputs: list[str | list[int]]) -> list[list[int]]:
     """Return the token ids of every text, with the family's special tokens."""
     return [
         encode_text(engine.model, text, engine.tokenizer) if isinstance(text, str) else text
@@ -155,7 +155,7 @@ async def documents(body: DocumentsRequest, request: Request) -> Response:
         all_options = {"delta": served.delta, "deadline_s": config.request_s, **options}
         submit = partial(served.engine.submit_documents, body.documents, **all_options)
         try:
-            filled = await _have_done(serving, request, served.engine, submit)
+            filled = await finish_task(serving, request, served.engine, submit)
         except GoneError:
             return Response(status_code=GONE)
     return JSONResponse({"object": "list", "data": filled, "model": served.name})

@@ -8,11 +8,11 @@ from typing import Any
 from bmforge.serve.answers import (
     DONE,
     Head,
+    TextLogprobs,
     chat_finish,
     chat_logprobs,
     event,
     finish_name,
-    text_logprobs,
     usage_of,
 )
 from bmforge.serve.chatting import Chat, received_pieces
@@ -97,7 +97,7 @@ async def text_events(
     """Yield the events of text completions."""
     head = Head("text_completion", body.model, "cmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
-    lengths: dict[int, int] = {}
+    writers: dict[int, TextLogprobs] = {}
     try:
         async for item in received_pieces(serving, live):
             if item is None:
@@ -106,8 +106,7 @@ async def text_events(
             number, piece = item
             index, logprobs = number * body.count + piece.index, None
             if body.logprobs is not None and piece.logprobs:
-                logprobs = text_logprobs(piece.logprobs, lengths.get(index, 0))
-                lengths[index] = lengths.get(index, 0) + sum(map(len, logprobs["tokens"]))
+                logprobs = writers.setdefault(index, TextLogprobs()).write(piece.logprobs)
             reason = piece.finish_reason
             choice = {
                 "index": index,

@@ -361,11 +361,22 @@ class CompletionRequest(Writing):
     """Request of text completions, of texts or token ids."""
 
     prompt: Inputs
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0)
+    add_special_tokens: bool | None = None
     # Accepted with their neutral values only.
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
     suffix: None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise ValueError("max_tokens=0 needs echo or prompt_logprobs: nothing else is returned")
+        if self.stream and (self.echo or self.prompt_logprobs is not None):
+            raise ValueError("echo and prompt_logprobs are not streamed; leave stream out")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

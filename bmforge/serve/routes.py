@@ -12,11 +12,20 @@ from starlette.responses import JSONResponse, Response
 
 from bmforge.infer.engine.request import Completion
 from bmforge.infer.engine.request import Request as EngineRequest
-from bmforge.serve.answers import Head, chat_choice, finish_name, text_logprobs, usage_of
+from bmforge.serve.answers import (
+    Head,
+    TextLogprobs,
+    chat_choice,
+    finish_name,
+    join_logprobs,
+    usage_of,
+)
 from bmforge.serve.chatting import open_chat, salt_of
 from bmforge.serve.events import chat_events, text_events
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
+from bmforge.serve.live import GoneError
 from bmforge.serve.openai_types import ChatRequest, CompletionRequest
+from bmforge.serve.prompt_scores import PromptEcho, score_rows
 from bmforge.serve.running import start, whole_answers
 from bmforge.serve.serving import Serving, client_of, key_of, serving_of
 from bmforge.serve.writing import (
@@ -61,8 +70,17 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         stack.enter_context(serving.admission.enter(client_of(request), len(body.prompts)))
         if rule is not None:
             await serving.rules.check(rule, client_of(request))
-        asked, prompt_tokens = await _ask(body, request, serving, rule)
-        live = await start(serving, asked, prompt_tokens, begin)
+        rows = await serving.tokenize(partial(_encode, body, serving.engine.tokenizer))
+        asked = await _ask(body, request, serving, rule, rows)
+        echoes: list[PromptEcho] = []
+        if body.echo or body.prompt_logprobs is not None:
+            try:
+                echoes = await score_rows(body, request, serving, rows)
+            except GoneError:
+                return Response(status_code=GONE)
+        if body.max_tokens == 0:
+            return _echo_alone(body, echoes)
+        live = await start(serving, asked, sum(map(len, rows)), begin)
         live.key = key_of(request)
         stack.callback(serving.end, live)
         if body.stream:
@@ -71,7 +89,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     if answers is None:
         return Response(status_code=GONE)
     choices = [
-        _text_choice(body, number * body.count + answer.index, answer)
+        _text_choice(body, number, answer, echoes[number] if echoes else None)
         for number, found in enumerate(answers)
         for answer in found
     ]
@@ -79,33 +97,62 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     return JSONResponse(head.as_json(choices, usage=usage_of(answers)))
 
 
+def _encode(body: CompletionRequest, tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of all prompts."""
+    encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
+    return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+
+
 async def _ask(
-    body: CompletionRequest, request: Request, serving: Serving, rule: Any
-) -> tuple[list[EngineRequest], int]:
-    """Return the engine requests of all prompts, and the number of their tokens."""
+    body: CompletionRequest,
+    request: Request,
+    serving: Serving,
+    rule: Any,
+    rows: list[list[int]],
+) -> list[EngineRequest]:
+    """Return the engine requests of all prompts."""
     engine, config = serving.engine, serving.config
-    asked, prompt_tokens = [], 0
+    wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     salt, delta = salt_of(request, body.cache_salt), serving.find(body.model).delta
-    for prompt in body.prompts:
-        ids = prompt
-        if isinstance(prompt, str):
-            ids = await serving.tokenize(partial(engine.tokenizer.encode_prompt, prompt))
-        most = longest_answer(body.max_tokens or _COMPLETION_TOKENS, len(ids), engine, config)
+    asked = []
+    for prompt, ids in zip(body.prompts, rows, strict=True):
+        most = longest_answer(max(wanted, 1), len(ids), engine, config)
         options = await serving.tokenize(
             partial(to_options, body, engine, most, None, body.logprobs)
         )
-        asked.append(EngineRequest(prompt, options, rule, salt, config.request_s, delta))
-        prompt_tokens += len(ids)
-    return asked, prompt_tokens
+        text_or_ids = ids if body.add_special_tokens is False else prompt
+        asked.append(EngineRequest(text_or_ids, options, rule, salt, config.request_s, delta))
+    return asked
 
 
-def _text_choice(body: CompletionRequest, index: int, answer: Completion) -> dict[str, Any]:
-    logprobs = None
+def _text_choice(
+    body: CompletionRequest, number: int, answer: Completion, echo: PromptEcho | None
+) -> dict[str, Any]:
+    """Return a choice of a text completion, with the prompt in front if it is repeated."""
+    logprobs, writer = None, TextLogprobs()
+    before = echo.as_logprobs(writer) if echo is not None and body.echo else None
+    if echo is not None and body.echo and before is None:
+        writer.offset = len(echo.text)
     if body.logprobs is not None:
-        logprobs = text_logprobs(answer.logprobs or (), 0)
-    return {
-        "index": index,
-        "text": answer.text,
+        logprobs = join_logprobs(before, writer.write(answer.logprobs or ()))
+    choice = {
+        "index": number * body.count + answer.index,
+        "text": ("" if echo is None else echo.text) + answer.text,
         "logprobs": logprobs,
         "finish_reason": finish_name(answer.finish_reason),
     }
+    if echo is not None and body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = echo.as_prompt_logprobs()
+    return choice
+
+
+def _echo_alone(body: CompletionRequest, echoes: list[PromptEcho]) -> Response:
+    """Return the prompts alone, with their scores: ``max_tokens=0``."""
+    choices = []
+    for number, echo in enumerate(echoes):
+        nothing = Completion(0, "", (), (), "length", len(echo.ids), 0)
+        choices.append(_text_choice(body, number, nothing, echo))
+    tokens = sum(len(echo.ids) for echo in echoes)
+    usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+    head = Head("text_completion", body.model, "cmpl")
+    return JSONResponse(head.as_json(choices, usage=usage))

@@ -54,6 +54,7 @@ def check_limits(body: Writing, config: ServeConfig) -> None:
     check_at_most("n", body.count, config.max_choices, "answers")
     check_at_most("stop", len(body.stops), config.max_stops, "texts")
     check_at_most("logit_bias", len(body.logit_bias or ()), config.max_logit_bias, "tokens")
+    check_at_most("stop_token_ids", len(body.stop_token_ids or ()), config.max_logit_bias, "ids")
     check_at_most("bad_words", len(body.bad_words or ()), config.max_logit_bias, "texts")
     for name, texts in (("stop", body.stops), ("bad_words", body.bad_words or [])):
         if not all(texts):
@@ -65,6 +66,7 @@ def check_limits(body: Writing, config: ServeConfig) -> None:
         check_at_most("tools", len(body.tools or ()), config.max_tools, "functions")
     if isinstance(body, CompletionRequest):
         check_at_most("logprobs", body.logprobs or 0, config.max_logprobs, "tokens")
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, config.max_logprobs, "tokens")
         check_at_most("prompt", len(body.prompts), config.max_prompts, "prompts")
         check_at_most("n", body.count * len(body.prompts), config.max_prompts, "answers in all")
 

@@ -1,0 +1,192 @@
+"""Routes for token ids, similarities of texts and ranking of documents."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
+from starlette.responses import JSONResponse, Response
+from torch import Tensor
+
+from bmforge.serve.chatting import read_prompt
+from bmforge.serve.encoding import encode_inputs, finish_task
+from bmforge.serve.errors import RequestError
+from bmforge.serve.http_json import GONE, StrictRoute
+from bmforge.serve.limits import check_at_most
+from bmforge.serve.live import GoneError
+from bmforge.serve.openai_types import ChatRequest, Ids, Message, Strict, Texts, Tool, make_chat
+from bmforge.serve.serving import Serving, client_of, serving_of
+from bmforge.serve.writing import check_size, longest_prompt, row_tokens
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=StrictRoute)
+
+
+class TokenizeRequest(Strict):
+    """Request of token ids, of a text or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give one of prompt and messages")
+        return self
+
+    def as_chat(self, model: str) -> ChatRequest:
+        """Return the chat request whose prompt is tokenized."""
+        names = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        fields = self.model_dump(include={"messages", *names}, exclude_none=True)
+        if self.tools:  # so that tools are shown with every template
+            fields["tool_choice"] = "auto"
+        return make_chat({"model": model, **fields})
+
+
+class DetokenizeRequest(Strict):
+    """Request of the text of token ids."""
+
+    model: str | None = None
+    tokens: Ids = Field(min_length=1)
+
+
+class ScoreRequest(Strict):
+    """Request of the similarity of texts: one with each, or each with its own."""
+
+    model: str
+    text_1: str | Texts
+    text_2: str | Texts
+    user: str | None = None
+
+
+class RankedText(Strict):
+    """A document."""
+
+    text: str
+
+
+class RerankRequest(Strict):
+    """Request of documents in the order of their similarity to a query."""
+
+    model: str
+    query: str = Field(min_length=1)
+    documents: Annotated[list[str | RankedText], Field(fail_fast=True)] = Field(min_length=1)
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = True
+    max_tokens_per_doc: None = None
+    user: str | None = None
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """Return the token ids of a text or of a conversation."""
+    serving = serving_of(request)
+    tokenizer, name = serving.engine.tokenizer, body.model or serving.name
+    serving.find(name)
+    if body.messages is not None:
+        ids = (await read_prompt(body.as_chat(name), request)).ids
+    else:
+        text = body.prompt or ""
+        check_size([text], serving.engine, serving.config, "prompt")
+        encode = tokenizer.encode_prompt if body.add_special_tokens else tokenizer.encode
+        ids = await serving.tokenize(partial(encode, text))
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": row_tokens(serving.engine)}
+    texts = [tokenizer.decode([id]) for id in ids] if body.return_token_strs else None
+    return JSONResponse({**found, "tokens": ids, "token_strs": texts})
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """Return the text of token ids."""
+    serving = serving_of(request)
+    serving.find(body.model or serving.name)
+    engine = serving.engine
+    check_at_most("tokens", len(body.tokens), longest_prompt(engine, serving.config), "ids")
+    unknown = [id for id in body.tokens if id >= len(engine.tokenizer)]
+    if unknown:
+        raise RequestError(f"tokens has {unknown[0]}, which is no token of this model", "tokens")
+    return JSONResponse({"prompt": await serving.tokenize(partial(engine.tokenizer.decode,
+                                                                  body.tokens))})  # fmt: skip
+
+
+@router.post("/v1/score")
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """Return the cosine similarities of texts' embeddings."""
+    first, second = (
+        [texts] if isinstance(texts, str) else list(texts) for texts in (body.text_1, body.text_2)
+    )
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many",
+            "text_1",
+        )
+    found = await _embed(request, body.model, [*first, *second], "text_2")
+    if found is None:
+        return Response(status_code=GONE)
+    rows, tokens = found
+    scores = (rows[: len(first)] * rows[len(first) :]).sum(-1).tolist()
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    head: dict[str, Any] = {"id": f"score-{secrets.token_hex(12)}", "object": "list"}
+    head |= {"created": int(time.time()), "model": body.model}
+    return JSONResponse({**head, "data": data, "usage": usage})
+
+
+@router.post("/v1/rerank")
+@router.post("/rerank", include_in_schema=False)
+async def rerank(body: RerankRequest, request: Request) -> Response:
+    """Return documents in the order of their similarity to a query."""
+    texts = [doc if isinstance(doc, str) else doc.text for doc in body.documents]
+    found = await _embed(request, body.model, [body.query, *texts], "documents")
+    if found is None:
+        return Response(status_code=GONE)
+    rows, tokens = found
+    scores = (rows[:1] * rows[1:]).sum(-1).tolist()
+    order = sorted(range(len(texts)), key=lambda number: -scores[number])[: body.top_n]
+    results = []
+    for number in order:
+        document = {"document": {"text": texts[number]}} if body.return_documents else {}
+        results.append({"index": number, "relevance_score": scores[number], **document})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    head = {"id": f"rerank-{secrets.token_hex(12)}", "model": body.model}
+    return JSONResponse({**head, "results": results, "usage": usage})
+
+
+async def _embed(
+    request: Request, model: str, texts: list[str], field: Literal["documents", "text_2"]
+) -> tuple[Tensor, int] | None:
+    """Return normalized embeddings of texts and their tokens; None if the client has gone."""
+    serving: Serving = serving_of(request)
+    served, config = serving.find(model, "embeddings"), serving.config
+    check_at_most(field, len(texts), config.max_inputs, "texts")
+    if not all(texts):
+        raise RequestError(f"{field} has an empty text", field, code="invalid_value")
+    check_size(texts, served.engine, config, field)
+    with serving.admission.enter(client_of(request), -(-len(texts) // config.max_prompts)):
+        rows = await serving.tokenize(partial(encode_inputs, served.engine, list(texts)))
+        longest = longest_prompt(served.engine, config)
+        if any(len(ids) > longest for ids in rows):
+            raise RequestError(
+                f"a text has {max(map(len, rows))} tokens, and at most {longest} are read here",
+                field,
+                code="context_length_exceeded",
+            )
+        options = {"delta": served.delta, "deadline_s": config.request_s}
+        submit = partial(served.engine.submit_embed, rows, **options)
+        try:
+            found = await finish_task(serving, request, served.engine, submit)
+        except GoneError:
+            return None
+    return found.float().cpu(), sum(map(len, rows))
