@@ -132,8 +132,8 @@ class ServeCommand:
         config: address and limits of the server.
         adapter: adapter directories to attach to the model; DIR=0.5 scales one. NAME=DIR lets
             requests select an adapter by model name; other requests use the base model.
-        context: maximum number of tokens of prompt and answer; none takes 1,024, or the model's
-            number of positions.
+        context: maximum number of tokens of prompt and answer; none takes the model's maximum
+            sequence length, or as much of it as fits into memory.
         max_num_seqs: maximum number of concurrent sequences; further requests wait.
         speculate: speculative decoding with tokens guessed by n-gram lookup.
         draft: small draft model with the same vocabulary for speculative decoding.

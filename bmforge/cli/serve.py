@@ -21,8 +21,12 @@ from bmforge.cli.opening import (
     with_own_adapter,
 )
 from bmforge.cli.options import ServeCommand
+from bmforge.cli.serve_context import Context, choose_context
+from bmforge.device import find_devices
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
+from bmforge.infer.engine.budget import check_budgets
+from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
 from bmforge.recipes.adapter_dirs import ModelSource, find_source
@@ -92,11 +96,15 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
     command = replace(command, adapter=with_own_adapter(source, command.adapter))
     quantize = command.memory.quantize
     is_planned = budget is not None or command.memory.devices is not None
+    context = _find_context(command, source, budget, is_planned)
     config = EngineConfig(
         max_rows=command.max_num_seqs if is_planned else 1,
-        max_tokens=command.context or command.memory.max_tokens,
+        max_tokens=context.tokens,
         requests=RequestsConfig(
-            max_num_seqs=command.max_num_seqs, speculates=command.speculate, draft=command.draft
+            max_num_seqs=command.max_num_seqs,
+            total_tokens=context.total_tokens,
+            speculates=command.speculate,
+            draft=command.draft,
         ),
     )
     put_ = partial(_put_deltas_, command)
@@ -112,6 +120,20 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
     model = AutoModel.from_pretrained(directory, quantize=quantize, backend=backend)
     put_(model)
     return Engine(model.eval(), tokenizer=tokenizer, config=config)
+
+
+def _find_context(
+    command: ServeCommand, source: ModelSource, budget: int | None, is_planned: bool
+) -> Context:
+    """Return the maximum sequence length, and log it with its reason."""
+    requested = command.memory.max_tokens if command.context is None else command.context
+    described = AutoModel.describe_pretrained(source.model, backend=command.memory.backend)[0]
+    devices = find_devices(command.memory.device_names)
+    room = check_budgets(devices, budget, None)[0]
+    context = choose_context(described, requested, room, command.max_num_seqs, is_planned)
+    if context.tokens is not None:
+        get_logger().info("context: %d tokens (%s)", context.tokens, context.reason)
+    return context
 
 
 def _put_deltas_(command: ServeCommand, model: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -19,6 +20,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import Engine
 from bmforge.logging import get_logger
 from bmforge.serve import encoding, messages, page_routes, responses, routes, scores, watching
+from bmforge.serve.api_description import describe_api
 from bmforge.serve.auth import Keys, KeysFile
 from bmforge.serve.errors import RequestError, error_response, explain_types
 from bmforge.serve.gate import Gate
@@ -86,6 +88,7 @@ def create_app(
         lifespan=live,
     )
     app.state.serving = serving
+    app.openapi = partial(describe_api, app, bool(serving.keys))  # type: ignore[method-assign]
     for part in (routes, responses, messages, encoding, scores, watching, page_routes):
         app.include_router(part.router)
     app.add_middleware(Gate, serving=serving)

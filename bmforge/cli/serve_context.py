@@ -1,0 +1,78 @@
+"""Chooses the maximum sequence length of a server: the model's, bounded by memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bmforge.errors import ConfigError
+from bmforge.memory.packed import packed_bytes
+from bmforge.memory.spill import format_bytes
+
+__all__ = ["Context", "choose_context", "key_value_bytes"]
+
+_ELEMENT_BYTES = 4  # fp32; a cache of another dtype is smaller
+_LEAST = 1024  # served within a budget even if the KV cache takes more than its share
+_SHARE = 4  # of a budget; the rest is for weights, without which blocks are streamed
+
+
+@dataclass(frozen=True)
+class Context:
+    """The maximum sequence length of a server.
+
+    Args:
+        tokens: prompt and answer together; None for models without a limit of their own.
+        total_tokens: capacity of the KV cache in tokens; None for the engine's default.
+        reason: why it is this length, for the log.
+    """
+
+    tokens: int | None
+    total_tokens: int | None
+    reason: str
+
+
+def key_value_bytes(config: Any) -> int:
+    """Return the KV cache's bytes per token of a decoder."""
+    return int(2 * config.num_layers * config.num_kv_heads * config.head_dim * _ELEMENT_BYTES)
+
+
+def choose_context(
+    model: Any, requested: int | None, memory_bytes: int, rows: int, is_planned: bool
+) -> Context:
+    """Choose the maximum sequence length.
+
+    Args:
+        model: the model, possibly on the meta device.
+        requested: length that the user gave; None for the longest that fits.
+        memory_bytes: budget, or free memory without one.
+        rows: maximum number of sequences at once.
+        is_planned: whether all sequences of full length are planned within a budget.
+
+    Raises:
+        ConfigError: the requested length is below 2, or above the model's limit.
+    """
+    limit = model.position_limit
+    if model.traits.reads == "left" and limit is None:
+        limit = getattr(model.config, "max_seq_len", None) or None
+    if requested is not None and requested < 2:
+        raise ConfigError(f"context={requested} must be at least 2: a prompt and an answer.")
+    if requested is not None and limit is not None and requested > limit:
+        raise ConfigError(
+            f"context={requested} is above the model's maximum sequence length ({limit}, by its "
+            "config.json). Give at most that."
+        )
+    if limit is None or model.traits.reads != "left":
+        return Context(requested, None, "as given" if requested else "the engine's default")
+    per_token = key_value_bytes(model.config)
+    if is_planned:
+        room = max(memory_bytes // _SHARE // (per_token * rows), min(_LEAST, limit))
+        what = f"a quarter of {format_bytes(memory_bytes)} for {rows} sequences"
+    else:
+        weights = sum(packed_bytes(tensor) for tensor in model.parameters())
+        room = max((memory_bytes - weights) // 2 // per_token, 2)
+        what = f"half of the {format_bytes(memory_bytes)} that are free"
+    tokens = requested or min(limit, room)
+    reason = "as given" if requested else "the model's maximum sequence length"
+    if not requested and room < limit:
+        reason = f"{what}; the model's maximum sequence length is {limit}"
+    return Context(tokens, None if is_planned else max(min(room, rows * tokens), tokens), reason)

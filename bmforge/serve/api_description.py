@@ -1,0 +1,87 @@
+"""The OpenAPI schema of the server: what it really answers, and with which errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from bmforge import __version__
+
+__all__ = ["describe_api"]
+
+_ERRORS = {
+    400: "A field is missing, unknown, out of range or without effect.",
+    401: "A key is needed, or the key is unknown.",
+    403: "The request comes from a page of another site, or by another host name.",
+    404: "There is no such model or path.",
+    408: "The request was not complete in time, or its answer was not read.",
+    413: "The body is too large.",
+    429: "Too many requests of this client; see Retry-After.",
+    431: "The head is too large.",
+    500: "The server failed.",
+    503: "The server is overloaded, stopping, or its engine has failed; see Retry-After.",
+}
+_OPEN = ("/health", "/ready")
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "type": {"const": "error", "description": "of /v1/messages alone"},
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        },
+    },
+}
+
+
+def describe_api(app: FastAPI, has_keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI schema of an application.
+
+    Args:
+        app: application of `create_app`.
+        has_keys: whether requests need a key.
+    """
+    schema = get_openapi(title="bmforge", version=__version__, routes=app.routes)
+    components = schema.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas["Error"] = _ERROR
+    components["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "basic": {"type": "http", "scheme": "basic", "description": "the key as password"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            _describe(path, operation)
+            if has_keys and path not in _OPEN:
+                operation["security"] = [{name: []} for name in components["securitySchemes"]]
+    return schema
+
+
+def _describe(path: str, operation: dict[str, Any]) -> None:
+    """Replace the responses of one operation."""
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if path in _STREAMED:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if path == "/metrics":
+        content = {"text/plain": {"schema": {"type": "string"}}}
+    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for status, description in _ERRORS.items():
+        if path in _OPEN and status == 503:
+            responses["503"] = {"description": "Not working, or not ready.", "content": content}
+        else:
+            responses[str(status)] = {"description": description, "content": error}
+    operation["responses"] = responses

@@ -1,0 +1,68 @@
+"""How the server treats each field of a request: kept, without effect, or neutral values only.
+
+`dev/serve_fields.py` writes the table into the documentation; a test holds it against the server.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel
+
+from bmforge.serve.messages_types import CountRequest, MessagesRequest
+from bmforge.serve.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    DocumentsRequest,
+    EmbeddingRequest,
+)
+from bmforge.serve.responses_types import ResponsesRequest
+from bmforge.serve.scores import DetokenizeRequest, RerankRequest, ScoreRequest, TokenizeRequest
+
+__all__ = ["ENDPOINTS", "Treatment", "treatment_of"]
+
+Treatment = Literal["kept", "no effect", "neutral value only"]
+
+ENDPOINTS: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/documents": DocumentsRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+# Fields that cannot change an answer: identities, hints for storage and caches, padding of events.
+_NO_EFFECT = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "cache_control", "include",
+})  # fmt: skip
+
+
+def treatment_of(endpoint: str, field: str) -> Treatment:
+    """Return how a field of an endpoint is treated; unknown fields are refused with status 400."""
+    if field in _NO_EFFECT:
+        return "no effect"
+    values = _allowed(ENDPOINTS[endpoint].model_fields[field].annotation)
+    if values is not None and len(values - {None}) <= 1:
+        return "neutral value only"
+    return "kept"
+
+
+def _allowed(annotation: Any) -> set[Any] | None:
+    """Return the values of a type if they are a few constants, else None."""
+    if annotation is type(None):
+        return {None}
+    if getattr(annotation, "__origin__", None) is Literal:
+        return set(get_args(annotation))
+    parts = [_allowed(part) for part in get_args(annotation)]
+    if not parts or any(part is None for part in parts) or hasattr(annotation, "__metadata__"):
+        return None
+    if getattr(annotation, "__origin__", None) in (list, dict):
+        return None
+    return set().union(*(part for part in parts if part is not None))
