@@ -23,10 +23,10 @@ _POLICY = (
 _KINDS = {
     "index.html": "text/html; charset=utf-8",
     "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "words.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
+_SCRIPTS = ("chat", "client", "elements", "highlight", "markdown", "page", "store", "words")
+_KINDS |= {f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS}
 _FILES = files("bmforge.serve") / "page"
 
 
@@ -51,6 +51,7 @@ async def state(request: Request) -> Response:
     return JSONResponse(
         {
             "model": serving.name,
+            "models": [m.name for m in serving.models if m.abilities == serving.main.abilities],
             "abilities": serving.main.abilities,
             "licence": serving.main.licences["licence"],
             "max_tokens": serving.engine.config.tokens_of(serving.engine.model),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_engine import ScriptedEngine
 from test_serve_sockets import is_idle, until
 
 from bmforge.infer import Engine
@@ -17,7 +19,7 @@ from bmforge.models import CPMBee, CPMBeeConfig
 from bmforge.tokenizers import CPMBeeTokenizer
 
 pytestmark = pytest.mark.long
-CHROMIUM = Path("/usr/bin/chromium-headless-shell")
+CHROMIUM = Path(os.environ.get("BMFORGE_CHROMIUM", "/usr/bin/chromium-headless-shell"))
 SHOTS = os.environ.get("BMFORGE_PAGE_SHOTS")  # a folder, for whoever wants to look
 HOSTILE = "今天天气很好 <img src=x onerror=alert(1)> <b>不</b>\n```python\nprint('好')\n```\n完"
 
@@ -41,6 +43,7 @@ class Visit:
         self.page = browser.new_page(locale=locale, **more)
         self.asked: list[str] = []
         self.wrong: list[str] = []
+        self.bodies: list[dict[str, Any]] = []  # what the page asked
         self.body: dict[str, Any] = {}  # what is added to what the page asks
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
@@ -56,6 +59,7 @@ class Visit:
 
     def _add(self, route: Any) -> None:
         body = json.loads(route.request.post_data)
+        self.bodies.append(body)
         route.continue_(post_data=json.dumps({**body, **self.body}))
 
     def shoot(self, name: str) -> None:
@@ -74,8 +78,9 @@ def test_a_chat(browser: Any, start: Any, engine: Engine) -> None:
         words = page.locator("li.assistant .words").last
         words.locator("pre").wait_for()
         page.locator("#chat-stop").wait_for(state="hidden")
-        text = words.text_content()
-        assert text == HOSTILE.replace("```python\n", "").replace("```\n", "")
+        first, _, rest = HOSTILE.partition("\n")
+        assert words.locator("p").all_text_contents() == [first, "完"]
+        assert words.locator("pre").text_content() == rest.split("\n")[1] + "\n"
         assert page.locator("li img, li b, li script").count() == 0
         assert page.locator("li.user .words").text_content() == "天气怎么样？"
         visit.shoot("chat")
@@ -128,6 +133,82 @@ def test_both_languages_and_what_is_refused(browser: Any, start: Any) -> None:
         page.locator("#problem").wait_for()
         assert "temperature" in page.text_content("#problem")
         assert not [wrong for wrong in visit.wrong if "400" not in wrong]
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#chat-text", text)
+    page.press("#chat-text", "Enter")
+    page.locator("#chat-stop").wait_for(state="hidden")
+
+
+def test_conversations_are_kept_and_changed(
+    browser: Any, start: Any, engine: Engine, model_directory: Path, tmp_path: Path
+) -> None:
+    scripted: Any = ScriptedEngine(engine, "<think>\nwell\n</think>\n\nfirst", size=4)
+    thinking = tmp_path / "thinking"
+    shutil.copytree(model_directory, thinking)
+    settings = thinking / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("{%- if tools", "{#<think>#}{%- if tools"))
+    with start(other=scripted, place=thinking) as server:
+        visit = Visit(browser, server)
+        page = visit.page
+        page.fill("#set-temperature", "0.5")
+        say(page, "one")
+        assert page.locator("li.assistant .words").text_content() == "first"
+        assert page.locator(".thoughts").last.get_attribute("open") is None
+        assert page.locator(".thoughts div").last.text_content() == "well"
+        scripted.text = "second"
+        say(page, "two")
+        page.reload()
+        page.locator(".saved .title").click()
+        assert page.locator("li").count() == 4
+        assert page.input_value("#set-temperature") == "0.5"
+        scripted.text = "third"
+        page.locator("li.assistant >> text=Regenerate").last.click()
+        page.locator("li.assistant .words >> text=third").wait_for()
+        assert page.locator("li").count() == 4
+        scripted.text = " more"
+        page.locator("text=Continue").last.click()
+        page.locator("li.assistant .words >> text=third more").wait_for()
+        assert visit.bodies[-1]["continue_final_message"] is True
+        page.locator("li.user >> text=Edit").first.click()
+        assert page.input_value("#chat-text") == "one"
+        say(page, "another")
+        assert page.locator(".saved").count() == 2  # the former one is still there
+        with page.expect_download() as download:
+            page.click("#export")
+        kept = json.loads(Path(download.value.path()).read_text())
+        assert sorted(len(one["messages"]) for one in kept) == [2, 4]
+        visit.shoot("conversations")
+        assert not visit.wrong
+
+
+def test_a_full_context_and_a_refused_message(
+    browser: Any, start: Any, engine: Engine, model_directory: Path
+) -> None:
+    scripted: Any = ScriptedEngine(engine, "x" * 200, size=50)
+    with start(other=scripted, place=model_directory) as server:
+        visit = Visit(browser, server, viewport={"width": 375, "height": 740})
+        page = visit.page
+        for number in range(6):  # of 1,024 tokens, with about 260 a turn
+            say(page, f"message {number}")
+            assert page.locator("#problem").is_hidden()
+        assert "no longer sent" in page.locator(".note").text_content()
+        assert len(visit.bodies[-1]["messages"]) < 11
+        assert visit.bodies[-1]["messages"][-1]["content"] == "message 5"
+        count = page.locator("li").count()
+        say(page, "a" * 1500)
+        assert page.locator("#problem").is_visible()
+        assert page.locator("#problem").bounding_box()["y"] < 740
+        assert page.input_value("#chat-text") == "a" * 1500
+        assert page.locator("li").count() == count
+        page.fill("#chat-text", "ni hao")
+        page.evaluate(
+            "document.getElementById('chat-text').dispatchEvent(new KeyboardEvent('keydown',"
+            "{key: 'Enter', keyCode: 229, bubbles: true, cancelable: true}))"
+        )
+        assert page.input_value("#chat-text") == "ni hao"
+        visit.shoot("phone")
 
 
 def test_a_page_behind_a_key(browser: Any, start: Any) -> None:

@@ -1,4 +1,7 @@
-// The page: chat, text and documents. Whatever a model writes becomes text nodes, never HTML.
+// The page: tabs, settings, memory, text and documents; the chat is in chat.js.
+import { Chat } from "./chat.js";
+import { ask, readEvents } from "./client.js";
+import { make } from "./elements.js";
 import { WORDS } from "./words.js";
 
 const at = (id) => document.getElementById(id);
@@ -10,69 +13,20 @@ const SETTINGS = [
 ];
 const EXAMPLE = { input: "今天天气真好。", prompt: "翻译成英文", "<ans>": "" };
 
+const NAMES = SETTINGS.map(([name]) => name);
+
 let language = navigator.language.startsWith("zh") ? "zh" : "en";
 let server = null; // what /page/state says
 let running = null; // the AbortController of what is being written
-const history = []; // of the chat: {role, content}
 
 const say = (key, ...given) => {
   const words = WORDS[language][key];
   return typeof words === "function" ? words(...given) : words ?? key;
 };
 
-function make(tag, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
-}
-
 function tell(problem) {
   at("problem").hidden = !problem;
-  at("problem").textContent = problem ?? "";
-}
-
-// What was written, with blocks between ``` marks as code.
-function show(place, text) {
-  const parts = text.split("```").map((part, number) => {
-    const plain = number ? part.replace(/^\n/, "") : part;
-    if (number % 2 === 0) return document.createTextNode(plain);
-    return make("pre", { textContent: part.replace(/^[\w+-]*\n/, "") });
-  });
-  place.replaceChildren(...parts);
-}
-
-// --- talking to the server ---
-
-async function ask(path, body, signal) {
-  const options = body && {
-    method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" },
-  };
-  const response = await fetch(new URL(`..${path}`, import.meta.url), { ...options, signal });
-  if (!response.ok) {
-    const found = await response.json().catch(() => null);
-    throw new Error(found?.error?.message ?? `${response.status} ${response.statusText}`);
-  }
-  return response;
-}
-
-async function* readEvents(response) {
-  const decoder = new TextDecoder(); // keeps half of a character until the rest comes
-  const reader = response.body.getReader();
-  let held = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    held += decoder.decode(value, { stream: true });
-    const events = held.split("\n\n");
-    held = events.pop();
-    for (const event of events) {
-      if (!event.startsWith("data: ")) continue;
-      if (event === "data: [DONE]") return;
-      const found = JSON.parse(event.slice(6));
-      if (found.error) throw new Error(found.error.message);
-      yield found;
-    }
-  }
+  at("problem-text").textContent = problem ?? "";
 }
 
 function readSettings(names) {
@@ -107,16 +61,15 @@ async function write(room, work) {
 
 async function stream(path, body, signal, take) {
   const begin = performance.now();
-  const names = SETTINGS.map(([name]) => name);
   const asked = {
-    model: server.model, stream: true, stream_options: { include_usage: true },
-    ...readSettings(names), ...body,
+    model: at("set-model").value || server.model, stream: true,
+    stream_options: { include_usage: true }, ...readSettings(NAMES), ...body,
   };
   let isCut = false;
   for await (const event of readEvents(await ask(path, asked, signal))) {
     const choice = event.choices[0];
     if (choice) {
-      take(choice.delta?.content ?? choice.text ?? "");
+      take(choice.delta?.content ?? choice.text ?? "", choice.delta?.reasoning_content ?? "");
       isCut ||= choice.finish_reason === "length";
     }
     if (event.usage) {
@@ -127,46 +80,6 @@ async function stream(path, body, signal, take) {
 }
 
 // --- the rooms ---
-
-function addSaid(role, content) {
-  const words = make("div", { className: "words" });
-  show(words, content);
-  const who = make("span", { className: "who", textContent: say(role) });
-  who.dataset.role = role;
-  at("said").querySelector(".empty")?.remove();
-  at("said").append(make("li", { className: role }, who, words));
-  at("said").scrollTop = at("said").scrollHeight;
-  return words;
-}
-
-function showNothing() {
-  at("said").replaceChildren(make("p", { className: "empty", textContent: say("nothing") }));
-}
-
-function chat() {
-  const text = at("chat-text").value;
-  if (!text.trim() || running) return;
-  at("chat-text").value = "";
-  addSaid("user", text);
-  history.push({ role: "user", content: text });
-  write("chat", async (signal) => {
-    const place = addSaid("assistant", "");
-    place.classList.add("writing");
-    const system = at("set-system").value;
-    const messages = system ? [{ role: "system", content: system }, ...history] : [...history];
-    let answer = "";
-    try {
-      await stream("/v1/chat/completions", { messages }, signal, (piece) => {
-        answer += piece;
-        show(place, answer);
-        at("said").scrollTop = at("said").scrollHeight;
-      });
-    } finally {
-      place.classList.remove("writing");
-      if (history.length) history.push({ role: "assistant", content: answer }); // not when cleared
-    }
-  });
-}
 
 function continueText() {
   const place = at("text-text");
@@ -197,7 +110,7 @@ function fillDocument() {
   });
 }
 
-// --- what stands around them ---
+// --- around them ---
 
 function size(bytes) {
   for (const [unit, one] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
@@ -224,14 +137,33 @@ function showMemory() {
 }
 
 function showSettings() {
-  const values = Object.fromEntries([...at("settings").querySelectorAll("input")].map(
-    (input) => [input.id, input.value]));
+  const values = Object.fromEntries([...at("settings").querySelectorAll("input, select, textarea")]
+    .map((input) => [input.id, input.value]));
   const system = make("label", { className: "wide" }, say("system"),
-    make("input", { id: "set-system", placeholder: say("usual") }));
-  at("settings").replaceChildren(system, ...SETTINGS.map(([name, range]) => make("label", {},
+    make("textarea", { id: "set-system", rows: 2, placeholder: say("usual") }));
+  const models = (server?.models ?? []).map((name) => make("option", { textContent: name }));
+  const model = make("label", { className: "wide", hidden: models.length < 2 }, say("model"),
+    make("select", { id: "set-model" }, ...models));
+  at("settings").replaceChildren(model, system, ...SETTINGS.map(([name, range]) => make("label", {},
     say(name), make("input",
       { id: `set-${name}`, type: "number", placeholder: say("usual"), ...range }))));
-  for (const [id, value] of Object.entries(values)) at(id).value = value;
+  for (const [id, value] of Object.entries(values)) {
+    if (value !== "") at(id).value = value;
+  }
+}
+
+// Settings belong to a conversation: they are shown when it is opened, and kept with it.
+function takeSettings() {
+  const kept = readSettings(NAMES);
+  const [system, model] = [at("set-system").value, at("set-model").value];
+  if (system) kept.system = system;
+  if (model && model !== server?.model) kept.model = model;
+  return kept;
+}
+
+function putSettings(settings) {
+  for (const name of [...NAMES, "system"]) at(`set-${name}`).value = settings[name] ?? "";
+  at("set-model").value = settings.model ?? server?.model ?? "";
 }
 
 function choose(room) {
@@ -269,10 +201,11 @@ function speak() {
   at("text-text").placeholder = say("textHere");
   at("documents-about").textContent = say("documentsAbout");
   at("writing-title").textContent = say("writing");
+  at("chat-clear").textContent = say("newChat");
+  at("problem-close").ariaLabel = say("close");
   at("memory-title").textContent = say("memory");
-  for (const who of document.querySelectorAll(".who")) who.textContent = say(who.dataset.role);
-  if (!history.length) showNothing();
   showSettings();
+  chat.speak();
   if (server) {
     showTabs();
     showMemory();
@@ -283,6 +216,7 @@ async function refresh() {
   try {
     server = await (await ask("/page/state")).json();
     at("model").textContent = server.model;
+    if (at("set-model").options.length !== server.models.length) showSettings();
     at("licence").textContent = say("licence", server.licence);
     if (!at("tabs").children.length) showTabs();
     showMemory();
@@ -304,21 +238,15 @@ function listen(room, work, clear) {
   });
 }
 
-listen("chat", chat, () => {
-  history.length = 0;
-  showNothing();
+const chat = new Chat({
+  say, tell, write, takeSettings, putSettings,
+  stream: (body, signal, take) => stream("/v1/chat/completions", body, signal, take),
 });
+listen("chat", () => chat.send(), () => chat.begin());
 listen("text", continueText, () => { at("text-text").value = ""; });
 listen("documents", fillDocument, () => {
   at("documents-text").value = JSON.stringify(EXAMPLE, null, 2);
   at("filled").replaceChildren();
-});
-at("chat-text").addEventListener("keydown", (event) => {
-  // While Chinese is being composed, Enter belongs to the input method.
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    chat();
-  }
 });
 at("language").addEventListener("click", () => {
   language = language === "zh" ? "en" : "zh";
@@ -327,4 +255,5 @@ at("language").addEventListener("click", () => {
 at("documents-text").value = JSON.stringify(EXAMPLE, null, 2);
 speak();
 refresh();
+at("problem-close").addEventListener("click", () => tell(null));
 setInterval(refresh, 5000);
