@@ -1,4 +1,4 @@
-"""Writes the table of request fields into docs/serving_fields.md; --check compares it."""
+"""Writes the table of request fields into docs/reference/serving_fields.md; --check compares it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bmforge.serve.fields import ENDPOINTS, treatment_of
 
-PAGE = Path("docs/serving_fields.md")
+PAGE = Path("docs/reference/serving_fields.md")
 HEAD = """# Fields of requests
 
 How `bmforge serve` treats each field of each endpoint. A field that is not in the table is refused
