@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -79,14 +80,10 @@ def create_app(
         serving.admission.is_closing = True
         serving.live.cancel_all()
 
-    app = FastAPI(
-        title="bmforge",
-        version=__version__,
-        docs_url=None,  # the pages load scripts from other hosts
-        redoc_url=None,
-        redirect_slashes=False,  # the redirect's target would come from the Host header
-        lifespan=live,
-    )
+    # The pages of docs_url load scripts from other hosts; the target of a redirect would come from
+    # the Host header.
+    pages: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="bmforge", version=__version__, lifespan=live, **pages)
     app.state.serving = serving
     app.openapi = partial(describe_api, app, bool(serving.keys))  # type: ignore[method-assign]
     for part in (routes, responses, messages, encoding, scores, watching, page_routes):

@@ -11,7 +11,8 @@ from bmforge.errors import BmforgeError
 from bmforge.infer.chat import encode_messages, find_ends
 from bmforge.infer.openbmb.chat import ChatConfig, join_history
 from bmforge.serve.errors import RequestError
-from bmforge.serve.openai_types import ChatRequest, Message
+from bmforge.serve.message_types import Message
+from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.settings import ServeConfig
 from bmforge.serve.sleeping import AnyEngine
 from bmforge.serve.thoughts import find_thought_marks, opens_thought

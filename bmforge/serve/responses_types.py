@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from bmforge.serve.errors import RequestError
-from bmforge.serve.openai_types import ChatRequest, SentBack, Strict, make_chat
+from bmforge.serve.message_types import SentBack, Strict
+from bmforge.serve.openai_types import ChatRequest, make_chat
 
 __all__ = ["ResponsesRequest", "responses_chat"]
 

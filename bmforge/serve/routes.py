@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,8 @@ from bmforge.serve.answers import (
 from bmforge.serve.chatting import open_chat, salt_of
 from bmforge.serve.events import chat_events, text_events
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
-from bmforge.serve.live import GoneError
 from bmforge.serve.openai_types import ChatRequest, CompletionRequest
-from bmforge.serve.prompt_scores import PromptEcho, score_rows
+from bmforge.serve.prompt_scores import PromptEcho, read_echo, scored_tokens
 from bmforge.serve.running import start, whole_answers
 from bmforge.serve.serving import Serving, client_of, key_of, serving_of
 from bmforge.serve.writing import (
@@ -72,14 +72,6 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
             await serving.rules.check(rule, client_of(request))
         rows = await serving.tokenize(partial(_encode, body, serving.engine.tokenizer))
         asked = await _ask(body, request, serving, rule, rows)
-        echoes: list[PromptEcho] = []
-        if body.echo or body.prompt_logprobs is not None:
-            try:
-                echoes = await score_rows(body, request, serving, rows)
-            except GoneError:
-                return Response(status_code=GONE)
-        if body.max_tokens == 0:
-            return _echo_alone(body, echoes)
         live = await start(serving, asked, sum(map(len, rows)), begin)
         live.key = key_of(request)
         stack.callback(serving.end, live)
@@ -88,11 +80,13 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         answers = await whole_answers(serving, live, request)
     if answers is None:
         return Response(status_code=GONE)
-    choices = [
-        _text_choice(body, number, answer, echoes[number] if echoes else None)
-        for number, found in enumerate(answers)
-        for answer in found
-    ]
+    if body.max_tokens == 0:  # the prompt alone: the one token behind it is left out
+        answers = [[replace(one[0], text="", ids=(), logprobs=())] for one in answers]
+    tokenizer = serving.engine.tokenizer
+    choices = []
+    for number, (ids, completions) in enumerate(zip(rows, answers, strict=True)):
+        echo = read_echo(body, tokenizer, ids, completions[0])
+        choices += [_text_choice(body, number, answer, echo) for answer in completions]
     head = Head("text_completion", body.model, "cmpl")
     return JSONResponse(head.as_json(choices, usage=usage_of(answers)))
 
@@ -120,39 +114,26 @@ async def _ask(
         options = await serving.tokenize(
             partial(to_options, body, engine, most, None, body.logprobs)
         )
+        options = options.replace(prompt_logprobs=scored_tokens(body))
         text_or_ids = ids if body.add_special_tokens is False else prompt
         asked.append(EngineRequest(text_or_ids, options, rule, salt, config.request_s, delta))
     return asked
 
 
 def _text_choice(
-    body: CompletionRequest, number: int, answer: Completion, echo: PromptEcho | None
+    body: CompletionRequest, number: int, answer: Completion, echo: PromptEcho
 ) -> dict[str, Any]:
     """Return a choice of a text completion, with the prompt in front if it is repeated."""
     logprobs, writer = None, TextLogprobs()
-    before = echo.as_logprobs(writer) if echo is not None and body.echo else None
-    if echo is not None and body.echo and before is None:
-        writer.offset = len(echo.text)
     if body.logprobs is not None:
+        before = echo.as_logprobs(writer, body.logprobs) if body.echo else None
         logprobs = join_logprobs(before, writer.write(answer.logprobs or ()))
     choice = {
         "index": number * body.count + answer.index,
-        "text": ("" if echo is None else echo.text) + answer.text,
+        "text": echo.text + answer.text,
         "logprobs": logprobs,
-        "finish_reason": finish_name(answer.finish_reason),
+        "finish_reason": "length" if body.max_tokens == 0 else finish_name(answer.finish_reason),
     }
-    if echo is not None and body.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = echo.as_prompt_logprobs()
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = echo.as_prompt_logprobs(body.prompt_logprobs)
     return choice
-
-
-def _echo_alone(body: CompletionRequest, echoes: list[PromptEcho]) -> Response:
-    """Return the prompts alone, with their scores: ``max_tokens=0``."""
-    choices = []
-    for number, echo in enumerate(echoes):
-        nothing = Completion(0, "", (), (), "length", len(echo.ids), 0)
-        choices.append(_text_choice(body, number, nothing, echo))
-    tokens = sum(len(echo.ids) for echo in echoes)
-    usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
-    head = Head("text_completion", body.model, "cmpl")
-    return JSONResponse(head.as_json(choices, usage=usage))

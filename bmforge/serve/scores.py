@@ -18,7 +18,8 @@ from bmforge.serve.errors import RequestError
 from bmforge.serve.http_json import GONE, StrictRoute
 from bmforge.serve.limits import check_at_most
 from bmforge.serve.live import GoneError
-from bmforge.serve.openai_types import ChatRequest, Ids, Message, Strict, Texts, Tool, make_chat
+from bmforge.serve.message_types import Message, Strict, Tool
+from bmforge.serve.openai_types import ChatRequest, Ids, Texts, make_chat
 from bmforge.serve.serving import Serving, client_of, serving_of
 from bmforge.serve.writing import check_size, longest_prompt, row_tokens
 

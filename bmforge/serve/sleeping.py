@@ -85,10 +85,6 @@ class SleepingEngine:
         """Submit texts to embed; see `Engine.submit_embed`."""
         return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
-    def submit_scores(self, rows: Any, **options: Any) -> Future[Any]:
-        """Submit prompts to score; see `Engine.submit_scores`."""
-        return self._use(lambda engine: engine.submit_scores(rows, **options))
-
     def submit_documents(self, documents: Any, **options: Any) -> Future[Any]:
         """Submit documents to fill; see `Engine.submit_documents`."""
         return self._use(lambda engine: engine.submit_documents(documents, **options))

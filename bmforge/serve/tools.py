@@ -12,7 +12,8 @@ from typing import Any
 
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve.errors import RequestError
-from bmforge.serve.openai_types import ChatRequest, ToolChoice
+from bmforge.serve.message_types import ToolChoice
+from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.tool_formats import ToolFormat
 
 __all__ = ["LITERAL_KEYWORDS", "ToolUse", "find_tools"]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from bmforge.infer.engine import score
 from bmforge.infer.engine.request import TokenLogprob
 from bmforge.serve.answers import TextLogprobs
 
@@ -35,12 +34,7 @@ def reference(model_directory: Path) -> Any:
     return read
 
 
-@pytest.mark.parametrize("chunk", [1 << 24, 1])  # as one piece, and in pieces of 4 tokens
-def test_echo_with_logprobs(
-    start: Any, engine: Any, reference: Any, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
-    monkeypatch.setattr(score, "_CHUNK_SCORES", chunk)
-    monkeypatch.setattr(score, "_MIN_CHUNK", 4)
+def test_echo_with_logprobs(start: Any, engine: Any, reference: Any) -> None:
     rows = [engine.tokenizer.encode_prompt(text) for text in PROMPTS]
     with start() as server:
         for prompt in (PROMPTS, rows):

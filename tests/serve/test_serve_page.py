@@ -168,7 +168,7 @@ def test_conversations_are_kept_and_changed(
         page.locator("li.assistant .words >> text=third").wait_for()
         assert page.locator("li").count() == 4
         scripted.text = " more"
-        page.locator("text=Continue").last.click()
+        page.locator("li.assistant >> text=Continue").last.click()
         page.locator("li.assistant .words >> text=third more").wait_for()
         assert visit.bodies[-1]["continue_final_message"] is True
         page.locator("li.user >> text=Edit").first.click()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from bmforge.device import find_devices, is_host
 from bmforge.errors import ConfigError
 from bmforge.host_tuning import read_tuning, return_freed_memory
-from bmforge.infer.engine.answers import Vocabulary
 from bmforge.infer.engine.blanks import fill_blanks
 from bmforge.infer.engine.budget import EngineConfig, plan_memory
 from bmforge.infer.engine.draft import check_draft, open_draft
@@ -27,9 +26,9 @@ from bmforge.infer.engine.hold import ModelLock
 from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
 from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.packed_place import quantize_source
-from bmforge.infer.engine.request import Handle, Request, RequestsStatus, TokenLogprob
+from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
-from bmforge.infer.engine.score import score_pairs, score_prompts
+from bmforge.infer.engine.score import score_pairs
 from bmforge.infer.engine.stream import continue_prompts, stream_text
 from bmforge.infer.engine.tasks import Work
 from bmforge.infer.engine.weights import place_, read_weights_
@@ -269,8 +268,6 @@ class Engine:
     @property
     def failure(self) -> BaseException | None:
         """Error that ended the thread of the batched requests; None while it works."""
-        if self._is_closed:
-            return ConfigError("the engine was closed.")
         return None if self._requests is None else self._requests.failure
 
     def requests_status(self) -> RequestsStatus:
@@ -308,27 +305,6 @@ class Engine:
         rows = read_rows(self.model, self._ids(inputs))
         deltas = check_names(self.model, options.pop("delta", None))
         return self._queue().add(Encoding(rows, deadline_s=deadline_s, deltas=deltas, **options))
-
-    def submit_scores(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        top: int = 0,
-        deadline_s: float | None = None,
-        delta: DeltaChoice = None,
-    ) -> Future[list[list[TokenLogprob]]]:
-        """Queue the scoring of prompts; see `submit_embed` and `score.score_prompts`.
-
-        Args:
-            rows: token ids of the prompts.
-            top: number of most likely tokens that are returned for every position.
-            deadline_s: deadline in seconds, after which the future raises `TimeoutError`.
-            delta: adapters of the call.
-        """
-        self._check("submit_scores", writes=True)
-        read_rows(self.model, [list(row) for row in rows])  # raises for ids that do not exist
-        work = partial(score_prompts, self.model, Vocabulary(self.tokenizer), rows, top)
-        return self._queue().add(Work(self.model, work, deadline_s, check_names(self.model, delta)))
 
     def submit_documents(
         self, documents: Any, *, deadline_s: float | None = None, **options: Any
@@ -383,10 +359,7 @@ class Engine:
         return TalkInTurns(talk, lambda: self.turn("reply", delta=delta))
 
     def close(self) -> None:
-        """Release threads, files and streaming slots; the engine cannot be used afterwards.
-
-        The weights of a module that was divided over devices stay on their devices.
-        """
+        """Release threads, files and streaming slots; weights of a module stay on their devices."""
         if self._is_closed:
             return
         self._is_closed = True

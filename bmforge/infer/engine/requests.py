@@ -180,8 +180,9 @@ class Requests:
 
     @property
     def failure(self) -> BaseException | None:
-        """Error that ended the engine's thread; None while it works."""
-        return self._failure
+        """Error that ended the engine's thread, also by closing; None while it works."""
+        closed = ConfigError("the engine was closed.") if self._is_closed else None
+        return self._failure or closed
 
     def status(self) -> RequestsStatus:
         """Return the number of running and waiting requests and of used pages."""

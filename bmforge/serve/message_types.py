@@ -1,0 +1,124 @@
+"""Types of messages and tools in requests, validated strictly.
+
+Types are not coerced: a string is no number. Fields that are unknown are errors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["Message", "SentBack", "Strict", "Tool", "ToolChoice"]
+
+
+class Strict(BaseModel):
+    """Base of all types: strict types, no unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+class SentBack(Strict):
+    """Base of what clients send back of an earlier answer: null fields are left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: item for name, item in value.items() if item is not None}
+
+
+class Function(Strict):
+    """Definition of a function."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """Name of a function."""
+
+    name: str
+
+
+class ToolChoice(Strict):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(SentBack):
+    """A function call with its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(SentBack):
+    """A tool call of an assistant message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # clients send the deltas of a stream back as they came
+
+
+class TextPart(SentBack):
+    """Part of a message's content; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None  # the prefix cache needs no marks
+
+
+class Message(SentBack):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None  # for the chat template
+    reasoning: str | None = None  # the same in newer versions of vLLM
+    # Fields that clients send back with an earlier answer; they hold nothing that is read.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None  # of OpenAI's client, read from the content
+
+    @model_validator(mode="after")
+    def _fits(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of the role {self.role} needs content")
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("tool_calls belong to the role assistant")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to the role tool, which needs it")
+        return self
+
+    def as_template(self) -> dict[str, Any]:
+        """Return the fields that a chat template reads."""
+        unread = {"reasoning", "refusal", "annotations", "audio", "function_call", "parsed"}
+        fields = self.model_dump(exclude_none=True, exclude=unread)
+        thoughts = self.reasoning_content or self.reasoning
+        return fields if thoughts is None else {**fields, "reasoning_content": thoughts}
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
