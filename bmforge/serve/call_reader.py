@@ -40,7 +40,7 @@ class JsonCallReader:
         if not self.has_started:
             self._text += text
             head = _HEAD.match(self._text) if len(self._text) < _MAX_HEAD_CHARS else None
-            name = json.loads(head[1]) if head else None
+            name: str = json.loads(head[1]) if head else ""
             if head is None or name not in self._schemas:
                 return
             self.has_started = True
