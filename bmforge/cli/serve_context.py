@@ -21,7 +21,7 @@ class Context:
     """The maximum sequence length of a server.
 
     Args:
-        tokens: prompt and answer together; None for models without a limit of their own.
+        tokens: prompt and answer together; None for models without a limit.
         total_tokens: capacity of the KV cache in tokens; None for the engine's default.
         reason: why it is this length, for the log.
     """

@@ -239,17 +239,17 @@ class TextLogprobs:
     @staticmethod
     def _top(token: TokenLogprob) -> dict[str, float]:
         """Return the most likely tokens by text; the best of those with the same text is kept."""
-        found: dict[str, float] = {}
+        collected: dict[str, float] = {}
         for top in token.top:
-            found.setdefault(_spell_token(top), max(top.logprob, _LEAST))
-        return found
+            collected.setdefault(_spell_token(top), max(top.logprob, _LEAST))
+        return collected
 
     def write_prompt(self, first: bytes, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
         """Return the log-probabilities of a prompt, whose first token has none."""
         start = self.write([TokenLogprob(0, 0.0, first)])
-        rest = self.write(tokens)
+        later = self.write(tokens)
         start |= {"token_logprobs": [None], "top_logprobs": [None]}
-        return {name: [*start[name], *rest[name]] for name in rest}
+        return {name: [*start[name], *later[name]] for name in later}
 
 
 def _spell_token(token: TokenLogprob) -> str:
@@ -262,7 +262,7 @@ def _spell_token(token: TokenLogprob) -> str:
 
 def join_logprobs(*parts: dict[str, Any] | None) -> dict[str, Any] | None:
     """Join log-probabilities in the completions format; None if there are none."""
-    found = [part for part in parts if part is not None]
-    if not found:
+    collected = [part for part in parts if part is not None]
+    if not collected:
         return None
-    return {name: [item for part in found for item in part[name]] for name in found[0]}
+    return {name: [item for part in collected for item in part[name]] for name in collected[0]}

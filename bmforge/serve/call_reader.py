@@ -34,7 +34,7 @@ class JsonCallReader:
         self._is_over = False
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Yield the start of the call and pieces of its arguments, as far as they are known."""
+        """Yield the start of the call and pieces of its arguments, as soon as both are certain."""
         if self._is_over:
             return
         if not self.has_started:
@@ -115,13 +115,13 @@ class CallReader:
 
     def end(self) -> Iterator[Part]:
         """Yield the rest at the end of the answer."""
-        rest, self._pending = self._pending, ""
+        remaining, self._pending = self._pending, ""
         if not self._is_inside:
-            yield from (rest,) if rest else ()
+            yield from (remaining,) if remaining else ()
             return
-        self._inner += rest
+        self._inner += remaining
         if self._json is not None and self._json.has_started:
-            yield from self._json.feed(rest)
+            yield from self._json.feed(remaining)
             return
         calls = None if self._form.close else self._form.parse(self._inner, self._schemas)
         if calls is None:
@@ -141,9 +141,9 @@ class CallReader:
                 return "", True
         self._is_start = False
         marks = [mark for mark in self._form.open if mark]
-        found = [(at, mark) for mark in marks if (at := self._pending.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
+        positions = [(at, mark) for mark in marks if (at := self._pending.find(mark)) >= 0]
+        if positions:
+            at, mark = min(positions)
             before, self._pending = self._pending[:at], self._pending[at + len(mark) :]
             self._open(mark)
             return before, True
@@ -163,9 +163,9 @@ class CallReader:
             self._last, self._pending = self._pending, ""
             self._inner += self._last
             return False
-        inner, closed, rest = self._pending.partition(close)
+        inner, closed, remaining = self._pending.partition(close)
         if closed:
-            self._last, self._pending = inner, rest
+            self._last, self._pending = inner, remaining
         else:
             end = len(inner) - _overlap(inner, close)
             self._last, self._pending = inner[:end], inner[end:]

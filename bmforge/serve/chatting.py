@@ -119,8 +119,8 @@ async def open_chat(body: ChatRequest, request: Request) -> Chat:
         salt = salt_of(request, body.cache_salt)
         budget = find_budget(body, prompt, engine.tokenizer)
         limits = salt, config.request_s, served.delta, budget
-        asked = EngineRequest(prompt.ids, options, rule, *limits)
-        live = await start(serving, [asked], len(prompt.ids), begin)
+        engine_request = EngineRequest(prompt.ids, options, rule, *limits)
+        live = await start(serving, [engine_request], len(prompt.ids), begin)
         live.key = key_of(request)
         stack.callback(serving.end, live)
         return Chat(serving, live, tools, prompt, stack.pop_all(), body)

@@ -100,8 +100,8 @@ class Prompter:
         if body.continue_final_message:
             messages, begin = messages[:-1], messages[-1].text
         variables = template_variables(body, self.template.variables, self.thought_marks)
-        said = [normalize_message(message.as_template()) for message in messages]
-        ask = partial(encode_messages, self.template, said, model, tokenizer, tools.shown)
+        turns = [normalize_message(message.as_template()) for message in messages]
+        ask = partial(encode_messages, self.template, turns, model, tokenizer, tools.shown)
         try:
             ids = ask(begin, **variables)
             is_thinking = opens_thought(tokenizer.decode(ids[-_TAIL:]), self.thought_marks)
@@ -127,14 +127,14 @@ class Prompter:
             raise RequestError(
                 "EVA's form has room for what user and assistant said alone", "messages"
             )
-        said = [tokenizer.encode(message.text) for message in messages]
+        turns = [tokenizer.encode(message.text) for message in messages]
         end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)
-        ids = join_history(said, end, blank, ChatConfig().window)
+        ids = join_history(turns, end, blank, ChatConfig().window)
         return Prompt(ids, (end,))
 
 
 def template_variables(
-    body: ChatRequest, known: Collection[str], thought_marks: tuple[str, str] | None
+    body: ChatRequest, readable: Collection[str], thought_marks: tuple[str, str] | None
 ) -> dict[str, Any]:
     """Return the variables of the chat template that a request sets.
 
@@ -150,21 +150,21 @@ def template_variables(
     if body.enable_thinking is not None:
         variables["enable_thinking"] = body.enable_thinking
     effort = body.reasoning_effort
-    if effort is not None and "reasoning_effort" in known:
+    if effort is not None and "reasoning_effort" in readable:
         variables["reasoning_effort"] = effort
     elif effort is not None:
-        name = next((name for name in _THINKING if name in known), "enable_thinking")
+        name = next((name for name in _THINKING if name in readable), "enable_thinking")
         variables.setdefault(name, effort not in ("none", "minimal"))
-    for name in [name for name in variables if name not in known]:
+    for name in [name for name in variables if name not in readable]:
         is_off = name in _THINKING and variables[name] is False and thought_marks is None
         is_on = name in _THINKING and variables[name] is True and thought_marks is not None
         if not (is_off or is_on):  # a model that never thinks, or always, does as it is told
-            given = name in (body.chat_template_kwargs or {})
-            field = f"chat_template_kwargs.{name}" if given else "enable_thinking"
-            field = "reasoning_effort" if effort is not None and not given else field
+            is_given = name in (body.chat_template_kwargs or {})
+            field = f"chat_template_kwargs.{name}" if is_given else "enable_thinking"
+            field = "reasoning_effort" if effort is not None and not is_given else field
             raise RequestError(
                 f"{field} has no effect: this model's chat template reads "
-                f"{', '.join(sorted(known))}",
+                f"{', '.join(sorted(readable))}",
                 field.partition(".")[0],
                 code="unsupported_value",
             )

@@ -53,7 +53,7 @@ async def chat_events(chat: Chat) -> AsyncIterator[bytes]:
             contents: list[Part] = [*reading.feed(piece.text)]
             if piece.finish_reason is not None:
                 contents += reading.end()
-            shown = [delta for one in contents if (delta := deltas[index].show(one))]
+            shown = [delta for content in contents if (delta := deltas[index].show(content))]
             for delta in shown or ([{"content": ""}] if extra else []):
                 yield part(index, delta, None, **extra)
                 extra = {}

@@ -1,4 +1,4 @@
-"""How the server treats each field of a request: kept, without effect, or neutral values only.
+"""Describes how the server treats each request field: kept, without effect, or neutral only.
 
 `dev/serve_fields.py` writes the table into the documentation; a test holds it against the server.
 """

@@ -116,8 +116,8 @@ class Gate:
 
 def _request_id(headers: Headers) -> str:
     """Return the client's request id if it is short and plain, else a new one."""
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+    client_id = headers.get("x-request-id", "")
+    return client_id if _REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
 
 
 def _authorization(headers: Headers) -> str | None:

@@ -79,8 +79,8 @@ def _end(chat: Chat, body: MessagesRequest, answer: Completion, has_calls: bool)
     if has_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     written = chat.serving.engine.tokenizer.decode_written(answer.ids)
-    rest = written[len(answer.text) :]
-    stops = [stop for stop in body.stop_sequences or () if rest.startswith(stop)]
+    after = written[len(answer.text) :]
+    stops = [stop for stop in body.stop_sequences or () if after.startswith(stop)]
     if stops:
         return {"stop_reason": "stop_sequence", "stop_sequence": max(stops, key=len)}
     return {"stop_reason": "end_turn", "stop_sequence": None}

@@ -154,12 +154,12 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Return a message in OpenAI's format; the results of tools are messages of their own."""
+    """Return a message in OpenAI's format; each result of a tool becomes a message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts, thoughts = [], []
     calls: list[dict[str, Any]] = []
-    found: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     for block in message.content:
         if isinstance(block, TextBlock):
             texts.append(block.text)
@@ -167,17 +167,17 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
             thoughts.append(block.thinking)
         elif isinstance(block, ToolResultBlock):
             text = _text(block.content)
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         else:
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = {"name": block.name, "arguments": arguments}
             calls.append({"id": block.id, "type": "function", "function": function})
-    if texts or calls or not found:
+    if texts or calls or not converted:
         own: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
         own |= {"tool_calls": calls} if calls else {}
         own |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-        found.append(own)
-    return found
+        converted.append(own)
+    return converted
 
 
 def _tools(body: CountRequest) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def _tools(body: CountRequest) -> dict[str, Any]:
         for tool in body.tools or ()
     ]
     tools = [
-        {"type": "function", "function": {n: v for n, v in one.items() if v is not None}}
-        for one in functions
+        {"type": "function", "function": {n: v for n, v in definition.items() if v is not None}}
+        for definition in functions
     ]
     choice = body.tool_choice
     fields: dict[str, Any] = {"tools": tools} if tools else {}

@@ -43,7 +43,10 @@ class PromptEcho:
 
 
 def _by_id(token: TokenLogprob, top: int) -> dict[str, Any]:
-    likely = {str(one.id): _entry(one, rank) for rank, one in enumerate(token.top[:top], 1)}
+    likely = {
+        str(candidate.id): _entry(candidate, rank)
+        for rank, candidate in enumerate(token.top[:top], 1)
+    }
     return {str(token.id): _entry(token, None)} | likely
 
 
@@ -54,8 +57,8 @@ def _entry(token: TokenLogprob, rank: int | None) -> dict[str, Any]:
 
 def scored_tokens(body: CompletionRequest) -> int | None:
     """Return for how many likely tokens per prompt position scores are needed; None for none."""
-    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
-    return max((count for count in wanted if count is not None), default=None)
+    counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((count for count in counts if count is not None), default=None)
 
 
 def read_echo(
@@ -77,6 +80,6 @@ def read_echo(
 
 
 def _prefix(ids: Sequence[int], tokenizer: Any) -> int:
-    """Return the number of special tokens in front of a prompt, which are no text of its own."""
+    """Return the number of special tokens in front of a prompt, which the client did not send."""
     prefix = list(tokenizer.prompt_prefix)
     return len(prefix) if prefix and list(ids[: len(prefix)]) == prefix else 0

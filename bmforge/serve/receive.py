@@ -103,7 +103,7 @@ class DeadlineProtocol(H11Protocol):
         if self._is_half_closed and not self._is_answering():
             self.transport.close()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client that sends no more but still reads (half-closed).
 
         A closed connection looks the same until something is sent, so the server sends interim

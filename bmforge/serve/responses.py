@@ -162,8 +162,8 @@ class Items:
             yield f"response.{name}.delta", {**self._place(), "delta": text, **more}
 
     def _place(self) -> dict[str, Any]:
-        place = {"item_id": self._item["id"], "output_index": len(self.done)}
-        return place if self._kind == "function_call" else {**place, "content_index": 0}
+        position = {"item_id": self._item["id"], "output_index": len(self.done)}
+        return position if self._kind == "function_call" else {**position, "content_index": 0}
 
     def _begin(self, kind: str, name: str) -> Iterator[Event]:
         """Begin an item."""
@@ -191,18 +191,18 @@ class Items:
         """Yield the events at the end of the current item."""
         if not self._kind:
             return
-        text, place = self._text, self._place()
+        text, position = self._text, self._place()
         if self._kind == "function_call":
             self._item["arguments"] = text
-            fields = {**place, "arguments": text, "name": self._item["name"]}
+            fields = {**position, "arguments": text, "name": self._item["name"]}
             yield "response.function_call_arguments.done", fields
         else:
             part = self._content(text)
             self._item["content"] = [part]
             name = "output_text" if self._kind == "message" else "reasoning_text"
             more = {"logprobs": []} if self._kind == "message" else {}
-            yield f"response.{name}.done", {**place, "text": text, **more}
-            yield "response.content_part.done", {**place, "part": part}
+            yield f"response.{name}.done", {**position, "text": text, **more}
+            yield "response.content_part.done", {**position, "part": part}
         self._item["status"] = "completed" if is_whole else "incomplete"
         number = len(self.done)
         self.done.append(self._item)

@@ -71,8 +71,8 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         if rule is not None:
             await serving.rules.check(rule, client_of(request))
         rows = await serving.tokenize(partial(_encode, body, serving.engine.tokenizer))
-        asked = await _ask(body, request, serving, rule, rows)
-        live = await start(serving, asked, sum(map(len, rows)), begin)
+        engine_requests = await _ask(body, request, serving, rule, rows)
+        live = await start(serving, engine_requests, sum(map(len, rows)), begin)
         live.key = key_of(request)
         stack.callback(serving.end, live)
         if body.stream:
@@ -81,7 +81,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     if answers is None:
         return Response(status_code=GONE)
     if body.max_tokens == 0:  # the prompt alone: the one token behind it is left out
-        answers = [[replace(one[0], text="", ids=(), logprobs=())] for one in answers]
+        answers = [[replace(row[0], text="", ids=(), logprobs=())] for row in answers]
     tokenizer = serving.engine.tokenizer
     choices = []
     for number, (ids, completions) in enumerate(zip(rows, answers, strict=True)):
@@ -106,18 +106,20 @@ async def _ask(
 ) -> list[EngineRequest]:
     """Return the engine requests of all prompts."""
     engine, config = serving.engine, serving.config
-    wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    length = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     salt, delta = salt_of(request, body.cache_salt), serving.find(body.model).delta
-    asked = []
+    engine_requests = []
     for prompt, ids in zip(body.prompts, rows, strict=True):
-        most = longest_answer(max(wanted, 1), len(ids), engine, config)
+        most = longest_answer(max(length, 1), len(ids), engine, config)
         options = await serving.tokenize(
             partial(to_options, body, engine, most, None, body.logprobs)
         )
         options = options.replace(prompt_logprobs=scored_tokens(body))
         text_or_ids = ids if body.add_special_tokens is False else prompt
-        asked.append(EngineRequest(text_or_ids, options, rule, salt, config.request_s, delta))
-    return asked
+        engine_requests.append(
+            EngineRequest(text_or_ids, options, rule, salt, config.request_s, delta)
+        )
+    return engine_requests
 
 
 def _text_choice(

@@ -76,6 +76,8 @@ async def whole_answers(
     except GoneError:
         return None
     serving.metrics.note_answers(answers, live.key)
-    if any(answer.finish_reason == "cancelled" for found in answers for answer in found):
+    if any(
+        answer.finish_reason == "cancelled" for completions in answers for answer in completions
+    ):
         raise overloaded("the server is stopping", serving.config.grace_s)
     return answers

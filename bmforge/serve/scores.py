@@ -103,9 +103,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         check_size([text], serving.engine, serving.config, "prompt")
         encode = tokenizer.encode_prompt if body.add_special_tokens else tokenizer.encode
         ids = await serving.tokenize(partial(encode, text))
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": row_tokens(serving.engine)}
+    result: dict[str, Any] = {"count": len(ids), "max_model_len": row_tokens(serving.engine)}
     texts = [tokenizer.decode([id]) for id in ids] if body.return_token_strs else None
-    return JSONResponse({**found, "tokens": ids, "token_strs": texts})
+    return JSONResponse({**result, "tokens": ids, "token_strs": texts})
 
 
 @router.post("/detokenize")
@@ -133,10 +133,10 @@ async def score(body: ScoreRequest, request: Request) -> Response:
             f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many",
             "text_1",
         )
-    found = await _embed(request, body.model, [*first, *second], "text_2")
-    if found is None:
+    result = await _embed(request, body.model, [*first, *second], "text_2")
+    if result is None:
         return Response(status_code=GONE)
-    rows, tokens = found
+    rows, tokens = result
     scores = (rows[: len(first)] * rows[len(first) :]).sum(-1).tolist()
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -150,10 +150,10 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Return documents in the order of their similarity to a query."""
     texts = [doc if isinstance(doc, str) else doc.text for doc in body.documents]
-    found = await _embed(request, body.model, [body.query, *texts], "documents")
-    if found is None:
+    result = await _embed(request, body.model, [body.query, *texts], "documents")
+    if result is None:
         return Response(status_code=GONE)
-    rows, tokens = found
+    rows, tokens = result
     scores = (rows[:1] * rows[1:]).sum(-1).tolist()
     order = sorted(range(len(texts)), key=lambda number: -scores[number])[: body.top_n]
     results = []
@@ -187,7 +187,7 @@ async def _embed(
         options = {"delta": served.delta, "deadline_s": config.request_s}
         submit = partial(served.engine.submit_embed, rows, **options)
         try:
-            found = await finish_task(serving, request, served.engine, submit)
+            result = await finish_task(serving, request, served.engine, submit)
         except GoneError:
             return None
-    return found.float().cpu(), sum(map(len, rows))
+    return result.float().cpu(), sum(map(len, rows))

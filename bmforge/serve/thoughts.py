@@ -58,9 +58,9 @@ class ThoughtReader:
 
     def end(self) -> Iterator[str | Thought]:
         """Yield the rest at the end of the answer."""
-        rest, self._pending = self._pending, ""
-        if rest:
-            yield Thought(rest) if self._state == "thought" else rest
+        remaining, self._pending = self._pending, ""
+        if remaining:
+            yield Thought(remaining) if self._state == "thought" else remaining
 
     def _begin(self) -> None:
         """Decide whether the answer begins with reasoning."""
@@ -74,17 +74,17 @@ class ThoughtReader:
         if self._is_first:
             self._pending = self._pending.lstrip("\n")
             self._is_first = not self._pending
-        thought, closed, rest = self._pending.partition(self._close)
+        thought, closed, remaining = self._pending.partition(self._close)
         if closed:
-            self._state, self._pending = "behind", rest
+            self._state, self._pending = "behind", remaining
             thought = thought.rstrip("\n")
         else:
             # Newlines before the closing mark belong to neither.
-            kept = thought.rstrip("\n")
+            certain = thought.rstrip("\n")
             sizes = [n for n in range(1, len(self._close)) if thought.endswith(self._close[:n])]
             size = max([*sizes, 0])
             if size:
-                kept = thought[: len(thought) - size].rstrip("\n")
-            thought, self._pending = kept, thought[len(kept) :]
+                certain = thought[: len(thought) - size].rstrip("\n")
+            thought, self._pending = certain, thought[len(certain) :]
         if thought:
             yield Thought(thought)

@@ -97,8 +97,8 @@ def _parse_mistral(text: str, schemas: Schemas) -> list[Call] | None:
     values = _load(text)
     if isinstance(values, list):
         return _calls_of(values, schemas)
-    found = [_MISTRAL.fullmatch(part) for part in text.split("[TOOL_CALLS]")]
-    return _named_calls([(m[1], m[2]) if m else ("", "") for m in found], schemas)
+    matches = [_MISTRAL.fullmatch(part) for part in text.split("[TOOL_CALLS]")]
+    return _named_calls([(m[1], m[2]) if m else ("", "") for m in matches], schemas)
 
 
 _DEEPSEEK = re.compile(
@@ -109,13 +109,13 @@ _DEEPSEEK = re.compile(
 
 
 def _parse_deepseek(text: str, schemas: Schemas) -> list[Call] | None:
-    found = _DEEPSEEK.findall(text)
-    return _named_calls([(old or new, o_args or n_args) for old, o_args, new, n_args in found],
+    matches = _DEEPSEEK.findall(text)
+    return _named_calls([(old or new, o_args or n_args) for old, o_args, new, n_args in matches],
                         schemas)  # fmt: skip
 
 
-def _named_calls(found: list[tuple[str, str]], schemas: Schemas) -> list[Call] | None:
-    values = [{"name": name.strip(), "arguments": _load(text)} for name, text in found]
+def _named_calls(matches: list[tuple[str, str]], schemas: Schemas) -> list[Call] | None:
+    values = [{"name": name.strip(), "arguments": _load(text)} for name, text in matches]
     if not all(isinstance(value["arguments"], dict) for value in values):
         return None
     return _calls_of(values, schemas)
@@ -132,8 +132,12 @@ def _parse_glm(text: str, schemas: Schemas) -> list[Call] | None:
 
 
 def _parse_coder(text: str, schemas: Schemas) -> list[Call] | None:
-    found = _CODER.fullmatch(text)
-    return None if found is None else _typed_call(found[1], _CODER_VALUE.findall(found[2]), schemas)
+    matches = _CODER.fullmatch(text)
+    return (
+        None
+        if matches is None
+        else _typed_call(matches[1], _CODER_VALUE.findall(matches[2]), schemas)
+    )
 
 
 def _typed_call(name: str, pairs: list[tuple[str, str]], schemas: Schemas) -> list[Call] | None:

@@ -175,9 +175,9 @@ def to_options(
         **_sampling(body),
     }
     # A field that is not given takes the value of the model's generation_config.json.
-    given = {name: value for name, value in options.items() if value is not None}
+    set_options = {name: value for name, value in options.items() if value is not None}
     try:
-        return GenerationConfig(**given)
+        return GenerationConfig(**set_options)
     except BmforgeError as error:
         raise RequestError(str(error), code="invalid_value") from error
 
