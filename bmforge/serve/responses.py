@@ -146,19 +146,20 @@ class Items:
             kind, text = "function_call", part.text
         elif isinstance(part, CallStart):
             kind, text = "function_call", ""
+        elif isinstance(part, Thought):
+            kind, text = "reasoning", part.text
         else:
-            is_thought = isinstance(part, Thought)
-            kind, text = ("reasoning", part.text) if is_thought else ("message", part)  # type: ignore[union-attr]
+            kind, text = "message", part
         if kind != self._kind or isinstance(part, CallStart):
-            if kind == "message" and not str(text).strip() and self._kind == "function_call":
+            if kind == "message" and not text.strip() and self._kind == "function_call":
                 return  # blank text between two calls is no message
             yield from self.close()
             yield from self._begin(kind, part.name if isinstance(part, CallStart) else "")
         if text:
-            self._text += str(text)
+            self._text += text
             name = {"message": "output_text", "reasoning": "reasoning_text"}.get(kind)
             name = name or "function_call_arguments"
-            more = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield f"response.{name}.delta", {**self._place(), "delta": text, **more}
 
     def _place(self) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class Items:
             part = self._content(text)
             self._item["content"] = [part]
             name = "output_text" if self._kind == "message" else "reasoning_text"
-            more = {"logprobs": []} if self._kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if self._kind == "message" else {}
             yield f"response.{name}.done", {**position, "text": text, **more}
             yield "response.content_part.done", {**position, "part": part}
         self._item["status"] = "completed" if is_whole else "incomplete"
