@@ -174,9 +174,7 @@ TASKS: Mapping[str, Task] = {
         ),
     ),
     "conversations": Task(
-        TASK_NAMES["conversations"],
-        (Form(_writes, ConversationsConfig, train_sft),),
-        tunes=True,
+        TASK_NAMES["conversations"], (Form(_writes, ConversationsConfig, train_sft),), tunes=True
     ),
     "preferences": Task(
         TASK_NAMES["preferences"],
@@ -206,20 +204,12 @@ TASKS: Mapping[str, Task] = {
         (Form(_goes_on, PromptGenerateConfig, train_texts),),
         tunes=True,
     ),
-    "squad": Task(
-        TASK_NAMES["squad"],
-        (Form(_writes, SQuADTuneConfig, tune_squad),),
-        tunes=True,
-    ),
+    "squad": Task(TASK_NAMES["squad"], (Form(_writes, SQuADTuneConfig, tune_squad),), tunes=True),
     "dialogue": Task(TASK_NAMES["dialogue"], (_DIALOGUE,)),
     "documents": Task(TASK_NAMES["documents"], (_DOCUMENTS,)),
     "chid": Task(TASK_NAMES["chid"], (Form(_CPM1, CPM1TextsConfig, tune_chid),)),
     "stc": Task(TASK_NAMES["stc"], (Form(_CPM1, CPM1TextsConfig, tune_stc),)),
-    "rl": Task(
-        TASK_NAMES["rl"],
-        (Form(_continues, ReinforcementConfig, train_rl),),
-        tunes=True,
-    ),
+    "rl": Task(TASK_NAMES["rl"], (Form(_continues, ReinforcementConfig, train_rl),), tunes=True),
     "distill": Task(
         TASK_NAMES["distill"],
         (Form(_continues, OnPolicyDistillationConfig, train_distill),),

@@ -7,6 +7,7 @@ whose parts are fields of `rl`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bmforge.align.rollout_metrics import metric_names
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
+from bmforge.recipes.reward_scores import RewardModel
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import traits_of
@@ -37,7 +39,7 @@ class ReinforcementConfig(RunConfig):
         rollout: writing of answers.
         reward: reward functions NAME[=WEIGHT]: module:function or file.py:function with TRL's
             signature; the verifiers exact:COLUMN, number:COLUMN, choice:COLUMN, regex:PATTERN,
-            length:TOKENS and json_schema:FILE; or an http address.
+            length:TOKENS and json_schema:FILE; dir:REWARD_MODEL; or an http address.
         reward_timeout_s: time limit of a call of a reward function in seconds; its answers are then
             not scored by it (default: 60).
         template: chat template of prompts that are conversations, as in `train conversations`.
@@ -73,7 +75,8 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             "adapter, and these modules are trained in place. Leave one out."
         )
     run = RolloutRun(config, rows)
-    rewards = open_rewards(config.reward, config.reward_timeout_s)
+    open_model = partial(RewardModel, device=rows.device)
+    rewards = open_rewards(config.reward, config.reward_timeout_s, open_model)
     loader, rollout = run.open_loader(rewards, policy), config.rollout
     metrics = metric_names(rewards.names), lambda: loader.metrics
     objective = PolicyObjective(policy, rollout.temperature, rollout.max_new_tokens, metrics)
