@@ -89,9 +89,9 @@ class Phi3Config(PartialRotaryConfig):
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in ("rope_parameters", "rope_scaling"):
-            scaling = raw.get(name)
+            scaling = raw.get(name) or {}
             # Former names of longrope in published configs.
-            kinds = {(scaling or {}).get(key) for key in ("type", "rope_type")}
+            kinds = {scaling.get(key) for key in ("type", "rope_type")}
             if kinds & {"su", "yarn"}:
                 raw[name] = {**scaling, "rope_type": "longrope", "type": "longrope"}
         values, raw = super()._take_special(raw)
