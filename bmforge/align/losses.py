@@ -18,7 +18,7 @@ from bmforge.errors import ConfigError, suggest
 
 __all__ = [
     "METHODS",
-    "Method",
+    "LossMethod",
     "MethodOptions",
     "PairScores",
     "kto_loss",
@@ -86,7 +86,7 @@ PairLoss = Callable[[PairScores, MethodOptions], Tensor]
 
 
 @dataclass(frozen=True)
-class Method:
+class LossMethod:
     """A method of preference optimization.
 
     Args:
@@ -179,42 +179,42 @@ def log1mexp(a: Tensor) -> Tensor:
     return close.where(near, far)
 
 
-METHODS: Mapping[str, Method] = {
-    "dpo": Method(
+METHODS: Mapping[str, LossMethod] = {
+    "dpo": LossMethod(
         _dpo,
         "DPO (Rafailov et al. 2023); conservative with label smoothing",
         options=("label_smoothing", "nll_weight"),
     ),
-    "robust": Method(
+    "robust": LossMethod(
         _robust,
         "robust DPO (Chowdhury et al. 2024)",
         options=("label_smoothing", "nll_weight"),
     ),
-    "hinge": Method(_hinge, "hinge loss (SLiC, Zhao et al. 2023)"),
-    "ipo": Method(_ipo, "IPO (Azar et al. 2023), with means per token"),
-    "sigmoid_norm": Method(
+    "hinge": LossMethod(_hinge, "hinge loss (SLiC, Zhao et al. 2023)"),
+    "ipo": LossMethod(_ipo, "IPO (Azar et al. 2023), with means per token"),
+    "sigmoid_norm": LossMethod(
         _normalized_dpo,
         "length-normalized DPO (Lambert et al. 2024)",
         options=("label_smoothing", "nll_weight"),
     ),
-    "simpo": Method(
+    "simpo": LossMethod(
         _simpo,
         "SimPO (Meng et al. 2024)",
         beta=2.0,
         needs_reference=False,
         options=("label_smoothing", "nll_weight", "simpo_gamma"),
     ),
-    "orpo": Method(
+    "orpo": LossMethod(
         _orpo, "ORPO (Hong et al. 2024)", needs_reference=False, options=(), nll_weight=1.0
     ),
-    "cpo": Method(
+    "cpo": LossMethod(
         _cpo,
         "CPO (Xu et al. 2024)",
         needs_reference=False,
         options=("label_smoothing", "nll_weight"),
         nll_weight=1.0,
     ),
-    "kto": Method(
+    "kto": LossMethod(
         None,
         "KTO (Ethayarajh et al. 2024), for answers marked good or bad",
         options=("desirable_weight", "undesirable_weight"),

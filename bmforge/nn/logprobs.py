@@ -71,14 +71,14 @@ class _LinearLogprobs(torch.autograd.Function):
         wide = wide_dtype(hidden.dtype)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
         each = _Derivative(labels, grads[0].to(wide), log_mass, entropy, ctx.options)
-        logits, one = TiledLogits(head, ctx.tiling), torch.ones((), dtype=wide)
+        logits, unit = TiledLogits(head, ctx.tiling), torch.ones((), dtype=wide)
         for start, count in split_chunks(hidden.shape[0], ctx.tiling.tokens):
             tokens = slice(start, start + count)
             for first, size in split_chunks(weight.shape[0], ctx.tiling.columns):
                 tile = logits.make(tokens, first, size)
                 each.differentiate_(tile, tokens, first)
                 columns = slice(first, first + size)
-                head.collect_(logits.narrow(tile, one.to(tile.device)), tokens, columns)
+                head.collect_(logits.narrow(tile, unit.to(tile.device)), tokens, columns)
             head.finish_tokens_(tokens)
         inputs = (hidden, weight, bias, *added)
         cast = [

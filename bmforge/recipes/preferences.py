@@ -137,19 +137,19 @@ def read_options(config: Any) -> MethodOptions:
             f"method={config.method!r} is unknown.{suggest(config.method, METHODS)} Methods: "
             f"{', '.join(METHODS)}."
         )
-    given = {
+    chosen_options = {
         "label_smoothing": config.label_smoothing or None,
         "nll_weight": config.nll_weight,
         "simpo_gamma": config.simpo_gamma,
         "desirable_weight": config.desirable_weight,
         "undesirable_weight": config.undesirable_weight,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
+    chosen_options = {name: value for name, value in chosen_options.items() if value is not None}
+    for name in chosen_options:
         if name not in method.options:
             raise ConfigError(f"{name} has no effect with method={config.method}. Leave it out.")
     beta = method.beta if config.beta is None else config.beta
-    options = MethodOptions(**{"beta": beta, "nll_weight": method.nll_weight, **given})
+    options = MethodOptions(**{"beta": beta, "nll_weight": method.nll_weight, **chosen_options})
     if not options.beta > 0 or not 0 <= options.label_smoothing < 0.5:
         raise ConfigError(
             f"beta={options.beta} must be above 0, and label_smoothing="

@@ -60,7 +60,7 @@ Objective = Callable[[nn.Module, Batch, float], "Tensor | LossAndMetrics | Any"]
 
 
 class ItemObjective(Protocol):
-    """An objective that counts items of its own and returns metrics.
+    """Interface of an objective that defines its items and returns metrics.
 
     Attributes:
         metrics: name of each metric -> how its values are combined.
@@ -135,7 +135,7 @@ def run_objective(
 
 
 def check_model(model: nn.Module, objective: Objective) -> None:
-    """Raise `ConfigError` if the default objective would silently scale a model's loss wrongly.
+    """Raise `ConfigError` if the default objective would scale a model's loss wrongly.
 
     transformers' models use `num_items_in_batch` if they compute the loss by their `loss_function`;
     fifteen old decoders call a loss of their own and return the mean of each micro-batch.

@@ -134,9 +134,9 @@ def _label(ids: list[int], prompt: int) -> EncodedRow:
 
 def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
     """Encode a plain prompt and its answer; the prompt keeps the ids it has in generation."""
-    before, whole = _start(prompt, tokenizer), _start(prompt + answer, tokenizer)
-    fits = whole[: len(before)] == before
-    after = whole[len(before) :] if fits else tokenizer.encode(answer)
+    before, joined = _start(prompt, tokenizer), _start(prompt + answer, tokenizer)
+    fits = joined[: len(before)] == before
+    after = joined[len(before) :] if fits else tokenizer.encode(answer)
     return _label([*before, *_finish(after, tokenizer)], len(before))
 
 
@@ -253,12 +253,14 @@ class MarkedAnswers(_Rows):
             if row is not None
         ]
         cut = sum(len(row.ids) > seq_len for row, _ in answers)
-        kept = [(row, is_good) for row, is_good in answers if _has_answer(_truncate(row, seq_len))]
-        prompts = [tuple(row.ids[: _prompt_length(row)]) for row, _ in kept]
-        self.dropped = len(answers) - len(kept)
+        usable = [
+            (row, is_good) for row, is_good in answers if _has_answer(_truncate(row, seq_len))
+        ]
+        prompts = [tuple(row.ids[: _prompt_length(row)]) for row, _ in usable]
+        self.dropped = len(answers) - len(usable)
         self._answers: list[tuple[EncodedRow, EncodedRow, bool]] = []
-        for number, (row, is_good) in enumerate(kept):
-            other = kept[_next_prompt(prompts, number)][0]
+        for number, (row, is_good) in enumerate(usable):
+            other = usable[_next_prompt(prompts, number)][0]
             mixed = _mix(row, other)
             rows = (_truncate(row, seq_len), _truncate(mixed, seq_len))
             self._answers.append((*rows, is_good))
