@@ -109,7 +109,7 @@ class GgufHeader(NamedTuple):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a path is a file with the suffix .gguf."""
+    """Return True if a path is a file with the suffix .gguf."""
     return Path(path).suffix == ".gguf" and Path(path).is_file()
 
 

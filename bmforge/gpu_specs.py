@@ -23,17 +23,17 @@ class Device:
     """One accelerator.
 
     Args:
-        name: as `--gpu` takes it.
-        memory_gib: what a program finds free when it starts, of the nominal size.
+        name: value of `--gpu`.
+        memory_gib: memory that a program finds free when it starts, of the nominal size.
         half_tflops: peak of bf16 or fp16 products.
         full_tflops: peak of fp32 products as torch does them by default.
         memory_gb_s: bandwidth of its memory.
-        peer_gb_s: to the others in its node, one direction.
-        host_gb_s: to host memory, one direction.
+        peer_gb_s: bandwidth to the others in its node, one direction.
+        host_gb_s: bandwidth to host memory, one direction.
         has_bf16: else half precision is fp16.
         efficiency: part of the peak that products reach in half precision.
-        source: of the figures.
-        measured: where the efficiency is from.
+        source: source of the figures.
+        measured: source of the efficiency.
         is_host: a processor: its collectives make buffers of their own, as gloo's do, and what is
             offloaded goes to disk, but for gradients.
         full_efficiency: part of the peak that fp32 products reach; they have no tensor cores to

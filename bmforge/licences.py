@@ -39,7 +39,7 @@ class Conflict:
     Attributes:
         first, second: ids of licences.
         terms: the word of `TERMS` for each one's clause.
-        clauses: where each stands.
+        clauses: section of each in its licence.
     """
 
     first: str
@@ -238,7 +238,7 @@ def check_licence(value: str, name: str) -> str:
     """Return the id of a licence that a setting names.
 
     Args:
-        name: of the setting.
+        name: name of the setting.
 
     Raises:
         ConfigError: it is not known; the nearest is named.
@@ -264,13 +264,13 @@ def obeys(name: str, policy: str) -> bool:
 
 
 def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflict]:
-    """Return which licences of the parts of one thing do not go together.
+    """Return the conflicts between the licences of the parts of one work.
 
     A licence that wants what is made of it under its own terms does not go with one that asks for
     more, or for the like. Unknown ones are left out: of these nothing can be said.
 
     Args:
-        licences: as sources name them.
+        licences: licences of the parts, by the names that sources use.
         handed_on: the licence under which what is made of all is to be handed on: it must ask for
             what restricts the parts.
     """
@@ -310,7 +310,7 @@ def _compare(first: Licence, second: Licence) -> Conflict | None:
 
 
 def _joinable(first: Licence, second: Licence) -> bool:
-    """Tell whether there is a licence under which what is made of both may be handed on."""
+    """Return True if a licence exists under which a work made from both may be distributed."""
     ways = [{this.id, *this.compatible} for this in (first, second) if "share-alike" in this.terms]
     if len(ways) == 2:
         return bool(ways[0] & ways[1])

@@ -125,7 +125,7 @@ class PrepareConfig:
         validation_fraction: share of the text's bytes to hold out, 0 <= fraction < 1; of few
             documents, the end of one is taken.
         seed: decides which documents are held out.
-        errors: what happens to single characters that do not decode: replace puts U+FFFD and counts
+        errors: handling of single characters that do not decode: replace puts U+FFFD and counts
             them, strict refuses the entry.
         skip_bad: count bad lines and files instead of stopping at them.
         skip_unread: go on where more than half of the input's bytes are of kinds that are not read.
@@ -134,8 +134,8 @@ class PrepareConfig:
             `bmforge.tokenizers.AutoTokenizer` opens: a model's, or another corpus's, so that
             several share one. Empty trains a new one.
         bpe: options of the tokenizer that is trained.
-        html_reader: what finds the main text of web pages; trafilatura is slower, and finds more.
-        tidy: what is put right in texts: repair (what was read in a wrong encoding), invisible
+        html_reader: extractor of the main text of web pages; trafilatura is slower, and finds more.
+        tidy: repairs of the texts: repair (what was read in a wrong encoding), invisible
             (marks without width), width (letters and digits of half width), simplified or
             traditional (Chinese), boilerplate (lines of menus and notices), wrapped (lines that
             were broken at a width).
@@ -231,12 +231,12 @@ class CollectConfig:
         hosts: hosts that may be asked besides those of the addresses, as HOST or HOST:PORT.
         private_hosts: hosts whose addresses may be private, or of this machine.
         most_pages: requests of a run.
-        most_bytes: of answers in a run.
-        most_page_bytes: of one answer; a larger one is left out.
+        most_bytes: maximum size of all answers in a run.
+        most_page_bytes: maximum size of one answer; a larger one is left out.
         delay_s: seconds between two requests to a host, more where its robots.txt says so.
         page_seconds: an answer that takes longer is left out.
         again: ask for known addresses too, if they have changed.
-        agent: what the requests say who they are; name where you can be reached.
+        agent: User-Agent header; include a contact address.
     """
 
     hosts: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What became of the public names of an old package: one table, for the pages and for errors.
+"""Replacements of the public names of an old package: one table, for the pages and for errors.
 
 Each package beside this file keeps its table in its `names.py`; `dev/old_names.py` writes it into
 the package's page, and `tests/compat/test_old_names.py` holds both to what the code does.
@@ -83,7 +83,7 @@ def missing_names(
 
     Args:
         package: the old package's name.
-        table: of its names.
+        table: table of its names.
         names: the names that the module has, to suggest one of.
         inside: which module of the package it is; "" for the package itself.
 

@@ -54,7 +54,7 @@ def resized(model: nn.Module) -> list[Change]:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Return whether a module is a block."""
+    """Return True if a module is a block."""
     return isinstance(module, Block)
 
 

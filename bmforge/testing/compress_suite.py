@@ -71,7 +71,7 @@ class CompressSuite:
         return self.model_class.from_config(config.replace(**sizes)).train()
 
     def has_experts(self) -> bool:
-        """Return whether the family already has experts."""
+        """Return True if the family already has experts."""
         return any(isinstance(module, MoE) for module in self.fat().modules())
 
     def skip_experts(self) -> None:

@@ -1,4 +1,4 @@
-"""What every family must do with deltas: each type on it, several at once, on every layout."""
+"""Tests that every family passes with adapters: each type, several at once, every layout."""
 
 from __future__ import annotations
 

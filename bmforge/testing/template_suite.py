@@ -178,7 +178,7 @@ def _shortest(template: Template, example: Any, cut: Any) -> int:
 
 
 def _is_inside(some: Sequence[int], ids: Sequence[int]) -> bool:
-    """Return whether `some` is a subsequence of `ids`."""
+    """Return True if `some` is a subsequence of `ids`."""
     iterator = iter(ids)
     return all(id in iterator for id in some)
 

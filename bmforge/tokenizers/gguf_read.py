@@ -115,7 +115,7 @@ class GgufTokenizer(NamedTuple):
     """What a file says of its tokenizer.
 
     Args:
-        content: of a tokenizer.json.
+        content: content of a tokenizer.json.
         roles: role -> token.
         settings: further fields of a tokenizer_config.json.
     """
@@ -187,7 +187,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
 
 
 def _added_tokens(header: GgufHeader, kind: str) -> dict[str, bool | None]:
-    """Return which tokens llama.cpp adds to a prompt where the file does not say."""
+    """Return the tokens that llama.cpp adds to a prompt if the file does not name them."""
     rules = PRE.get(str(header.metadata.get("tokenizer.ggml.pre")))
     begins = kind == "llama" or (kind == "gpt2" and rules is not None and rules.adds_begin)
     return {"add_bos_token": begins or None, "add_eos_token": True if kind == "t5" else None}

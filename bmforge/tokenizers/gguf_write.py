@@ -33,9 +33,10 @@ def describe_tokenizer(
     """Return the metadata that say a tokenizer.
 
     Args:
-        tokenizer: of byte pairs, sentencepiece's pairs or unigram model, or word pieces.
-        rows: of the model's embedding, each of which needs a token; unused ones are named so.
-        template: of conversations.
+        tokenizer: tokenizer of byte pairs, sentencepiece's pairs or unigram model, or word pieces.
+        rows: number of rows of the model's embedding, each of which needs a token; unused ones
+            are named so.
+        template: chat template.
 
     Raises:
         ConfigError: a tokenizer that GGUF cannot say, or of a larger model.
@@ -199,7 +200,7 @@ def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) 
 
 
 def _ends(tokenizer: Tokenizer, settings: dict[str, Any]) -> tuple[bool, bool]:
-    """Return whether a text gets the begin token, and the end token."""
+    """Return True if a text gets the begin token, and the end token."""
     config = settings.get("config", {})
     single: list[Any] = []
     for step in _steps(settings.get("post_processor")):

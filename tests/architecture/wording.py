@@ -34,7 +34,8 @@ FRAGMENT = re.compile(
 HOUSE_WORDS = re.compile(
     r"\b(?:beside|stands? (?:in|beside|behind|for)|(?:is|are) told|tells? (?:of|what)|drawn|"
     r"likeliest|laid out|lay out|made of|of (?:one's|its|their) own|nobody|"
-    r"comes? and goe?s?|(?:is|are) to be|taken and left|as (?:it|they) (?:is|are|was|were)|"
+    r"comes? and goe?s?|(?:is|are) to be|taken and left|"
+    r"as (?:it|they) (?:is|are|was|were)(?! \w+(?:ed|en|de)\b)|"
     r"no word|without a word)\b"
 )
 PICTURES = re.compile(r"\b(?:house|rooms?|ground floor|funnel|teacher beside|zeros and integers)\b")

@@ -94,7 +94,7 @@ class TransformerBlockList(nn.ModuleList):
             kwargs: keyword arguments of every block.
 
         Shape:
-            x: as the blocks take it
+            x: input of the first block
         """
         for block in self:
             x = block(x, *args, **kwargs)

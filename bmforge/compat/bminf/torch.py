@@ -22,7 +22,7 @@ class _Differentiable(nn.Module):
 
     Args:
         memory_limit: limit of everything on the device in bytes (default: free memory).
-        version: as in `bminf.models`.
+        version: name of a version, see `bminf.models`.
 
     Raises:
         ConfigError: as in `bminf.models`.

@@ -106,7 +106,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _overlaps(name: str, blocks: dict[str, nn.Module]) -> bool:
-    """Return whether a module contains, or is inside, another one."""
+    """Return True if a module contains, or is inside, another one."""
     return any(
         f"{block}.".startswith(f"{name}.") or f"{name}.".startswith(f"{block}.") for block in blocks
     )

@@ -98,7 +98,7 @@ class DistributedParameter(metaclass=_IsDistributed):
 
     Args:
         data: full values, the same on every process; with `tp_mode` this process's part.
-        requires_grad: as torch.nn.Parameter.
+        requires_grad: see torch.nn.Parameter.
         init_method: function that fills the full parameter in `init_parameters`.
         group: see `grouped_parameters`.
         tp_mode: whether tensor-parallel processes hold different parts or uses of it.

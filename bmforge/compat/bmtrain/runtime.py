@@ -317,7 +317,7 @@ def _describe(topology: Topology) -> dict[str, Any]:
 
 
 def is_initialized() -> bool:
-    """Return whether `init_distributed` was called."""
+    """Return True if `init_distributed` was called."""
     return config.is_ready
 
 

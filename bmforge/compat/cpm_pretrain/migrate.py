@@ -252,7 +252,7 @@ class _Places:
             self.out.dropped.append((name, entry.note or f"see {', '.join(entry.fields)}"))
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether the recipe has an argument's field; if not, list a given argument."""
+        """Return True if the recipe has an argument's field; if not, list a given argument."""
         only = _TABLE[name].only
         if not only or (only == "t5") is self.is_t5:
             return True

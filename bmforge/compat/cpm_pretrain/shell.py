@@ -96,7 +96,7 @@ class Script:
             return ""
 
     def holds(self, line: int, condition: str) -> bool:
-        """Return whether a condition holds; an unknown condition does not."""
+        """Return True if a condition holds; an unknown condition does not."""
         match = _TEST.fullmatch(condition.strip())
         if match is None:
             self.unread.append((line, f"if {condition}"))

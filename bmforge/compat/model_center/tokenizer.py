@@ -86,7 +86,7 @@ class _OldMethods:
         return [tokens[int(number)] for number in ids]
 
     def check(self: Any, token: str) -> bool:
-        """Return whether a token is in the vocabulary."""
+        """Return True if a token is in the vocabulary."""
         return self.token_to_id(token) is not None
 
 

@@ -37,7 +37,7 @@ def zoo_in(backbone: nn.Module) -> nn.Module:
 
 
 def is_delta(root: nn.Module, name: str) -> bool:
-    """Return whether a parameter belongs to a delta."""
+    """Return True if a parameter belongs to a delta."""
     module = root
     for part in name.split(".")[:-1]:
         module = getattr(module, part)

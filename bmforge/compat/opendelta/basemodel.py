@@ -239,7 +239,8 @@ class DeltaBase(nn.Module):
 
         Args:
             module: the backbone, or a model that contains it (default: the backbone).
-            exclude: what stays trainable: "deltas", suffixes of module or parameter names, or
+            exclude: parameters that stay trainable: "deltas", suffixes of module or parameter
+                names, or
                 `[r]` and
                 a regular expression (default: `unfrozen_modules`). Named parameters are unfrozen,
                 except
@@ -346,7 +347,7 @@ class DeltaBase(nn.Module):
         return sum(p.numel() for name, p in named if is_delta(root, name))
 
     def find_key(self, key: str, target_list: Sequence[str]) -> bool:
-        """Return whether a module name matches one of the targets."""
+        """Return True if a module name matches one of the targets."""
         return any(fits(key, target) for target in target_list)
 
     def find_module(self, root_module: nn.Module, key: str) -> tuple[nn.Module, str, nn.Module]:

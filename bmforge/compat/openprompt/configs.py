@@ -331,7 +331,7 @@ class _Reader:
                 self.miss(key, "not understood")
 
     def is_other(self, block: str) -> bool:
-        """Return whether a block belongs to a template, verbalizer or calibration that was not
+        """Return True if a block belongs to a template, verbalizer or calibration that was not
         chosen.
         """
         kinds = ("_template", "_verbalizer", "_calibrate")
@@ -348,7 +348,7 @@ def _find_reason(key: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def _are_texts(words: Any) -> bool:
-    """Return whether all leaves of a list or table of words are strings."""
+    """Return True if all leaves of a list or table of words are strings."""
     if isinstance(words, dict):
         return all(map(_are_texts, (*words, *words.values())))
     return all(map(_are_texts, words)) if isinstance(words, list) else isinstance(words, str)

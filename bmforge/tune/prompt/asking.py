@@ -21,7 +21,7 @@ class Asking:
     Args:
         kind: name of the kind.
         about: description of how a mask is represented.
-        form: where the answer is predicted: at the mask in the "row", by a decoder ("apart"),
+        form: position of the prediction: at the mask in the "row", by a decoder ("apart"),
             "behind" the text in the same row, at a "hidden" token, or in a "document".
         begins: roles of the token before the text; () for none.
         ends: roles of the token after the text; () for none.

@@ -66,7 +66,7 @@ class Frame(NamedTuple):
 
     Attributes:
         begin, end: ids before and after the text.
-        tails: for every mask the ids at the end of the row, up to its answer position.
+        tails: ids for every mask at the end of the row, up to its answer position.
         begin_columns, tail_columns: per-token arguments of the model for these ids.
         text_columns: per-token arguments of the model for the text.
         fixed: see `Encoded`.

@@ -187,7 +187,7 @@ def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def _is_finite(groups: Groups) -> bool:
-    """Return whether all gradients are finite, the same result on every process."""
+    """Return True if all gradients are finite, the same result on every process."""
     bad = torch.zeros((), dtype=torch.float32, device=config.device)
     for _, grad in _grads(groups):
         if grad.numel():
@@ -259,7 +259,7 @@ def _wide(grad: Tensor) -> torch.dtype:
 
 
 def _counts_here(param: Tensor) -> bool:
-    """Return whether this process counts its local gradient, so that replicated ones count once."""
+    """Return True if this process counts its local gradient, so that replicated ones count once."""
     origin = origin_of(param)
     if origin is None:
         return bool(config["rank"] == 0)

@@ -43,7 +43,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def keeps_whole(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's states are full tensors on every process."""
+    """Return True if an optimizer's states are full tensors on every process."""
     return isinstance(optimizer, Adafactor) and bool(config["world_size"] > 1)
 
 

@@ -139,12 +139,12 @@ def destroy_model_parallel() -> None:
 
 
 def is_unitialized() -> bool:
-    """Return whether there are no groups."""
+    """Return True if there are no groups."""
     return not groups.is_ready
 
 
 def model_parallel_is_initialized() -> bool:
-    """Return whether the groups exist."""
+    """Return True if the groups exist."""
     return groups.is_ready
 
 

@@ -45,7 +45,7 @@ class PartParameter(nn.Parameter):
 
     Args:
         data: this process's part.
-        requires_grad: as of any instance.
+        requires_grad: see torch.nn.Parameter.
         dim: sharded dim.
         stride: number of stacked matrices, of each of which the process has a part.
     """

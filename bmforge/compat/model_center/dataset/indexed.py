@@ -22,7 +22,7 @@ class MMapIndexedDataset(TokenStore):
 
     @staticmethod
     def exists(path: str) -> bool:
-        """Return whether both files exist."""
+        """Return True if both files exist."""
         return all(file.is_file() for file in store_paths(path))
 
 

@@ -59,7 +59,8 @@ class GLM(DecoderModel):
             sep: length of part A per sequence, which all tokens attend to.
             length: number of tokens per sequence, before padding.
             attention_mask: 1 for tokens, 0 for padding; or a length like `sep`.
-            options: as `DecoderModel`; with an option that selects outputs, the result is an output
+            options: options of `DecoderModel`; with an option that selects outputs, the result
+                is an output
                 with names.
 
         Shape:

@@ -134,7 +134,7 @@ class CPM2(Seq2SeqModel):
             enc_length: number of tokens per source.
             dec_input: token ids of the target.
             dec_length: number of tokens per target.
-            options: as in `Seq2SeqModel`.
+            options: see `Seq2SeqModel`.
 
         Shape:
             enc_input: (B, S); dec_input: (B, T); lengths: (B,); returns (B, T, V)

@@ -57,7 +57,7 @@ def data_file_path(prefix_path: str) -> str:
 
 
 def dataset_exists(path: str, impl: str = "mmap") -> bool:
-    """Return whether both files of a store exist."""
+    """Return True if both files of a store exist."""
     _check(impl)
     return MMapIndexedDataset.exists(path)
 
