@@ -29,6 +29,7 @@ __all__ = [
     "Statistic",
     "by_block",
     "calibrate_blocks",
+    "gather_statistics",
 ]
 
 
@@ -179,7 +180,7 @@ class _Show:
         parts = [run.matrices] if self.size is None else _split(run, self.size)
         while parts:
             run.matrices = parts.pop(0)
-            run.statistics, run.is_last = _gather_in(run, self.gather), not parts
+            run.statistics, run.is_last = gather_statistics(run, self.gather), not parts
             self.visit(run)
             run.statistics = {}
 
@@ -265,7 +266,7 @@ def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
     return parts
 
 
-def _gather_in(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
+def gather_statistics(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
     """Return the statistics of a block's inputs; matrices with the same input share one."""
     statistics: dict[str, Statistic] = {}
     shared: dict[str, str] = {}

@@ -9,7 +9,7 @@ from bmforge.compress.matrices import Matrix
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 
-__all__ = ["Hessian", "InputNorms", "InputSizes"]
+__all__ = ["Hessian", "InputNorms", "InputSizes", "Moments"]
 
 _SAMPLED_ROWS = 512
 
@@ -152,3 +152,29 @@ class Hessian:
             )
         self._factor = factor
         return factor
+
+
+class Moments:
+    """Mean and second moments of the inputs."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._hessian = Hessian()
+
+    def add(self, x: Tensor) -> None:
+        """Add the inputs of a batch, (tokens, columns)."""
+        total = x.double().sum(0)
+        self._total = total if self._total is None else self._total + total
+        self._hessian.add(x)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean input: (columns,)."""
+        assert self._total is not None
+        return (self._total / self._hessian.tokens).to(self.second.dtype)
+
+    @property
+    def second(self) -> Tensor:
+        """Mean of ``x x^T`` over the tokens: (columns, columns)."""
+        assert self._hessian.products is not None
+        return self._hessian.products / self._hessian.tokens

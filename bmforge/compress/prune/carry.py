@@ -25,7 +25,7 @@ from bmforge.errors import ConfigError
 from bmforge.models.changes import changed_modules
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["Shrunk", "carry_out_"]
+__all__ = ["Shrunk", "carry_out_", "check_plan"]
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,8 @@ def carry_out_(model: Any, plan: Plan, *, uniform: bool = False) -> Shrunk:
         ConfigError: the plan does not fit the model, or the model is quantized, parallelized or
             changed; the model is unchanged then.
     """
-    plan.check(model)
-    _check_plain(model, plan)
-    plan = _order_shared_heads(model, plan)
+    plan, settled, reason = check_plan(model, plan, uniform=uniform)
     before = _count(model)
-    settled = settle_config(model, plan)
-    reason = "; ".join(own_fields(settled.config))
-    if uniform and reason:
-        raise ConfigError(
-            f"uniform=True: nothing published has fields for {reason}. Give all layers the same "
-            "sizes, such as the class allows, or leave uniform out."
-        )
     values = _collect(model, settled, plan)
     flags = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     _fill_(settled, values, flags)
@@ -95,6 +86,30 @@ def carry_out_(model: Any, plan: Plan, *, uniform: bool = False) -> Shrunk:
         del model.__dict__[name]
     model.__dict__.update(settled.model.__dict__)
     return Shrunk(plan, before, _count(model), not reason, reason)
+
+
+def check_plan(model: Any, plan: Plan, *, uniform: bool = False) -> tuple[Plan, Settled, str]:
+    """Return the plan as it will be applied, the smaller model on meta, and why it opens only here.
+
+    Args:
+        model: bmforge model of any family, not parallelized yet.
+        plan: pruning plan.
+        uniform: refuse sizes that only bmforge can open.
+
+    Raises:
+        ConfigError: see `carry_out_`.
+    """
+    plan.check(model)
+    _check_plain(model, plan)
+    plan = _order_shared_heads(model, plan)
+    settled = settle_config(model, plan)
+    reason = "; ".join(own_fields(settled.config))
+    if uniform and reason:
+        raise ConfigError(
+            f"uniform=True: nothing published has fields for {reason}. Give all layers the same "
+            "sizes, such as the class allows, or leave uniform out."
+        )
+    return plan, settled, reason
 
 
 def _count(model: nn.Module) -> int:

@@ -1,104 +1,130 @@
-"""Mean compensation: the mean output of removed neurons and heads goes into the bias behind them.
+"""Reconstruction after structured pruning: kept inputs take over what the removed ones contributed.
 
-A neuron of an MLP or an attention head that is removed no longer adds its mean to the residual
-stream. Folding this mean, over calibration tokens, into the bias of the last linear layer removes
-the constant part of the error for no parameter and no time.
+The last linear layer of an MLP or attention loses the input columns of removed neurons and heads.
+Its other columns, and its bias if it has one, are fitted by ridge regression so that its output on
+calibration tokens changes least. Folding only the mean of the removed inputs into the bias is not
+enough: it keeps the mean of the hidden states but not their variance, and the next norm then
+scales the mean up (on an OPT of two layers the loss became 0.12 bits per byte worse).
+
+Source: the closed form is that of Hassibi and Stork, "Optimal Brain Surgeon" (1993), for groups of
+columns, as in Kurtic et al., "ZipLM" (2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bmforge.compress.batches import prepare_batches
+from bmforge.compress.calibrate import BlockRun, calibrate_blocks, gather_statistics
+from bmforge.compress.matrices import Matrix
+from bmforge.compress.prune.pick import pick_block
 from bmforge.compress.prune.plan import Kept, Plan, blocks_of
-from bmforge.nn import MLP, Block
-from bmforge.surgery import evaluating
+from bmforge.compress.statistics import Moments
+from bmforge.nn import Block
 
-__all__ = ["fold_means_"]
+__all__ = ["reconstruct_"]
+
+_LAST = ("attn.o_proj", "cross_attn.o_proj", "mlp.down_proj")
+_DAMP = 0.01  # share of the mean of the diagonal, added to it
 
 
 @torch.no_grad()
-def fold_means_(
-    model: Any, plan: Plan, batches: Iterable[Any]
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """Add the mean output of removed units to biases; return the biases and their old values.
+def reconstruct_(model: Any, plan: Plan, batches: Sequence[Any]) -> None:
+    """Fit the layers that lose inputs to their outputs in the full model, in execution order.
 
-    Layers without a bias (Llama's, T5's) are skipped.
+    Each layer is fitted on the outputs of the fitted layers before it, without removed blocks and
+    halves. The columns of removed inputs become zero, so the model computes what it will compute
+    after the plan is applied. Removed blocks and halves themselves, and stacked experts, are not
+    compensated.
 
     Args:
-        model: full model, before the plan is applied.
+        model: full model, before the plan is applied; changed in place.
         plan: pruning plan.
         batches: calibration batches.
     """
-    removed: dict[str, Tensor] = {}
     blocks = blocks_of(model)
-    for name, kept_part in plan.layers.items():
-        removed |= {
-            f"{name}.{part}": lost for part, lost in _removed_inputs(blocks[name], kept_part)
-        }
-    if not removed:
-        return []
-    linears: dict[str, Any] = {name: model.get_submodule(name) for name in removed}
-    with evaluating(model), _summing_inputs(linears) as sums:
-        for batch in prepare_batches(model, list(batches)):
-            model(**batch)
-    changed = []
-    for name, (total, count) in sums.items():
-        linear, lost = linears[name], removed[name].to(total.device)
-        mean = total[lost] / max(count, 1)
-        shift = linear.weight[:, lost].to(total.dtype) @ mean
-        changed.append((linear.bias, linear.bias.detach().clone()))
-        linear.bias.add_(shift.to(linear.bias.dtype))
-    return changed
+    kept: dict[str, Tensor] = {}
+    for name, parts in plan.layers.items():
+        if name not in plan.gone:
+            kept |= {f"{name}.{part}": columns for part, columns in _kept(blocks[name], parts)}
 
+    def visit(run: BlockRun) -> None:
+        for number, matrix in enumerate(run.matrices):
+            # A layer that was fitted changes the inputs of the layers after it in the block.
+            statistics = gather_statistics(run, lambda _: Moments()) if number else run.statistics
+            if matrix.name in statistics:
+                _fit_(matrix, kept[matrix.owner], statistics[matrix.name])
 
-def _removed_inputs(block: Block, kept_part: Kept) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each linear layer with a bias that loses inputs, and their numbers."""
-    mlp = block.mlp
-    is_narrower = kept_part.features is not None and kept_part.mlp
-    if is_narrower and type(mlp) is MLP and mlp.down_proj.bias is not None:
-        stay = torch.tensor(kept_part.features, dtype=torch.int64)
-        yield "mlp.down_proj", _others(stay, mlp.down_proj.weight.shape[1])
-    for part, heads in (("attn", kept_part.heads), ("cross_attn", kept_part.cross_heads)):
-        attn: Any = getattr(block, part)
-        if heads is None or attn is None or not kept_part.attn or kept_part.value_dims is not None:
-            continue
-        if attn.o_proj.bias is not None:
-            width = getattr(block.spec, part).head_dim
-            stay = (torch.tensor(heads)[:, None] * width + torch.arange(width)).flatten()
-            yield f"{part}.o_proj", _others(stay, attn.o_proj.weight.shape[1])
-
-
-def _others(stay: Tensor, count: int) -> Tensor:
-    """Return the numbers below `count` that are not in `stay`."""
-    is_lost = torch.ones(count, dtype=torch.bool)
-    is_lost[stay] = False
-    return is_lost.nonzero()[:, 0]
+    if not kept:
+        return
+    with _skipped(blocks, plan):
+        calibrate_blocks(
+            *(model, batches, visit, lambda _: Moments()), where=tuple(kept), title="reconstruct"
+        )
 
 
 @contextmanager
-def _summing_inputs(
-    linears: dict[str, nn.Module],
-) -> Iterator[dict[str, tuple[Tensor, int]]]:
-    """Sum the input tokens of linear layers inside the context: name -> (sum, tokens)."""
-    sums: dict[str, tuple[Tensor, int]] = {}
-
-    def add(name: str, args: tuple[Any, ...]) -> None:
-        tokens = args[0].detach().double().flatten(0, -2)
-        total, count = sums.get(name, (torch.zeros_like(tokens[0]), 0))
-        sums[name] = total + tokens.sum(0), count + tokens.shape[0]
-
-    handles = [
-        module.register_forward_pre_hook(lambda own, args, name=name: add(name, args))
-        for name, module in linears.items()
-    ]
+def _skipped(blocks: Mapping[str, Block], plan: Plan) -> Iterator[None]:
+    """Context manager: removed blocks and halves add nothing to the hidden states."""
+    slots: list[tuple[Any, str]] = [(blocks[name], "block_share") for name in plan.gone]
+    for name, parts in plan.layers.items():
+        slots += [
+            (blocks[name], f"{half}_share") for half in ("attn", "mlp") if not _has(parts, half)
+        ]
+    originals = [(block, slot, getattr(block, slot)) for block, slot in slots]
     try:
-        yield sums
+        for block, slot in slots:
+            setattr(block, slot, _keep_hidden)
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for block, slot, original in originals:
+            setattr(block, slot, original)
+
+
+def _keep_hidden(before: Tensor, after: Tensor) -> Tensor:
+    """Return the hidden states without what a block or half added to them."""
+    return before
+
+
+def _has(parts: Kept, half: str) -> bool:
+    return bool(getattr(parts, half, True))
+
+
+def _kept(block: Block, parts: Kept) -> list[tuple[str, Tensor]]:
+    """Return the name of each last linear layer that loses inputs, and the kept input columns."""
+    picks = pick_block(block, parts)
+    found = []
+    for name in _LAST:
+        half = name.partition(".")[0]
+        selected = picks.get(f"{name}.weight")
+        if selected and _has(parts, half):
+            found.append((name, selected[0][1]))
+    return found
+
+
+def _fit_(matrix: Matrix, kept: Tensor, inputs: Moments) -> None:
+    """Fit the kept columns and the bias of a layer by ridge regression, and zero the others.
+
+    With input covariance C (second moments if there is no bias), kept columns K and removed ones
+    R, the change of the kept columns is ``W_R C_RK (C_KK + damp)^-1``.
+    """
+    weight, bias = matrix.read(), getattr(matrix.module, "bias", None)
+    mean = inputs.mean if bias is not None else torch.zeros_like(inputs.mean)
+    covariance = inputs.second - mean.outer(mean)
+    is_lost = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+    is_lost[kept.to(weight.device)] = False
+    lost, stay = is_lost.nonzero()[:, 0], (~is_lost).nonzero()[:, 0]
+    wide = weight.to(covariance.dtype)
+    inner = covariance[stay][:, stay]
+    inner.diagonal().add_((_DAMP * inner.diagonal().mean()).clamp(min=torch.finfo().tiny))
+    outer = covariance[stay][:, lost] @ wide[:, lost].t()
+    change = torch.cholesky_solve(outer, torch.linalg.cholesky(inner)).t()
+    if bias is not None:
+        shift = wide[:, lost] @ mean[lost] - change @ mean[stay]
+        bias.add_(shift.to(bias.dtype))
+    weight[:, stay] += change.to(weight.dtype)
+    weight[:, lost] = 0

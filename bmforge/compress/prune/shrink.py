@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bmforge.compress.prune.carry import Shrunk, carry_out_
+from bmforge.compress.prune.carry import Shrunk, carry_out_, check_plan
 from bmforge.compress.prune.choose import choose_plan
-from bmforge.compress.prune.compensate import fold_means_
+from bmforge.compress.prune.compensate import reconstruct_
 from bmforge.compress.prune.importance import measure_importance
 from bmforge.compress.prune.plan import Plan, blocks_of
 from bmforge.compress.prune.structure_config import StructureConfig, wanted_sizes
@@ -48,13 +48,11 @@ def shrink_(
         )
     batches = list(batches)
     plan = choose_structure(model, what, batches)
-    changed = fold_means_(model, plan, batches) if what.compensate and batches else []
-    try:
-        return carry_out_(model, plan, uniform=uniform or what.uniform)
-    except ConfigError:
-        for bias, original in changed:
-            bias.data.copy_(original)
-        raise
+    uniform = uniform or what.uniform
+    if what.compensate and batches:
+        check_plan(model, plan, uniform=uniform)
+        reconstruct_(model, plan, batches)
+    return carry_out_(model, plan, uniform=uniform)
 
 
 def choose_structure(

@@ -46,8 +46,8 @@ class StructureConfig:
         by: importance measure; see `importance.py`.
         gates: kinds of trained gates ("heads", "dims" of heads, "features", "attn", "mlp",
             "block", "hidden" for the hidden states); empty prunes in one shot.
-        compensate: fold the mean output of removed neurons and heads into biases, if there are
-            calibration batches and the layer has a bias.
+        compensate: fit the layers behind removed neurons and heads to their original outputs on
+            the calibration batches, if there are any (default: True).
         uniform: refuse sizes that the published classes cannot open.
         multiple_of: divisor of MLP widths that a target selects.
         tensor_parallel: number of processes over which heads and widths must be divisible.
