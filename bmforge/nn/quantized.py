@@ -42,6 +42,7 @@ __all__ = [
     "QuantizedHead",
     "QuantizedLinear",
     "pick_packed",
+    "element_scales",
     "plain_weights",
     "store_packed",
 ]
@@ -206,6 +207,29 @@ class QuantizedExperts(PackedStore, Experts):
         """Show the sizes."""
         experts, outer, inner = self._sizes["down_proj"]
         return f"{experts} x ({outer}, {inner}), gated={self.has_gate()}, {self.spec.bits} bits"
+
+
+def element_scales(store: PackedStore, key: str) -> Tensor | None:
+    """Return the scale of every integer of a packed parameter, in fp32 and the parameter's shape.
+
+    None if its values are not integers times scales: groups with minima, or outlier columns.
+
+    Args:
+        store: module with packed weights.
+        key: parameter name in the plain module.
+    """
+    is_stack = isinstance(store, QuantizedExperts)
+    packed, scales, minima = store._tensors(f"{key}_" if is_stack else "")
+    if minima is not None or store.spec.outlier_ratio:
+        return None
+    # Integers that are all 1 dequantize to their scales; 4 bits store 1 as 9 in both halves.
+    ones = torch.full_like(packed, 1 if store.spec.bits == 8 else 0x99)
+    spec = numbers_of(store.spec)
+    if isinstance(store, QuantizedExperts):
+        return dequantize_stack(ones, scales, None, store.stack_sizes()[key][1], spec)
+    assert isinstance(store, MatrixStore)
+    dense: Tensor = torch.ops.bmforge.dequantize(ones, scales, None, store.rows, spec)
+    return dense
 
 
 def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import AutoModel
 from bmforge.models.formats.gguf_export import export_gguf
 from bmforge.models.pack import quantize_
+from bmforge.nn.packed_store import PackedStore
+from bmforge.nn.packing import QuantSpec
 from bmforge.surgery import persistent_tensors
+from bmforge.testing import assert_close
 from bmforge.tokenizers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -114,7 +118,44 @@ def test_a_file_in_pieces_or_gone(tmp_path, directory):
         AutoTokenizer.from_pretrained(path)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+FAMILIES = ("llama", "mixtral", "gpt2")
+SCHEMES = {
+    "int8": QuantSpec(8, 32),
+    "int8 rows": QuantSpec(8, 0),
+    "int8 fp32": QuantSpec(8, 0, scale_dtype="float32"),
+    "int4": QuantSpec(4, 32),
+    "int8-asym": QuantSpec(8, 32, symmetric=False),
+    "int8 of 16": QuantSpec(8, 16),
+}
+
+
+@pytest.mark.parametrize(("family", "scheme"), list(product(FAMILIES, SCHEMES)))
+def test_integers_are_not_rounded_again(family, scheme, tmp_path, caplog):
+    """Q8_0 holds integers of GPTQ, whose largest one need not be 127, or a warning counts them."""
+    spec = SCHEMES[scheme]
+    model = quantize_(build_model(family), spec)
+    for name, tensor in model.named_parameters():
+        if name.endswith("packed") and spec.bits == 8:
+            tensor.data.copy_((tensor.view(torch.int8) // 3).view(torch.uint8))
+    with caplog.at_level("WARNING", logger="bmforge"):
+        path = export_gguf(model, tmp_path / "a.gguf", "q8_0")
+    stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}
+    if scheme in ("int8-asym", "int8 of 16"):
+        assert f"{len(stores)} of {len(stores)} packed layers are quantized again" in caplog.text
+        return
+    assert "quantized again" not in caplog.text
+    opened = AutoModel.from_pretrained(path)
+    again = dict(opened.named_parameters(remove_duplicate=False))  # with tied heads
+    rtol = 2**-11 if spec.scale_dtype == "float32" else 0.0
+    for name, store in stores.items():
+        keys = [k for k in ("up_proj", "gate_proj", "down_proj") if f"{name}.{k}" in again]
+        for key in keys or ["weight"]:
+            assert_close(
+                again[f"{name}.{key}"], store.plain(key), rtol=rtol, atol=1e-8 * bool(rtol)
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_weights_are_written(family, tmp_path):
     """As q8_0 they are the same integers; q4_0 would round them again."""
     model = quantize_(build_model(family), "int8")

@@ -1,18 +1,23 @@
-"""The tensors of a model as the writer of GGUF files takes them: packed ones as numbers."""
+"""Reads a model's tensors for the writer of GGUF files: packed weights as values or integers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
 from bmforge.models.base import Model
 from bmforge.nn.packed_store import PackedStore
+from bmforge.nn.quantized import element_scales
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["describe_plain", "find_values"]
+__all__ = ["describe_plain", "find_scales", "find_values", "write_integers"]
+
+_BLOCK = 32  # values of a Q8_0 block, which share an fp16 scale
 
 
 def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
@@ -37,6 +42,59 @@ def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
         return store.plain(key).detach().cpu()
 
     return load
+
+
+def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
+    """Return a function that reads the scales of a tensor's integers by its plain name.
+
+    The function returns None for floats, and for integers that are not integers times scales. With
+    type "q8_0", a warning counts the packed layers whose values are quantized again.
+    """
+    stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}
+    again = [n for n, m in stores.items() if not _are_blocks(m)]
+    if again and kind == "q8_0":
+        get_logger().warning(
+            "%d of %d packed layers are quantized again to Q8_0, for example %s: their groups have "
+            "zero points, outlier columns, or other widths than multiples of 32. Write 'f16' or "
+            "'bf16' to keep their values.",
+            *(len(again), len(stores), again[0]),
+        )
+
+    def load(name: str) -> Tensor | None:
+        owner, _, key = name.rpartition(".")
+        store = stores.get(owner)
+        if store is None or key == "bias" or not _are_blocks(store):
+            return None
+        scales = element_scales(store, key)
+        return None if scales is None else scales.cpu()
+
+    return load
+
+
+def _are_blocks(store: PackedStore) -> bool:
+    """Return True if 32 neighbors of a row always have one scale and nothing else."""
+    spec = store.spec
+    return spec.symmetric and not spec.outlier_ratio and spec.group_size % _BLOCK == 0
+
+
+def write_integers(values: Tensor, scales: Tensor) -> np.ndarray | None:
+    """Return the bytes of Q8_0 blocks with the integers ``values / scales``, not rounded again.
+
+    None if scales differ within a block, or are beyond the range of fp16.
+
+    Shape:
+        values and scales: (rows, columns), columns a multiple of 32
+    """
+    blocks = scales.float().reshape(-1, _BLOCK)
+    each = blocks[:, :1]
+    narrow = each.half()
+    if not torch.equal(blocks, each.expand_as(blocks)) or not bool(narrow.isfinite().all()):
+        return None
+    quotients = values.float().reshape(-1, _BLOCK) / torch.where(each == 0, 1.0, each)
+    integers = quotients.round().to(torch.int8)
+    stored = torch.cat((narrow.contiguous().view(torch.uint8), integers.view(torch.uint8)), 1)
+    flat: np.ndarray = stored.flatten().numpy()
+    return flat
 
 
 def describe_plain(model: Model) -> Model:

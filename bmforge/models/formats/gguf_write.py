@@ -22,10 +22,10 @@ from bmforge.files import check_place, partial_name, sync_directory
 from bmforge.gguf_header import BLOCKS, GgufHeader, GgufTensor
 from bmforge.logging import get_logger, track
 from bmforge.models.base import Model
+from bmforge.models.formats import gguf_values as packed
 from bmforge.models.formats.gguf_config import ARCHITECTURES, Architecture, to_raw
 from bmforge.models.formats.gguf_names import ROPE_TENSORS, find_rules, is_permuted, permute_rows
 from bmforge.models.formats.gguf_rope import write_rope
-from bmforge.models.formats.gguf_values import describe_plain, find_values
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
 from bmforge.nn.mlp import ACTIVATIONS
 from bmforge.provenance import to_metadata
@@ -78,12 +78,13 @@ def write_gguf(
     out = Path(path)
     check_target(out, kind, overwrite)
     architecture = _find(model)
-    load = find_values(model, kind)
+    load, scales = packed.find_values(model, kind), packed.find_scales(model, kind)
     if model.config.changes:
-        model = describe_plain(model)
+        model = packed.describe_plain(model)
     values = _metadata(model, architecture)
     groups, left_out = _split_groups(find_rules(architecture.name, model))
     plan = _Plan(model, architecture, groups, kind, load)
+    plan.scales = scales
     plan.extra = values.pop("tensors")
     _check_said(model, architecture, values, plan)
     if left_out:
@@ -241,6 +242,7 @@ class _Plan:
         self.found, self.groups, self.kind = architecture, groups, kind
         self.head_dim = model.config.head_dim
         self.extra: dict[str, Tensor] = {}
+        self.scales: Callable[[str], Tensor | None] = lambda name: None
         self.head = "output.weight" if "output.weight" in groups else "token_embd.weight"
 
     def places(self) -> dict[str, GgufTensor]:
@@ -257,7 +259,17 @@ class _Plan:
         """Return a tensor whole, in the file's order."""
         if name in self.extra:
             return self.extra[name]
-        tensor = assemble_source(self.groups[name], self.values)
+        return self._assemble(name, self.values)
+
+    def load_scales(self, name: str) -> Tensor | None:
+        """Return the scales of a tensor's stored integers in its shape; None if it has none."""
+        scales = {rule.ours: self.scales(rule.ours) for rule in self.groups.get(name, [])}
+        known = {ours: each for ours, each in scales.items() if each is not None}
+        complete = bool(known) and len(known) == len(scales)
+        return self._assemble(name, known.__getitem__) if complete else None
+
+    def _assemble(self, name: str, values: Callable[[str], Tensor]) -> Tensor:
+        tensor = assemble_source(self.groups[name], values)
         if self.found.permutes and is_permuted(name):
             tensor = permute_rows(tensor, self.head_dim)
         return tensor
@@ -340,7 +352,8 @@ def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan:
             quantize = _quantizer(gguf, entry.kind)
             stored = np.empty(entry.size, np.uint8)
             done = 0
-            for part in _stored_parts(name, plan.load(name), entry.kind, quantize):
+            scales = plan.load_scales(name) if entry.kind == "Q8_0" else None
+            for part in _stored_parts(name, plan.load(name), entry.kind, quantize, scales):
                 stored[done : done + part.size] = part
                 done += part.size
             writer.write_tensor_data(stored)
@@ -357,11 +370,20 @@ def _quantizer(gguf: Any, kind: str) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _stored_parts(
-    name: str, tensor: Tensor, kind: str, quantize: Callable[[np.ndarray], np.ndarray]
+    name: str,
+    tensor: Tensor,
+    kind: str,
+    quantize: Callable[[np.ndarray], np.ndarray],
+    scales: Tensor | None = None,
 ) -> Iterator[np.ndarray]:
     """Yield a tensor's stored bytes, some rows at a time."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     step = max(1, _CHUNK_VALUES // rows.shape[1])
+    if scales is not None:
+        exact = packed.write_integers(rows, scales.reshape(rows.shape))
+        if exact is not None:
+            yield exact
+            return
     for part in rows.split(step):
         if kind in ("F16", "BF16"):
             dtype = torch.float16 if kind == "F16" else torch.bfloat16
