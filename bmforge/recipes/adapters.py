@@ -59,8 +59,6 @@ KINDS: dict[str, type[Delta]] = {
 }
 ADAPTER_NAME = "default"
 ALL_LINEAR = "all-linear"
-# PEFT's option names -> argument names of the adapter classes.
-_CLASS_OPTIONS = {"use_rslora": "root_scale", "use_dora": "magnitude"}
 _RUN_FIELDS = ("kind", "target_modules", "exclude_modules", "modules_to_save", "lr_ratio", "merge")
 # Learning rates of published recipes: Hu et al. (2021) and Dettmers et al. (2023)
 # for LoRA, PEFT's examples for the others.
@@ -139,7 +137,7 @@ class AdapterConfig:
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of the adapter's class."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in _RUN_FIELDS]
-        values = {_CLASS_OPTIONS.get(name, name): getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, False)}
 
 

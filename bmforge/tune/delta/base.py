@@ -30,7 +30,7 @@ from bmforge.tune.delta.held import (
     part_around,
     refuse_laid_out,
 )
-from bmforge.tune.delta.records import check_patterns, order_changes_
+from bmforge.tune.delta.records import check_patterns, order_changes_, rename_options
 from bmforge.tune.delta.selection import accept_adapter_names_
 
 __all__ = ["AttachedDelta"]
@@ -49,7 +49,7 @@ class AttachedDelta:
         name: name of the delta and of its parts in the model.
         exclude: name prefixes, or targets, to leave out.
         train_also: modules, or single parameters, that are trained in full and saved with the
-            delta, such as a new head.
+            delta, such as a new head; `modules_to_save` is another name of it, PEFT's.
         seed: random seed of the initialization; see `init_deltas_`.
         options: options of the kind; see `nn.part_kinds`.
 
@@ -58,6 +58,7 @@ class AttachedDelta:
         defaults: default values of the options.
         stands_behind: True if the parts need the complete output of a module: a target that is the
             last projection of an attention or MLP is replaced by that attention or MLP.
+        peft_options: PEFT's names of options -> names in `nn.part_kinds`; both are accepted.
         peft_type: `peft_type` of its directories: PEFT's name, or one that begins with BMFORGE.
         peft_reads: further PEFT types that compute the same once they are saved.
         origin: config of the PEFT directory that it was loaded from; written back on saving.
@@ -72,6 +73,7 @@ class AttachedDelta:
     default_targets: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Mapping[str, Any]] = {}
     stands_behind: ClassVar[bool] = False
+    peft_options: ClassVar[Mapping[str, str]] = {}
     peft_type: ClassVar[str] = ""
     peft_reads: ClassVar[tuple[str, ...]] = ()
 
@@ -89,7 +91,8 @@ class AttachedDelta:
         refuse_laid_out(model, f"Attach a {type(self).__name__}")
         self.model, self.name, self.seed = model, name, seed
         self.targets = (targets,) if isinstance(targets, str) else targets
-        self.exclude, self.train_also = tuple(exclude), tuple(train_also)
+        options = rename_options({"train_also": train_also, **options}, type(self).peft_options)
+        self.exclude, self.train_also = tuple(exclude), tuple(options.pop("train_also"))
         if name in deltas_of(model):
             raise ConfigError(
                 f"the model already has a delta {name!r}: give this one another name, or remove "

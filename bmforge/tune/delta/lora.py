@@ -12,9 +12,9 @@ __all__ = ["LoRA", "Lora"]
 class Lora(Delta):
     """Low-rank update ``alpha / rank * B A x`` added to a layer's output.
 
-    Options: those of `nn.low_rank.LowRankOptions`; `root_scale` is rsLoRA, `magnitude` DoRA, `bias`
-    a
-    bias of B; `ranks` and `alphas` override the rank and alpha of modules by glob.
+    Options: those of `nn.low_rank.LowRankOptions`; `use_rslora` (`root_scale`) scales by
+    ``alpha / sqrt(rank)``, `use_dora` (`magnitude`) trains the magnitudes of weight rows, `bias`
+    adds a bias to B; `ranks` and `alphas` override the rank and alpha of modules by glob.
 
     Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021).
     """
@@ -22,6 +22,7 @@ class Lora(Delta):
     kind = "low_rank"
     default_targets = ("attn.q", "attn.v")
     defaults = MappingProxyType({"rank": 8, "alpha": 16.0})
+    peft_options = MappingProxyType({"use_rslora": "root_scale", "use_dora": "magnitude"})
     peft_type = "LORA"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bmforge.errors import ConfigError, suggest
@@ -10,7 +10,7 @@ from bmforge.surgery import match_glob
 from bmforge.tune.delta.address import excludes_of, known_names
 from bmforge.tune.delta.held import deltas_of
 
-__all__ = ["check_patterns", "order_changes_"]
+__all__ = ["check_patterns", "order_changes_", "rename_options"]
 
 
 def check_patterns(delta: Any, names: Sequence[str]) -> None:
@@ -44,3 +44,24 @@ def order_changes_(model: Any, name: str) -> None:
     for n, change in zip(places, ordered, strict=True):
         changes[n] = change
     model.config = model.config.replace(changes=tuple(changes))
+
+
+def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return options under bmforge's names.
+
+    Args:
+        options: option name -> value; one of bmforge's that is empty or False counts as not given.
+        names: PEFT's option name -> bmforge's, besides `modules_to_save`.
+
+    Raises:
+        ConfigError: an option is given under both names.
+    """
+    renamed = dict(options)
+    for theirs, ours in {"modules_to_save": "train_also", **names}.items():
+        if theirs not in renamed:
+            continue
+        value = renamed.pop(theirs)
+        if renamed.get(ours):
+            raise ConfigError(f"{ours} and {theirs} are two names of one option. Give one of them.")
+        renamed[ours] = (value or ()) if ours == "train_also" else value
+    return renamed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +400,36 @@ def test_files_that_do_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "VERA"}))
     with pytest.raises(ConfigError, match="'VERA', which is not known"):
         load_delta(gpt2(), tmp_path)
+
+
+@pytest.mark.parametrize(("dora", "rslora", "whole"), list(product((False, True), repeat=3)))
+def test_options_have_the_names_of_peft(
+    dora: bool, rslora: bool, whole: bool, tmp_path: Path
+) -> None:
+    """PEFT's names are accepted, and the scale in PEFT's config is the one that is computed."""
+    model = llama()
+    modules = ["lm_head"] if whole else []
+    options = {"use_dora": dora, "use_rslora": rslora, "modules_to_save": modules}
+    delta = Lora(model, ["layers.0.attn.o_proj"], rank=4, alpha=6, **options)
+    assert len(delta.wholes()) == whole
+    delta.save(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["use_dora"], config["use_rslora"]) == (dora, rslora)
+    part = model.get_submodule("layers.0.attn.o_proj")
+    if not dora:
+        before, x = part.weight.detach().clone(), torch.randn(3, part.weight.shape[1])
+        stir_(delta)
+        a, b = (p.detach() for p in delta.parameters())
+        a, b = (a, b) if a.shape[0] == 4 else (b, a)
+        scale = 6 / (2 if rslora else 4)
+        want = x @ (before + scale * b @ a).t()
+        assert_close(part(x).detach(), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_option_is_given_under_one_name() -> None:
+    with pytest.raises(ConfigError, match="two names of one option"):
+        Lora(gpt2(), magnitude=True, use_dora=True)
+    with pytest.raises(ConfigError, match="two names of one option"):
+        Lora(gpt2(), train_also=["norm"], modules_to_save=["norm"])
+    with pytest.raises(ConfigError, match="IA3 has no option 'use_dora'"):
+        IA3(gpt2(), use_dora=True)
