@@ -106,7 +106,8 @@ def rope_frequencies(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, float]:
             maximum matter.
 
     Shape:
-        returns (rotary_dim / 2,) in fp32
+        positions: (..., T); returns (rotary_dim / 2,), or (..., rotary_dim / 2) for dynamic and
+        longrope, whose frequencies depend on the length of each row, in fp32
     """
     exponent = torch.arange(0, spec.rotary_dim, 2, device=positions.device).float()
     exponent = exponent / spec.rotary_dim
@@ -125,7 +126,8 @@ def rope_frequencies(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, float]:
 
 
 def _dynamic(spec: RopeSpec, exponent: Tensor, positions: Tensor) -> Tensor:
-    longest = torch.clamp(positions.max() + 1, min=spec.max_seq_len).float()
+    # By row: a row's answer must not depend on longer rows of its batch.
+    longest = (positions.amax(-1, keepdim=True) + 1).clamp(min=spec.max_seq_len).float()
     growth = spec.factor * longest / spec.max_seq_len - (spec.factor - 1)
     base = spec.theta * growth ** (spec.rotary_dim / (spec.rotary_dim - 2))
     return 1.0 / (base**exponent)
@@ -178,7 +180,7 @@ def _longrope(spec: RopeSpec, plain: Tensor, positions: Tensor) -> tuple[Tensor,
     assert spec.original_seq_len is not None
     short = torch.tensor(spec.short_factor, device=plain.device)
     long = torch.tensor(spec.long_factor, device=plain.device)
-    beyond = positions.max() + 1 > spec.original_seq_len
+    beyond = positions.amax(-1, keepdim=True) + 1 > spec.original_seq_len
     factor = 1.0
     if spec.attention_factor is not None:
         factor = spec.attention_factor
@@ -195,7 +197,8 @@ def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[T
         returns: two tensors (B or 1, 1, T, rotary_dim)
     """
     frequencies, factor = rope_frequencies(spec, positions)
-    angles = positions[:, None, :, None].float() * frequencies
+    by_row = frequencies if frequencies.dim() == 1 else frequencies[:, None, None]
+    angles = positions[:, None, :, None].float() * by_row
     if spec.interleaved:
         angles = angles.repeat_interleave(2, dim=-1)
     else:

@@ -89,7 +89,7 @@ def test_frequencies_equal_transformers(name: str, length: int) -> None:
     config, spec = make_configs(name)
     kind = config.rope_parameters["rope_type"]
     theirs, their_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
-    ours, factor = rope_frequencies(spec, torch.arange(length)[None])
+    ours, factor = rope_frequencies(spec, torch.arange(length))
     assert_close(ours, theirs, rtol=1e-6, atol=0.0)
     assert factor == pytest.approx(their_factor, rel=1e-12)
 
@@ -97,11 +97,12 @@ def test_frequencies_equal_transformers(name: str, length: int) -> None:
 @pytest.mark.parametrize("length", [20, 200])
 @pytest.mark.parametrize("name", list(KINDS))
 def test_rotation_equals_transformers(name: str, length: int) -> None:
-    """Tables and turned queries are transformers', with padded positions too."""
+    """Tables and turned queries are transformers' for each row, with padded positions too."""
     config, spec = make_configs(name)
     positions = torch.stack((torch.arange(length), (torch.arange(length) - 3).clamp(min=0)))
     query, key = torch.randn(2, 4, length, HEAD_DIM), torch.randn(2, 2, length, HEAD_DIM)
-    cos, sin = LlamaRotaryEmbedding(config)(query, positions)
+    rows = [LlamaRotaryEmbedding(config)(query[:1], row[None]) for row in positions]
+    cos, sin = (torch.cat(parts) for parts in zip(*rows, strict=True))
     table = rope_table(spec, positions, torch.float32)
     assert_close(table[0][:, 0], cos, atol=2e-5)
     assert_close(table[1][:, 0], sin, atol=2e-5)
