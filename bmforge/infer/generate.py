@@ -78,6 +78,7 @@ def generate(
             "search are known only at its end. Leave them out, or set num_beams=1."
         )
     adapter_names = _known_rows(model, adapter_names)
+    _check_tensors(input_ids=input_ids, attention_mask=attention_mask)
     input_ids, attention_mask, added = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
@@ -257,7 +258,8 @@ def check_prompt(
     config: GenerationConfig,
 ) -> Tensor | None:
     """Check the prompt against the model; return its mask, or None without padding."""
-    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
+    is_integer = not input_ids.is_floating_point() and input_ids.dtype != torch.bool
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or not is_integer:
         raise ShapeError(
             f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; it must be "
             "integers of shape (B, T) with at least one token. For one prompt use input_ids[None]."
@@ -291,6 +293,16 @@ def check_prompt(
     return _check_mask(input_ids, attention_mask, goes_on=model.traits.reads != "apart")
 
 
+def _check_tensors(**values: Any) -> None:
+    """Raise `ShapeError` if ids are missing or a value is no tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and (value is not None or name == "input_ids"):
+            raise ShapeError(
+                f"{name} is a {type(value).__name__} (allowed: a tensor of integers of shape "
+                "(B, T)). Use torch.tensor([[...]]) for ids, or Engine.generate for texts."
+            )
+
+
 def _describe_prompt(table: Any) -> str:
     """Return text about the prompt rows of an embedding table for an error message, or ""."""
     more = count_ids(table) - table.num_embeddings
@@ -317,6 +329,11 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
         raise ShapeError(
             f"rows {rows} end in padding, so there is nothing to continue. Pad on the left: "
             "tokens last, attention_mask 0 in front."
+        )
+    if goes_on and bool((mask.diff(dim=1) < 0).any()):
+        rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
+        raise ShapeError(
+            f"rows {rows} have padding between tokens. Pad on the left: attention_mask 0 in front."
         )
     return mask
 

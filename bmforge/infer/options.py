@@ -103,7 +103,7 @@ class GenerationConfig:
         problems = [
             f"{name}={getattr(self, name)!r} must be {needed}"
             for name, needed, fits in _RANGES
-            if not fits(getattr(self, name))
+            if not _has_type(name, getattr(self, name)) or not fits(getattr(self, name))
         ]
         problems += self._contradictions() if not problems else []
         if problems:
@@ -222,6 +222,13 @@ def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
 
 
+def _has_type(name: str, value: Any) -> bool:
+    """Return True if a number of an option is an integer or float as its range needs."""
+    if name in _WHOLE:
+        return value is None or (isinstance(value, int) and not isinstance(value, bool))
+    return name not in _FRACTIONS or value is None or isinstance(value, int | float)
+
+
 def _are_words(value: Any) -> bool:
     return isinstance(value, tuple) and all(
         isinstance(word, tuple) and word and all(isinstance(id, int) and id >= 0 for id in word)
@@ -239,6 +246,14 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
+_WHOLE = {
+    *("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "num_beams"),
+    *("num_return_sequences", "logprobs"),
+}
+_FRACTIONS = {
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    "frequency_penalty",
+}
 # field -> (values that switch it off)
 _SAMPLING: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("temperature", (1.0,)),
@@ -248,7 +263,7 @@ _SAMPLING: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("seed", (None,)),
 )
 _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("max_new_tokens", "at least 1", lambda v: v >= 1),
+    ("max_new_tokens", "an integer of at least 1", lambda v: v >= 1),
     ("min_new_tokens", "at least 0", lambda v: v >= 0),
     (
         "temperature",
@@ -264,7 +279,7 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("no_repeat_ngram_size", "at least 0", lambda v: v >= 0),
     ("bad_words_ids", "a tuple of tuples of ids, none of them empty", _are_words),
     ("logit_bias", "ids with finite numbers", _are_biases),
-    ("num_beams", "at least 1", lambda v: v >= 1),
+    ("num_beams", "an integer of at least 1", lambda v: v >= 1),
     ("early_stopping", "False, True or 'never'", lambda v: v in (False, True, "never")),
     ("num_return_sequences", "at least 1", lambda v: v >= 1),
     ("stop_strings", "a tuple of texts, none of them empty", _are_texts),

@@ -60,6 +60,10 @@ _PER_LAYER = "per_layer_config"
 _OWN_SIZES = frozenset({"head_dim", "intermediate_size"})
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 1
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """Fields of every family; sizes in features, lengths in tokens.
@@ -144,7 +148,7 @@ class ModelConfig:
         problems = [
             f"{name}={getattr(self, name)!r} must be a positive number"
             for name in self.hf_names
-            if name in _POSITIVE and getattr(self, name) < 1
+            if name in _POSITIVE and not _is_positive(getattr(self, name))
         ]
         check_head(type(self).__name__, self.head, self.heads)
         if not problems and self.num_heads % self.num_kv_heads:

@@ -69,7 +69,7 @@ def write_gguf(
         overwrite: replace an existing file.
 
     Raises:
-        CheckpointError: the file exists, or a tensor has values beyond the range of fp16.
+        CheckpointError: the file exists or cannot be written, or values exceed fp16.
         ConfigError: another file ending, an unknown kind, or a model that GGUF cannot represent.
         MissingDependencyError: `gguf` is not installed.
 
@@ -96,6 +96,9 @@ def write_gguf(
     try:
         _write(partial, architecture, {**values, **(tokens or _NO_TOKENS)}, plan)
         os.replace(partial, out)
+    except OSError as error:
+        text = f"cannot write {str(out)!r} ({error}). Free some space, or name another directory."
+        raise CheckpointError(text) from error
     finally:
         partial.unlink(missing_ok=True)
     sync_directory(out.absolute().parent)

@@ -326,6 +326,9 @@ def write_file(
         path: path of the file.
         tensors: tensors on the CPU; on meta with `read`.
         read: function that returns each tensor when it is written, in file order.
+
+    Raises:
+        CheckpointError: the file cannot be written, for example because the disk is full.
     """
     # Sorting by element size, largest first, aligns every tensor to its element size; those whose
     # size is a multiple of the alignment come before the others.
@@ -344,9 +347,16 @@ def write_file(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN_BYTES)
     partial = path.with_name(partial_name(path.name))
-    with partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in order:
-            values = tensors[name] if read is None else read(name)
-            file.write(_view_bytes(values.detach().contiguous()))
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for name in order:
+                values = tensors[name] if read is None else read(name)
+                file.write(_view_bytes(values.detach().contiguous()))
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write {str(path)!r} of {len(text) + place:,} bytes ({error.strerror}). Free "
+            "some space, or name another directory."
+        ) from error
