@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bmforge.errors import ConfigError
+from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import get_logger
 from bmforge.models.base import Model
 from bmforge.nn.packed_store import PackedStore
 from bmforge.nn.quantized import element_scales
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["describe_plain", "find_scales", "find_values", "write_integers"]
+__all__ = ["describe_plain", "find_scales", "find_values", "quantizer", "stored_parts"]
 
+_CHUNK_VALUES = 1 << 22
 _BLOCK = 32  # values of a Q8_0 block, which share an fp16 scale
 
 
@@ -103,3 +105,42 @@ def describe_plain(model: Model) -> Model:
     plain = type(model).from_config(model.config.replace(changes=()), device="meta", dtype=dtype)
     plain.provenance = model.provenance
     return plain
+
+
+def quantizer(gguf: Any, kind: str) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the function of `gguf` that quantizes fp32 rows to a tensor type."""
+    number = gguf.GGMLQuantizationType[kind]
+    return lambda values: gguf.quants.quantize(values, number)
+
+
+def stored_parts(
+    name: str,
+    tensor: Tensor,
+    kind: str,
+    quantize: Callable[[np.ndarray], np.ndarray],
+    scales: Tensor | None = None,
+) -> Iterator[np.ndarray]:
+    """Yield a tensor's stored bytes, some rows at a time."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    step = max(1, _CHUNK_VALUES // rows.shape[1])
+    if scales is not None:
+        exact = write_integers(rows, scales.reshape(rows.shape))
+        if exact is not None:
+            yield exact
+            return
+    for part in rows.split(step):
+        if kind in ("F16", "BF16"):
+            dtype = torch.float16 if kind == "F16" else torch.bfloat16
+            narrow = part.to(dtype).contiguous()
+            data = narrow.view(torch.int16).numpy()
+        else:
+            data = part.to(torch.float32).contiguous().numpy()
+            # Scales of blocks are fp16.
+            narrow = torch.from_numpy(data)
+            data = data if kind == "F32" else quantize(data)
+        if not narrow.isfinite().all():
+            raise CheckpointError(
+                f"{name} has values that {kind} cannot hold: infinite, not a number, or beyond "
+                "65504. Write it with type 'bf16' or 'f32'."
+            )
+        yield data.reshape(-1).view(np.uint8)

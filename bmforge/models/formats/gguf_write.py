@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError, MissingDependencyError
@@ -38,7 +37,6 @@ GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 # Tensors that llama.cpp requires in fp32, besides vectors.
 _KEPT_WIDE = ("ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
-_CHUNK_VALUES = 1 << 22
 _QUANTIZATION_VERSION = 2
 # Fields of a config that no forward pass of a trained model depends on, or that the tokenizer has.
 _UNSAID = {
@@ -352,11 +350,11 @@ def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, entry in track(list(places.items()), "write tensors"):
-            quantize = _quantizer(gguf, entry.kind)
+            quantize = packed.quantizer(gguf, entry.kind)
             stored = np.empty(entry.size, np.uint8)
             done = 0
             scales = plan.load_scales(name) if entry.kind == "Q8_0" else None
-            for part in _stored_parts(name, plan.load(name), entry.kind, quantize, scales):
+            for part in packed.stored_parts(name, plan.load(name), entry.kind, quantize, scales):
                 stored[done : done + part.size] = part
                 done += part.size
             writer.write_tensor_data(stored)
@@ -365,44 +363,6 @@ def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan:
             os.fsync(file.fileno())
     finally:
         writer.close()
-
-
-def _quantizer(gguf: Any, kind: str) -> Callable[[np.ndarray], np.ndarray]:
-    number = gguf.GGMLQuantizationType[kind]
-    return lambda values: gguf.quants.quantize(values, number)
-
-
-def _stored_parts(
-    name: str,
-    tensor: Tensor,
-    kind: str,
-    quantize: Callable[[np.ndarray], np.ndarray],
-    scales: Tensor | None = None,
-) -> Iterator[np.ndarray]:
-    """Yield a tensor's stored bytes, some rows at a time."""
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    step = max(1, _CHUNK_VALUES // rows.shape[1])
-    if scales is not None:
-        exact = packed.write_integers(rows, scales.reshape(rows.shape))
-        if exact is not None:
-            yield exact
-            return
-    for part in rows.split(step):
-        if kind in ("F16", "BF16"):
-            dtype = torch.float16 if kind == "F16" else torch.bfloat16
-            narrow = part.to(dtype).contiguous()
-            data = narrow.view(torch.int16).numpy()
-        else:
-            data = part.to(torch.float32).contiguous().numpy()
-            # Scales of blocks are fp16.
-            narrow = torch.from_numpy(data)
-            data = data if kind == "F32" else quantize(data)
-        if not narrow.isfinite().all():
-            raise CheckpointError(
-                f"{name} has values that {kind} cannot hold: infinite, not a number, or beyond "
-                "65504. Write it with type 'bf16' or 'f32'."
-            )
-        yield data.reshape(-1).view(np.uint8)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -357,6 +357,6 @@ def write_file(
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
-            f"cannot write {str(path)!r} of {len(text) + place:,} bytes ({error.strerror}). Free "
+            f"cannot write {str(path)!r} of {len(text) + offset:,} bytes ({error.strerror}). Free "
             "some space, or name another directory."
         ) from error
