@@ -45,12 +45,14 @@ def list_words() -> Words:
     for name, command in COMMANDS.items():
         if command.options is not None:
             words[name,] = _options(command.options)
-    layout = {f"--{name}": "any" for name in sorted(FIELDS) if name.startswith("layout.")}
+    layout: dict[str, Value] = {
+        f"--{name}": "any" for name in sorted(FIELDS) if name.startswith("layout.")
+    }
     words["evaluate",] = {**_options(EvaluateCommand), **layout}
     words["data",] = dict.fromkeys(SUBCOMMANDS, "any")
     for name, (_, options, _) in SUBCOMMANDS.items():
         words["data", name] = _options(options)
-    tasks = dict.fromkeys((*TASK_NAMES, *PUBLISHED, *OLD_NAMES), "any")
+    tasks: dict[str, Value] = dict.fromkeys((*TASK_NAMES, *PUBLISHED, *OLD_NAMES), "any")
     words["train",] = {"--help": "switch", **tasks}
     train = [*SHORT_NAMES, *SWITCHES, *(f"--{name}" for name in sorted(FIELDS))]
     words["completion",] = {"--help": "switch", **dict.fromkeys(_SHELLS, "any")}

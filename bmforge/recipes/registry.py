@@ -138,10 +138,9 @@ def _goes_on(traits: Traits) -> bool:
     return _writes(traits) or traits.objective == "blanks"
 
 
-def _continues(traits: Traits) -> bool:
+def _is_batched(traits: Traits) -> bool:
     """Return True if the engine batches the family's answers: decoders that read from the left."""
-    is_decoder = (traits.reads, traits.objective) == ("left", "next token")
-    return is_decoder and traits.positions in ("learned", "rotary")
+    return _continues(traits) and traits.positions in ("learned", "rotary")
 
 
 def _reads_texts(traits: Traits) -> bool:
@@ -209,10 +208,10 @@ TASKS: Mapping[str, Task] = {
     "documents": Task(TASK_NAMES["documents"], (_DOCUMENTS,)),
     "chid": Task(TASK_NAMES["chid"], (Form(_CPM1, CPM1TextsConfig, tune_chid),)),
     "stc": Task(TASK_NAMES["stc"], (Form(_CPM1, CPM1TextsConfig, tune_stc),)),
-    "rl": Task(TASK_NAMES["rl"], (Form(_continues, ReinforcementConfig, train_rl),), tunes=True),
+    "rl": Task(TASK_NAMES["rl"], (Form(_is_batched, ReinforcementConfig, train_rl),), tunes=True),
     "distill": Task(
         TASK_NAMES["distill"],
-        (Form(_continues, OnPolicyDistillationConfig, train_distill),),
+        (Form(_is_batched, OnPolicyDistillationConfig, train_distill),),
         tunes=True,
     ),
     "images": Task(

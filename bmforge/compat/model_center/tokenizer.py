@@ -75,16 +75,6 @@ class _OldMethods:
         """Return the tokens of a text."""
         return list(self.convert_ids_to_tokens(self.encode(text)))
 
-    def convert_tokens_to_ids(self: Any, tokens: list[str]) -> list[int | None]:
-        """Return the ids of tokens; the unknown id for tokens outside the vocabulary."""
-        ids = [self.token_to_id(token) for token in tokens]
-        return [self.unk_id if token_id is None else token_id for token_id in ids]
-
-    def convert_ids_to_tokens(self: Any, ids: list[int]) -> list[str]:
-        """Return the tokens of ids."""
-        tokens = {number: token for token, number in self.get_vocab().items()}
-        return [tokens[int(number)] for number in ids]
-
     def check(self: Any, token: str) -> bool:
         """Return True if a token is in the vocabulary."""
         return self.token_to_id(token) is not None

@@ -147,7 +147,8 @@ class BaseRunner:
         """Yield the optimizers of model, template and verbalizer, with their warm-up steps."""
         plm = self.config.plm.optimize
         if not plm.freeze_para:
-            decayed, others = [], []
+            decayed: list[nn.Parameter] = []
+            others: list[nn.Parameter] = []
             for name, parameter in self.model.plm.named_parameters():
                 is_excluded = any(part in name for part in plm.no_decay)
                 (others if is_excluded else decayed).append(parameter)

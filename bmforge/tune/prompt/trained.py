@@ -52,7 +52,7 @@ class SoftVerbalizer(nn.Module):
         super().__init__()
         self.head, weight, self.scale = copy_head(model)
         if isinstance(words, int):
-            self.classes, self.words = (), []
+            self.classes, self.words = read_words([[str(number)] for number in range(words)])
             rows = nn.Linear(weight.shape[1], words, bias=False).weight.detach().to(weight)
         else:
             self.classes, self.words = read_words(words)
