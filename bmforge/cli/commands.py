@@ -34,34 +34,37 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "quickstart": Command(
-        "train a small model on real text, from nothing, in minutes",
+        "train a small model on real text in minutes",
         "runs:run_quickstart",
         QuickstartConfig,
     ),
     "prepare": Command(
-        "text files to a token store and a tokenizer",
+        "convert text files to a token store and a tokenizer",
         "prepare:run_prepare",
         data_options.PrepareCommand,
     ),
     "data": Command(
-        "collect pages; why documents were dropped, what a corpus is made of", "data:run_data"
+        "collect web pages; show a corpus's statistics, samples and dropped documents",
+        "data:run_data",
     ),
-    "train": Command("train a model for a task, or go on with it", "train:run_train"),
+    "train": Command("train a model for a task, or resume a run", "train:run_train"),
     "evaluate": Command("measure a model on texts and tasks", "evaluate:run_evaluate"),
     "generate": Command(
         "continue a text with a model", "generate:run_generate", options.GenerateCommand
     ),
     "chat": Command("talk to a model in the terminal", "chat:run_chat", options.ChatCommand),
     "serve": Command(
-        "serve a model to programs and at a page", "serve:run_serve", options.ServeCommand
+        "serve a model over HTTP, with OpenAI's API and a chat page",
+        "serve:run_serve",
+        options.ServeCommand,
     ),
     "convert": Command(
-        "write any checkpoint, ModelCenter's too, in Hugging Face's form",
+        "write any checkpoint in Hugging Face's format or as GGUF",
         "convert:run_convert",
         options.ConvertCommand,
     ),
     "quantize": Command(
-        "write a model with its weights packed as integers",
+        "write a model with int8 or int4 weights",
         "quantize:run_quantize",
         options.QuantizeCommand,
     ),
@@ -69,12 +72,12 @@ COMMANDS: Mapping[str, Command] = {
         "merge an adapter into its base model", "merge:run_merge", options.MergeCommand
     ),
     "compress": Command(
-        "make a model small by a recipe: distil, prune, quantise, experts",
+        "distill, prune and quantize a model by a recipe",
         "compress:run_compress_command",
         compress_options.CompressCommand,
     ),
     "doctor": Command(
-        "versions, device, memory and extras of this installation, and what is missing",
+        "show versions, device, memory and missing extras of this installation",
         "doctor:run_doctor",
         options.DoctorCommand,
     ),
@@ -84,28 +87,28 @@ COMMANDS: Mapping[str, Command] = {
         options.CompletionCommand,
     ),
     "migrate": Command(
-        "a start script of CPM-Pretrain to the config of a run",
+        "convert scripts and configs of CPM-Pretrain and OpenPrompt to a run",
         "migrate:run_migrate",
         options.MigrateCommand,
     ),
-    "report": Command("draw a run on one page", "runs:run_report", options.ReportCommand),
+    "report": Command("write the HTML report of a run", "runs:run_report", options.ReportCommand),
     "prompt": Command(
-        "show what a template makes of a few examples",
+        "show the prompts that a template makes of examples",
         "prompt:run_prompt",
         prompt_options.PromptCommand,
     ),
     "plan": Command(
-        "which layouts of a model fit on which machines, how fast, for how much",
+        "predict memory, time and cost of a model's layouts on GPUs",
         "plan:run_plan_command",
         options.PlanCommand,
     ),
     "info": Command(
-        "parameters, FLOPs and cache size of a preset or a model",
+        "show parameters, FLOPs and cache size of a preset or a model",
         "info:run_info",
         options.InfoCommand,
     ),
     "tree": Command(
-        "the modules of a model as a tree: shapes, what is trained, deltas",
+        "show a model's modules as a tree, with shapes and adapters",
         "tree:run_tree",
         tree_options.TreeCommand,
     ),

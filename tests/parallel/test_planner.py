@@ -256,6 +256,17 @@ def test_state_is_what_adamw_keeps() -> None:
     assert row.memory.parts["optimizer"] == 2 * row.memory.parts["parameters"]
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("seq_len", [8, 64])
+def test_no_part_of_the_memory_is_negative(zero: int, seq_len: int) -> None:
+    deep = LlamaConfig(**{**SMALL, "num_layers": 48}, intermediate_size=192, max_seq_len=64)
+    gpus = 8 if zero else 1
+    cluster = Cluster(find_device("a100-40gb"), gpus)
+    request = Request(workload_of("small", deep, seq_len), cluster, gpus)
+    row = Estimator(request).estimate(Choice(Layout(zero=zero), 1))
+    assert min(row.memory.parts.values()) >= 0, row.memory.parts
+
+
 def test_context_parallel_processes_share_the_shards() -> None:
     """ZeRO shards over all processes, those of the axis `cp` among them."""
     plain, cut = (

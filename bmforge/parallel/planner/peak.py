@@ -92,6 +92,11 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
     at = max((curve[int(curve.sum(1).argmax())] for curve in curves), key=lambda row: row.sum())
     parts = dict(zip(PARTS, at.tolist(), strict=True))
     parts["gradients"] += parts.pop("whole gradients")
+    # Buffers that blocks hand on count as negative activations (`_of_more_blocks`). Where no
+    # activations are left, they belong to the collectives that made them.
+    handed = min(parts["activations"], 0.0)
+    parts["activations"] -= handed
+    parts["communication"] += handed
     return Memory(parts)
 
 
