@@ -146,7 +146,7 @@ def _join_parts(first: GgufHeader, parts: Any) -> GgufHeader:
     if name is None or type(parts) is not int or int(name[4]) != parts:
         raise CheckpointError(
             f"{str(path)!r} is one of split.count={parts} parts, whose names must end in "
-            "-00001-of-0000N.gguf. Give the parts their names, or join them with llama.cpp's "
+            "-00001-of-0000N.gguf. Rename the parts, or merge them with llama.cpp's "
             "gguf-split --merge."
         )
     if first.metadata.get("split.no", 0) != 0 or int(name[2]) != 1:

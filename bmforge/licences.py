@@ -110,7 +110,7 @@ def find_licence(name: str) -> Licence | None:
 
 
 def _choose_parts(name: str) -> tuple[Licence, ...] | None:
-    """Return the licences that apply together, of the alternative that restricts least."""
+    """Return the licences of the least restrictive alternative of a licence expression."""
     return min(_alternatives(name), key=_restriction, default=None)
 
 

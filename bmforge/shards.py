@@ -114,7 +114,7 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def is_first_replica(tensor: Tensor, leads: bool) -> bool:
-    """Return True on the rank that should write this box, among those that have the same one.
+    """Return True on the one rank that writes a shard that several ranks hold.
 
     Args:
         tensor: DTensor, or plain tensor that is replicated over several ranks.

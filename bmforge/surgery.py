@@ -128,7 +128,7 @@ def find_parameters(root: nn.Module, globs: Iterable[str]) -> dict[str, nn.Param
 
 
 def persistent_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """Return all tensors that belong into a model's checkpoint: name -> tensor.
+    """Return all tensors that a model's checkpoint contains: name -> tensor.
 
     Parameters, then persistent buffers; a tied tensor is listed once, under its first name.
     Initialization, loading, saving, checkpoints and the planner all use this list.

@@ -65,7 +65,7 @@ def _center(rewards: Tensor) -> Tensor:
 
 
 def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return the standard deviation with n - 1, without NaN; 0 for fewer than 2 values."""
+    """Return the sample standard deviation (n - 1), or 0 for fewer than two values."""
     is_scored = ~values.isnan()
     dims = tuple(range(values.dim())) if dim is None else (dim,)
     count = is_scored.sum(dims, keepdim=True)

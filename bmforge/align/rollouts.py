@@ -283,7 +283,7 @@ class RolloutLoader:
             answer.advantage = [advantage] * len(answer.ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rollouts and the answers that are not used up."""
+        """Return the number of rollouts done and the completions that no step has consumed yet."""
         is_used = self._used == self.steps_per_rollout
         return {
             "rollouts": self.rollouts,
@@ -327,8 +327,8 @@ class RolloutLoader:
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ConfigError(
-                    f"loader state has {key}={state.get(key)}, this run has {key}={value}: the "
-                    "rollouts cannot go on. Restore the prompts and options, or start a new run."
+                    f"the checkpoint has {key}={state.get(key)}, this run has {key}={value}: the "
+                    "rollouts cannot be resumed. Restore the prompts and options, or start anew."
                 )
         self.rollouts, self._used = state["rollouts"], state["used"]
         self._answers = [RolloutAnswer(**values) for values in state["answers"]]

@@ -80,7 +80,7 @@ def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: 
 
 
 def _set_adapter_rate(default: Any, arguments: Sequence[str], file: str | None) -> None:
-    """Set the default learning rate of a run that trains an adapter, unless a file has one.
+    """Set the default learning rate of adapter training, unless a config file sets one.
 
     Adapters need a larger rate than the whole model; an option --lr replaces this default.
     """

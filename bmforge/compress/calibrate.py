@@ -140,7 +140,9 @@ def by_block(
                 "block: leave it out of `where`, or use a method that needs no texts."
             )
         if isinstance(matrix.module, nn.Embedding):
-            raise ConfigError(f"{matrix.name} is a table: nothing is multiplied with it.")
+            raise ConfigError(
+                f"{matrix.name} is an embedding, which has no inputs to calibrate with. Exclude it."
+            )
         by_name.setdefault(names[0], []).append(matrix)
     return by_name
 

@@ -181,8 +181,8 @@ class Compression:
         names = [method.name for method in self.methods]
         if set(state["methods"]) != set(names):
             raise ConfigError(
-                f"the run that is to go on does {', '.join(state['methods']) or 'nothing'}, this "
-                f"one {', '.join(names) or 'nothing'}. Go on with the recipe that it began with."
+                f"the run to resume uses {', '.join(state['methods']) or 'no method'}, this recipe "
+                f"{', '.join(names) or 'none'}. Resume with the recipe that the run began with."
             )
         self.step = int(state["step"])
         if self.distiller is not None:

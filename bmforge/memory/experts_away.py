@@ -243,7 +243,7 @@ class _Away:
             streamer.read(self._name, expert, part)
 
     def put(self, start: int, values: Tensor) -> None:
-        raise AssertionError(f"{self._name} is read from where it lives, not written")
+        raise AssertionError(f"{self._name} is streamed from its file and read-only.")
 
 
 def stream_experts_(

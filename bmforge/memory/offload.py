@@ -63,8 +63,8 @@ class OffloadConfig:
             )
         if self.weights and self.fraction != 1.0:
             raise ConfigError(
-                f"offload.weights streams the weights that the optimizer steps outside the device: "
-                f"it needs offload.fraction=1, not {self.fraction}."
+                f"offload.weights needs offload.fraction=1, not {self.fraction}: streamed weights "
+                "are updated by an optimizer on the host."
             )
         for field in ("target", "states", "gradients"):
             value = getattr(self, field)

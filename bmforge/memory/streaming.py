@@ -91,7 +91,7 @@ class Streamer:
             block.kept = None
 
     def close(self) -> None:
-        """End copying; the model cannot run any more."""
+        """Stop the copy engine; the model cannot run afterwards."""
         self.forget()
         self.engine.close()
 
@@ -289,4 +289,4 @@ class _Streamed:
         streamer.read(self._name, target)
 
     def put(self, start: int, values: Tensor) -> None:
-        raise AssertionError(f"{self._name} is read from where it lives, not written")
+        raise AssertionError(f"{self._name} is streamed from its file and read-only.")

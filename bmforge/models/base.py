@@ -50,8 +50,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
     Attributes:
         family_traits: properties of the family; `traits` adds those of the config.
-        hf_prefix: prefix of the body's published names.
-        hf_old_names: pairs (ending of a published name, its ending in older checkpoints).
+        hf_prefix: prefix of the base model's parameter names in Hugging Face checkpoints.
+        hf_old_names: pairs (suffix of a Hugging Face parameter name, suffix in older checkpoints).
         tied_head: parameter that `tie_word_embeddings` ties to the embedding, and the embedding.
         shifts_labels: the language-model head predicts the label after each position.
         fixed_width: reason why the hidden size cannot be pruned; "" if it can.
@@ -75,7 +75,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
     @property
     def traits(self) -> Traits:
-        """How this model is used: properties of its family, with those of its head."""
+        """Capabilities of this model: those of its family and of its head."""
         return replace(self.family_traits.of(self.config), position_limit=self.position_limit)
 
     @property
@@ -336,10 +336,12 @@ class Model(WeightNames, ModelHooks, nn.Module):
     ) -> None:
         """Write ``config.json`` and ``model.safetensors`` with Hugging Face names.
 
-        On a layout all ranks must call this. Changes have names that transformers does not read.
+        With a parallel layout, all ranks must call this. Modifications are written under names that
+        transformers ignores.
 
         Args:
-            directory, overwrite: created if it does not exist; replace existing weights.
+            directory: directory to write, created if missing.
+            overwrite: replace existing weights.
             max_file_bytes: size above which the weights are split over several files.
             dtype: dtype of the written floats, or a function of their names (default: the model's).
 

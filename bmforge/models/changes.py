@@ -85,7 +85,7 @@ class Change:
             ConfigError: invalid format, or a kind that this version does not support.
         """
         if not isinstance(value, dict):
-            raise ConfigError(f"a change is a table with kind and where, not {value!r}.")
+            raise ConfigError(f"a modification is an object with kind and where, not {value!r}.")
         fields = {"kind", "where", "options", "name", "weight"}
         if set(value) - fields or not {"kind", "where"} <= set(value):
             raise ConfigError(

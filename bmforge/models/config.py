@@ -370,7 +370,7 @@ class ModelConfig:
 
 
 def without_changes(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a config.json without the entries that record changes."""
+    """Return the contents of a config.json without bmforge's entries of model modifications."""
     quantization = raw.get(QUANTIZATION_KEY)
     is_own = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
     removed_keys = {CHANGES_KEY, QUANTIZATION_KEY} if is_own else {CHANGES_KEY}

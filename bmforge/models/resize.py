@@ -261,7 +261,7 @@ def _keep_heads_(
     specs: tuple[AttentionSpec, AttentionSpec],
     rotary_dim: int,
 ) -> None:
-    """Copy the common part of one parameter between attentions with different heads."""
+    """Copy a parameter's common slice between attention layers with different numbers of heads."""
     module, _, kind = leaf.partition(".")
     if module == "o_proj":
         if kind == "bias":

@@ -1,4 +1,4 @@
-"""The shared blocks: tensors in, tensors out. No config files, no meshes, no foreign names.
+"""Shared layers: tensors in, tensors out, without config files, meshes or other libraries' names.
 
 Start reading at `block.py`; every family in `models/` is an assembly of these parts.
 """

@@ -347,9 +347,7 @@ class ExpertsLowRank(BesidePart):
         return cls(module.stack_sizes(), options, find_like(experts))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: each expert is sharded by its width, and the matching dims of its parts
-        too.
-        """
+        """Return the sharding of experts along their width, and of the adapter's matching dims."""
         notes = {}
         for key in self.keys:
             is_last = key == "down_proj"

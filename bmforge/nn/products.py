@@ -172,8 +172,7 @@ def _is_slow(dtype: torch.dtype) -> bool:
 
 
 def _multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product in fp32, with some rows of the weight widened at a time, in the weight's
-    dtype.
+    """Return the fp32 product; the weight is converted to fp32 a few rows at a time.
 
     Shape:
         x: (T, columns) fp32; weight: (rows, columns); returns (T, rows)

@@ -97,12 +97,12 @@ class AskedClasses:
 
 
 class AskedOptions:
-    """Examples whose options a generative model scores; an `AskedTask`.
+    """Multiple-choice examples whose options a generative model scores by likelihood.
 
     The arguments are those of `AskedClasses`.
 
     Raises:
-        ConfigError: the task asks for a text.
+        ConfigError: the task expects a free-form text.
     """
 
     def __init__(

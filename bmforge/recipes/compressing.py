@@ -207,8 +207,8 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
     distill = phase.config.distill
     if world.size > 1:
         raise ConfigError(
-            f"{world.size} processes were started: one asks the teacher, and its answers serve on "
-            "any number of them."
+            f"{world.size} processes were started, but one process computes the teacher's outputs. "
+            "Start one; training with the stored outputs takes any number."
         )
     if data.objective is not causal_lm:
         raise ConfigError(

@@ -216,7 +216,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
 
 
 def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Open a token store in the rows of training."""
+    """Open a token store with the sequence length of training."""
     _need_next_tokens(subject.model)
     held_out = open_held_out(
         path, subject.seq_len, subject.model.config.vocab_size, str(subject.directory)

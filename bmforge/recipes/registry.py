@@ -362,7 +362,7 @@ def read_config_values(file: str | None) -> dict[str, Any]:
 
 
 def _with_model(base: type[Any], name: str, start: Start, published: str | None) -> type[Any]:
-    """Return a form's config class with the fields that depend on the model."""
+    """Return a task's config class with the fields that depend on the model added."""
     family = start.family.__name__
     run_dir = Path("runs") / f"{family}-{name}".lower()
     fields: list[tuple[str, Any, Any]] = [

@@ -94,8 +94,8 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 def _padding(tokenizer: Any) -> dict[str, Any]:
     """Return the padding token of the exported config.
 
-    transformers reads the reward at the last token that is no padding, so padding must not be the
-    end token, at which it is trained.
+    transformers reads the reward at the last token that is no padding. The model is trained at the
+    end token, so the padding token must be another one.
     """
     if tokenizer.pad_id is not None and tokenizer.pad_id != tokenizer.eos_id:
         return {"pad_token_id": tokenizer.pad_id}

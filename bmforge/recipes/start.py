@@ -119,16 +119,17 @@ def family_of(config: ModelConfig) -> type[Model]:
 
 
 def with_changes(config: Any) -> Any:
-    """Return the config of a run's model with the run's changes."""
+    """Return the model config with the run's modifications applied."""
     model = config.model
     return model.replace(changes=(*model.changes, *config.changes)) if config.changes else model
 
 
 def read_changes(option: str) -> tuple[Change, ...]:
-    """Read changes of a model.
+    """Parse modifications of a model.
 
     Args:
-        option: JSON, or a file of it: one change or a list, each with kind, where and options.
+        option: JSON text or path of a JSON file, with one modification or a list; each has the
+        keys kind, where and options.
 
     Raises:
         ConfigError: the file is missing, or the JSON has another form.

@@ -124,7 +124,7 @@ class Reading:
             yield from self._limit(self._read(text))
 
     def end(self) -> Iterator[Part]:
-        """Yield the rest at the end of the answer."""
+        """Yield the remaining buffered text when the response ends."""
         yield from self._limit(self._read_end())
 
     def _read(self, text: str) -> Iterator[Part]:
@@ -146,7 +146,7 @@ class Reading:
             yield from self._calls.end()
 
     def _limit(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """Yield parts up to the last call that the client accepts."""
+        """Yield response chunks up to the client's maximum number of tool calls."""
         for part in parts:
             if self._count == self._max_calls and not isinstance(part, CallPiece):
                 self._is_over = True

@@ -1,4 +1,4 @@
-"""Prompts as an answer repeats them, with their scores: `echo` and `prompt_logprobs`."""
+"""Echoed prompts and their log-probabilities: `echo` and `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PromptEcho", "read_echo", "scored_tokens"]
 
 @dataclass(frozen=True)
 class PromptEcho:
-    """A prompt as the answer repeats it.
+    """Prompt echoed in a response (`echo`), with its log-probabilities.
 
     Args:
         text: text of the prompt, "" if it is not repeated.

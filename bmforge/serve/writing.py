@@ -130,8 +130,8 @@ def longest_answer(
         return most
     if requested > most:
         raise RequestError(
-            f"{requested} new tokens were asked for; behind {prompt_tokens} tokens of prompt "
-            f"at most {most} are written here",
+            f"max_tokens={requested} is too large: after a prompt of {prompt_tokens} tokens at "
+            f"most {most} are generated.",
             "max_tokens",
             code="context_length_exceeded",
         )
@@ -247,7 +247,7 @@ def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
 def find_constraint(
     form: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> Constraint | None:
-    """Return the constraint on every answer, from either field.
+    """Return the structured-output constraint that either field sets.
 
     Raises:
         RequestError: both fields, several constraints, or an invalid one.

@@ -41,7 +41,7 @@ Build = Callable[..., Delta]
 
 
 def _stir_(delta: Delta, seed: int = 5) -> Delta:
-    """Let a delta do something, where it stands."""
+    """Set an adapter's parameters in place to random values, so that it changes the outputs."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in delta.parameters():

@@ -31,7 +31,7 @@ class EncoderSuite(ModelSuite):
         return {"input_ids": ids, "attention_mask": mask}
 
     def test_padding_changes_nothing(self, twin: Twin) -> None:
-        """The tokens of a padded row have the outputs of the row alone."""
+        """Padding does not change the outputs of a row's tokens."""
         ids = make_batch(twin.ours)
         mask = torch.ones_like(ids)
         mask[0, 7:] = 0

@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """Number and bytes of all calls of one kind."""
+    """Number of calls and total bytes of one type of collective."""
 
     number: int
     num_bytes: int

@@ -171,7 +171,7 @@ class Tokenizer(ABC):
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the beginning of a text."""
+        """Id of the beginning-of-sequence token."""
         return self.role_id("bos")
 
     @property

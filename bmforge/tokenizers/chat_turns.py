@@ -31,7 +31,7 @@ class AnswerText:
         number: index of the message in the conversation.
         prompt: text up to the answer; ends with the template's generation prompt where the
             rendered answer begins with it.
-        answer: text that the assistant writes, end mark included.
+        answer: text of the assistant message, including the end-of-turn token.
     """
 
     number: int

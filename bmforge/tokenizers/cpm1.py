@@ -103,7 +103,7 @@ class CPM1Tokenizer(Tokenizer):
         return dict(self._ids)
 
     def _spread(self, text: str) -> str:
-        """Return the words of `text` separated by spaces, its own whitespace as pieces."""
+        """Return the words of `text` joined by spaces; its own whitespace becomes placeholders."""
         words = self._cutter.cut(text)
         return " ".join([w.translate(_WRITTEN) if w.isspace() else w for w in words])
 

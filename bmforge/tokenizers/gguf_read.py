@@ -1,10 +1,10 @@
-"""The tokenizer in a GGUF file's metadata, as the tokenizers library has it.
+"""Converts the tokenizer in a GGUF file's metadata to a `tokenizers.Tokenizer`.
 
-Four kinds: "gpt2" (pairs of bytes), "llama" (sentencepiece's pairs, which follow from scores), "t5"
-(sentencepiece's unigram model) and "bert" (word pieces).
+Supported types: "gpt2" (byte-level BPE), "llama" (SentencePiece BPE, whose merges follow from the
+scores), "t5" (SentencePiece unigram) and "bert" (WordPiece).
 
-Source: llama.cpp's ``llama-vocab.cpp`` and ``convert_hf_to_gguf.py``; the expressions that cut text
-are those of the published tokenizer.json of Llama 3 and Qwen2.
+Source: llama.cpp's ``llama-vocab.cpp`` and ``convert_hf_to_gguf.py``; the pre-tokenizers' regular
+expressions are those of the tokenizer.json of Llama 3 and Qwen2.
 """
 
 from __future__ import annotations
@@ -247,10 +247,10 @@ def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
 
 
 def _model_vocabulary(vocabulary: _Vocabulary, *types: int) -> dict[str, int]:
-    """Return token -> id of what the model itself knows.
+    """Return token -> id of the base vocabulary.
 
-    Added tokens that follow behind all others stay out of it, as in published files; where they are
-    in between, only the model can give them their ids.
+    Added tokens at the end of the id range are excluded, as in published files. Those between other
+    ids are included, because only the base vocabulary can assign such ids.
     """
     own = vocabulary.of(*types)
     added = vocabulary.of(CONTROL, OWN)
@@ -309,7 +309,9 @@ def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple
     pairs = []
     for piece in sorted(pieces, key=lambda piece: (-pieces[piece], ids[piece])):
         if len(piece) > _LONGEST_PIECE:
-            raise DataError(f"a piece of the vocabulary has {len(piece)} characters.")
+            raise DataError(
+                f"a vocabulary entry has {len(piece)} characters (at most {_LONGEST_PIECE})."
+            )
         cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         cuts = [(a, b) for a, b in cuts if a in pieces and b in pieces]
         pairs += sorted(cuts, key=lambda cut: (ids[cut[0]], ids[cut[1]]))

@@ -117,10 +117,10 @@ class GLMTokenizer(Tokenizer):
         return {**self._text.get_vocab(), **self._specials}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, special tokens in it included.
+        """Return the token ids of `text`; special tokens in it are recognized.
 
         Raises:
-            DataError: the text has half of a surrogate pair.
+            DataError: the text contains an unpaired surrogate.
         """
         parts = self._split.split(text)
         ids: list[int] = []

@@ -94,7 +94,7 @@ class BMPrune:
         pruning = pruning_of(model)
         assert pruning is not None
         if optimizer is None:
-            raise ConfigError("the config prunes, and no optimizer was given.")
+            raise ConfigError("the config prunes, but no optimizer was given. Pass the optimizer.")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         new = [p for p in pruning.owner.parameters() if p.requires_grad and id(p) not in optimized]
         if pruning.is_gated and new:  # the gates, which came after the optimizer was made

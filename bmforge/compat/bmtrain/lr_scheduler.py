@@ -137,7 +137,7 @@ class Noam(WarmupLRScheduler):
     """Decay with 1 / sqrt(n), as in "Attention is all you need"; `end_iter` is not used."""
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return s / sqrt(w) n / w."""
+        """Return start_lr / sqrt(warmup_iter) * num_iter / warmup_iter."""
         return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:

@@ -1,4 +1,4 @@
-"""Saving and loading in one file, with the keys and values of the model on one process."""
+"""Saves and loads single-file checkpoints, equal to the state dict of the unsharded model."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             "opened from directories; DeltaCenter, from which OpenDelta fetched names, is gone."
         ) from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{str(file)!r} is no table.")
+        raise ConfigError(f"{str(file)!r} is not a mapping of config fields.")
     return fields
 
 

@@ -1,4 +1,4 @@
-"""OpenPrompt's templates over bmforge's.
+"""OpenPrompt's templates, implemented with bmforge's.
 
 A template without trained embeddings needs no model: a loader or a model binds it to a prompting
 mode.

@@ -33,7 +33,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     """Return the share of every layer's gates to keep open, if exact sizes are configured.
 
     Raises:
-        ConfigError: a size that has no gates, or that is not a whole number of units.
+        ConfigError: a size of a dimension without gates, or one that is no whole number of units.
     """
     if config.target != "sizes":
         return {}
@@ -93,7 +93,7 @@ def _rope(model: Any) -> Any:
 def binarise(
     model: Any, config: StructureConfig, costs: Costs, likely: Mapping[tuple[str, str], Tensor]
 ) -> Chosen:
-    """Choose the units to keep: close the least likely ones until the target is met.
+    """Prune the units with the lowest gate probability until the target is met.
 
     Raises:
         ConfigError: the target is out of reach: every layer keeps one unit of each kind, and

@@ -86,7 +86,7 @@ def _skipped(blocks: Mapping[str, Block], plan: Plan) -> Iterator[None]:
 
 
 def _keep_hidden(before: Tensor, after: Tensor) -> Tensor:
-    """Return the hidden states without what a block or half added to them."""
+    """Return the hidden states without the residual contribution of a block or sublayer."""
     return before
 
 

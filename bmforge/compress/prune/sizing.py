@@ -83,7 +83,7 @@ def settle_config(model: Any, plan: Plan) -> Settled:
 
 
 def own_fields(config: Any) -> list[str]:
-    """Return the config fields and changes that only bmforge understands."""
+    """Return the config fields and model modifications that only bmforge can load."""
     out = config.to_hf()
     named = set(config.hf_names.values())
     extra = [name for name in ("head_dim", "intermediate_size") if name in out]

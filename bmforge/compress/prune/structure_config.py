@@ -169,6 +169,6 @@ def _check_layout(model: Any, config: StructureConfig) -> None:
         shares = name == "num_kv_heads" and size and config.tensor_parallel % size == 0
         if size and size % config.tensor_parallel and not shares:
             raise ConfigError(
-                f"{name}={size} cannot be cut over tp={config.tensor_parallel}: the nearest that "
-                f"fits is {nearest_fit(size, config.tensor_parallel, limit)}."
+                f"{name}={size} is not divisible over tp={config.tensor_parallel}. The nearest "
+                f"size that fits is {nearest_fit(size, config.tensor_parallel, limit)}."
             )

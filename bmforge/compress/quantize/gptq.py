@@ -134,7 +134,7 @@ def quantize_gptq_(
 
 
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
-    """Return block name -> columns of its narrowest matrix; experts only if it has no other."""
+    """Return block name -> columns of its narrowest matrix; experts count only without others."""
     matrices = by_block(find_matrices(model, tuple(specs)), find_repeated_blocks(model))
     return {
         name: min(m.read().shape[1] for m in [m for m in inside if m.index is None] or inside)

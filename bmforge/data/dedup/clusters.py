@@ -72,11 +72,11 @@ def rank_documents(
 def equal_groups(
     keys: Hashes, numbers: NDArray[np.int64], least: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of all groups of two or more entries with equal keys, concatenated.
+    """Return the entry numbers of all groups of at least two entries with equal keys.
 
     Args:
         keys, numbers: key and number of each entry.
-        least: groups whose numbers are all smaller are left out.
+        least: groups in which every entry number is below this value are omitted.
 
     Shape: keys, numbers (N,); returned the members (M,), sorted in each group, and the group sizes
         (G,).

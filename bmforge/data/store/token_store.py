@@ -139,7 +139,9 @@ class TokenStore:
         size = int(self.sizes[index])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"offset={offset}, length={length} in a sequence of {size} tokens")
+            raise IndexError(
+                f"offset={offset}, length={length} is outside of the sequence of {size} tokens."
+            )
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 

@@ -58,12 +58,12 @@ def encode_segments(
 ) -> tuple[list[int], list[int]]:
     """Return token ids and segment ids of [CLS] first [SEP] second [SEP].
 
-    The longer text is truncated at its end until all fits into `longest` tokens.
+    The longer text is truncated from the right until the row has at most `longest` tokens.
 
     Args:
         texts: one or more texts.
         tokenizer: tokenizer of a BERT-like model.
-        longest: largest number of tokens of a row.
+        longest: maximum sequence length in tokens.
         marks_between: number of [SEP] tokens between two texts; 2 for RoBERTa.
 
     Raises:

@@ -184,7 +184,7 @@ class Answer:
                 self._prompt_logprobs[position] = self._describe(row, token, count)
 
     def _number(self) -> float:
-        """Return the random number of the next token."""
+        """Return the random number that samples the next token."""
         assert self.config.seed is not None
         return draw_number(self.config.seed, self.index, len(self.ids))
 

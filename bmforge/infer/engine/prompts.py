@@ -106,7 +106,7 @@ class Reader:
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
-        """Return the token ids, the config with further end tokens, and the ids without text."""
+        """Return the prompt's ids, the config with its end tokens, and the undecoded ids."""
         model, tokenizer = self._model, self._tokenizer
         if not isinstance(prompt, str):
             ids = tuple(prompt)
@@ -191,7 +191,7 @@ class Reader:
     def _answers(
         self, request: Request, config: GenerationConfig, ids: Sequence[int], hidden: Sequence[int]
     ) -> tuple[Answer, ...]:
-        """Create the answers of a request; repetition penalties count ids as in `generate`."""
+        """Create a request's output sequences; penalties count tokens as in `generate`."""
         matcher = None
         if request.constraint is not None:
             if self._tokenizer is None:

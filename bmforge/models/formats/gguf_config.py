@@ -335,7 +335,7 @@ class _Metadata:
                 )
 
     def check_layers(self) -> None:
-        """Raise where there are not even as many tensors as layers, before those are made."""
+        """Raise an error if the file has fewer tensors than layers, before layers are built."""
         for key in {"block_count", "decoder_block_count"} & self.taken:
             count = self.number(key, 0)
             if count > len(self.header.tensors):

@@ -108,7 +108,7 @@ _NO_TOKENS = {"tokenizer.ggml.model": "none"}
 
 
 def check_target(out: Path, kind: str, overwrite: bool) -> None:
-    """Raise where a file cannot or must not be written, or in no such kind."""
+    """Raise an error if the file cannot be written, exists already, or has an unknown type."""
     if kind not in get_args(GgufType):
         raise ConfigError(f"type={kind!r} is not written; known: {', '.join(get_args(GgufType))}.")
     if out.suffix != ".gguf":

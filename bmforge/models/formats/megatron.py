@@ -198,7 +198,7 @@ def _harmless() -> list[Any]:
 
 
 def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
-    """Return the tensors of one shard; files cannot run code."""
+    """Return the tensors of one shard; no pickled code is executed."""
     try:
         mmap = zipfile.is_zipfile(path)
         with torch.serialization.safe_globals(_harmless()):

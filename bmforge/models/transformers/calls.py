@@ -87,7 +87,7 @@ def count_positions(document_ids: Tensor) -> Tensor:
 
 
 class _Replay(nn.Module):
-    """Answers a call of the body with an output that was computed before."""
+    """Replaces the base model's `forward` and returns a precomputed output."""
 
     def __init__(self, out: Any) -> None:
         super().__init__()

@@ -232,7 +232,7 @@ class TransformersModel(Model):
         )
 
     def called_linear(self) -> list[str]:
-        """Return the linear layers of the blocks whose weight is read by calling them only."""
+        """Return the blocks' linear layers whose weight is used only by their own `forward`."""
         uncalled = {*find_uncalled(self, self._linear), *self.read_outside(self._linear)}
         return [name for name in self._linear if name not in uncalled]
 

@@ -106,7 +106,7 @@ class _Spec:
 def _encode(tensors: Tensors, what: object) -> Tensor:
     """Encode the header of a message; `what` names the message in errors."""
     if len(tensors) > MAX_TENSORS:
-        raise ShapeError(f"{what}: {len(tensors)} tensors; at most {MAX_TENSORS} cross a stage.")
+        raise ShapeError(f"{what}: {len(tensors)} tensors; stages send at most {MAX_TENSORS}.")
     numbers = [0] * (1 + MAX_TENSORS * _ROW)
     numbers[0] = len(tensors)
     for index, tensor in enumerate(tensors):
@@ -117,11 +117,13 @@ def _encode(tensors: Tensors, what: object) -> Tensor:
 
 def _encode_one(tensor: Tensor, what: str) -> list[int]:
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-        raise ShapeError(f"{what} is a {type(tensor).__name__}; plain tensors and None cross.")
+        raise ShapeError(
+            f"{what} is a {type(tensor).__name__}; stages send plain tensors and None only."
+        )
     if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS:
         raise ShapeError(
-            f"{what} is {tensor.dtype} with {tensor.dim()} dims; at most {MAX_DIMS} dims of one of "
-            f"{', '.join(str(d).removeprefix('torch.') for d in _DTYPES)} cross a stage."
+            f"{what} is {tensor.dtype} with {tensor.dim()} dims; stages send at most {MAX_DIMS} "
+            f"dims of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}."
         )
     return [_DTYPES.index(tensor.dtype), tensor.requires_grad, tensor.dim(), *tensor.shape]
 

@@ -99,7 +99,7 @@ def _key(
 
 
 def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
-    """Append the metadata of arguments to a key; return False if they have no key."""
+    """Append argument metadata to a cache key; return False if an argument cannot be in a key."""
     for value in values:
         if isinstance(value, FakeTensor):
             plain = value.fake_mode is mode and value.constant is None

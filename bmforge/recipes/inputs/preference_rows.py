@@ -32,7 +32,7 @@ _WIDTH_UNIT = 32
 
 
 class EncodedPair(NamedTuple):
-    """Rows of both answers to one prompt; None for the answer that a marked example lacks."""
+    """Encoded chosen and rejected answers to a prompt; None for the one that KTO data lacks."""
 
     chosen: EncodedRow | None
     rejected: EncodedRow | None

@@ -4,8 +4,8 @@ An epoch takes round(weight * lines) samples of every source, in an order that d
 and the epoch. A source yields all its lines, reshuffled each time, before repeating one. Transform
 and in-context examples are sampled from (seed, sample number).
 
-Source of the mixture file's format: ``MixedDataset`` of OpenBMB/CPM-Bee. There a transform may be a
-Python script; here it is a map only (`transform.py`).
+Source of the mixture file's format: ``MixedDataset`` of OpenBMB/CPM-Bee, which also takes Python
+scripts as transforms. Only field mappings are supported here (`transform.py`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DocumentFile(Sequence[dict[str, Any]]):
             raise DataError(f"{self.where(index)} cannot be read ({error}).") from error
 
     def where(self, index: int) -> str:
-        """Return the file and line number (from 1 on) of document `index`."""
+        """Return the file and the 1-based line number of document `index`."""
         return f"{self.path}, line {self._numbers[index]}"
 
 

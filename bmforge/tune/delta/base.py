@@ -168,7 +168,7 @@ class AttachedDelta:
             kind.apply(model, names, options, "" if is_slot else self.name)
         except ConfigError as error:
             raise ConfigError(
-                f"{type(model).__name__} cannot have the {type(self).__name__} {self.name!r}: "
+                f"cannot attach the {type(self).__name__} {self.name!r} to {type(model).__name__}: "
                 f"{error}"
             ) from None
         attached = []
@@ -184,7 +184,7 @@ class AttachedDelta:
         self.record_(True)
 
     def record_(self, is_there: bool) -> None:
-        """Record the parts in the config of a bmforge model, or remove the record."""
+        """Add the adapter's entry to the config of a bmforge model, or delete it."""
         if not hasattr(self.model, "remember_part_"):
             return
         model: Any = self.model
@@ -281,7 +281,7 @@ class AttachedDelta:
         )
 
     def detach(self) -> Self:
-        """Remove its parts, which restores the base model's outputs; `attach` puts them back.
+        """Remove the adapter modules, restoring the base model's outputs; `attach` adds them again.
 
         On a parallelized model the parts stay attached with weight 0.
         """

@@ -298,7 +298,9 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
     for owner, slot, part in delta.held:
         if owner.startswith(beginning) and list(part.parameters()):
             return f"{owner}.{slot}"
-    raise CheckpointError(f"the delta has no part at {beginning}.")
+    raise CheckpointError(
+        f"the adapter has no module at {beginning!r}. Use the model that it was trained on."
+    )
 
 
 def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: str) -> str:

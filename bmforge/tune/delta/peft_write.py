@@ -147,14 +147,13 @@ def written_whole(delta: AttachedDelta) -> set[str]:
 def write_tensors(
     delta: AttachedDelta, wholes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
-    """Return a delta's tensors in PEFT's form, the layers written block by block, and rank
-    patterns.
+    """Return an adapter's tensors under PEFT's names, per block, and the patterns of ranks.
 
     The patterns are fields of the config: `rank_pattern` and `alpha_pattern`.
 
     Args:
-        delta: delta with all its parts, gathered.
-        wholes: parameters trained in full.
+        delta: adapter with all its modules, unsharded.
+        wholes: fully trained parameters (`modules_to_save`).
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:

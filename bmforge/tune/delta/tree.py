@@ -150,7 +150,7 @@ def _read(name: str, module: nn.Module, seen: set[int], is_delta: bool, keep_emp
 
 
 def _row(node: _Node, name: str, target: str) -> Row:
-    """Return the row of a module; a list of equal modules becomes one row with them."""
+    """Return the row of a module; a ModuleList of equal modules is collapsed into one row."""
     runs = list(_runs(node))
     if len(runs) == 1 and node.is_list and target:
         run_row = _run_row(node, runs[0], target)

@@ -1,4 +1,4 @@
-"""The soft rows of a template: numbering, initialization, reparameterization and folding."""
+"""Trained (soft) prompt tokens of a template: initialization, reparameterization and merging."""
 
 from __future__ import annotations
 

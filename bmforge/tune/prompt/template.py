@@ -285,7 +285,7 @@ def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 
 def fill_piece(piece: Piece, fields: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
-    """Return the text of a text, placeholder or meta piece.
+    """Render one template piece (literal text, placeholder or metadata field) for an example.
 
     Raises:
         ConfigError: the example lacks the field.

@@ -131,7 +131,7 @@ class Embedding(DistributedModule):
         return rows / math.sqrt(self.dim_model) if self.length_scale else rows
 
     def projection(self, x: Tensor) -> Tensor:
-        """Return the logits over all rows, as a tied head.
+        """Return the logits, with the embedding matrix as the output head.
 
         Shape:
             x: (..., embedding_size) -> (..., vocab_size)

@@ -306,7 +306,7 @@ class InputEmbedding:
         return rows
 
     def projection(self, x: Tensor) -> Tensor:
-        """Return the logits over all rows."""
+        """Return the logits over the whole vocabulary, including padding entries."""
         return F.linear(x, self.embed.weight)
 
 

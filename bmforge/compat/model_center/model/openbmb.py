@@ -85,7 +85,7 @@ class GLM(DecoderModel):
     def _complete(
         self, input_ids: Tensor, positions: Tensor | None, places: Tensor | None
     ) -> Tensor | None:
-        """Return both kinds of positions, (B, 2, T), if at least one was given."""
+        """Return position ids and block position ids, (B, 2, T), if at least one is given."""
         if positions is None and places is None:
             return None
         if positions is None or places is None:

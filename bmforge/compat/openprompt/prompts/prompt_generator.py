@@ -1,4 +1,4 @@
-"""OpenPrompt's search of templates and label words (LM-BFF) over bmforge's.
+"""OpenPrompt's search of templates and label words (LM-BFF), implemented with bmforge's.
 
 Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
 """

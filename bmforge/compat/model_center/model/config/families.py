@@ -151,8 +151,8 @@ class CPM1Config(Config):
             return super()._check(name, value)
         if value not in (("none",) if self._base is not None else ("relative", "none")):
             raise ConfigError(
-                f"pos_bias_type={value!r}: CPM1 has 'relative', ModelCenter's own, or 'none', the "
-                "published one; a checkpoint's is its own."
+                f"pos_bias_type={value!r} is unknown (known: 'relative', ModelCenter's default, "
+                "and 'none', the released model's). Use the type of the checkpoint."
             )
 
 
