@@ -118,7 +118,7 @@ class Reasoning(Strict):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class StreamOptions(Strict):
+class ResponsesStreamOptions(Strict):
     """Options of streaming."""
 
     include_obfuscation: bool | None = None
@@ -134,7 +134,7 @@ class ResponsesRequest(Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

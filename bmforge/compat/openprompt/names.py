@@ -9,7 +9,7 @@ NAMES = read_names("""
 PromptModel PromptForClassification | changed | over models of ours and of transformers; text \
 behind a causal model's mask is refused instead of dropped in silence
 PromptForGeneration | changed | a batch is written at a time; `max_length` counts new tokens
-PromptDataLoader | changed | an example is tokenised when its batch is made; "head" truncates the start
+PromptDataLoader | changed | examples are tokenized batch by batch; "head" truncates the start
 PromptForClassification.parallelize PromptForClassification.deparallelize | gone | \
 bmforge.parallel.parallelize
 PromptModel.prepare_model_inputs PromptForClassification.extract_at_mask | gone | \

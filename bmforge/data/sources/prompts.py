@@ -14,14 +14,14 @@ from bmforge.data.sources.conversations import find_conversation_files, read_rec
 from bmforge.errors import DataError
 from bmforge.tokenizers.chat_messages import Message, normalize_message
 
-__all__ = ["Prompt", "read_prompts"]
+__all__ = ["PromptRecord", "read_prompts"]
 
 # Names that the arguments of reward functions already have.
 _RESERVED = frozenset(("prompts", "completions", "completion_ids"))
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptRecord:
     """One prompt of a file.
 
     Args:
@@ -39,7 +39,7 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+def read_prompts(path: str | os.PathLike[str]) -> list[PromptRecord]:
     """Read every prompt of a file, or of all files of a folder.
 
     Args:
@@ -56,7 +56,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     ]
 
 
-def _read_prompt(record: Any, source: str) -> Prompt:
+def _read_prompt(record: Any, source: str) -> PromptRecord:
     content = record.get("prompt") if isinstance(record, dict) else None
     if isinstance(content, list) and content:
         content = [_read_message(message, source) for message in content]
@@ -78,7 +78,7 @@ def _read_prompt(record: Any, source: str) -> Prompt:
     if isinstance(checked, dict) and "ground_truth" in checked:
         columns.setdefault("ground_truth", checked["ground_truth"])
     variables = dict(record.get("chat_template_kwargs") or {})
-    return Prompt(source, content, record.get("tools") or None, variables, columns)
+    return PromptRecord(source, content, record.get("tools") or None, variables, columns)
 
 
 def _read_message(message: Any, source: str) -> Message:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.infer.engine.batch_choice import Choice, Draw, narrow_sampled
+from bmforge.infer.engine.batch_choice import Draw, TokenChoice, narrow_sampled
 from bmforge.infer.engine.constraint import Matcher
 from bmforge.infer.engine.request import Completion, FinishReason, Piece, TokenLogprob
 from bmforge.infer.engine.text_stream import TextStream, token_data
@@ -121,7 +121,7 @@ class Answer:
             return None
         return Draw(self.config, self._number() if self.config.do_sample else 0.0, scores)
 
-    def choose(self, scores: Tensor, choice: Choice | None = None) -> int | None:
+    def choose(self, scores: Tensor, choice: TokenChoice | None = None) -> int | None:
         """Choose the next token; None if the answer ends without one.
 
         `finish_reason` is set if the answer ends after this token.

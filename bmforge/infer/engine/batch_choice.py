@@ -16,13 +16,13 @@ from torch import Tensor
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import draw_token, narrow_scores
 
-__all__ = ["Choice", "Draw", "choose_batch", "narrow_sampled"]
+__all__ = ["TokenChoice", "Draw", "choose_batch", "narrow_sampled"]
 
 # Options that decide whether answers share a pass.
 Kind = tuple[bool, float, int | None, float | None, float | None, int | None, str]
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """A chosen token, and its log-probability if the answer returns it."""
 
     token: int
@@ -52,7 +52,7 @@ def narrow_sampled(scores: Tensor, config: GenerationConfig) -> Tensor:
     return narrow_scores(scores, config) if config.do_sample else scores
 
 
-def choose_batch(draws: Sequence[Draw]) -> list[Choice | None]:
+def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
     """Choose a token for each draw; None for scores that are not finite.
 
     Draws with the same options share one pass.
@@ -60,7 +60,7 @@ def choose_batch(draws: Sequence[Draw]) -> list[Choice | None]:
     groups: dict[Kind, list[int]] = {}
     for number, draw in enumerate(draws):
         groups.setdefault(_kind_of(draw.config), []).append(number)
-    choices: list[Choice | None] = [None] * len(draws)
+    choices: list[TokenChoice | None] = [None] * len(draws)
     for numbers in groups.values():
         for number, choice in zip(numbers, _choose([draws[p] for p in numbers]), strict=True):
             choices[number] = choice
@@ -75,7 +75,7 @@ def _kind_of(config: GenerationConfig) -> Kind:
     )
 
 
-def _choose(draws: Sequence[Draw]) -> list[Choice | None]:
+def _choose(draws: Sequence[Draw]) -> list[TokenChoice | None]:
     config = draws[0].config
     scores = torch.stack([draw.scores for draw in draws])
     narrowed = narrow_sampled(scores, config)
@@ -90,7 +90,7 @@ def _choose(draws: Sequence[Draw]) -> list[Choice | None]:
         logprobs = source.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
     is_finite = scores.amax(-1).isfinite().tolist()  # NaN where one score of a row is NaN
     return [
-        Choice(token, logprob) if finite else None
+        TokenChoice(token, logprob) if finite else None
         for token, logprob, finite in zip(tokens.tolist(), logprobs, is_finite, strict=True)
     ]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmforge.infer.engine.answers import Answer
-from bmforge.infer.engine.batch_choice import Choice, choose_batch
+from bmforge.infer.engine.batch_choice import TokenChoice, choose_batch
 from bmforge.infer.engine.changes import Changes
 from bmforge.infer.engine.draft import Draft
 from bmforge.infer.engine.packed_step import PackedStep
@@ -250,7 +250,9 @@ class PackedJobs:
         counts = [_count_logits(part) for part in parts]
         return step.run(rows, [part.tokens for part in parts], counts, deltas)
 
-    def _go_on(self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, Choice]) -> None:
+    def _go_on(
+        self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, TokenChoice]
+    ) -> None:
         """Choose the next tokens of a sequence from a part's logits; errors end the job."""
         if _reads_prompt(part):
             job.sequences[part.sequence].score_prompt(part.start, scores)
@@ -269,7 +271,9 @@ class PackedJobs:
             del job.sequences[sequence]
             self._scheduler.remove(sequence)
 
-    def _choose(self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, Choice]) -> None:
+    def _choose(
+        self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, TokenChoice]
+    ) -> None:
         """Choose the next tokens of a sequence; after a prompt, one for each answer."""
         sequence, answers = part.sequence, job.ready.answers
         answer = job.sequences[sequence]
@@ -313,7 +317,7 @@ def _count_logits(part: Part) -> int:
 
 def _choose_together(
     jobs: list[Job], parts: list[Part], scores: list[Tensor]
-) -> dict[Answer, Choice]:
+) -> dict[Answer, TokenChoice]:
     """Choose the next tokens of all answers whose choice does not depend on their text."""
     answers, draws = [], []
     for job, part, rows in zip(jobs, parts, scores, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bmforge.align.rollout_config import PromptRow
-from bmforge.data.sources.prompts import Prompt, read_prompts
+from bmforge.data.sources.prompts import PromptRecord, read_prompts
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.logging import get_logger
@@ -53,12 +53,14 @@ class PromptConfig(ExampleConfig):
             )
 
 
-def read_all(data: PromptConfig) -> list[Prompt]:
+def read_all(data: PromptConfig) -> list[PromptRecord]:
     """Read the prompts of all paths."""
     return [prompt for path in data.paths for prompt in read_prompts(path)]
 
 
-def open_template(config: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> ChatTemplate | None:
+def open_template(
+    config: Any, tokenizer: Any, prompts: Sequence[PromptRecord]
+) -> ChatTemplate | None:
     """Return the run's chat template; None if no prompt is a conversation.
 
     Raises:
@@ -75,7 +77,10 @@ def open_template(config: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> Cha
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], data: PromptConfig, tokenizer: Any, template: ChatTemplate | None
+    prompts: Sequence[PromptRecord],
+    data: PromptConfig,
+    tokenizer: Any,
+    template: ChatTemplate | None,
 ) -> list[PromptRow]:
     """Return prompts with their token ids; those that are too long are left out.
 
@@ -97,7 +102,7 @@ def encode_prompts(
     return short
 
 
-def _encode(prompt: Prompt, tokenizer: Any, template: ChatTemplate | None) -> PromptRow:
+def _encode(prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None) -> PromptRow:
     if isinstance(prompt.content, str):
         ids: Sequence[int] = tokenizer.encode_prompt(prompt.content)
     else:
