@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from bmforge import errors
 from bmforge.cli.commands import COMMANDS, Command
-from bmforge.cli.data import _COMMANDS as DATA_COMMANDS
+from bmforge.cli.data import SUBCOMMANDS as DATA_COMMANDS
 from bmforge.cli.options import EvaluateCommand
 from bmforge.parallel import Layout
 from bmforge.recipes.registry import TASKS, Task

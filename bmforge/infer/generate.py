@@ -285,12 +285,18 @@ def check_prompt(
             f"{longest}, but the model has max_seq_len={model.config.max_seq_len} positions. "
             "Cut the prompt on the left, or ask for fewer new tokens."
         )
-    pad = config.pad_token_id
+    pad, is_given = config.pad_token_id, attention_mask is not None
     if attention_mask is None and pad is not None and pad not in config.eos_tokens:
         attention_mask = input_ids != pad
     if attention_mask is None:
         return None
-    return _check_mask(input_ids, attention_mask, goes_on=model.traits.reads != "apart")
+    goes_on = model.traits.reads != "apart"
+    mask = _check_mask(input_ids, attention_mask, goes_on)
+    # A soft prompt is in front of the padding, so rows of a model that has one may have a gap. A
+    # mask that follows from the ids has one where a text contains the padding token.
+    if mask is not None and is_given and goes_on and not _describe_prompt(table):
+        _check_gaps(mask)
+    return mask
 
 
 def _check_tensors(**values: Any) -> None:
@@ -330,12 +336,16 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
             f"rows {rows} end in padding, so there is nothing to continue. Pad on the left: "
             "tokens last, attention_mask 0 in front."
         )
-    if goes_on and bool((mask.diff(dim=1) < 0).any()):
-        rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
+    return mask
+
+
+def _check_gaps(mask: Tensor) -> None:
+    """Raise `ShapeError` if a row has padding between its tokens."""
+    rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
+    if rows:
         raise ShapeError(
             f"rows {rows} have padding between tokens. Pad on the left: attention_mask 0 in front."
         )
-    return mask
 
 
 def _count_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -85,7 +85,7 @@ class Page(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "rect", "br"):
+        if tag not in ("meta", "rect", "br", "input"):
             self.open.append(tag)
         if tag == "polygon":
             self.corners.append(
@@ -93,7 +93,7 @@ class Page(HTMLParser):
             )
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in ("meta", "rect", "br"):
+        if tag not in ("meta", "rect", "br", "input"):
             assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:

@@ -155,7 +155,7 @@ def test_no_private_data_is_left_or_shown(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"tidy": ("repiar",)}, "Did you mean 'repair'"),
-        ({"tidy": ("simplified", "traditional")}, "one of both"),
+        ({"tidy": ("simplified", "traditional")}, "Choose one of them"),
         ({"languages": ("eng",)}, "Did you mean 'en'"),
         ({"languages": ("any", "en")}, "'any' excludes other codes"),
     ],

@@ -151,7 +151,7 @@ def build(layout: Layout, kind: str) -> None:
         (2, {"cp": 2}, "plain", "no rules that say where its stacks"),
         (2, {"cp": 2, "cp_method": "ulysses"}, "odd", "does not divide the 3 heads"),
         (2, {"cp": 3}, "llama", "does not divide the 2 processes"),
-        (4, {"cp": 2, "tp": 2, "sequence_parallel": True}, "llama", "does not divide the 13 given"),
+        (4, {"cp": 2, "tp": 2, "sequence_parallel": True}, "llama", "divisible by tp=2, not 13"),
     ],
 )
 def test_bad_input(world: int, fields: dict[str, Any], kind: str, message: str) -> None:

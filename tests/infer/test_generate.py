@@ -110,7 +110,7 @@ def is_dynamic(twin: Twin) -> bool:
 
     transformers then takes the longest row's for all rows of a batch; here each row has its own.
     """
-    return "dynamic" in str(twin.ours.config.rope_scaling)
+    return "dynamic" in str(getattr(twin.ours.config, "rope_scaling", None))
 
 
 def check_against_transformers(twin: Twin, options: dict[str, Any], seed: int) -> None:

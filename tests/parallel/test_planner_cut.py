@@ -149,7 +149,7 @@ def test_frozen_parameters_have_no_states() -> None:
         assert parts["gradients"] <= 4 * trained
     whole = Estimator(request_for(config, precision="fp32")).estimate(Choice(Layout(zero=0), 4))
     assert whole.memory.parts["optimizer"] > 50 * parts["optimizer"]
-    with pytest.raises(ConfigError, match="leaves nothing of small to train"):
+    with pytest.raises(ConfigError, match="leaves nothing of 'small' to train"):
         workload_of("small", TINY, 64, ())
 
 
@@ -164,23 +164,24 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(estimating, "trace_step", count)
     layouts = (Layout(zero=0, pp=2),)
     first = plan(request_for(gpus=2), layouts=layouts, keep=tmp_path)
+    once = len(traced)  # the layout, and the least memory that the model needs
     assert plan(request_for(gpus=2), layouts=layouts, keep=tmp_path).rows == first.rows
-    assert len(traced) == 1
-    (file,) = tmp_path.glob("*.json")
+    assert len(traced) == once
+    file = min(tmp_path.glob("*.json"))
     kept = json.loads(file.read_text())
     kept["trace"]["flops"] *= 2
     for damaged in (json.dumps(kept), file.read_text()[:100], "[]", ""):
         file.write_text(damaged)
         again = plan(request_for(gpus=2), layouts=layouts, keep=tmp_path)
         assert again.rows == first.rows
-    assert len(traced) == 5
+    assert len(traced) == once + 4
     # Another model, or rows of another length, is another trace.
     plan(
         request_for(GPT2Config(**SMALL, intermediate_size=128, max_seq_len=64), gpus=2),
         layouts=layouts,
         keep=tmp_path,
     )
-    assert len(traced) == 6
+    assert len(traced) == 2 * once + 4
 
 
 def test_recompute_is_looked_at_where_it_may_help() -> None:

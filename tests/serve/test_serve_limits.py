@@ -108,10 +108,10 @@ def bee() -> Any:
 
 def test_documents_keep_to_the_limits(start: Any, bee: Engine) -> None:
     document = {"input": "abc", "<ans>": ""}
+    want = bee.fill_documents([document], max_new_tokens=5)
     with start(other=bee, name="bee", max_new_tokens=5, max_requests_per_key=3) as server:
         found = ask(server, "documents", documents=[document])
         assert found.status_code == 200
-        want = bee.fill_documents([document], max_new_tokens=5)
         assert found.json()["data"] == want
         assert "at most 5" in ask(server, "documents", documents=[document], max_tokens=6).text
         long = {"input": "abc" * 50, "<ans>": ""}

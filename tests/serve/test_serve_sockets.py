@@ -217,7 +217,7 @@ def hostile() -> Iterator[tuple[str, bytes, int]]:
     yield "one empty", message({"model": "tiny", "prompt": ["a", ""]}), 400
     yield "null", message({"model": "tiny", "prompt": None}), 400
     yield "long", message({"model": "tiny", "prompt": "a" * 5000}), 400
-    yield "echo", message({"model": "tiny", "prompt": "a", "echo": True}), 400
+    yield "echo", message({"model": "tiny", "prompt": "a", "echo": 3}), 400
     yield "bytes", message(b'{"model": "tiny", "prompt": "\xff"}'), 400
     plain = message({"model": "tiny", "prompt": "a"}).replace(b"application/json", b"text/plain")
     yield "a form's type", plain, 400

@@ -171,7 +171,7 @@ def test_a_model_laid_out_on_one_process_runs_in_an_engine() -> None:
     laid_out = parallelize(_model(), Layout(zero=0))
     with Engine(laid_out) as engine:
         assert _ask(engine, PROMPT)[0].ids == wanted
-    with pytest.raises(ConfigError, match="laid out"):
+    with pytest.raises(ConfigError, match="parallelized or streamed"):
         Engine(parallelize(_model(), Layout(zero=0), precision="bf16"))
 
 

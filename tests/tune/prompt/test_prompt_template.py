@@ -149,7 +149,7 @@ def test_what_does_not_fit_a_model_is_refused(tokenizers):
         build("bert", 1, tokenizers).encode({"text_a": "film"})
     model = fresh_model("bert", 157)
     assert len(Template(TEXTS[4], tokenizers["bert"], model).soft_parameters) == 1
-    with pytest.raises(ConfigError, match="soft rows already"):
+    with pytest.raises(ConfigError, match="soft rows of another template"):
         Template(TEXTS[4], tokenizers["bert"], model)
 
 
