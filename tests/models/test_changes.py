@@ -69,7 +69,7 @@ def test_places_that_are_no_names(where: Any) -> None:
     [
         ({"kind": "low_rank"}, "kind and where are"),
         ({"kind": "low_rank", "where": "a", "rank": 2}, "this one has kind, rank, where"),
-        (["low_rank"], "is a table with kind and where"),
+        (["low_rank"], "is an object with kind and where"),
         ({"kind": "lowrank", "where": "a"}, "Did you mean 'low_rank'"),
     ],
 )
