@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bmforge.logging import get_logger
-from bmforge.models.formats.gguf_blocks import Groups
+from bmforge.models.formats.gguf_blocks import QuantizedGroups
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import Read, run_reads
 from bmforge.models.init import init_tensor_, materialize_
@@ -119,7 +119,7 @@ class WeightReader:
         specs = {self._files.stored_spec(name) for _, name in rules}
         return next(iter(specs)) if len(specs) == 1 else None
 
-    def read_groups(self, tensor_name: str, box: Box) -> Groups:
+    def read_groups(self, tensor_name: str, box: Box) -> QuantizedGroups:
         """Return the stored integers of whole rows of a tensor that has a `stored_spec`.
 
         Args:

@@ -101,7 +101,7 @@ def test_state_goes_on() -> None:
     assert again.step == 2
     assert again.state_dict() == state
     other = compress(make_llama(0), methods=[Pull()])
-    with pytest.raises(ConfigError, match="does structure, zeros, this one structure"):
+    with pytest.raises(ConfigError, match="uses structure, zeros, this recipe structure"):
         other.load_state_dict(state)
 
 

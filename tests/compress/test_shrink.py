@@ -85,7 +85,7 @@ def test_plans_are_json() -> None:
         (
             "llama",
             {"num_heads": 2, "num_kv_heads": 1, "tensor_parallel": 4},
-            "num_heads=2 cannot be cut",
+            "num_heads=2 is not divisible",
         ),
         ("llama", {"head_dim": 3}, "tear a rotary pair: the nearest that fits is 4"),
         ("llama", {"intermediate_size": 41}, "intermediate_size=41 is more than the 40"),

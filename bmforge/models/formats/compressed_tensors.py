@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.models.formats.gguf_blocks import Groups
+from bmforge.models.formats.gguf_blocks import QuantizedGroups
 from bmforge.models.formats.packed_config import leave_out_packing, read_raw_config
 from bmforge.models.formats.safe_file import TensorFile
 from bmforge.nn.packing import QuantSpec
@@ -264,7 +264,7 @@ class CompressedLinears:
         )
         return spec if spec.fits(columns) else None
 
-    def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
+    def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
         """Return the stored integers of whole rows.
 
         Args:
@@ -273,11 +273,11 @@ class CompressedLinears:
         """
         integers, scales = self._read_integers(name, slices)
         if self._how.symmetric:
-            return Groups(integers, scales, None)
+            return QuantizedGroups(integers, scales, None)
         zeros = self._read_zeros(name, slices[0])
         if self._kinds[name].bits == 4:  # unsigned in our storage
             integers, zeros = integers + 8, zeros + 8
-        return Groups(integers, scales, (0 - zeros.float()) * scales)  # no -0.0
+        return QuantizedGroups(integers, scales, (0 - zeros.float()) * scales)  # no -0.0
 
     def _read_integers(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Return the integers of whole rows, (R, G, W), and their scales, (R, G), in fp32."""

@@ -19,7 +19,7 @@ from bmforge.gguf_header import BLOCKS, GgufTensor, read_gguf_header
 from bmforge.models.formats.gguf_blocks import (
     FLOAT_KINDS,
     SPECS,
-    Groups,
+    QuantizedGroups,
     read_values,
     unpack_blocks,
 )
@@ -101,7 +101,7 @@ class GgufFile(CheckedFile):
         spec = SPECS.get(self.kind(name))
         return spec if spec is not None and spec.fits(self._shape(name)[-1]) else None
 
-    def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
+    def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
         """Return the stored quantized values of a slice.
 
         Args:
@@ -109,7 +109,7 @@ class GgufFile(CheckedFile):
             slices: one per dim; the last takes whole rows.
 
         Shape:
-            see `Groups`, R being all rows of the slice's leading dims
+            see `QuantizedGroups`, R being all rows of the slice's leading dims
         """
         rows, _ = self._find_rows(name, slices)
         return unpack_blocks(self.kind(name), self._read_rows(name, rows))

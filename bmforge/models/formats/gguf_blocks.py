@@ -19,7 +19,7 @@ from bmforge.errors import MissingDependencyError
 from bmforge.gguf_header import BLOCKS
 from bmforge.nn.packing import QuantSpec
 
-__all__ = ["FLOAT_KINDS", "SPECS", "Groups", "read_values", "unpack_blocks"]
+__all__ = ["FLOAT_KINDS", "SPECS", "QuantizedGroups", "read_values", "unpack_blocks"]
 
 FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -37,7 +37,7 @@ SPECS = {
 }
 
 
-class Groups(NamedTuple):
+class QuantizedGroups(NamedTuple):
     """Quantised values.
 
     Shape:
@@ -88,7 +88,7 @@ def _dequantize(kind: str, rows: Tensor) -> Tensor:
     return torch.from_numpy(values).view(len(rows), -1).float()
 
 
-def unpack_blocks(kind: str, rows: Tensor) -> Groups:
+def unpack_blocks(kind: str, rows: Tensor) -> QuantizedGroups:
     """Return the integers, scales and minima of rows of blocks.
 
     Args:
@@ -101,7 +101,7 @@ def unpack_blocks(kind: str, rows: Tensor) -> Groups:
     # From blocks to rows of groups: scales of (blocks, groups in a block).
     scales = scales.reshape(count, -1)
     integers = integers.reshape(count, scales.shape[1], -1)
-    return Groups(integers, scales, None if minima is None else minima.reshape(count, -1))
+    return QuantizedGroups(integers, scales, None if minima is None else minima.reshape(count, -1))
 
 
 _Unpacked = tuple[Tensor, Tensor, Tensor | None]

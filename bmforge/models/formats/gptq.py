@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.models.formats.gguf_blocks import Groups
+from bmforge.models.formats.gguf_blocks import QuantizedGroups
 from bmforge.models.formats.packed_config import leave_out_packing, read_raw_config
 from bmforge.models.formats.safe_file import TensorFile
 from bmforge.nn.packing import QuantSpec
@@ -259,7 +259,7 @@ class PackedLinears:
         spec = QuantSpec(self.packing.bits, group, is_symmetric, scale_dtype=kind)
         return spec if spec.fits(columns) else None
 
-    def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
+    def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
         """Return the stored integers of whole rows.
 
         Args:
@@ -275,7 +275,7 @@ class PackedLinears:
         minima = None
         if not spec.symmetric:
             minima = -((zeros - middle * is_signed).float() * scales)
-        return Groups(integers.unflatten(1, (scales.shape[1], -1)), scales, minima)
+        return QuantizedGroups(integers.unflatten(1, (scales.shape[1], -1)), scales, minima)
 
     def _read_parts(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Return integers (inputs, outputs), and their zeros and scales (groups, outputs)."""

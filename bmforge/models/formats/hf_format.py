@@ -20,7 +20,7 @@ from bmforge.errors import CheckpointError
 from bmforge.gguf_header import is_gguf
 from bmforge.models.formats.compressed_tensors import CompressedLinears, find_compression
 from bmforge.models.formats.gguf import GgufFile
-from bmforge.models.formats.gguf_blocks import Groups
+from bmforge.models.formats.gguf_blocks import QuantizedGroups
 from bmforge.models.formats.gptq import PackedLinears, find_packing
 from bmforge.models.formats.megatron import MegatronShards, holds_shards
 from bmforge.models.formats.safe_file import (
@@ -204,7 +204,7 @@ class WeightFiles:
         file = self._files[name]
         return file.stored_spec(name) if isinstance(file, _HOLDS_INTEGERS) else None
 
-    def read_groups(self, name: str, slices: tuple[slice, ...]) -> Groups:
+    def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
         """Return the integers of whole rows of a tensor with a `stored_spec`."""
         file = self._files[name]
         assert isinstance(file, _HOLDS_INTEGERS)

@@ -20,11 +20,11 @@ from bmforge.parallel.pipeline.model import pipeline_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["DryRun", "Share", "dry_run", "join_fakes"]
+__all__ = ["DryRun", "RankMemory", "dry_run", "join_fakes"]
 
 
 @dataclass(frozen=True)
-class Share:
+class RankMemory:
     """Blocks and parameters of one process.
 
     Args:
@@ -55,7 +55,7 @@ class DryRun:
 
     axes: dict[str, int]
     parameters: int
-    shares: tuple[Share, ...]
+    shares: tuple[RankMemory, ...]
 
 
 def dry_run(
@@ -102,7 +102,7 @@ def join_fakes(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
-def _measure(model: nn.Module, rank: int) -> Share:
+def _measure(model: nn.Module, rank: int) -> RankMemory:
     pipeline = pipeline_of(model)
     stages: tuple[int, ...] = (0,)
     if pipeline is not None:
@@ -111,7 +111,7 @@ def _measure(model: nn.Module, rank: int) -> Share:
     stacks = rules().stacks if callable(rules) else ()
     blocks = sum(len(list(model.get_submodule(name).children())) for name in stacks)
     local = [local_tensor(tensor) for tensor in persistent_tensors(model).values()]
-    return Share(
+    return RankMemory(
         rank,
         stages,
         blocks,
