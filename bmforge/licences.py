@@ -34,7 +34,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two clauses that one thing made of both can hardly obey at once.
+    """Two license clauses that a derived work can hardly fulfil together.
 
     Attributes:
         first, second: ids of licences.
@@ -289,7 +289,7 @@ def merge_licences(licences: Iterable[str], handed_on: str = "") -> list[Conflic
 
 
 def _compare(first: Licence, second: Licence) -> Conflict | None:
-    """Return why what is made of both has no licence that both allow."""
+    """Return the reason why no license of a derived work satisfies both licenses."""
     both = ((first, second), (second, first))
     for this, other in both:
         if (this.id, other.id) in PAIRS:

@@ -79,7 +79,7 @@ def find_gone(table: Table) -> Iterator[tuple[str, str]]:
 def missing_names(
     package: str, table: Table, names: Sequence[str], inside: str = ""
 ) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which says what to use instead of a name that is gone.
+    """Return a module's `__getattr__`, whose errors name the replacement of a removed name.
 
     Args:
         package: the old package's name.

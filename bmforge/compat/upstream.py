@@ -79,7 +79,7 @@ class _UpstreamLoader(Loader):
 
 
 def find_name(package: str, inside: str, name: str) -> Any:
-    """Return the object that stands for `package.inside.name`.
+    """Return the object that replaces `package.inside.name`.
 
     Raises:
         ImportError: it has no counterpart; the message says what to use instead.

@@ -35,7 +35,7 @@ class ModelHooks:
         return model.to(dtype)
 
     def initial_value(self, name: str) -> Tensor | None:
-        """Return a tensor's value before training where it is fixed; None where it is drawn."""
+        """Return a tensor's fixed initial value; None if it is initialized at random."""
         return None
 
     def is_of_head(self, name: str) -> bool:

@@ -294,7 +294,7 @@ class EmbeddingLowRank(LowRank):
 
     @classmethod
     def beside(cls, module: nn.Module, options: LowRankOptions) -> EmbeddingLowRank:
-        """Return a part for an embedding; see `LowRank.beside`."""
+        """Return the adapter module of an embedding; see `LowRank.beside`."""
         table: Any = module
         if options.magnitude or options.bias or options.dropout:
             raise ConfigError("an embedding takes neither magnitude nor bias nor dropout.")
@@ -340,7 +340,7 @@ class ExpertsLowRank(BesidePart):
 
     @classmethod
     def beside(cls, experts: nn.Module, options: LowRankOptions) -> ExpertsLowRank:
-        """Return a part for stacked experts; see `LowRank.beside`."""
+        """Return the adapter module of stacked experts; see `LowRank.beside`."""
         module: Any = experts
         if options.magnitude or options.bias:
             raise ConfigError("stacked experts take neither magnitude nor bias.")

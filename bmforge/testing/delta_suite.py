@@ -50,7 +50,7 @@ def _stir_(delta: Delta, seed: int = 5) -> Delta:
 
 
 def put_all_deltas_(model: Any) -> None:
-    """Put a delta of every type that stands beside into a model, at once."""
+    """Attach an adapter of every type that adds modules to a model."""
     Lora(model, name="lora", rank=2)
     Adapter(model, name="adapter", width=3)
     LowRankAdapter(model, name="low_rank_adapter", reduction=4, rank=2)
@@ -109,7 +109,7 @@ class DeltaSuite:
 
     @capability("lora")
     def test_lora(self, tiny: Model, tmp_path: Path) -> None:
-        """Low-rank parts beside queries, values, last projections and experts."""
+        """LoRA on queries, values, last projections and experts."""
         targets = ["attn.q", "attn.v", "mlp.up", "mlp.down"]
         self.check_delta(tiny, tmp_path, lambda m: Lora(m, targets, rank=2))
 
@@ -135,7 +135,7 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("parallel-adapter")
     def test_parallel_adapter(self, tiny: Model, tmp_path: Path) -> None:
-        """Bottlenecks beside attention and MLP."""
+        """Bottleneck adapters attached to attention and MLP."""
         self.check_delta(tiny, tmp_path, lambda m: ParallelAdapter(m, width=3))
 
     @pytest.mark.long
@@ -183,7 +183,7 @@ class DeltaSuite:
         assert_close(got[1], want[1][1])
 
     def deltas_config(self, tiny: Model) -> ModelConfig:
-        """Return a model's config with every delta that stands beside, at once."""
+        """Return a model's config with an adapter of every type that adds modules."""
         model: Any = copy.deepcopy(tiny)
         put_all_deltas_(model)
         return model.config
@@ -219,7 +219,7 @@ class DeltaSuite:
     @pytest.mark.long
     @capability("deltas: stream")
     def test_deltas_stream(self, tiny: Model) -> None:
-        """Every delta beside blocks that stream in."""
+        """Every adapter works on streamed blocks."""
         model: Any = copy.deepcopy(tiny)
         put_all_deltas_(model)
         batch = self.make_inputs(model)

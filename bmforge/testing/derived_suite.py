@@ -38,7 +38,7 @@ def mark_long_except(*quick: str) -> Callable[[_Suite], _Suite]:
 
 
 def _copy(test: Callable[..., None]) -> Callable[..., None]:
-    """Return a function of its own, so that a mark does not reach the parent class."""
+    """Return a copy of a function, so that a mark does not reach the parent class."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **options: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from bmforge.errors import DataError
 from bmforge.tokenizers.chat_messages import Message, normalize_message, parse_arguments
 
-__all__ = ["find_messages", "read_tools", "read_turns"]
+__all__ = ["find_messages", "read_tools", "read_turns", "with_system"]
 
 _ROLES = {
     "system": "system",
@@ -60,7 +60,7 @@ def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[
     for name in ("messages", "conversations"):
         if isinstance(values.get(name), list):
             messages = read_turns(values[name], location)
-            return _with_system(values, messages), _SHARED | {name}
+            return with_system(values, messages), _SHARED | {name}
     if {"chosen", "rejected"} <= values.keys():
         raise DataError(
             f"{location} is preference data ('chosen' and 'rejected'), which this task does not "
@@ -71,7 +71,7 @@ def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[
         raise _unknown_form(location)
     names = [question, *(_find_name(values, name) for name in _PAIRS[question])]
     messages = _read_pair(values, names, location)
-    return _with_system(values, messages), _SHARED | {"history", *names}
+    return with_system(values, messages), _SHARED | {"history", *names}
 
 
 def _find_name(values: Mapping[str, Any], name: str) -> str:
@@ -126,7 +126,7 @@ def _read_calls(text: str, location: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 
 
-def _with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+def with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Message]:
     """Put the record's ``system`` field before the messages, unless they begin with one."""
     text = values.get("system")
     has_own = bool(messages) and messages[0]["role"] == "system"

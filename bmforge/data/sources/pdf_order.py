@@ -43,7 +43,7 @@ def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
 
 
 def _is_drawn_by_rows(lines: Sequence[PlacedLine]) -> bool:
-    """Return True if two columns of prose are drawn alternately: left, right, left, right.
+    """Return True if the lines of two columns alternate in the file: left, right, left, right.
 
     A table is drawn the same way, but its cells are short, or do not reach the end of their column.
     """

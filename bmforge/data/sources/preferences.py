@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bmforge.data.sources.conversation_forms import read_tools, read_turns
+from bmforge.data.sources.conversation_forms import read_tools, read_turns, with_system
 from bmforge.data.sources.conversations import find_conversation_files, read_records
 from bmforge.errors import DataError
 from bmforge.tokenizers.chat_messages import Message
@@ -117,7 +117,7 @@ def _read_pair(values: Mapping[str, Any], location: str, shared: Any) -> Prefere
         prompt, chosen, rejected = _split_messages(chosen, rejected, location)
     elif isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    prompt = _with_system(values, prompt)
+    prompt = with_system(values, prompt)
     for answer in (chosen, rejected):
         _check_answer(answer, location)
     return PreferenceExample(location, prompt, chosen, rejected, margin, **shared)
@@ -141,7 +141,7 @@ def _read_prompt(values: Mapping[str, Any], location: str) -> Content | None:
     """Return the prompt of a record in any form; None if it has none."""
     for name in ("messages", "conversations"):
         if isinstance(values.get(name), list) and values[name]:
-            return _with_system(values, read_turns(values[name], location))
+            return with_system(values, read_turns(values[name], location))
     if isinstance(values.get("instruction"), str):
         parts = [values["instruction"], values.get("input") or ""]
         text = "\n".join(part for part in parts if part)
@@ -150,20 +150,11 @@ def _read_prompt(values: Mapping[str, Any], location: str) -> Content | None:
             for pair in values.get("history") or []
             for message in ({"role": "user", "content": pair[0]}, _answer(pair[1]))
         ]
-        return _with_system(values, [*history, {"role": "user", "content": text}])
+        return with_system(values, [*history, {"role": "user", "content": text}])
     if values.get("prompt") is None:
         return None
     prompt = _read_content(values["prompt"], location, "prompt")
-    return prompt if isinstance(prompt, str) else _with_system(values, prompt)
-
-
-def _with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Put the record's ``system`` field before the messages, unless they begin with one."""
-    text = values.get("system")
-    has_own = bool(messages) and messages[0]["role"] == "system"
-    if not isinstance(text, str) or not text or has_own:
-        return messages
-    return [{"role": "system", "content": text}, *messages]
+    return prompt if isinstance(prompt, str) else with_system(values, prompt)
 
 
 def _repeats_prompt(prompt: Content | None, chosen: Sequence[Message]) -> bool:

@@ -93,7 +93,7 @@ def _facts_of(tensor: Tensor, is_shared: bool) -> tuple[int, int, int, int]:
 
 
 def _checksum(tensor: Tensor, is_sampled: bool) -> int:
-    """Return a linear hash of a tensor's bytes modulo 2**64: each place has a weight of its own.
+    """Return a linear hash of a tensor's bytes modulo 2**64: each position has a different weight.
 
     The weight of place (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c, so that
     sums over rows and columns suffice and exchanged neurons are noticed too.
