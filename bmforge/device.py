@@ -138,10 +138,16 @@ def peak_flops(device: torch.device) -> float | None:
 def has_fast_half(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if half-precision matrix products are faster than fp32 ones on `device`.
 
-    A CPU without half-precision instructions emulates them, many times slower.
+    A CPU without half-precision instructions emulates them, many times slower. GPUs of the Volta
+    and Turing generations have tensor cores for fp16 only and emulate bf16.
     """
-    if device.type != "cpu" or dtype == torch.float32:
+    if dtype == torch.float32:
         return True
+    if device.type != "cpu":
+        supports = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+        if dtype != torch.bfloat16 or supports is None:
+            return True
+        return bool(supports(including_emulation=False))
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -185,12 +191,17 @@ def memory_room_bytes(device: torch.device) -> int:
     """Return the memory left on `device` at peak use so far, less 3 % that cannot be used.
 
     The limits of torch's per-process memory fraction, of ``ulimit -d`` and of a container apply.
+    Memory that other processes use on an accelerator now is not free.
     """
     if device.type != "cpu":
         accelerator = torch.get_device_module(device)
-        total_bytes = accelerator.mem_get_info(device)[1]
+        free_bytes, total_bytes = accelerator.mem_get_info(device)
         share = getattr(accelerator, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-        return int(0.97 * share * total_bytes) - int(accelerator.max_memory_reserved(device))
+        peak_bytes = int(accelerator.max_memory_reserved(device))
+        # The allocator's own memory counts as used, although this process can use it again.
+        reserved = getattr(accelerator, "memory_reserved", accelerator.max_memory_reserved)(device)
+        usable_bytes = min(share * total_bytes, free_bytes + reserved)
+        return int(0.97 * usable_bytes) - peak_bytes
     limited = data_room_bytes()
     if limited is not None:
         return limited

@@ -118,6 +118,21 @@ _TABLE = (
         _AS_A100,
     ),
     Device(
+        "5080", 15.45, 112.6, 56.3, 960, 24, 50, True, 0.491,
+        "NVIDIA RTX Blackwell white paper (fp16 with fp32 accumulation); peers over PCIe 5",
+        _AS_A100,
+    ),
+    Device(
+        "5070ti", 15.45, 87.9, 43.9, 896, 24, 50, True, 0.491,
+        "NVIDIA RTX Blackwell white paper (fp16 with fp32 accumulation); peers over PCIe 5",
+        _AS_A100,
+    ),
+    Device(
+        "5070", 11.5, 61.7, 30.9, 672, 24, 50, True, 0.491,
+        "NVIDIA RTX Blackwell white paper (fp16 with fp32 accumulation); peers over PCIe 5",
+        _AS_A100,
+    ),
+    Device(
         "a10", 22.06, 125, 31.2, 600, 12, 24, True, 0.491,
         "NVIDIA A10 data sheet; peers over PCIe 4", _AS_A100,
     ),
@@ -192,6 +207,19 @@ _TABLE = (
         "AMD Instinct MI300X data sheet", "assumed: as h100-80gb",
     ),
     Device(
+        "mi325x", 255, 1307, 163, 6000, 448, 50, True, 0.535,
+        "AMD Instinct MI325X data sheet", "assumed: as h100-80gb",
+    ),
+    Device(
+        "mi210", 63.9, 181, 45.3, 1638, 150, 24, True, 0.491,
+        "AMD Instinct MI210 data sheet (fp32: matrix cores)", _AS_A100,
+    ),
+    Device(
+        "mi250x", 63.9, 191.5, 47.9, 1638, 150, 24, True, 0.491,
+        "AMD Instinct MI250X data sheet, one of its two dies, each a device (fp32: matrix cores)",
+        _AS_A100,
+    ),
+    Device(
         "b200", 178.3, 2250, 75, 8000, 900, 50, True, 0.714, "NVIDIA DGX B200 data sheet / 8",
         "assumed: as h200",
     ),
@@ -212,11 +240,12 @@ _PATTERNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"a800", ("a800-80gb",)),
     (r"v100", ("v100-16gb", "v100-32gb")),
     (r"2080 ti", ("2080ti",)),
+    (r"5070 ti", ("5070ti",)),
     (r"6000 ada", ("6000-ada",)),
     (r"3090 ti", ()),
     *((rf"\b{name}\b", (name,)) for name in (
         "t4", "3090", "4090", "5090", "a10", "l4", "a40", "a6000", "l40", "l40s", "h800", "h20",
-        "h200", "b200", "mi300x",
+        "h200", "b200", "5080", "5070", "mi300x", "mi325x", "mi210", "mi250x",
     )),
 )  # fmt: skip
 # Part of a GPU's multiprocessors in one compute slice of a MIG instance: 14 of 108, 16 of 132.

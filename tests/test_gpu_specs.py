@@ -37,8 +37,14 @@ DATA_SHEETS = {
     "NVIDIA GeForce RTX 3090": 71,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 5090": 209.5,
+    "NVIDIA GeForce RTX 5080": 112.6,
+    "NVIDIA GeForce RTX 5070 Ti": 87.9,
+    "NVIDIA GeForce RTX 5070": 61.7,
     "NVIDIA GeForce RTX 2080 Ti": 53.8,
     "AMD Instinct MI300X": 1307,
+    "AMD Instinct MI325X": 1307,
+    "AMD Instinct MI210": 181,
+    "AMD Instinct MI250X": 191.5,
 }
 UNKNOWN = (
     "NVIDIA GeForce RTX 4080 Laptop GPU",

@@ -20,7 +20,20 @@ from torch import Tensor
 from bmforge.device import is_host
 from bmforge.threads import start_thread
 
-__all__ = ["CopyEngine", "CopyEvent", "Ticket", "Worker", "make_copy_engine"]
+__all__ = ["CopyEngine", "CopyEvent", "Ticket", "Worker", "make_copy_engine", "staging_bytes"]
+
+
+def staging_bytes(size_bytes: int, device: torch.device) -> int:
+    """Return the host memory that `CopyEngine.new_host` takes for a buffer of a size.
+
+    Page-locked memory comes from torch's caching allocator, which rounds every size up to a power
+    of two: a block of 634 MB takes 1 GiB.
+
+    Args:
+        size_bytes: size of the buffer.
+        device: compute device; buffers for a CPU are not page-locked.
+    """
+    return size_bytes if is_host(device) or not size_bytes else 1 << (size_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True)

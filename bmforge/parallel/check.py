@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import nn
 
-from bmforge.device import has_fast_half, parse_dtype
+from bmforge.device import has_fast_half, is_host, parse_dtype
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.logging import get_logger
 from bmforge.parallel.context.divide import context_problems
@@ -110,10 +110,12 @@ def find_division(
             f"cannot lay out {type(model).__name__} as {layout}: " + "; ".join(problems) + "."
         )
     if dtype is not None and not has_fast_half(world.device, dtype):
+        name = "CPU" if is_host(world.device) else "GPU (use precision=fp16)"
         get_logger().warning(
-            "precision=%s: this CPU has no such products and emulates them, many times slower than "
+            "precision=%s: this %s has no such products and emulates them, many times slower than "
             "fp32",
             precision,
+            name,
         )
     units = tuple(replace(unit, stage=_stage_of(unit.name, cutting)) for unit in units)
     return Division(units, styles, stacks, cutting, stage_ranks, dtype, is_sharded)

@@ -72,9 +72,16 @@ def init_distributed(*, device: torch.device | None = None, timeout_s: float = 6
 
 
 def _join(device: torch.device, timeout: timedelta) -> None:
+    # With a device, NCCL connects now and not in the first collective, and barriers need not guess.
+    device_id = None if is_host(device) else torch.device(device.type, device.index or 0)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         dist.init_process_group(
-            backend_for(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            backend_for(device),
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+            device_id=device_id,
         )
         return
     missing = [name for name in _NEEDED if name not in os.environ]
@@ -100,7 +107,12 @@ def _join(device: torch.device, timeout: timedelta) -> None:
         generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"bmforge/restart{generation}", store)
         dist.init_process_group(
-            backend_for(device), store=store, rank=rank, world_size=size, timeout=timeout
+            backend_for(device),
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device_id,
         )
     except (dist.DistError, RuntimeError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

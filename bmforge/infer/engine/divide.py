@@ -14,6 +14,7 @@ from bmforge.device import is_host
 from bmforge.host_memory import available_host_bytes
 from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.workspace import Workspace
+from bmforge.memory.copies import staging_bytes
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room
 from bmforge.memory.streaming import Stays
@@ -276,8 +277,9 @@ def _fill_host(
     for plan in plans:
         waiting = []
         for block in (block for stack in stacks for block in stack if block.name in plan.moving):
-            if not is_host(plan.device) and block.moving <= room_bytes:
-                room_bytes -= block.moving
+            size_bytes = staging_bytes(block.moving, plan.device)
+            if not is_host(plan.device) and size_bytes <= room_bytes:
+                room_bytes -= size_bytes
                 waiting.append(block.name)
         filled.append(replace(plan, on_host=tuple(waiting)))
     return filled

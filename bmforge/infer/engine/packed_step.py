@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmforge.device import is_host
 from bmforge.infer.engine.native_step import NativeStep
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.infer.engine.pages import PAGE_TOKENS
@@ -166,6 +167,8 @@ class PackedStep:
         """Return the logits of hidden states after the last block: (M, D) -> (M, V) in fp32."""
         if not len(x):
             return x.new_empty(0, self.model.lm_head.out_features, dtype=torch.float32)
+        if not is_host(x.device):  # one read of the head's weight for all rows
+            return self.model.lm_head(self.model.leave(x[None])[0]).float()
         left = torch.cat([self.model.leave(state[None, None]) for state in x], 1)[0]
         return _score_rows(self.model.lm_head, left).float()
 

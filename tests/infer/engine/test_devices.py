@@ -146,9 +146,9 @@ def test_shared_weights_stay_together() -> None:
 @pytest.mark.parametrize(
     ("cpu", "given", "waiting"),
     [
-        (640 * 2, 640 * 3, 3),  # as asked
+        (640 * 2, 1024 * 3, 3),  # as asked; page-locked memory is rounded to powers of two
         (640 * 2, None, 0),  # the CPU's own blocks and slots take all of its room
-        (640, None, 1),  # it has none of its own
+        (1024, None, 1),  # it has none of its own
     ],
 )
 def test_where_moving_blocks_wait(cpu: int, given: int | None, waiting: int) -> None:
