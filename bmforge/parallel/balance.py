@@ -1,8 +1,8 @@
 """Load-balancing loss of a mixture of experts over all tokens of an optimizer step.
 
-The loss is a product of means over all tokens, so how often each expert is chosen in the whole step
-must be known before the backward of the first micro-batch. A step with several micro-batches
-therefore runs an additional forward without gradients, which only counts.
+The loss is a product of means over all tokens, so its gradient needs the number of tokens that each
+expert receives in the whole step, before the backward of the first micro-batch. A step with several
+micro-batches therefore runs one additional forward without gradients to count them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLOT = "sum_statistics"
 def balance_whole_step(
     model: nn.Module, run_all: Callable[[], Any], num_micro_batches: int
 ) -> Iterator[None]:
-    """Context manager: the balancing loss uses statistics of all micro-batches and ranks.
+    """Context manager: compute the load-balancing loss over all micro-batches and ranks.
 
     Does nothing for a model without a balancing loss. A single micro-batch also needs no extra
     pass: its own forward sums the statistics over the processes.
@@ -57,7 +57,7 @@ def balance_whole_step(
 
 @contextmanager
 def leave_out_balance(model: nn.Module) -> Iterator[None]:
-    """Context manager: the loss of the model excludes the load-balancing loss."""
+    """Context manager: exclude the load-balancing loss from the model's loss."""
     if not getattr(model, "balances", False):
         yield
         return
@@ -67,7 +67,7 @@ def leave_out_balance(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _filled(model: nn.Module, value: Any) -> Iterator[Any]:
-    """Context manager: replace the value of the statistics slot; yields the previous value."""
+    """Context manager: temporarily set the model's statistics slot; yield its old value."""
     before = getattr(model, _SLOT)
     fill_slot_(model, _SLOT, value)
     try:

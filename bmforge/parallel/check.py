@@ -31,11 +31,14 @@ __all__ = ["Division", "Rules", "find_division", "plan_pipeline", "step_problems
 
 
 class Rules(PipelineRules, Cuts, Protocol):
-    """Name globs of parameters to shard and of pipeline ends, as in `models.LayoutRules`."""
+    """Name globs of the parameters to shard and of the first and last pipeline modules.
+
+    `models.LayoutRules` implements this protocol.
+    """
 
     @property
     def tensor_parallel(self) -> tuple[Cut, ...]:
-        """Tensor-parallel cuts of the model."""
+        """Modules that tensor parallelism shards, and how."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +55,20 @@ class Division:
 
     @property
     def gathered(self) -> list[nn.Module]:
-        """Modules whose parameters are all-gathered together."""
+        """Modules whose parameters are all-gathered as one unit."""
         return [unit.module for unit in self.units if unit.is_gathered]
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Modules that may be recomputed, compiled, and have their activations offloaded."""
+        """Blocks: the modules to which recomputation, compilation and activation offload apply."""
         return [unit.module for unit in self.units if unit.is_block]
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the pipeline stages of a pipeline rank."""
+        """Return the indices of the pipeline stages on a pipeline rank."""
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
     def without_dropped(self, model: nn.Module) -> Self:
-        """Return this plan restricted to the modules left after the pipeline cut."""
+        """Return a copy of the plan without the modules that this pipeline rank dropped."""
         left = {id(module) for module in model.modules()}
         return replace(
             self,
@@ -86,7 +89,8 @@ def find_division(
     """Build the plan of `parallelize`, or raise one `ConfigError` that lists all problems.
 
     Args:
-        half: precision of the blocks, and whether trained 16-bit parameters get fp32 masters.
+        half: pair of the blocks' compute precision and a flag: keep fp32 master weights of
+            trained 16-bit parameters.
     """
     precision, master_weights = half
     problems = layout.problems(world.size)
@@ -124,7 +128,7 @@ def find_division(
 def _check_blocks(
     model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
 ) -> tuple[dict[str, Cut], list[nn.Module]]:
-    """Return the tensor-parallel cuts of the model and its stacks of blocks."""
+    """Return the tensor-parallel cuts and the stacks of blocks; append problems to `problems`."""
     cuts: tuple[Cut, ...] = ()
     stacks: list[nn.Module] = []
     if rules is not None and (layout.tp > 1 or layout.cp > 1):
@@ -176,7 +180,7 @@ def plan_pipeline(
 
 
 def step_problems(layout: Layout, num_micro_batches: int) -> list[str]:
-    """Return the problems of running a step with this number of micro-batches.
+    """Return the reasons why the pipeline schedule cannot run this number of micro-batches.
 
     Problems that do not depend on the number are reported by `find_division`.
     """
@@ -192,7 +196,7 @@ def _rules_of(model: nn.Module, rules: Rules | None) -> Rules | None:
 
 
 def _find_units(model: nn.Module, rules: Rules | None, problems: list[str]) -> tuple[Unit, ...]:
-    """Return the units of the model; append problems to `problems`."""
+    """Return the modules to shard as units; append any error to `problems`."""
     try:
         return find_units(model, rules)
     except BmforgeError as error:
@@ -217,7 +221,7 @@ def _half_dtype(precision: str, problems: list[str]) -> torch.dtype | None:
 
 
 def _split_ties(model: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Return a problem for every parameter that two units, or a unit and the root, share."""
+    """Return one problem per tied parameter whose modules are in different sharding units."""
     gathered = {unit.name for unit in units if unit.is_gathered}
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}

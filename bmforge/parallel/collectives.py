@@ -1,4 +1,4 @@
-"""Differentiable collectives, used where a sharded region of the model begins or ends.
+"""Differentiable collectives at the boundaries of the model's sharded regions.
 
 Each has a counterpart in backward: a copy in forward is a sum in backward, a gather in forward is
 a reduce-scatter in backward, and vice versa. In a group of one process all of them do nothing.
@@ -127,7 +127,7 @@ class _SumScatter(torch.autograd.Function):
 
 
 def own_gradient(x: Tensor) -> Tensor:
-    """Return `x` unchanged; its gradient is a copy that shares no memory with other gradients.
+    """Return `x` unchanged; its gradient tensor shares no memory with other gradients.
 
     An addition without a reduction (position embeddings of a single row) passes the same gradient
     tensor to all its inputs. Autograd copies such a tensor before it accumulates into it, but not
@@ -145,7 +145,7 @@ def sum_backward(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_forward(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over the processes; the gradient is passed on unchanged.
+    """All-reduce `x` in forward; pass its gradient through unchanged in backward.
 
     Comm: forward, one all-reduce of `x`'s bytes.
     """
@@ -169,7 +169,7 @@ def gather_tokens(x: Tensor, group: Group, dim: int = 1, *, summed: bool) -> Ten
 
 
 def take_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Return this rank's tokens of a replicated tensor.
+    """Return this rank's shard of the tokens of a replicated tensor.
 
     Comm: backward, one all-gather.
     """
@@ -177,7 +177,7 @@ def take_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def sum_scatter_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Sum `x` over the processes and return this rank's tokens of the sum.
+    """Reduce-scatter `x`: sum it over the processes and return this rank's tokens of the sum.
 
     Comm: forward, one reduce-scatter; backward, one all-gather.
     """
@@ -202,7 +202,7 @@ def _exchange(x: Tensor, group: Group, sent: list[int], received: list[int]) -> 
 
 
 def exchange_rows(x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
-    """Send rows to other processes and return the received rows, ordered by source rank.
+    """All-to-all of rows; the received rows are ordered by source rank.
 
     Args:
         x: rows, ordered by destination rank.

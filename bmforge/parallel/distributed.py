@@ -48,7 +48,11 @@ class World:
 
 
 def init_distributed(*, device: torch.device | None = None, timeout_s: float = 600.0) -> World:
-    """Initialize the process group and return this process's rank and device.
+    """Initialize the process group if needed; return this process's rank and device.
+
+    torchrun's environment variables are used if they are set; otherwise the group has one process.
+    A
+    group that the program has already initialized is kept.
 
     Under torchrun its environment is used; without a launcher the group has this process only. A
     group that the program has already initialized is used as it is.
@@ -127,7 +131,7 @@ def restarts_failed() -> bool:
 
 
 def run_on_first(function: Callable[[], T]) -> T | None:
-    """Run a function on rank 0 while the other ranks wait; an exception is raised on every rank.
+    """Run a function on rank 0 while the other ranks wait; raise its exception on every rank.
 
     An exception that cannot be pickled is raised as a DistributedError with its type and text on
     the other ranks.
@@ -151,7 +155,7 @@ def run_on_first(function: Callable[[], T]) -> T | None:
 
 
 def run_everywhere(function: Callable[[], T]) -> T:
-    """Run a function on every process; if it fails on any, the first failure is raised on all.
+    """Run a function on every process; raise the first failure of any process on all of them.
 
     An exception that cannot be pickled is raised as a DistributedError with its type and text on
     the other ranks.
@@ -177,7 +181,7 @@ def run_everywhere(function: Callable[[], T]) -> T:
 
 
 def _sendable(problem: Exception | None) -> Exception | None:
-    """Return the exception, or a DistributedError with its type and text if it cannot be pickled.
+    """Return an exception that can be pickled: the given one, or a DistributedError.
 
     All ranks receive the returned exception.
     """
@@ -193,6 +197,13 @@ def _sendable(problem: Exception | None) -> Exception | None:
 
 def leave_at_exit() -> None:
     """Exit handler: destroy the process group if the program has not done so.
+
+    A gloo thread needs the interpreter to release the tensors of the last collective; it aborts the
+    process if the interpreter is already finalizing. After an unhandled exception the process group
+    is
+    not destroyed, since that would wait for the other processes. `sys.exit` with any status counts
+    as a
+    regular exit.
 
     A gloo thread needs the interpreter to release the tensors of the last collective; if the
     interpreter is already finalizing, the process aborts. After an unhandled exception the process

@@ -1,12 +1,12 @@
-"""Expert parallelism: experts are sharded over processes, and tokens are sent to their experts.
+"""Expert parallelism: experts are sharded over processes, and tokens are sent to them.
 
-The axis `ep` is a part of dp_shard x cp: processes that work on different tokens hold different
-experts. Each process sorts its tokens by expert, sends them to the processes of the experts in one
-all-to-all, and receives the results in another. ZeRO shards the experts over the remaining part of
-dp_shard x cp. The rest of the model is unchanged.
+The axis `ep` divides dp_shard x cp: processes that work on different tokens hold different experts.
+Each process sorts its tokens by expert, sends them to the processes of the experts in one
+all-to-all, and receives the results in another. ZeRO shards the experts over the remaining factor
+of dp_shard x cp. The rest of the model is unchanged.
 
-The quantities that depend on all tokens of a step are also summed or gathered here: the statistics
-of the load-balancing loss, and the affinities for balanced token assignment.
+The module also sums the statistics of the load-balancing loss, and gathers the affinities for
+balanced token assignment, over all tokens of a step.
 
 Source: Lepikhin et al., "GShard" (2020).
 """
@@ -45,7 +45,7 @@ _ROW_AXES = ("dp_shard", "dp_replicate")
 
 
 class Mixture(Protocol):
-    """Attributes of a mixture of experts; `nn.MoE` implements it."""
+    """Attributes that expert parallelism needs of a mixture of experts; `nn.MoE` has them."""
 
     num_experts: int
     experts: nn.Module
@@ -54,7 +54,7 @@ class Mixture(Protocol):
 
 
 def find_mixtures(model: nn.Module) -> dict[str, Any]:
-    """Return name -> mixture of experts."""
+    """Return the mixture-of-experts modules of a model by name."""
     names = Mixture.__annotations__
     return {
         name: module
@@ -64,7 +64,7 @@ def find_mixtures(model: nn.Module) -> dict[str, Any]:
 
 
 def expert_problems(model: nn.Module, size: int) -> list[str]:
-    """Return the problems of sharding a model's experts over `size` processes."""
+    """Return the reasons why a model's experts cannot be sharded over `size` processes."""
     if size == 1:
         return []
     mixtures = find_mixtures(model)
@@ -88,14 +88,14 @@ def build_expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Shard the experts of every mixture over the axis `ep`, in place.
 
-    Call it after tensor parallelism, whose cut of each expert is preserved.
+    Call it after tensor parallelism; the tensor-parallel shards of each expert are kept.
 
     Args:
         model: model with mixtures of experts.
         mesh: mesh built by `build_expert_mesh`.
 
     Returns:
-        modules that hold experts
+        modules with the experts' parameters
 
     Comm: per mixture one all-to-all of E integers and two of the M * k rows of D in forward, and
         two of the rows in backward.
@@ -113,7 +113,7 @@ def apply_expert_parallel_(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module
 
 
 def _divide_parameters_(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace the parameters, (E, ...) each, with DTensors that hold this process's experts."""
+    """Replace the stacked expert parameters, (E, ...), with DTensors sharded by expert."""
     for key, parameter in list(experts.named_parameters(recurse=False)):
         stacked, cut = parameter.detach(), ()
         if isinstance(stacked, DTensor):
@@ -146,7 +146,10 @@ class _ScaleBackward(torch.autograd.Function):
 
 
 def _view_shared(share: float, parameter: Tensor) -> Tensor:
-    """Return the local experts; their gradient is scaled to a mean over all tokens.
+    """Return this process's experts; scale their gradient by `share` (1 / ep).
+
+    Gradients are averaged over all processes with different tokens. These experts saw the tokens of
+    `ep` processes and are averaged over the other processes only, so a division by `ep` is missing.
 
     Gradients are averaged over all processes that work on different tokens. These experts saw the
     tokens of `ep` processes and are averaged over the others only: a division by `ep` is missing.
@@ -164,7 +167,7 @@ def _dispatch_far(
     num_experts: int,
     run: RunExperts,
 ) -> Tensor:
-    """Send tokens to the experts of all processes of a group, and return the results.
+    """Send tokens to the experts on all processes of a group, and return the experts' outputs.
 
     Args:
         inner: dispatch function for experts that are all local.
@@ -193,7 +196,7 @@ def _dispatch_far(
 
 
 def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Compute the quantities that depend on all tokens of a step over all processes, in place.
+    """Compute per-step statistics and balanced assignment over the tokens of all processes.
 
     Comm: per step one all-reduce of 2 E + 3 numbers if the model has a load-balancing loss; per
         mixture with balanced loads an all-gather of M * E affinities.
@@ -219,7 +222,7 @@ def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
 
 
 def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Return the number of rows of every process of a group."""
+    """Return the number of rows on every process of a group."""
     length = torch.tensor([rows.shape[0]], device=rows.device)
     lengths: list[int] = all_gather(length, group, 0).tolist()
     return lengths
@@ -230,6 +233,12 @@ def _assign_together(
     assign: Callable[[Tensor], Tensor], groups: Sequence[dist.ProcessGroup], affinity: Tensor
 ) -> Tensor:
     """Assign the tokens of all processes to experts; return the assignment of the local tokens.
+
+    Every process computes the same assignment, over the tokens in the order of the processes, which
+    is
+    the order of the rows of a batch. With sharded sequences the order differs, which matters only
+    for
+    tokens that are bitwise equal.
 
     Every process computes the same assignment. Tokens are in the order of the processes, which is
     that of the rows of a batch. Sharded sequences have a different order, which matters only for

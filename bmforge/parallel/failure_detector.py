@@ -1,4 +1,10 @@
-"""Detects processes that died or hang, names them, and ends the processes that wait for them.
+"""Detects dead or hanging processes, reports their ranks, and ends the waiting processes.
+
+A collective that waits for a dead process fails after a timeout or never, and does not report the
+rank. So a thread of every process writes a heartbeat, the current time, into the rendezvous store.
+Each process watches the heartbeat of the next rank, so the work per process does not depend on the
+number of processes. The heartbeat of a process stops when it exits or receives SIGSTOP, whatever
+its main thread is doing.
 
 A collective that waits for a dead process fails after a timeout, or never, and does not say which
 process it was. So a thread of every process writes its heartbeat, the current time, into the
@@ -37,7 +43,7 @@ _NO_STORE = "the process that hosts the store does not answer: rank 0, or the la
 
 
 class FailureDetector:
-    """Sends this process's heartbeat, watches the next rank's, ends the process on a failure."""
+    """Sends this process's heartbeat, watches the next rank's, and exits on a failure."""
 
     def __init__(self) -> None:
         self._occasion = "waiting for other processes"
@@ -48,7 +54,11 @@ class FailureDetector:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager: detect failures while it is active; does nothing in a single process.
+        """Context manager: detect failures of other ranks; does nothing with a single process.
+
+        If a rank sends no heartbeat within the timeout of the process group, every process logs
+        that rank
+        and exits with status 1, unless its main thread has already ended with an error.
 
         When a rank has had no heartbeat for the timeout of the process group, every process logs
         that rank and exits with status 1, unless its main thread has already ended with an error.
@@ -71,7 +81,7 @@ class FailureDetector:
 
     @contextmanager
     def naming_failures(self, occasion: str) -> Iterator[None]:
-        """Context manager: make a failed collective raise an error naming the failed ranks.
+        """Context manager: if a collective fails, raise an error that names the failed ranks.
 
         Args:
             occasion: description of the collectives for the error, such as the step and its phase.
@@ -97,7 +107,10 @@ class FailureDetector:
             self._occasion = before
 
     def _find_failed(self, occasion: str) -> str:
-        """Make the thread find the failed ranks, since a call of the store may block forever."""
+        """Let the watching thread find the failed ranks, and return its report.
+
+        A call of the store could block the main thread forever.
+        """
         if not self._is_watching:
             return "which rank failed is not known outside of FailureDetector.watching()"
         self._failed = occasion
@@ -120,7 +133,7 @@ class FailureDetector:
         os._exit(1)
 
     def _beat_until_failure(self, beats: _Heartbeats, stop: threading.Event) -> str | None:
-        """Beat until a failure is known or `stop` is set; return the failure."""
+        """Send heartbeats until a failure is found or `stop` is set; return the failure."""
         try:
             while not stop.is_set():
                 beats.beat()
@@ -143,7 +156,7 @@ class FailureDetector:
 
 
 class _Heartbeats:
-    """The heartbeats of all ranks in the store.
+    """Heartbeats of all ranks in the rendezvous store.
 
     Args:
         store: rendezvous store.
@@ -157,7 +170,7 @@ class _Heartbeats:
         self._next, self._seen_at = "", time.monotonic()
 
     def beat(self) -> None:
-        """Advance this rank's heartbeat."""
+        """Write a new heartbeat of this rank to the store."""
         self._store.set(_beat_key(self._rank), str(time.monotonic_ns()))
 
     def leave(self) -> None:
@@ -169,7 +182,7 @@ class _Heartbeats:
         return self._store.get(_VERDICT).decode() if self._store.check([_VERDICT]) else None
 
     def next_is_silent(self) -> bool:
-        """Return True if the next rank has had no heartbeat for the timeout."""
+        """Return True if the next rank's heartbeat has not changed for the timeout."""
         now = self._read((self._rank + 1) % self._size)
         if now != self._next or now in ("", _LEFT):
             self._next, self._seen_at = now, time.monotonic()
@@ -192,7 +205,7 @@ class _Heartbeats:
         return f"all ranks are alive, but {waiting} hang or wait for others"
 
     def find_silent(self, failed: Sequence[str] = ()) -> str | None:
-        """Find the ranks whose heartbeats do not advance, and publish them as the verdict.
+        """Find the ranks whose heartbeats do not change, and publish them as the verdict.
 
         Args:
             failed: store keys that all ranks set if all have seen a collective fail, in which case

@@ -31,7 +31,7 @@ def group_timeout(group: Any = None) -> timedelta:
 
 
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group with the timeout of the default group. Collective over all processes.
+    """Create a process group with the default group's timeout; all processes must call it.
 
     Args:
         ranks: global ranks of the group; None takes all.
@@ -54,7 +54,7 @@ def build_device_mesh(device_type: str, shape: Sequence[int], names: Sequence[st
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
-    """Join the axes of a mesh into one; its group has the default group's timeout."""
+    """Flatten the axes of a mesh into one; its group has the default group's timeout."""
     flat = mesh._flatten(name)
     # This group is used for collectives only, which use the backend's default timeout.
     _set_pg_timeout(group_timeout(), flat.get_group())
@@ -62,7 +62,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
 
 
 def _axis_group(ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
-    """Create the groups along an axis; return the one of this process."""
+    """Create the process groups along an axis; return this process's group."""
     rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
     if len(rows) == 1:
         assert dist.group.WORLD is not None

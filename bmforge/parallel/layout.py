@@ -54,21 +54,22 @@ LOSS_AXES = (*TOKEN_AXES, *STAGE_AXES)
 class Layout:
     """Degrees of parallelism: world = dp_replicate x dp_shard x cp x tp x pp.
 
-    ``dp_shard`` is the rest of the world size; ZeRO shards over dp_shard x cp.
+    ``dp_shard`` is derived from the world size and the other degrees; ZeRO shards over dp_shard x
+    cp.
 
     Args:
-        zero: ZeRO stage: 0 replicates parameters, gradients and optimizer state; 2 shards them and
-            keeps the parameters gathered from forward to backward; 3 gathers them again in
+        zero: ZeRO stage: 0 replicates parameters, gradients and optimizer state; 2 shards them
+            and keeps the parameters gathered from forward to backward; 3 gathers them again in
             backward.
         tp: tensor-parallel size.
         pp: pipeline-parallel size; 0, the value for no pipeline in CPM-Pretrain, means 1.
         cp: context-parallel size.
-        ep: expert-parallel size, a part of dp_shard x cp.
+        ep: expert-parallel size; divides dp_shard x cp.
         dp_replicate: number of replicas of the sharded model (HSDP).
-        cp_method: context-parallel attention: "gather" all-gathers keys and values, "ring" passes
-            them around, "ulysses" exchanges tokens for heads.
-        sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; less
-            memory for the same traffic.
+        cp_method: context-parallel attention: "gather" all-gathers keys and values, "ring"
+            passes them around, "ulysses" exchanges tokens for heads.
+        sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; saves
+            memory at the same communication volume.
         pp_schedule: pipeline schedule; one of `schedules.SCHEDULES`.
         pp_stages_per_rank: pipeline stages per rank; None takes the fewest that the schedule
             supports.
@@ -90,12 +91,12 @@ class Layout:
     pp_balance: Literal["flops", "parameters"] = "flops"
 
     def __post_init__(self) -> None:
-        """Replace pp=0 with 1."""
+        """Replace pp=0 (no pipeline) with pp=1."""
         if self.pp == 0:
             object.__setattr__(self, "pp", 1)
 
     def __str__(self) -> str:
-        """Return the fields that differ from their defaults as text."""
+        """Format `zero` and the fields that differ from their defaults."""
         return f"Layout({', '.join(f'{n}={v!r}' for n, v in self.unusual().items())})"
 
     def unusual(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class Layout:
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether several ranks share each matrix."""
+        """Whether tensor parallelism is used (tp > 1)."""
         return self.tp > 1
 
     def row_groups(self, world_size: int) -> int:
@@ -114,7 +115,7 @@ class Layout:
         return world_size // (self.tp * self.pp * self.cp)
 
     def problems(self, world_size: int) -> list[str]:
-        """Return the problems of this layout on `world_size` processes."""
+        """Return the reasons why this layout cannot run on `world_size` processes."""
         problems = []
         if self.zero not in (0, 2, 3):
             problems.append(f"zero={self.zero} must be 0, 2 or 3")
@@ -159,7 +160,7 @@ class Layout:
         return []
 
     def check(self, world_size: int) -> None:
-        """Raise `ConfigError` with all problems, the same on every process."""
+        """Raise a `ConfigError` that lists all problems, the same on every process."""
         problems = self.problems(world_size)
         if problems:
             raise ConfigError(f"{self} on {world_size} processes: " + "; ".join(problems) + ".")
@@ -172,7 +173,7 @@ class Layout:
 
 
 def build_mesh(layout: Layout, device: torch.device | str = "cpu") -> DeviceMesh:
-    """Build the mesh of a layout over the initialised process group.
+    """Build the device mesh of a layout; the process group must be initialized.
 
     Raises:
         ConfigError: the layout does not fit the number of processes.
@@ -184,7 +185,7 @@ def build_mesh(layout: Layout, device: torch.device | str = "cpu") -> DeviceMesh
 
 
 def axis_size(mesh: DeviceMesh | None, *axes: str) -> int:
-    """Return the product of the lengths of mesh axes (1 without a mesh)."""
+    """Return the product of the lengths of the named mesh axes (1 without a mesh)."""
     return 1 if mesh is None else math.prod(mesh[axis].size() for axis in axes)
 
 
@@ -204,19 +205,19 @@ def data_parallel_size(mesh: DeviceMesh | None) -> int:
 
 
 def data_parallel_rank(mesh: DeviceMesh | None) -> int:
-    """Return the data-parallel rank of this process, which the data loader needs."""
+    """Return the data-parallel rank of this process, which selects its rows of a batch."""
     return axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(
         mesh, "dp_shard"
     )
 
 
 def gradient_ranks(mesh: DeviceMesh | None) -> int:
-    """Return the number of processes over which gradients are averaged."""
+    """Return the number of processes over which each gradient is averaged."""
     return axis_size(mesh, *TOKEN_AXES)
 
 
 def random_stream(mesh: DeviceMesh | None, rank: int) -> int:
-    """Return the index of this process's random stream; processes that share a block share it."""
+    """Return the index of this process's random stream; tensor-parallel ranks share one stream."""
     (axis,) = TENSOR_AXES
     return (rank - axis_rank(mesh, axis)) // axis_size(mesh, axis)
 
@@ -238,12 +239,15 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
-    """Return True if values that are equal along all other axes are counted on this process."""
+    """Return True if this process has rank 0 on all axes except `axes`.
+
+    Values that are replicated along those other axes are counted on such processes only, so once.
+    """
     return all(axis_rank(mesh, axis) == 0 for axis in _AXES if axis not in axes)
 
 
 def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
-    """Return True, on all processes alike, if processes that share rows have read the same rows.
+    """Return True, on all processes, if processes that should read the same rows did so.
 
     Args:
         mesh: mesh with all axes.
@@ -266,7 +270,9 @@ def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
 
 
 def sum_over_axes(values: Tensor, mesh: DeviceMesh | None, *axes: str) -> Tensor:
-    """Sum over the processes that differ on `axes`; return the same sum on every process.
+    """Sum values over the processes along `axes`; return the same sum on every process.
+
+    Values must be equal along the other axes and count once.
 
     Along other axes processes must have equal values, which count once.
 

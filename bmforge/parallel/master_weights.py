@@ -24,7 +24,7 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 
 def master_weight_problems(model: nn.Module, precision: str) -> list[str]:
-    """Return the problems of upcasting the trained 16-bit parameters; [] if there are none.
+    """Return the reasons why the trained 16-bit parameters cannot be upcast; [] if they can.
 
     In fp32 precision, an fp32 layer cannot process the 16-bit output of a frozen layer.
     """
@@ -44,7 +44,7 @@ def master_weight_problems(model: nn.Module, precision: str) -> list[str]:
 def upcast_trained_(model: nn.Module, precision: str) -> int:
     """Upcast the trained 16-bit parameters of a model to fp32, in place, and log their number.
 
-    A model that computes in fp32 afterwards gets fp32 buffers as well.
+    If the model then computes in fp32, its buffers are upcast as well.
 
     Returns:
         number of parameters that were upcast
@@ -71,7 +71,7 @@ def upcast_trained_(model: nn.Module, precision: str) -> int:
 def _half_parameters(
     model: nn.Module,
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """Return the names and 16-bit parameters of a model: the trained ones, the frozen ones."""
+    """Return the named 16-bit parameters of a model as two lists: trained and frozen."""
     half = [
         (name, parameter)
         for name, parameter in model.named_parameters()

@@ -1,8 +1,8 @@
 """`parallelize`: applies a parallel layout to a model, in a fixed order.
 
 validation -> tensor and sequence -> context -> expert -> recompute -> compile per block -> shard
-per unit. Each step is a function in its own file and does nothing at size 1, so a single process
-runs the same code as many.
+per unit. Each step is a function in its own file. It does nothing at size 1, so one process and
+many processes run the same code.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def parallelize(
 ) -> nn.Module:
     """Apply a parallel layout to a model, in place, and return the model.
 
-    Works on any model: `rules` (or the model's own `layout_rules()`) select the units by name
-    globs; without rules, the repeated blocks are found. The model may be on the meta device and is
-    then initialized or loaded afterwards. If existing values differ between processes, those of
-    rank 0 are used.
+    Works on any model: `rules` (or the model's own `layout_rules()`) select the sharding units by
+    name globs; without rules, repeated blocks become the units. A model on the meta device is
+    initialized or loaded afterwards. If existing values differ between processes, those of rank 0
+    are used.
 
     Args:
         model: any nn.Module; a bmforge model has its own rules.
         layout: degrees of parallelism; None takes ZeRO-3 over all processes.
-        rules: name globs; None takes those of the model, else finds repeated blocks.
+        rules: name globs; None uses the model's own rules, or else the repeated blocks.
         mesh: mesh of the layout, if it has already been built.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters and fp32 gradient reduction.
         master_weights: upcast trained 16-bit parameters to fp32, so that the optimizer loses no
@@ -133,7 +133,7 @@ def _build_pipeline(
     shared: dict[str, list[int]],
     splits: bool,
 ) -> PipelinedModel:
-    """Build the runner of a pipelined model; `shared` maps parameters to their stages."""
+    """Build the `PipelinedModel`; `shared` maps parameter names to the stages that have them."""
     return PipelinedModel(
         model,
         cutting,
@@ -159,7 +159,7 @@ def _check_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 
 def _divide_blocks_(model: nn.Module, layout: Layout, division: Division, mesh: DeviceMesh) -> None:
-    """Apply tensor and context parallelism to the blocks."""
+    """Apply tensor, sequence and context parallelism to the blocks."""
     if layout.tp > 1:
         sequence = layout.sequence_parallel
         apply_tensor_parallel_(

@@ -1,4 +1,4 @@
-"""Checks that a module's parameters can be sharded: one dtype per unit, own contiguous memory."""
+"""Checks whether parameters can be sharded: dtypes within a unit, and shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["lay_straight_", "parameter_problems", "scalars_of"]
 def parameter_problems(
     model: nn.Module, units: Sequence[Unit], master_weights: bool = False
 ) -> list[str]:
-    """Return the problems of sharding a model's parameters.
+    """Return the reasons why a model's parameters cannot be sharded.
 
     Args:
         model: model, not yet sharded.
@@ -28,7 +28,7 @@ def parameter_problems(
 
 
 def scalars_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return the zero-dimensional parameters, which are replicated."""
+    """Return the zero-dimensional parameters; they are replicated, not sharded."""
     return [parameter for parameter in model.parameters() if parameter.dim() == 0]
 
 
@@ -42,7 +42,7 @@ def lay_straight_(model: nn.Module) -> None:
 def _mixed_units(
     named: dict[str, nn.Parameter], units: Sequence[Unit], master_weights: bool
 ) -> Iterator[str]:
-    """Yield the units, including the root, whose trained parameters have several dtypes."""
+    """Yield a problem for every unit (or the root) whose trained parameters have several dtypes."""
     inside = [unit.name for unit in units if unit.is_gathered]
     examples: dict[str, dict[str, str]] = {}
     for name, parameter in named.items():
@@ -63,7 +63,7 @@ def _mixed_units(
 
 
 def _shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
-    """Yield the non-contiguous parameters that share memory with another parameter."""
+    """Yield a problem for every non-contiguous parameter that shares memory with another one."""
     for name, parameter in named.items():
         if parameter.is_contiguous():
             continue
@@ -84,7 +84,7 @@ def _overlap(parameter: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _extent(tensor: nn.Parameter) -> tuple[int, int]:
-    """Return the byte offsets of the first and last element of a tensor in its storage."""
+    """Return the byte offsets at which a tensor begins and ends in its storage."""
     first = tensor.storage_offset()
     steps = (n - 1 for n in tensor.shape)
     last = first + sum(n * stride for n, stride in zip(steps, tensor.stride(), strict=True))

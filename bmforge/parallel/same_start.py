@@ -16,10 +16,10 @@ __all__ = ["start_alike_"]
 
 
 def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Broadcast rank 0's parameters and buffers if any process has different values.
+    """Broadcast those parameters and buffers of rank 0 that differ on another process.
 
-    Replicas that start with different weights stay different: only their gradients are averaged.
-    Tensors on meta are initialized or loaded later, equally on all processes.
+    Without this, replicas with different initial weights would stay different, since only gradients
+    are averaged. Tensors on meta are initialized or loaded later, equally on all processes.
 
     Args:
         model: unsharded model on every process, before it is parallelized.
@@ -58,12 +58,12 @@ def _hash(content: bytes) -> int:
 
 
 def _agree(number: int, mesh: DeviceMesh) -> bool:
-    """Return True, on all processes alike, if all have the same number."""
+    """Return True, on all processes, if all processes have the same number."""
     return not bool(_differs(torch.tensor([number], device=mesh.device_type)).any())
 
 
 def _differs(numbers: Tensor) -> Tensor:
-    """Return, on all processes alike, a mask of the numbers that differ between processes."""
+    """Return a mask, equal on all processes, of the numbers that differ between processes."""
     both = torch.stack((numbers, ~numbers))
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return both[0] != ~both[1]

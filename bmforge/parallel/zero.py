@@ -60,7 +60,7 @@ def apply_zero_(
         dtype: dtype in which parameters are gathered and used, with gradients reduced in fp32;
             None: the stored dtype.
         prefetch: number of units gathered ahead while one computes.
-        experts: modules sharded over an axis `ep`; each is a unit of its own inside another.
+        experts: modules sharded over the axis `ep`; each is a separate unit within a unit.
         expert_mesh: mesh of the experts, see `expert.build_expert_mesh`.
     """
     policy = MixedPrecisionPolicy()
@@ -88,7 +88,11 @@ def apply_zero_(
 def _usable_as_stored(
     model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None
 ) -> list[nn.Parameter]:
-    """List the frozen parameters that blocks can use without a gathered copy.
+    """Return the frozen parameters that blocks can use directly, without a gathered copy.
+
+    FSDP2 copies a unit's parameters into a buffer even if there is one shard, which doubles the
+    memory
+    of a frozen base model.
 
     FSDP2 copies the parameters of a unit into a buffer even if a shard is the whole parameter,
     which doubles the memory of a frozen base model.
@@ -105,7 +109,13 @@ def _usable_as_stored(
 
 
 def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Average the gradients of scalar parameters over a mesh, as they are computed.
+    """Average the gradients of scalar parameters over a mesh during backward.
+
+    FSDP2 shards along a dim and a scalar has none, so scalars are replicated. A tensor hook
+    receives the
+    gradient of one backward pass, before it is added to that of earlier micro-batches.
+    Materializing a
+    meta model replaces its parameters, so the hooks are attached in forward.
 
     FSDP2 shards a dim and a scalar has none, so scalars are replicated. A tensor hook sees the
     gradient of one backward pass, before it is added to that of earlier micro-batches.
@@ -129,10 +139,10 @@ def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def refuse_calls_outside_(units: Mapping[str, nn.Module]) -> None:
-    """Make submodules of a unit raise an error with their name if called while the unit is sharded.
+    """Make submodules raise a clear error if they are called while their unit is sharded.
 
     Args:
-        units: name -> module whose parameters are gathered while it runs.
+        units: sharded modules by name; parameters are gathered only while such a module runs.
     """
     for name, unit in units.items():
         for inner, module in unit.named_modules():
@@ -163,7 +173,10 @@ def _is_fsdp_shard(unit: nn.Module, parameter: Tensor) -> bool:
 
 
 class _OneBuffer:
-    """Gradient reduction for a single shard: one buffer for the gradients before and after.
+    """Gradient reduction over a single shard with one buffer for input and output.
+
+    FSDP2 allocates two buffers, and with one process copies one into the other, a pass over all
+    gradients in fp32; a shared buffer avoids this copy.
 
     FSDP2 allocates both, and with one process copies the first into the second, a pass over all
     gradients in fp32; with a shared buffer there is no copy.
@@ -174,7 +187,7 @@ class _OneBuffer:
         self._before: weakref.ref[Tensor] | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer, and the same one in the next call."""
+        """Allocate the reduction's input buffer; return the same buffer for its output."""
         previous = None if self._before is None else self._before()
         self._before = None
         if previous is not None and previous.shape == torch.Size(size) and previous.dtype == dtype:
@@ -186,13 +199,13 @@ class _OneBuffer:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **more: Any
     ) -> None:
-        """Reduce in a group of one process; torch versions that handle this case do not call it."""
+        """Copy the input to the output if they differ; newer torch versions do not call this."""
         if output_tensor is not input_tensor:
             output_tensor.copy_(input_tensor)
 
 
 def _name_as_before_(modules: Sequence[nn.Module]) -> None:
-    """Restore the original class name of modules for logs and errors; FSDP2 creates a subclass."""
+    """Restore the original class names, which FSDP2 changes, for logs and errors."""
     for module in modules:
         if isinstance(module, FSDPModule):
             subclass = type(module)
@@ -200,7 +213,9 @@ def _name_as_before_(modules: Sequence[nn.Module]) -> None:
 
 
 def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
-    """Return the mesh to shard over, preceded by the axis to replicate over if there is one.
+    """Return the mesh for `fully_shard`: the shard axis, after a replicate axis if there is one.
+
+    Processes along `cp` have the same parameters, so `cp` is merged into one of the two axes.
 
     Processes of the axis `cp` have the same parameters, so `cp` joins one of the two axes.
     """
@@ -216,7 +231,7 @@ def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
 def _shard_experts_(
     experts: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
 ) -> set[nn.Parameter]:
-    """Shard experts over the axis `zero`; return the parameters of those that need no sharding."""
+    """Shard the experts over the axis `zero`; return the parameters that stay unsharded."""
     replicates, size = mesh["dp_replicate"].size() > 1, mesh["zero"].size()
     if size == 1 and not replicates and policy.param_dtype is None:
         return {parameter for module in experts for parameter in module.parameters()}
@@ -235,8 +250,8 @@ def _shard_experts_(
 def _free_after_forward_(modules: Sequence[nn.Module]) -> None:
     """Make units free their gathered parameters after forward.
 
-    Passing this to `fully_shard` would make it split every parameter once more, into as many views
-    as there are processes, for partial resharding, which is not used here.
+    Passing the option to `fully_shard` itself would also split every parameter into views for
+    partial resharding, which is not used.
     """
     for module in modules:
         if isinstance(module, FSDPModule):  # experts without sharding are plain modules
@@ -244,7 +259,10 @@ def _free_after_forward_(modules: Sequence[nn.Module]) -> None:
 
 
 def _even_dim(size: int, parameter: nn.Parameter) -> Shard | None:
-    """Choose the first dim that shards evenly over all processes; local experts may be few."""
+    """Choose the first dim that shards evenly over all processes.
+
+    Dim 0 of expert parameters may be too short, as each process has few experts.
+    """
     assert isinstance(parameter, DTensor)
     cuts = [1] * parameter.dim()
     for axis, placement in enumerate(parameter.placements):
@@ -255,7 +273,7 @@ def _even_dim(size: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def _set_prefetch_(units: Sequence[nn.Module], experts: Sequence[nn.Module], prefetch: int) -> None:
-    """Set the units that each unit prefetches; experts run inside their units, after they start."""
+    """Set the units that each unit prefetches; experts are gathered after their unit starts."""
     inner = {id(module) for module in experts}
     groups = [[unit, *(m for m in unit.modules() if id(m) in inner)] for unit in units]
     forward = [m for group in groups for m in group if isinstance(m, FSDPModule)]
@@ -267,7 +285,7 @@ def _set_prefetch_(units: Sequence[nn.Module], experts: Sequence[nn.Module], pre
 
 
 def half_units(model: nn.Module, dtype: torch.dtype) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of every unit that computes in `dtype` and stores a wider dtype."""
+    """Yield the parameters of every unit that computes in `dtype` but stores a wider dtype."""
     for module in model.modules():
         for group in param_groups_of(module):
             if group.mp_policy.param_dtype == dtype:
@@ -275,7 +293,7 @@ def half_units(model: nn.Module, dtype: torch.dtype) -> Iterator[list[nn.Paramet
 
 
 def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> None:
-    """Change the stored dtype of the chosen sharded parameters, which must be whole units.
+    """Change the stored dtype of the chosen sharded parameters, which must form whole units.
 
     The parameters stay the same objects. Call it between steps, with the model resharded.
     """
@@ -303,13 +321,17 @@ def param_groups_of(module: nn.Module) -> list[Any]:
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """Return the parameter groups of FSDP2's state of one module; older versions have one."""
+    """Return the parameter groups in a module's FSDP2 state, in any torch version."""
     group = getattr(state, "_fsdp_param_group", None)
     return getattr(state, "_fsdp_param_groups", [group] if group else [])
 
 
 def reshard_(model: nn.Module) -> None:
-    """Free the gathered parameters, so that the model holds only its shards.
+    """Free the gathered parameters, so that the model keeps only its shards.
+
+    Backward does this by itself. After a forward without backward (evaluation, generation) the
+    root,
+    and with ZeRO-2 every unit, still has whole parameters, which the optimizer does not update.
 
     Backward does this by itself; after a forward without one (evaluation, generation) the root, and
     with ZeRO-2 every unit, still holds whole parameters, which are not those of the optimizer.

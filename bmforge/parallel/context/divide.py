@@ -1,13 +1,14 @@
-"""Context parallelism: the tokens of each sequence are sharded over processes through all blocks.
+"""Context parallelism: all blocks run on sequences whose tokens are sharded over processes.
 
-Before a stack of blocks every process takes its share of the tokens (`token_share.py`), after the
+Before a stack of blocks every process selects its share of the tokens (`token_share.py`); after the
 stack the tokens are all-gathered. Only attention needs the tokens of other processes, by one of
 three methods. A causal sequence is cut into twice as many chunks as there are processes, and each
 process takes an early and a late chunk, so that all have the same work (zigzag).
 
-Each process's backward computes a partial gradient, which ZeRO sums: cutting needs no collective in
-backward, gathering needs a reduce-scatter. The loss of a language model is divided by tokens. Any
-other loss is computed in full by every process, each contributing a fraction of it.
+The backward of each process computes a partial gradient, and ZeRO sums these. So selecting tokens
+needs no collective in backward; the all-gather needs a reduce-scatter. The loss of a language model
+is divided by tokens. Any other loss is computed in full by every process, each contributing a
+fraction of it.
 
 Source: Llama Team, "The Llama 3 herd of models" (2024) for "gather"; Liu et al., "Ring attention"
 (2023) and Brandon et al., "Striped attention" (2023) for "ring" and the balance; Jacobs et al.,
@@ -55,8 +56,8 @@ def apply_context_parallel_(
         stacks: containers of blocks that run in sequence.
         mesh: one-dimensional mesh.
         method: attention method: "gather", "ring" or "ulysses".
-        unit: divisor of the length of every share; tp if sequence parallelism divides shares
-            further.
+        unit: number by which every share's length must be divisible; the tensor-parallel size
+            if sequence parallelism shards the tokens further.
 
     Comm: per stack an all-gather of the hidden states forward and a reduce-scatter backward. Per
         attention, "gather": the same for keys and values; "ring": keys and values are passed to
@@ -86,7 +87,7 @@ def apply_context_parallel_(
 
 @torch.compiler.disable
 def _take_first(group: dist.ProcessGroup, drawn: Tensor) -> Tensor:
-    """Return the random number of the first process.
+    """Broadcast the random number of the group's first process to the others.
 
     Comm: a broadcast of one number.
     """
@@ -98,7 +99,7 @@ def _take_first(group: dist.ProcessGroup, drawn: Tensor) -> Tensor:
 def context_problems(
     model: nn.Module, stacks: Sequence[nn.Module], size: int, method: str, tp: int
 ) -> list[str]:
-    """Return the problems of sharding a model's tokens over `size` processes."""
+    """Return the reasons why a model's tokens cannot be sharded over `size` processes."""
     if size == 1:
         return []
     name = type(model).__name__
@@ -121,7 +122,7 @@ def context_problems(
 
 
 def _attentions(stack: nn.Module) -> list[Any]:
-    """Return the self-attention modules; cross-attention sees the whole memory and is left out."""
+    """Return the self-attention modules of a stack; cross-attention is not sharded by tokens."""
     attentions = [getattr(block, "attn", None) for block in stack.children()]
     return [attn for attn in attentions if attn is not None]
 
@@ -158,7 +159,7 @@ def _mix_gathered(
 
 
 def _behind(pair: Tensor, *prefix: Pair) -> Tensor:
-    """Concatenate keys and values, (B, K, T, 2 H), and append them to those of a prefix."""
+    """Concatenate keys and values to (B, K, T, 2 H), and append them to those of a prefix."""
     parts = [
         torch.cat(each, -1).to(pair.dtype).expand(pair.shape[0], -1, -1, -1) for each in prefix
     ]
@@ -166,7 +167,7 @@ def _behind(pair: Tensor, *prefix: Pair) -> Tensor:
 
 
 def _heads_here(prefix: Pair, times: int, share: TokenShare) -> Pair:
-    """Return the prefix of the heads of this rank, with key-value heads repeated `times` times."""
+    """Return the prefix keys and values of this rank's heads, after repeating key-value heads."""
     count = prefix[0].shape[0] * times // share.size
     key, value = (t.repeat_interleave(times, 0)[share.rank * count :][:count] for t in prefix)
     return key, value
@@ -231,7 +232,7 @@ def _mix_by_heads(
 
 
 def _repeat_for(kv_heads: int, heads: int, size: int) -> int:
-    """Return how often key-value heads are repeated so that `size` divides their number."""
+    """Return the smallest repetition of key-value heads that makes them divisible by `size`."""
     groups = heads // kv_heads
     return next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % size == 0)
 
@@ -244,7 +245,10 @@ METHODS: dict[str, Mix] = {
 
 
 def _see_everything_(attn: Any) -> None:
-    """Make sliding-window attention work on all tokens; each process keeps the results of its own.
+    """Make sliding-window attention run on the full sequence; each process keeps its own tokens.
+
+    The blocks and global tokens of window attention reach across the shards. The replicated work, a
+    projection and one window per token, is small compared to the sharded work of the MLP.
 
     The blocks and global tokens of window attention reach across shares. The undivided work is a
     projection and a window's width per token, small compared to the divided work of the MLP.
@@ -268,7 +272,11 @@ def _on_all_tokens(
 def _pick_tokens(
     group: dist.ProcessGroup, x: Tensor, labels: Tensor, num_items: float | Tensor
 ) -> tuple[Tensor, Tensor, float | Tensor]:
-    """Select an equal part of the tokens for this process's loss, whichever process computed them.
+    """Select the tokens for which this process computes the loss, an equal share per process.
+
+    The loss of each token is scaled by the number of processes, so that the mean over processes,
+    like
+    ZeRO's mean of gradients, equals the loss over all tokens.
 
     The loss of each token is scaled by the number of processes, so that the mean over processes is
     the loss, as it is if all compute the same loss. The same holds for the mean of gradients in
@@ -282,13 +290,17 @@ def _pick_tokens(
 
 
 def _own_tokens(group: dist.ProcessGroup, total: int) -> slice:
-    """Return the tokens of `total` whose loss this process computes."""
+    """Return the slice of the tokens for which this process computes the loss."""
     size, rank = group.size(), group.rank()
     return slice(total * rank // size, total * (rank + 1) // size)
 
 
 def _join_tokens(group: dist.ProcessGroup, scores: Tensor, total: int) -> Tensor:
-    """All-gather the scores that every process computed of its own tokens.
+    """Return the scores of all tokens, of which every process computed its own.
+
+    All processes then compute the same loss over all tokens, and their gradients of a token's
+    scores
+    are summed, which scales them by the number of processes.
 
     All processes then compute the same loss of the whole rows, so the gradients of a token's scores
     are summed over processes: its share counts as often as there are processes.

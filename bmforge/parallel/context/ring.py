@@ -1,4 +1,4 @@
-"""Ring attention and tiled causal attention, without all keys or all scores in memory at once.
+"""Ring attention and tiled causal attention; neither keeps all keys or all scores in memory.
 
 Softmax over all keys is the mean of softmaxes over subsets of keys, weighted by the exponentials of
 their log-sum-exps. With the log-sum-exp over all keys, backward processes every tile independently.
@@ -37,7 +37,8 @@ class _KeyTile(NamedTuple):
     Args:
         queries: chunk of the queries.
         keys: slice of the local keys.
-        columns: slice of the same keys in the sequence; None: prefix keys, which all queries see.
+        columns: positions of these keys in the sequence; None for prefix keys, which all
+            queries see.
         diagonal: True if queries and keys are the same tokens and attention is causal; False if
             every query sees every key.
     """
@@ -49,7 +50,7 @@ class _KeyTile(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Inputs of the attention scores of a tile."""
+    """Inputs from which the attention scores of one tile are computed."""
 
     query: Tensor
     key: Tensor
@@ -79,7 +80,7 @@ class _Scores(NamedTuple):
 
 
 def _finite(total: Tensor) -> Tensor:
-    """Replace -inf, the log-sum-exp of an empty set of keys, by 0 to avoid NaN differences."""
+    """Replace -inf, the log-sum-exp over no keys, with 0 to avoid NaN differences."""
     return total.masked_fill(total == -torch.inf, 0.0)
 
 
@@ -96,7 +97,10 @@ def _attend(s: _Scores) -> tuple[Tensor, Tensor]:
 def _attend_backward(
     s: _Scores, grad: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients of a tile's query, key, value and scores, given results over all keys."""
+    """Compute the gradients of a tile's query, key, value and scores.
+
+    `out` and `total` are the attention output and the log-sum-exp over all keys.
+    """
     if s.is_plain:
         back = _cpu_backward(
             grad, s.query, s.key, s.value, out, total, 0.0, s.causal, scale=s.scale
@@ -151,13 +155,13 @@ class _Work:
         self.total[:, :, own] = both
 
     def start_backward(self, grad: Tensor, out: Tensor, total: Tensor) -> None:
-        """Store the results over all keys and the output gradient, and zero gradient buffers."""
+        """Store the output gradient and the results over all keys; zero the gradient buffers."""
         self.grad, self.out, self.total = grad, out, total
         self.grad_query = torch.zeros_like(self.query, dtype=self.wide)
         self.grad_bias = None if self.bias is None else torch.zeros_like(self.bias, dtype=self.wide)
 
     def add_backward(self, tile: _KeyTile, pair: Tensor, grad_pair: Tensor) -> None:
-        """Accumulate the gradients of a tile; those of its keys and values into `grad_pair`."""
+        """Accumulate the gradients of one tile; keys and values accumulate into `grad_pair`."""
         own = tile.queries.own
         results = (t[:, :, own] for t in (self.grad, self.out, self.total))
         query, key, value, scores = _attend_backward(self._scores(tile, pair), *results)
@@ -170,7 +174,7 @@ class _Work:
 
 
 def _tiles_of(share: TokenShare, source: int, causal: bool) -> Iterator[_KeyTile]:
-    """Yield the tiles of this rank's queries and the keys of rank `source`."""
+    """Yield the tiles between this rank's queries and the keys of rank `source`."""
     for queries in share.mine:
         for keys in share.chunks_of(source):
             if not causal or keys.number <= queries.number:
@@ -179,7 +183,7 @@ def _tiles_of(share: TokenShare, source: int, causal: bool) -> Iterator[_KeyTile
 
 
 def _prefix_tiles(share: TokenShare, prefix: Tensor | None) -> Iterator[_KeyTile]:
-    """Yield the tiles of this rank's queries and the prefix keys."""
+    """Yield the tiles between this rank's queries and the prefix keys."""
     if prefix is None:
         return
     for queries in share.mine:
@@ -187,7 +191,7 @@ def _prefix_tiles(share: TokenShare, prefix: Tensor | None) -> Iterator[_KeyTile
 
 
 def _causal_tiles(share: TokenShare, before: int) -> Iterator[_KeyTile]:
-    """Yield, per chunk of queries, the tiles of all earlier keys and of its own keys.
+    """Yield two tiles per chunk of queries: all earlier keys, and the chunk's own keys.
 
     `before` is the number of prefix keys in front of the keys of the sequence.
     """
@@ -268,7 +272,7 @@ def attend_in_ring(
     scale: float | None,
     prefix: Tensor | None = None,
 ) -> Tensor:
-    """Compute ring attention: keys and values are passed from process to process.
+    """Compute ring attention: each rank passes its keys and values on to the next rank.
 
     The keys and values of a prefix, which all queries see, are replicated.
 
@@ -344,7 +348,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Message:
-    """Asynchronous exchange: sends a tensor to the next rank, receives one from the previous."""
+    """Asynchronous send to the next rank and receive from the previous rank."""
 
     def __init__(self, tensor: Tensor, share: TokenShare) -> None:
         ranks = dist.get_process_group_ranks(share.group)

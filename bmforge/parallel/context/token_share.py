@@ -1,7 +1,7 @@
 """Assignment of the tokens of a sequence to processes, and collectives that use it.
 
-If the number of processes does not divide the length, shares differ by a token, so that no block
-ever sees padding; only the buffers of collectives are padded. `divide.py` explains the use.
+If the length is not divisible by the number of processes, shares differ by one token. Blocks
+therefore never see padding; only the buffers of collectives are padded. `divide.py` uses this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Chunk", "Rows", "TokenCut", "TokenShare"]
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one process.
+    """Contiguous range of tokens that belongs to one process.
 
     Args:
         number: index among all chunks of the sequence.
         start: index of the first token in the sequence.
-        end: index behind the last token in the sequence.
+        end: index after the last token in the sequence.
         offset: index of the first token among the process's own tokens.
     """
 
@@ -37,19 +37,19 @@ class Chunk(NamedTuple):
 
     @property
     def own(self) -> slice:
-        """Slice of the chunk among the process's own tokens."""
+        """Slice of this chunk within the process's own tokens."""
         return slice(self.offset, self.offset + self.end - self.start)
 
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Assignment of a sequence's tokens to processes; an `nn.shard_hooks.TokenShare`.
+    """Assignment of a sequence's tokens to processes; implements `nn.shard_hooks.TokenShare`.
 
     Args:
         group: process group.
         length: length T of the whole sequence.
         zigzag: two chunks per process, one counted from each end of the sequence.
-        unit: divisor of the chunk lengths, if it divides the sequence length.
+        unit: chunk lengths are multiples of this if the sequence length is.
         by_heads: attention shards heads and sees whole sequences (the method "ulysses").
     """
 
@@ -70,7 +70,7 @@ class TokenShare:
         return self.group.rank()
 
     def chunks_of(self, rank: int) -> list[Chunk]:
-        """Return the non-empty chunks of a rank."""
+        """Return the non-empty chunks that are assigned to a rank."""
         count = self.size * (2 if self.zigzag else 1)
         unit = 1 if self.length % self.unit else self.unit
         base, remainder = divmod(self.length // unit, count)
@@ -93,7 +93,7 @@ class TokenShare:
 
     @property
     def width(self) -> int:
-        """Largest number of tokens of a process: the padded length in collectives."""
+        """Padded number of tokens per process in collectives: the largest count of any process."""
         return max(self.counts)
 
     def pad(self, x: Tensor, dim: int) -> Tensor:
@@ -104,18 +104,18 @@ class TokenShare:
         return torch.cat((x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])), dim)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Select this process's tokens of the whole sequence; backward gives a partial gradient."""
+        """Select this process's tokens from the full sequence; backward is a partial gradient."""
         return torch.cat([x.narrow(dim, c.start, c.end - c.start) for c in self.mine], dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """All-gather the tokens in the order of the sequence; gradients are summed.
+        """All-gather the tokens in sequence order; backward sums the gradients of all processes.
 
         Comm: one all-gather forward, one reduce-scatter backward.
         """
         return _Gather.apply(x, self, dim)
 
     def order(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder gathered shares, `width` tokens per process, into the order of the sequence."""
+        """Reorder all-gathered tokens (`width` per process) into sequence order."""
         places = {c.number: (r, c) for r in range(self.size) for c in self.chunks_of(r)}
         parts = [
             x.narrow(dim, rank * self.width + chunk.offset, chunk.end - chunk.start)
@@ -124,7 +124,7 @@ class TokenShare:
         return torch.cat(parts, dim)
 
     def spread(self, x: Tensor, dim: int) -> Tensor:
-        """Undo `order`; shares with fewer than `width` tokens are padded with zeros."""
+        """Inverse of `order`: split a full sequence into padded shares of `width` tokens each."""
         parts = []
         for rank, count in enumerate(self.counts):
             parts += [x.narrow(dim, c.start, c.end - c.start) for c in self.chunks_of(rank)]
@@ -136,7 +136,7 @@ class TokenShare:
     def enter(
         self, x: Tensor, masks: dict[Any, Any], inputs: dict[str, Any]
     ) -> tuple[Tensor, dict[Any, Any], dict[str, Any]]:
-        """Shard the inputs of a stack of blocks, once for all its blocks.
+        """Shard the inputs of a stack of blocks: hidden states, masks, biases and rotary tables.
 
         Args:
             x: hidden states, (B, T, D).
@@ -152,20 +152,20 @@ class TokenShare:
         return self.take(x), rows, inputs
 
     def _cut_bias(self, bias: Tensor) -> Tensor:
-        """Return the bias of this process's tokens, or with `by_heads` of its heads."""
+        """Return the bias of this process's tokens or, with `by_heads`, of its heads."""
         if not self.by_heads:
             return self.take(bias, 2)
         heads = bias.shape[1] // self.size
         return bias.narrow(1, self.rank * heads, heads)
 
     def _cut_mask(self, mask: Any) -> Any:
-        """Return the rows of a mask that belong to this process's tokens."""
+        """Return the mask rows of this process's tokens."""
         keeps_all = self.by_heads or not isinstance(mask, Tensor) or mask.shape[2] == 1
         return mask if keeps_all else self.take(mask, 2)
 
 
 class Rows(NamedTuple):
-    """Mask argument of attention together with the token assignment.
+    """Attention mask together with the assignment of tokens to processes.
 
     Args:
         mask: mask of this process's queries and all keys; the whole mask with `by_heads` or if it
@@ -192,7 +192,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenCut:
-    """Shards the tokens of a stack of blocks; see `TokenShare` for the fields."""
+    """Factory of `TokenShare` objects for sequences of any length; see there for the fields."""
 
     group: dist.ProcessGroup
     zigzag: bool
@@ -200,7 +200,7 @@ class TokenCut:
     by_heads: bool
 
     def __call__(self, length: int) -> TokenShare | None:
-        """Return the token assignment for a length; None if there are fewer tokens than processes.
+        """Return the assignment for `length` tokens; None if there are fewer tokens than processes.
 
         Raises:
             ShapeError: sequence parallelism cannot divide the shares further.

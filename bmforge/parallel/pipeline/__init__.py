@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages, schedules and messages; start reading at `model.py`."""
+"""Pipeline parallelism: stages, schedules and point-to-point messages; start at `model.py`."""

@@ -1,21 +1,21 @@
-"""Messages between neighboring pipeline stages: tuples of tensors of any dtype and shape, or None.
+"""Point-to-point messages between pipeline stages: tuples of tensors of any dtype and shape.
 
 A message is a header and its tensors. The header, one int64 host tensor of fixed length, contains
-dtype, shape and whether a gradient is required, so shapes may change with every message without
-prior agreement. It costs one host message of 1.2 kB (tens of microseconds, at the speed of the
-hosts and not of the devices) per (micro-batch, edge, direction); a missing gradient is a word in
-the header and sends no zeros. Headers are matched by tag, which gloo and the process groups of
-`init_distributed` support for host tensors.
+the dtype, shape and requires_grad of every tensor, so shapes may change with every message. It
+costs one host message of 1.2 kB (tens of microseconds, at the speed of the hosts and not of the
+devices) per (micro-batch, edge, direction); a missing gradient is marked in the header, and no
+zeros are sent. Headers are matched by tag, which gloo and the process groups of `init_distributed`
+support for host tensors.
 
 Tensors may travel over a backend that ignores tags and runs the operations between two ranks
-sequentially, a send ending only when its receive has begun. There, two neighbors that both send
-first hang: in 1F1B one sends its next activation while the other sends a gradient. So both ends
-follow one order of all messages between them, `order_messages`: a rank that is about to send first
-posts the receives that precede the send in this order. That blocks for a header at most, whose
-sender is earlier in an order in which all actions could be done one by one, so there is no cyclic
-wait. Each pair connects before the first step, pairs in sorted order, since the first contact
-blocks both ends. The alternative, batch_isend_irecv of matching sends and receives, would need both
-ends to know which ones match, and the shapes before the batch.
+sequentially, a send ending only when its receive has begun. With such a backend, two neighbors that
+both send first hang: in 1F1B one sends its next activation while the other sends a gradient. So
+both ends follow one order of all messages between them, `order_messages`: a rank that is about to
+send first posts the receives that precede the send in this order. That blocks at most for a header,
+whose sender is earlier in a valid sequential order of all actions, so there is no cyclic wait. The
+pairs of ranks connect before the first step, in sorted order, since the first contact blocks both
+ends. The alternative, batch_isend_irecv of matching sends and receives, would need both ends to
+know which ones match, and the shapes before the batch.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Link:
 
     Args:
         group: process group of the pipeline; its backend must support host and device tensors.
-            None: the default group, or this process alone.
+            None takes the default group, or this process alone if there is no group.
         device: device of received tensors.
-        slice_group: processes that hold the same activations (tensor parallel). Each sends a slice
-            of every float tensor whose size the group size divides, and the receivers gather the
+        slice_group: processes with the same activations (tensor-parallel group). Each sends a
+            slice of every float tensor that is evenly divisible, and the receivers all-gather the
             slices.
     """
 
@@ -76,7 +76,7 @@ class Link:
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Exchange one byte with every neighbour, pairs in sorted order."""
+        """Open the connections to all neighbors by exchanging one byte, pairs in sorted order."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for low, high in sorted(pair for pair in pairs if self.rank in pair):
             if self.rank == low:
@@ -85,7 +85,7 @@ class Link:
                 dist.recv(byte, group=self.group, group_src=low)
 
     def parts(self, spec: _Spec) -> int:
-        """Return the number of slices in which a tensor is sent."""
+        """Return the number of slices in which a tensor is sent; 1 if it is sent whole."""
         if self.slice_group is None or not spec.dtype.is_floating_point:
             return 1
         size = dist.get_world_size(self.slice_group)
@@ -141,7 +141,7 @@ def _decode(header: Tensor) -> list[_Spec | None]:
 
 
 class Route:
-    """Messages between all pairs of ranks and their order; computed once per schedule."""
+    """Messages of a schedule for every pair of ranks, in order; computed once per schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -154,11 +154,11 @@ class Route:
         }
 
     def made_at(self, message: Message) -> int:
-        """Return the index of the sending action in its rank's order."""
+        """Return the position of the action that produces the message in the sender's order."""
         return self._index[tuple(message)]  # type: ignore[index]
 
     def used_at(self, message: Message) -> int:
-        """Return the index of the action that needs the message, in its rank's order."""
+        """Return the position of the action that consumes the message in the receiver's order."""
         return self._index[tuple(message._replace(stage=message.receiver))]  # type: ignore[index]
 
     def peer(self, rank: int, message: Message) -> int:
@@ -168,7 +168,7 @@ class Route:
         return receiver if rank == sender else sender
 
     def tag(self, message: Message) -> int:
-        """Return the first of the message's tags: one for the header, one for every tensor."""
+        """Return the tag of the message's header; the tensors use the tags after it."""
         stages = self.schedule.num_stages
         number = (message.micro_batch * stages + message.stage) * 2 + (message.kind == "backward")
         return number * (1 + MAX_TENSORS)
@@ -176,7 +176,7 @@ class Route:
 
 @dataclass
 class _Incoming:
-    """A message whose receives are posted."""
+    """Message to be received, with its posted receives."""
 
     specs: list[_Spec | None]
     buffers: list[Tensor | None]
@@ -195,9 +195,8 @@ class _Outgoing:
 class Wire:
     """Sends and receives the messages of one run of a schedule.
 
-    Sends return at once. The tensors of a message are released when the receiver is known to have
-    it, that is, when a message arrives that the receiver sent later; so at most the messages that
-    the schedule has in flight are kept.
+    Sends return at once. The tensors of a message are released when a message arrives that its
+    receiver sent later. So only the messages that the schedule has in flight stay in memory.
     """
 
     def __init__(self, route: Route, link: Link) -> None:
@@ -207,7 +206,7 @@ class Wire:
         self._outgoing: dict[int, list[_Outgoing]] = defaultdict(list)
 
     def send(self, message: Message, tensors: Tensors) -> None:
-        """Send a message; its tensors must not be changed in place afterwards."""
+        """Send a message asynchronously; its tensors must not be changed in place afterwards."""
         peer = self._route.peer(self._rank, message)
         header = _encode(tensors, message)
         self._post_until(peer, message)
@@ -223,7 +222,7 @@ class Wire:
         self._outgoing[peer].append(_Outgoing(message, parcel, works))
 
     def receive(self, message: Message) -> Tensors:
-        """Wait for a message; its float tensors require a gradient if the sender's did."""
+        """Wait for a message; its tensors require a gradient if the sender's did."""
         peer = self._route.peer(self._rank, message)
         self._post_until(peer, message)
         if message not in self._incoming:
@@ -244,7 +243,7 @@ class Wire:
             self._release(peer, list(outgoing))
 
     def _post_until(self, peer: int, message: Message) -> None:
-        """Post the receives that precede `message` in the message order of the two ranks."""
+        """Post the receives that come before `message` in the message order of the two ranks."""
         order = self._route.messages[min(peer, self._rank), max(peer, self._rank)]
         while message not in self._incoming and order[self._done[peer]] != message:
             self._post(peer, order[self._done[peer]])
@@ -286,7 +285,7 @@ class Wire:
             ) from error
 
     def _cut(self, tensor: Tensor) -> Tensor:
-        """Return this process's slice of a tensor to send."""
+        """Return the slice of a tensor that this process sends."""
         tensor = tensor.detach().contiguous()
         parts = self._link.parts(_Spec(tensor.dtype, False, tuple(tensor.shape)))
         if parts == 1:
@@ -311,7 +310,7 @@ class Wire:
 
 
 def share_from(owner: int, tensors: Tensors | None, link: Link) -> Tensors:
-    """Broadcast the tensors of the rank `owner` to every rank of the pipeline.
+    """Broadcast tensors from the rank `owner` to every rank of the pipeline.
 
     Comm: one broadcast of a header and one of every tensor.
     """

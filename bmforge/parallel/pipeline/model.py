@@ -1,9 +1,9 @@
-"""Pipelined model: its stages on this rank, training steps, plain calls and shared parameters.
+"""Pipelined model: this rank's stages, training steps, plain calls and shared parameters.
 
-The model stays one module with its parameter names, of which this rank has its blocks. Every stage
-runs the model's own forward; `span`, set on each stack, selects the blocks, and `arrived` holds the
-activations of the previous stage. Outside a training step a call of the model runs all stages and
-returns the result on every rank, so evaluation and generation need no changes.
+The model remains one module with the same parameter names, but has only this rank's blocks. Every
+stage runs the model's own forward: `span`, set on each stack, selects the blocks, and `arrived`
+contains the activations of the previous stage. Outside a training step a call of the model runs all
+stages and returns the result on every rank, so evaluation and generation need no changes.
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ class PipelinedModel:
         cutting: assignment of modules to stages.
         mesh: mesh with all axes.
         schedule: name of the schedule and stages per rank.
-        shared: parameters that other stages also have, see `stages.drop_the_rest_`.
+        shared: parameters that exist on several stages, see `stages.drop_the_rest_`.
         slices: slice the messages between stages over the axis `tp`.
-        splits: backward may be split into input and weight halves; not if blocks are sharded,
-            compiled or recomputed.
-        frees: free gathered parameters after every backward instead of at the end of the step.
+        splits: allow splitting backward into input and weight halves; False if blocks are
+            sharded, compiled or recomputed.
+        frees: free the gathered parameters after every backward, not at the end of the step.
 
     Attributes:
         rank: pipeline rank of this process.
         size: number of pipeline ranks.
-        copied: names of the parameters that an earlier rank also has and that are counted there.
+        copied: names of the parameters that an earlier rank also has; they are counted on that
+            rank.
     """
 
     def __init__(
@@ -116,16 +117,18 @@ class PipelinedModel:
 
     @property
     def shared_names(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradients are summed over ranks at the end of a step."""
+        """Names of the parameters that several stages have; their gradients are summed."""
         return tuple(sorted(self._shared))
 
     def show_stage(self, number: int) -> None:
-        """Set the range of blocks that every stack runs for a stage."""
+        """Make every stack run only the blocks of one stage."""
         for stack, span in self.cutting.spans[number].items():
             as_stack_(self.model.get_submodule(stack)).span = span
 
     def rank_of(self, name: str) -> int:
-        """Return the first pipeline rank that has a parameter or buffer.
+        """Return the first pipeline rank that has the named parameter or buffer.
+
+        Buffers of the modules that contain the stacks are on every rank.
 
         Buffers of the modules that contain the stacks are on every rank.
         """
@@ -183,7 +186,7 @@ class PipelinedModel:
             fill_slot_(self.model, "arrived", ())
 
     def _forward(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Replace the model's forward: run one stage inside a step, else all stages."""
+        """Replacement of the model's forward: run one stage inside a step, otherwise all stages."""
         if self._is_inside:
             return inner(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -216,7 +219,7 @@ class PipelinedModel:
         raise AssertionError("a stage runs outside of a step")
 
     def _least(self) -> int:
-        """Smallest number of micro-batches that the schedule supports."""
+        """Smallest number of micro-batches with which the schedule can run."""
         name, per_rank = self.schedule
         size = self.mesh["pp"].size()
         return next(n for n in range(1, 8 * size) if not problems(name, size, n, per_rank))
@@ -238,7 +241,7 @@ class PipelinedModel:
         return self._pipelines[num_micro_batches]
 
     def _sum_shared_gradients_(self) -> None:
-        """Sum the gradients of parameters that several stages have, on all their ranks."""
+        """Sum the gradients of each parameter that several stages have, over these stages."""
         parameters = dict(self.model.named_parameters())
         for name, ranks in sorted(self._shared.items()):
             parameter = parameters[name]
@@ -254,8 +257,8 @@ def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list
 
     Args:
         model: model whose gradients are computed.
-        run: function that calls the model once on a micro-batch and returns the loss, which the
-            earlier stages of a pipeline do not have.
+        run: function that calls the model on one micro-batch and returns the loss; in a
+            pipeline, only the last stage returns a loss.
         micro_batches: micro-batches of this process's rows.
 
     Returns:
@@ -290,7 +293,7 @@ def pipeline_of(model: nn.Module) -> PipelinedModel | None:
 def _build_groups(
     mesh: DeviceMesh, sets: set[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create a process group for every set of pipeline ranks, in each of the parallel pipelines."""
+    """Create a process group for each set of pipeline ranks, in every parallel pipeline."""
     groups = {}
     axis = (mesh.mesh_dim_names or ()).index("pp")
     lines = mesh.mesh.movedim(axis, 0).flatten(1).T.tolist()
@@ -303,10 +306,10 @@ def _build_groups(
 
 
 def reduce_gradients_(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
-    """Make FSDP2 reduce the accumulated gradients of the step and reshard the parameters.
+    """Reduce the accumulated gradients of FSDP2 modules and reshard their parameters.
 
-    The schedule calls autograd on stages, so FSDP2 cannot know after which backward the gradients
-    of a module are complete. Torch's own pipelining does the same at the end of a step.
+    The schedule runs one backward per stage and micro-batch, and FSDP2 cannot know which is the
+    last of a module. torch.distributed.pipelining does the same at the end of a step.
     """
     if not sharded:
         return

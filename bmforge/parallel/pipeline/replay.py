@@ -1,6 +1,6 @@
 """Simulation of a pipeline schedule: duration, bubbles and peak number of live activations.
 
-The same simulation gives the order of the messages between two ranks, which both follow.
+The simulation also gives the order of the messages between two ranks.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ def replay(
         schedule: schedule to simulate.
         forward: time of one stage's forward of one micro-batch.
         backward: time of one stage's backward of one micro-batch.
-        backward_input: time of the part of `backward` that computes the input gradient; None: a
-            half.
+        backward_input: time of the input-gradient half of `backward`; None takes half of it.
 
     Raises:
-        ConfigError: the order deadlocks; names the action that every rank waits for.
+        ConfigError: the schedule deadlocks; the message names the action for which each rank waits.
     """
     first_half = backward / 2 if backward_input is None else backward_input
     durations: dict[Kind, float] = {
@@ -90,12 +89,12 @@ def _peak(order: tuple[Action, ...]) -> int:
 
 
 def _input_half(action: Action) -> Action:
-    """Return the action that other actions depend on: the input half of a whole backward."""
+    """Replace a whole backward with its input half, on which other actions depend."""
     return action._replace(kind="backward_input") if action.kind == "backward" else action
 
 
 def _needs(action: Action, last_stage: int) -> list[Action]:
-    """Return the actions that must finish before an action; whole backwards by their input half."""
+    """Return the actions on which an action depends; whole backwards appear as their input half."""
     kind, stage, micro_batch = action
     if kind == "forward":
         return [Action("forward", stage - 1, micro_batch)] if stage else []
@@ -128,7 +127,11 @@ def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[A
 
 
 def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
-    """Return, per pair of ranks (lower first), all their messages in one order for both ends.
+    """Return the order of the messages between each pair of ranks (lower rank first).
+
+    Messages are ordered by the finish time of their senders at unit times. That order agrees with
+    the
+    action order of every rank, so a rank that waits for a message waits only for earlier work.
 
     Messages are ordered by the time at which the senders finish at unit times. That agrees with the
     order of actions of every rank, so a rank that waits for a message waits only for earlier work.

@@ -1,9 +1,10 @@
-"""Pipeline execution: runs the micro-batches of an optimizer step through this rank's stages.
+"""Pipeline execution: runs the micro-batches of a step through this rank's stages.
 
 Start at `Pipeline`. The order comes from `schedules.py`, `messages.py` transfers the tensors, and
 `split_backward.py` splits backwards into halves. Stages on one rank exchange tensors without
-sending them. The inputs of a stage are leaves of its own graph; only the gradient edges of its
-outputs are kept until backward, so an activation that backward does not need is freed once sent.
+sending them. The inputs of a stage are leaves of its own autograd graph. Only the gradient edges of
+its outputs are kept until backward, so an activation that backward does not need is freed after it
+is sent.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Stage(Protocol):
     """One pipeline stage of a model."""
 
     def forward(self, carry: Tensors | None, micro_batch: Batch) -> Tensors | Tensor:
-        """Compute this stage.
+        """Run the forward of this stage.
 
         Args:
-            carry: output of the previous stage; None for the first stage. Must not be changed in
-                place: a rank that sent it may still be sending.
-            micro_batch: whole micro-batch; every stage reads the parts it needs.
+            carry: output of the previous stage; None for the first stage. It must not be
+                changed in place, because its send may still be running.
+            micro_batch: complete micro-batch; every stage uses the fields that it needs.
 
         Returns:
             inputs of the next stage, up to 16 plain tensors of any dtype and shape, or None in
@@ -73,16 +74,16 @@ class Pipeline:
         schedule: schedule built by `write_schedule`.
         stages: stages on this rank, by their number.
         link: connection to the other ranks.
-        sync: function called as sync(stage, is_last) before each backward of a stage; `is_last` is
-            true once per step, before the backward that completes the stage's gradients. It
-            switches modules that reduce gradients in backward (FSDP2: set_requires_gradient_sync,
-            set_reshard_after_backward, set_is_last_backward). If backwards are split, the last one
-            then runs whole, so that such modules see it: one more input gradient per stage and
-                step.
-        split: stages whose backward is split where the schedule has halves; None: all. The other
-            stages run a whole backward at the input half, and nothing at the weight half. Needed if
-            blocks are sharded or compiled, or if a backward works in place (the loss); cheaper if
-            blocks recompute.
+        sync: function called as sync(stage, is_last) before each backward of a stage; `is_last`
+            is True once per step, before the backward that completes the stage's gradients. It
+            configures modules that reduce gradients in backward (FSDP2: set_requires_gradient_sync,
+            set_reshard_after_backward, set_is_last_backward). With a split backward, the last
+            backward then runs whole, since such modules need one complete backward; that costs one
+            more input gradient per stage and step.
+        split: stages whose backward is split into halves if the schedule has halves; None for
+            all. The other stages run the whole backward at the input half. Exclude stages with
+            sharded or compiled blocks or an in-place backward (the loss); for recomputed blocks a
+            whole backward is cheaper.
 
     Comm: per (micro-batch, edge, direction) one header and one message per tensor. `messages.py`
     explains why no order of sends and receives can hang.
@@ -114,7 +115,7 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """Rank of the last stage, which has the losses."""
+        """Rank of the last stage, which computes the losses."""
         return self.schedule.stage_ranks[-1]
 
     def step(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
@@ -176,7 +177,7 @@ class Pipeline:
         return _Run(Wire(route, self.link), micro_batches)
 
     def _find_completing(self) -> set[Action]:
-        """Return, per stage of this rank, the action that completes its gradients."""
+        """Return, per stage of this rank, the last action that adds to its gradients."""
         last: dict[int, Action] = {}
         for action in self.schedule.orders[self.link.rank]:
             half = "backward_weight" if action.stage in self._split else "backward_input"
@@ -231,7 +232,7 @@ class Pipeline:
     def _gather(
         self, run: _Run, stage: int, micro_batch: int
     ) -> tuple[list[GradientEdge], list[Tensor], list[Tensor | None]]:
-        """Return the outputs that have a gradient, their gradients, and the inputs."""
+        """Return three lists: a stage's outputs with gradients, these gradients, and its inputs."""
         saved = run.saved.pop((stage, micro_batch))
         grads: Tensors
         if stage == self._last:

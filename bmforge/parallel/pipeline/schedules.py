@@ -41,8 +41,8 @@ W: Kind = "backward_weight"
 class Action(NamedTuple):
     """One action: `kind` of stage `stage` on micro-batch `micro_batch`.
 
-    "backward" computes the gradients of the stage's input and weights together, "backward_input"
-    and "backward_weight" one of them each, in this order.
+    "backward" computes the gradients of the stage's input and weights together. "backward_input"
+    computes those of the input, "backward_weight" afterwards those of the weights.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Tensors sent by stage `stage`: outputs to the next stage or gradients to the previous."""
+    """Tensors that stage `stage` sends: outputs to the next stage or gradients to the previous."""
 
     kind: Literal["forward", "backward"]
     stage: int
@@ -95,7 +95,7 @@ class Schedule:
 
 
 class _Writer:
-    """Builds one rank's list; each action takes the next micro-batch of its kind and stage."""
+    """Builds the action list of one rank; numbers the micro-batches per kind and stage."""
 
     def __init__(self, rank: int, num_ranks: int, per_rank: int, num_micro_batches: int) -> None:
         self.rank, self.num_ranks, self.per_rank = rank, num_ranks, per_rank
@@ -106,7 +106,7 @@ class _Writer:
         self._waiting: list[int] = []  # stages whose weight gradients are due, oldest first
 
     def add(self, stage: int, *kinds: Kind) -> None:
-        """Append actions of one stage."""
+        """Append actions of one stage, each for the next micro-batch of its kind."""
         for kind in kinds:
             self.actions.append(Action(kind, stage, self.count[I if kind == B else kind, stage]))
             self.count.update((part, stage) for part in ((I, W) if kind == B else (kind,)))
@@ -116,7 +116,7 @@ class _Writer:
                 self._waiting.remove(stage)
 
     def add_next_weight(self) -> None:
-        """Append the weight-gradient action that has waited longest, if there is any."""
+        """Append the weight-gradient action that has waited longest, if one is waiting."""
         if self._waiting:
             self.add(self._waiting[0], W)
 
@@ -137,7 +137,7 @@ def _1f1b(w: _Writer) -> None:
 
 
 def _interleaved(w: _Writer, split: bool = False) -> None:
-    """Write interleaved 1F1B: rounds of micro-batches pass a rank's stages depth first."""
+    """Write the interleaved 1F1B schedule: rounds of micro-batches run depth first."""
     total = w.per_rank * w.num_micro_batches
     per_round = w.num_micro_batches // _rounds(w.num_ranks, w.num_micro_batches)
     hop = 1 if split else 2  # early input gradients need fewer micro-batches in flight
@@ -165,7 +165,10 @@ def _interleaved_zero_bubble(w: _Writer) -> None:
 
 
 def _zbv(w: _Writer) -> None:
-    """Write ZBV (Qi et al., section 6) for at least 2p - 1 micro-batches, then truncate it."""
+    """Write the ZBV schedule (Qi et al., section 6).
+
+    It is written for at least 2p - 1 micro-batches and truncated to the requested number.
+    """
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     total = max(2 * w.num_ranks - 1, w.num_micro_batches)
     for _ in range(2 * w.to_end + 1):
@@ -192,7 +195,7 @@ def _zbv(w: _Writer) -> None:
 
 
 def _dualpipev(w: _Writer) -> None:
-    """Write the eight phases of DeepSeek's DualPipeV."""
+    """Write the eight phases of DeepSeek's DualPipeV schedule."""
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     for _ in range(2 * w.to_end):
         w.add(down, F)
@@ -222,7 +225,7 @@ def _dualpipev(w: _Writer) -> None:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Writer function and requirements of a named schedule."""
+    """Writer function of a named schedule, and its requirements."""
 
     write: Callable[[_Writer], None]
     placement: Literal["loop", "v"] = "loop"
@@ -300,7 +303,8 @@ def write_schedule(
         stages_per_rank: pipeline stages per rank; None takes the fewest that the schedule supports.
 
     Raises:
-        ConfigError: the name or the numbers do not fit; lists all `problems`.
+        ConfigError: the name is unknown or the numbers do not fit; the message lists all
+            `problems`.
     """
     reasons = problems(name, num_ranks, num_micro_batches, stages_per_rank)
     if reasons:
@@ -321,7 +325,10 @@ def write_schedule(
 
 
 def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:
-    """Build the schedule with the fewest micro-batches it supports, to look up stage ranks."""
+    """Build the schedule with the smallest supported number of micro-batches, or return None.
+
+    It serves to look up the rank of each stage.
+    """
     counts = range(1, 16 * ranks + 1)
     fits = (n for n in counts if not problems(name, ranks, n, per_rank))
     count = next(fits, None)
@@ -329,9 +336,9 @@ def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule |
 
 
 def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
-    """Return the forward-only schedule on the same stages, for any number of micro-batches.
+    """Return a forward-only schedule on the same stages, for any number of micro-batches.
 
-    Micro-batches run in rounds of one per rank, and each round passes a rank's stages in order.
+    Micro-batches run in rounds of one per rank; each round runs through a rank's stages in order.
     """
     size = schedule.num_ranks
     rounds = [

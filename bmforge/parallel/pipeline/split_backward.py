@@ -2,14 +2,13 @@
 
 Zero-bubble schedules send a stage's input gradient as early as possible and fill idle time with
 weight gradients. The first half records the gradients at the joints, the graph nodes at which
-weights meet the path from the input to the outputs; the second half starts there and computes
-nothing else. Weights that meet the path more than once (tied weights, a bias shared by layers), and
-weights that reach an output off the path, also get their whole gradient.
+weights meet the path from the input to the outputs; the second half starts at the joints and
+computes only the weight gradients. Weights with several joints (tied weights, a bias shared by
+layers), and weights connected to an output outside this path, get their whole gradient, too.
 
-Memory: the graph of the stage lives until the second half.
-Compute: one start of autograd per joint in the second half. If activations are recomputed, each
-start recomputes them, and a compiled block is one node, so that it runs twice: run backwards whole
-there (`Pipeline(split=())`).
+Memory: the graph of the stage lives until the second half. Compute: one autograd call per joint in
+the second half. With recomputed activations each call recomputes them, and a compiled block is a
+single node that would run twice; do not split the backward of such blocks (`Pipeline(split=())`).
 
 Source: the idea of stage_backward_input and stage_backward_weight in torch.distributed.pipelining,
 Qi et al. 2023 (2401.10241); reimplemented because those (2.13) lose weights that reach an output
@@ -36,7 +35,7 @@ Grads = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class _Group:
-    """Weights whose gradients come from the same joints and outputs."""
+    """Weights whose gradients depend on the same joints and outputs."""
 
     leaves: list[Node]
     joints: set[Node]
@@ -45,7 +44,7 @@ class _Group:
 
 @dataclass
 class WeightBackward:
-    """Second half of one backward; call `run` once.
+    """Weight half of one split backward; call `run` once.
 
     Args:
         outputs: gradient edges at which the backward starts.
@@ -63,8 +62,8 @@ class WeightBackward:
         """Accumulate the weights' gradients into their `.grad`.
 
         Args:
-            all_groups: run the complete backward again instead, for hooks of modules that need a
-                single complete backward (FSDP2 reduces gradients in one).
+            all_groups: run the complete backward instead, for modules whose hooks need one
+                complete backward (FSDP2 reduces gradients in such hooks).
         """
         if all_groups or self.groups is None:
             if self.outputs:
@@ -138,7 +137,7 @@ def _replace(saved: Grads, _: Grads) -> Grads:
 
 
 def _reverse(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Return, for every node reachable from the roots, the nodes that pass a gradient to it."""
+    """Return the reversed autograd graph: for every node, the nodes that pass a gradient to it."""
     above: dict[Node, list[Node]] = defaultdict(list)
     todo = list(dict.fromkeys(roots))
     for root in todo:
@@ -156,7 +155,7 @@ def _reverse(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 def _climb(
     starts: Iterable[Node], above: Mapping[Node, list[Node]], stop: Iterable[Node] = ()
 ) -> set[Node]:
-    """Return the starts and all nodes above them, up to and including the nodes in `stop`."""
+    """Return all nodes reachable upwards from `starts`, up to and including the nodes in `stop`."""
     seen = {start for start in starts if start in above}
     todo, ends = list(seen), set(stop)
     while todo:
@@ -171,7 +170,7 @@ def _climb(
 def _group(
     leaves: Iterable[Node], above: Mapping[Node, list[Node]], path: set[Node], loose: set[Node]
 ) -> list[_Group]:
-    """Group weights that share a joint, or an output off the path."""
+    """Group weights that have the same joint, or the same output outside the path."""
     groups: dict[Node, _Group] = {}  # by joint or output
     for leaf in leaves:
         reached = _climb([leaf], above, path)

@@ -2,8 +2,8 @@
 
 A model is a list of blocks (of one stack, or of several that run in sequence) with modules around
 them. Blocks are partitioned so that the cost of the most expensive stage is minimal. The rules name
-the modules at the beginning and end of a stack, which go with its first or last block; all other
-modules are on every stage that runs the stack.
+the modules that belong to the first or last block of a stack; all other modules are on every stage
+that runs the stack.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class PipelineRules(Protocol):
 
     @property
     def pipeline_first(self) -> tuple[str, ...]:
-        """Name globs of the modules that go with the first block of a stack."""
+        """Name globs of the modules on the stage of a stack's first block."""
 
     @property
     def pipeline_last(self) -> tuple[str, ...]:
-        """Name globs of the modules that go with the last block of a stack."""
+        """Name globs of the modules on the stage of a stack's last block."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class Cutting:
 
     Args:
         spans: per stage, stack name -> range of blocks.
-        homes: name of a module or parameter that is kept or dropped as a whole -> stages that
-            have it.
+        homes: stages that have a module or parameter, by its name.
     """
 
     spans: tuple[dict[str, Span], ...]
@@ -58,7 +57,10 @@ class Cutting:
 
 
 def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -> list[int]:
-    """Return the blocks per stage that minimize the cost of the most expensive stage.
+    """Return the number of blocks per stage that minimizes the cost of the most expensive stage.
+
+    Among such partitions it returns the one with the least sum of squared costs, so that the other
+    stages are balanced too.
 
     Among these partitions it is the most even one, with the least sum of squares, so that the
     stages that do not determine the maximum are balanced too.
@@ -93,7 +95,7 @@ def _best_cut(
     cost_of: Callable[[int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Return the least joined cost of all stages and the number of blocks of each stage."""
+    """Find the cheapest partition by dynamic programming; return its cost and stage sizes."""
     # best[s][n]: cost of s stages over the first n blocks, and the first block of the last one.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
@@ -123,7 +125,8 @@ def plan_cutting(
         rules: rules for cutting the model.
         stages: number of stages.
         sizes: requested number of blocks of every stage; empty balances them.
-        balance: "flops", the parameters that a token uses, without embeddings; or "parameters".
+        balance: "flops" balances the parameters used per token, without embeddings;
+            "parameters" balances all parameters.
     """
     stacks = {name: list(model.get_submodule(name).children()) for name in rules.stacks}
     blocks = [block for stack in stacks.values() for block in stack]
@@ -140,7 +143,7 @@ def plan_cutting(
 
 
 def _spans(stacks: dict[str, list[nn.Module]], begin: int, end: int) -> Iterator[tuple[str, Span]]:
-    """Yield the range of every stack within blocks `begin` to `end` of all stacks."""
+    """Yield, per stack, the range of its blocks among the blocks `begin` to `end` of all stacks."""
     offset = 0
     for name, stack in stacks.items():
         total = len(stack)
@@ -150,7 +153,7 @@ def _spans(stacks: dict[str, list[nn.Module]], begin: int, end: int) -> Iterator
 
 
 def _cost(module: nn.Module, balance: str) -> float:
-    """Return the number of parameters of a module; for "flops" of those that a token uses."""
+    """Return the number of parameters of a module; for "flops", of those used per token."""
     cost = 0.0
     for part in module.modules():
         share = 1.0
@@ -177,7 +180,7 @@ def _fits(name: str, globs: Sequence[str]) -> bool:
 def _homes(
     model: nn.Module, rules: PipelineRules, spans: Sequence[dict[str, Span]]
 ) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yield every module or parameter that is kept or dropped as a whole, and its stages."""
+    """Yield each module or parameter that is kept or dropped as a whole, and its stages."""
     everywhere = range(len(spans))
     parents = {name.rpartition(".")[0] for name in rules.stacks} | {""}
     for stack in rules.stacks:
@@ -208,7 +211,7 @@ def _runs(spans: dict[str, Span], parent: str) -> bool:
 
 
 def _join_ties(model: nn.Module, homes: dict[str, frozenset[int]]) -> None:
-    """Put modules that share a parameter on the stages of all of them, which preserves names."""
+    """Assign modules with tied parameters to the union of their stages, so that the ties remain."""
     owners: dict[int, set[str]] = {}
     for name in homes:
         for parameter in _parameters(model, name):
@@ -232,10 +235,10 @@ def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 def drop_the_rest_(
     model: nn.Module, cutting: Cutting, stages: Sequence[int]
 ) -> dict[str, list[int]]:
-    """Drop the modules that are on none of `stages`; return the shared parameters.
+    """Remove the modules that belong to none of `stages`; return the shared parameters.
 
     Returns:
-        name of a parameter that other stages also have -> its stages, in order
+        stages of each parameter that other stages also have, by its name
     """
     shared = {}
     for name, homes in cutting.homes.items():

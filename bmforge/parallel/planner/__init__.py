@@ -1,1 +1,1 @@
-"""Estimates memory and time of layouts on machines that need not exist; start at `search.py`."""
+"""Estimates the memory and step time of layouts without the hardware; start at `search.py`."""

@@ -1,7 +1,7 @@
-"""Dry run of a layout: validates it and counts the shards of each process without the processes.
+"""Dry run of a layout: validates it and counts each process's parameters in one process.
 
-A fake process group replaces the other processes and a model on the meta device the weights, so a
-layout for hundreds of devices is built on a laptop, by the same code as in the real run.
+A fake process group replaces the other processes, and a model on the meta device replaces the
+weights. So a laptop can build a layout for hundreds of devices with the code of the real run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class RankMemory:
     Args:
         rank: global rank.
         stages: pipeline stages of the process.
-        blocks: number of blocks it runs.
-        parameters: number of elements of its shards.
-        parameter_bytes: size of its shards in bytes.
+        blocks: number of the process's blocks.
+        parameters: number of elements in the process's shards.
+        parameter_bytes: size of the process's shards in bytes.
     """
 
     rank: int
@@ -48,9 +48,9 @@ class DryRun:
 
     Args:
         axes: length of every mesh axis, slowest first.
-        parameters: number of parameters of the whole model, tied ones once.
-        shares: share of the first process of every pipeline rank; the other processes of the rank
-            hold as much, give or take a row.
+        parameters: number of parameters of the whole model; tied parameters count once.
+        shares: memory of the first process of every pipeline rank; that of the rank's other
+            processes differs by at most one row per parameter.
     """
 
     axes: dict[str, int]
@@ -61,7 +61,7 @@ class DryRun:
 def dry_run(
     build_model: Callable[[], nn.Module], layout: Layout, world_size: int, **options: Any
 ) -> DryRun:
-    """Build a layout for `world_size` processes in a single process.
+    """Build a layout for `world_size` processes in a single process, without allocating weights.
 
     Args:
         build_model: function that builds the model on meta; called once per pipeline rank.
@@ -95,7 +95,7 @@ def dry_run(
 
 
 def join_fakes(rank: int, world_size: int) -> None:
-    """Initialize a fake process group of `world_size` processes."""
+    """Initialize a fake process group with `world_size` processes."""
     # torch's backend without communication, made for its tests and for memory estimates.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

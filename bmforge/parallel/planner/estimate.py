@@ -41,11 +41,11 @@ class Request:
     """Model, machines and constraints of a plan.
 
     Args:
-        workload: model and its rows.
+        workload: model and rows of a batch.
         cluster: machines of the run.
-        batch: rows of a step over all devices.
+        batch: global batch size in rows.
         precision: fp32, bf16 or fp16.
-        offload: allow offload of optimizer states to the host.
+        offload: allow offloading optimizer states to the host.
         compiled: blocks are compiled.
     """
 
@@ -57,7 +57,7 @@ class Request:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a batch below one row."""
+        """Raise `ConfigError` for a batch size below 1."""
         if self.batch < 1:
             raise ConfigError(f"--batch {self.batch} must be at least 1 row.")
 
@@ -70,7 +70,7 @@ class Choice:
         layout: degrees of parallelism.
         rows: rows of a micro-batch.
         recompute: blocks are recomputed in backward.
-        offloaded: fraction of the optimizer states on the host.
+        offloaded: fraction of the optimizer states that is offloaded to the host.
     """
 
     layout: Layout
@@ -85,13 +85,15 @@ class Row:
 
     Args:
         choice: configuration.
-        memory: peak memory of the process that needs most; a lower bound if `traced` is off.
-        short_bytes: missing device memory in bytes; negative if it fits.
-        times: time of a step by part.
+        memory: peak memory of the process with the highest peak; a lower bound if `traced` is
+            False.
+        short_bytes: missing device memory in bytes; negative if the configuration fits.
+        times: step time by category.
         tokens_per_s: tokens per second of all devices together.
         micro_batches: micro-batches per step.
         host_short_bytes: missing host memory of a node in bytes.
-        traced: False if parameters and states alone do not fit, so that nothing was traced.
+        traced: False if parameters and optimizer states alone do not fit, in which case nothing
+            is traced.
     """
 
     choice: Choice
@@ -115,13 +117,13 @@ class Row:
 
 @dataclass
 class Estimator:
-    """Estimates configurations of one request; caches traces.
+    """Estimates the configurations of one request and caches their traces.
 
     Args:
         request: model, machines and constraints.
         exact_shards: trace with the real number of shards, for comparison with measured runs.
         engine: engine whose times are estimated, for comparison with published results.
-        traces: existing traces; those of another estimator of the same workload can be reused.
+        traces: existing traces of the same workload, for example from another estimator.
         kept: trace cache on disk; None disables it.
     """
 
@@ -136,7 +138,7 @@ class Estimator:
     _ranks: dict[Layout, tuple[Rank, ...]] = field(default_factory=dict)
 
     def estimate(self, choice: Choice) -> Row:
-        """Return memory and time of one configuration, whether it fits or not.
+        """Return memory and step time of one configuration, even if it does not fit.
 
         Raises:
             ConfigError: the layout does not fit the model, the batch or the number of devices.
@@ -176,7 +178,7 @@ class Estimator:
         return self.traces[setting]
 
     def _cut(self, layout: Layout) -> tuple[Rank, ...]:
-        """Return the parts of the model on every pipeline rank."""
+        """Return the blocks and end modules on every pipeline rank."""
         if self._model is None:
             self._model = self.request.workload.whole()
         alike = Layout(
@@ -192,7 +194,7 @@ class Estimator:
         return self._ranks[alike]
 
     def shards(self, layout: Layout) -> tuple[int, int]:
-        """Return the number of ZeRO shards, and that of processes with different rows."""
+        """Return the number of ZeRO shards and the number of data-parallel processes."""
         processes = self.request.cluster.count // (layout.tp * layout.pp * layout.cp)
         if layout.zero == 0:
             return 1, processes
@@ -234,7 +236,7 @@ class Estimator:
     def _memory(
         self, trace: StepTrace, choice: Choice, count: int, ratio: float, ranks: Sequence[Rank]
     ) -> Memory:
-        """Return the memory of the pipeline rank that needs most."""
+        """Return the memory of the pipeline rank with the highest peak."""
         shares: dict[Any, Share] = {}
         alive = _in_flight(choice.layout, count) if len(ranks) > 1 else (1.0,)
         # Among equal ranks, the one with most micro-batches in flight needs most memory.
@@ -255,7 +257,7 @@ class Estimator:
     def _times(
         self, trace: StepTrace, choice: Choice, count: int, shards: int, ranks: Sequence[Rank]
     ) -> tuple[Times, float]:
-        """Return the times of the slowest rank, and the largest trained size of a rank."""
+        """Return the times of the slowest rank, and the most trained parameters of any rank."""
         layout, request = choice.layout, self.request
         work = [count_work(trace, rank.counts, rank.last) for rank in ranks]
         seconds = [
@@ -294,7 +296,7 @@ class Estimator:
         return times, max(trained)
 
     def least_static(self, choice: Choice) -> float:
-        """Return the bytes of parameters and optimizer states alone, without tracing."""
+        """Return the bytes of the parameters and optimizer states alone, without tracing."""
         if self._counts is None:
             self._counts = _count(self.request.workload)
         layout = choice.layout
@@ -312,7 +314,7 @@ class Estimator:
 
 
 def _count(workload: Workload) -> tuple[float, float]:
-    """Return the number of elements in all blocks of all stacks, and the number of trained ones."""
+    """Return the total and the trained number of parameters in the blocks of all stacks."""
     usual = workload.depth - sum(count for _, count in workload.kinds)
     total = trained = 0
     for build, count in ((workload.build, usual), *workload.kinds):
@@ -327,7 +329,7 @@ def _count(workload: Workload) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)
 def _in_flight(layout: Layout, count: int) -> tuple[float, ...]:
-    """Return the number of micro-batches alive at once on every pipeline rank."""
+    """Return the number of micro-batches in flight on every pipeline rank."""
     name, size, per_rank = layout.pp_schedule, layout.pp, layout.pp_stages_per_rank
     if name == "1f1b":
         return tuple(float(min(size - rank, count)) for rank in range(size))

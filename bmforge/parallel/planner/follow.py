@@ -1,6 +1,6 @@
 """Tracks the lifetime of every storage of a training step, and counts the cost of operators.
 
-Works on fake and on real tensors; with real tensors the planner verifies itself.
+Works with fake and with real tensors; tests with real tensors verify the planner.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _COPIED = {
 
 @dataclass
 class _Storage:
-    """A live storage: its size, purpose, owner, and the events that refer to it."""
+    """Live storage: its size, purpose, owner, and the events that refer to it."""
 
     ref: Any
     size: int
@@ -72,10 +72,10 @@ class _Storage:
 
 
 class Follower(TorchDispatchMode):
-    """Records every allocation and release of a storage, and the cost of operators.
+    """Dispatch mode that records every allocation and release of a storage, and operator costs.
 
     Args:
-        copies: collectives allocate a buffer of their own, as on CPUs.
+        copies: collectives allocate their own buffer, as they do on CPUs.
         outcomes: cached results of fake operators from other followers.
     """
 
@@ -90,7 +90,7 @@ class Follower(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, so torch need not disable its compiler."""
+        """Return False: nothing is compiled in this mode, so torch may keep its compiler on."""
         return False
 
     def __torch_dispatch__(
@@ -116,7 +116,11 @@ class Follower(TorchDispatchMode):
         return out
 
     def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
-        """Yield the first two pieces of every size; the second counts for all later ones.
+        """Yield only the first two pieces of every size; the cost of the second is multiplied.
+
+        For loops that do the same work for every piece of one size: later iterations use as much
+        memory as
+        the second one, so only the work has to be multiplied.
 
         For loops that do the same work for pieces of one size: the memory of the second iteration
         equals that of later ones, so only the work has to be multiplied.
@@ -137,13 +141,13 @@ class Follower(TorchDispatchMode):
                 self.traffic_bytes += again * (self.traffic_bytes - before[1])
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Register tensors that existed before as known storages."""
+        """Register the storages of tensors that existed before tracing."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self.alive.setdefault(storage._cdata, _Storage(storage, 0, 0))
 
     def assign(self, tensors: Iterable[Tensor], part: int, end: int) -> None:
-        """Set the purpose and owner of storages that have already been recorded."""
+        """Set the purpose and owner of storages that are already recorded."""
         self.note_resizes()
         for tensor in tensors:
             record = self.alive.get(tensor.untyped_storage()._cdata)
@@ -153,7 +157,7 @@ class Follower(TorchDispatchMode):
                 record.part, record.end = part, end
 
     def note_resizes(self) -> None:
-        """Record the storages that FSDP has freed or allocated since the last operator or mark.
+        """Record the storages that FSDP has freed or allocated since the last check.
 
         FSDP resizes the storages of gathered parameters directly, without an operator.
         """
@@ -185,7 +189,7 @@ class Follower(TorchDispatchMode):
         self._note(storage, -storage.size)
 
     def _copy(self, sides: Iterable[Tensor]) -> None:
-        """Record the temporary buffer of a collective, as large as the larger side."""
+        """Record the temporary buffer of a collective, sized for the larger of input and output."""
         size = max(t.numel() * t.element_size() for t in sides)
         self.events += [(size, _COMMUNICATION, self.end), (-size, _COMMUNICATION, self.end)]
 
@@ -232,7 +236,7 @@ def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 
 def _part_of_caller(above: int) -> int:
-    """Return the purpose of an allocation, from the file of its caller."""
+    """Return the purpose of an allocation, inferred from the file that called the operator."""
     frame: Any = sys._getframe(above)
     for _ in range(_FRAMES):
         if frame is None:

@@ -1,4 +1,4 @@
-"""Machines of a plan: GPUs by name or from given figures, and their interconnect."""
+"""Hardware of a plan: GPUs by name or by their figures, and the network between them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ INTERCONNECTS: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of a run.
+    """Devices, nodes and network of a run.
 
     Args:
-        device: device of one process.
+        device: device model, one device per process.
         count: number of devices.
         per_node: devices per node.
         network_gbit_s: bandwidth between nodes in Gbit/s, per device, one direction.
         host_memory_gib: host memory of a node in GiB.
         host_gb_s: host memory bandwidth of a node in GB/s.
-        has_switch: devices of a node are connected by a switch; else by point-to-point links, of
-            which a smaller group can use only those between its members.
+        has_switch: a switch connects the devices of a node; otherwise point-to-point links do,
+            and a smaller group can use only the links between its members.
     """
 
     device: Device
@@ -70,7 +70,7 @@ class Cluster:
             )
 
     def holds(self, count: int) -> bool:
-        """Return True if the number of devices fits into one node or fills whole nodes."""
+        """Return True if `count` devices fit into one node or fill whole nodes."""
         return count <= self.per_node or count % self.per_node == 0
 
     def inside_gb_s(self, size: int) -> float:
@@ -84,13 +84,17 @@ class Cluster:
 def find_device(
     name: str, memory_gib: float | None = None, half_tflops: float | None = None
 ) -> Device:
-    """Return a device by name; given figures override those of the table.
+    """Return a device by name; the given figures override those of the table.
+
+    A name that is not in the table requires both figures; the other figures are those of the device
+    with the nearest FLOPS.
 
     For a name that is not in the table both figures are required; the other figures are taken from
     the device of the table with the nearest FLOPS.
 
     Raises:
-        ConfigError: an unknown name without both figures; the nearest match is named.
+        ConfigError: the name is unknown and a figure is missing; the message suggests the
+            nearest name.
     """
     for label, value in (("--gpu-memory", memory_gib), ("--gpu-tflops", half_tflops)):
         if value is not None and value <= 0:
@@ -112,10 +116,10 @@ def find_device(
 
 
 def parse_interconnect(text: str) -> float:
-    """Return the Gbit/s per device of an interconnect name or a number.
+    """Return the bandwidth per device in Gbit/s, from the name of an interconnect or a number.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text is neither a known name nor a number.
     """
     if text in INTERCONNECTS:
         return INTERCONNECTS[text]

@@ -1,4 +1,4 @@
-"""Bytes and element counts of a parallelized model with three blocks per stack, by part."""
+"""Counts bytes and elements of a parallelized model with three blocks per stack."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def held_bytes(
     ends: tuple[set[str], set[str]],
     counts: Callable[[Tensor], bool],
 ) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Return the bytes of selected tensors: of the model, of a block of each stack, of the ends.
+    """Return the bytes of the selected tensors: total, per block of each stack, and per end.
+
+    A tensor at both ends, such as a tied head, exists if either end exists, so it is counted for
+    neither end.
 
     A tensor at both ends, such as a tied head, exists if either end does, so it is counted in
     neither.
@@ -56,7 +59,7 @@ def held_bytes(
 
 
 def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Return the names of the modules before the blocks and after the blocks."""
+    """Return the names of the modules before the blocks and of those after the blocks."""
     ends = []
     rules: Any = getattr(model, "layout_rules", None)
     for globs in (rules().pipeline_first, rules().pipeline_last) if callable(rules) else ((), ()):
@@ -66,7 +69,7 @@ def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
-    """Return the number of elements that ZeRO shards: per block, and under "" outside blocks."""
+    """Return the elements that ZeRO shards, per block of each stack and outside (key "")."""
 
     def count(parameters: Iterable[Tensor]) -> int:
         return sum(_tensor_share(p) for p in {id(p): p for p in parameters}.values())

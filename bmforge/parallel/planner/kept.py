@@ -1,8 +1,8 @@
 """Disk cache of step traces.
 
-A trace depends on the model, the setting, and the traced code. A file is named by a hash of all
-three, contains its key, and has a hash of its contents. A file that does not match is ignored, and
-the trace is computed and written again.
+A trace depends on the model, the setting, and the traced code. A hash of all three is the file
+name; the file also contains this key and a hash of its contents. A file that does not match is
+ignored, and the trace is computed and written again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ _MOST_FILES = 2000
 
 
 def default_directory() -> Path:
-    """Return the trace cache directory of `bmforge plan`: in `$XDG_CACHE_HOME`, or ``~/.cache``."""
+    """Return the default trace cache directory: `bmforge/plan` in the user's cache directory.
+
+    That is `$XDG_CACHE_HOME`, or ``~/.cache``.
+    """
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "bmforge" / "plan"
 
 
 class TraceStore:
-    """Directory of cached traces, which need not exist.
+    """Directory of cached traces; it need not exist.
 
     Args:
         directory: directory that contains only traces.
@@ -63,7 +66,7 @@ class TraceStore:
             return None
 
     def write(self, workload: Workload, setting: Setting, trace: StepTrace) -> None:
-        """Write a trace to the cache; a failure to write is reported once."""
+        """Write a trace to the cache; the first failure to write is logged and disables writing."""
         if not workload.key or not self.is_writable:
             return
         key, plain = _key(workload, setting), _to_plain(trace)
@@ -118,7 +121,7 @@ def _code() -> str:
 
 
 def _to_plain(trace: StepTrace) -> dict[str, Any]:
-    """Return a trace as JSON data; `asdict` would copy each of some ten thousand numbers."""
+    """Convert a trace to JSON data; `asdict` would copy each of about ten thousand numbers."""
     others = [(count, _to_plain(other)) for count, other in trace.others]
     return {**vars(trace), "marks": [vars(mark) for mark in trace.marks], "others": others}
 
@@ -127,7 +130,7 @@ def _to_trace(plain: dict[str, Any]) -> StepTrace:
     """Build a trace from its JSON data.
 
     Raises:
-        ValueError, TypeError, KeyError: the data have another format.
+        ValueError, TypeError, KeyError: the data are not a trace.
     """
     return StepTrace(
         events=tuple((int(size), int(part), int(end)) for size, part, end in plain["events"]),

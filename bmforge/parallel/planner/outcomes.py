@@ -1,9 +1,8 @@
-"""Cache of the results of operators on fake tensors, keyed by the metadata of their arguments.
+"""Cache of operator results on fake tensors, keyed by the metadata of the arguments.
 
-A trace is thousands of operators, and most operators of one layout are those of the previous one
-with other shapes. torch computes the metadata of every result anew, or caches it in a way that
-costs nearly as much. This cache maps an operator and the metadata of its arguments directly to the
-metadata of the results.
+A trace has thousands of operators, and most of them repeat those of the previous layout with other
+shapes. torch computes the metadata of every result again, and its own cache is nearly as slow. This
+cache maps an operator and the metadata of its arguments directly to the metadata of the results.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _OF_THE_DEVICE = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
 
 
 class Outcomes:
-    """Runs operators on fake tensors; repeated calls build the result from the cache.
+    """Runs operators on fake tensors; repeated calls take the result's metadata from the cache.
 
     An entry is verified when it is created: if it does not reproduce the operator's result, it is
     discarded and the operator always runs.
@@ -47,7 +46,7 @@ class Outcomes:
         self._works: dict[str, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator, called below autograd with a `FakeTensorMode` on."""
+        """Return the result of an operator, below autograd and with a `FakeTensorMode` active."""
         mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if mode is not None and func._schema.name in _FIRST_COMES_BACK:
             return self._send(func, args, kwargs)
@@ -66,7 +65,7 @@ class Outcomes:
         return func(*args, **kwargs) if make is None else make(args, mode)
 
     def _send(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Fake collective: return the input and a completed Work handle, shared by all calls."""
+        """Fake collective: return its input and a completed Work handle, which all calls share."""
         name = func._schema.name
         if name not in self._works:
             out = func(*args, **kwargs)
@@ -77,7 +76,7 @@ class Outcomes:
 
 @cache
 def _is_told(func: Any) -> bool:
-    """Return True if the metadata of the arguments determine the operator's result."""
+    """Return True if the metadata of the arguments fully determine the operator's result."""
     name = func._schema.name
     is_shape_op = name.split("::")[0] in _ROOMS and "lift" not in name
     return is_shape_op and not any(tag in func.tags for tag in _OTHER)
@@ -99,7 +98,7 @@ def _key(
 
 
 def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
-    """Append argument metadata to a cache key; return False if an argument cannot be in a key."""
+    """Append the arguments' metadata to a cache key; return False if an argument has no key."""
     for value in values:
         if isinstance(value, FakeTensor):
             plain = value.fake_mode is mode and value.constant is None
@@ -121,7 +120,11 @@ def _tell(values: Iterable[Any], key: list[Any], mode: FakeTensorMode) -> bool:
 def _learn_on_meta(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
 ) -> Maker | None:
-    """Build a cache entry by running the operator on meta tensors, which is faster than on fakes.
+    """Build a cache entry by running the operator on meta tensors, faster than on fake tensors.
+
+    Returns None if that is impossible: the arguments have no device or several devices, or the
+    operator
+    fails on meta tensors.
 
     Returns None if that is not possible: the arguments have no device or several, or the operator
     has no meta implementation, whatever error that raises.
@@ -148,7 +151,7 @@ def _blank(fake: Tensor) -> Tensor:
 
 
 def _with_blanks(values: Any, blanks: dict[int, Tensor]) -> Any:
-    """Return the arguments with their tensors replaced."""
+    """Return the arguments with each tensor replaced by its meta tensor."""
     if isinstance(values, Tensor):
         return blanks[id(values)]
     if isinstance(values, (list, tuple)):
@@ -165,12 +168,12 @@ def _learn(
     mode: FakeTensorMode,
     device: torch.device | None = None,
 ) -> Maker | None:
-    """Return a function (arguments, mode) -> result that reproduces a result, or None.
+    """Return a function (arguments, mode) -> result that reproduces `out`; None if impossible.
 
     Args:
-        out: result: fake tensors, or plain tensors on meta.
-        args: positional arguments of the call, of the same kind.
-        kwargs: keyword arguments of the call, of the same kind.
+        out: result of the operator: fake tensors, or plain tensors on meta.
+        args: positional arguments of the call, with the same kind of tensors.
+        kwargs: keyword arguments of the call, with the same kind of tensors.
         mode: mode of the fake tensors.
         device: device of the fake tensors to create, if the tensors are plain.
     """
@@ -233,7 +236,7 @@ def _maker_of_view(out: Tensor, index: int, wrap: Wrapper) -> Maker:
 
 
 def _wrapper(device: torch.device, mode: FakeTensorMode) -> Wrapper:
-    """Return a function that converts a meta tensor to a fake one without the slow constructor."""
+    """Return a function that wraps a meta tensor as a fake tensor without the slow constructor."""
     with torch._C._DisableTorchDispatch():
         blank = torch.empty(0, device="meta")
     fields = dict(vars(FakeTensor(mode, blank, device)))
@@ -251,7 +254,7 @@ def _wrapper(device: torch.device, mode: FakeTensorMode) -> Wrapper:
 
 
 def _is_like(candidate: FakeTensor, out: Tensor, fake: bool) -> bool:
-    """Return True if two tensors have equal metadata and, as fakes, equal dispatch keys."""
+    """Return True if two tensors have equal metadata and, as fake tensors, equal dispatch keys."""
 
     def tell(tensor: Any) -> tuple[Any, ...]:
         storage = tensor.untyped_storage()

@@ -1,12 +1,12 @@
-"""Computes the peak memory of a model of any depth from a trace of three blocks, by part.
+"""Computes the peak memory of a model of any depth from a trace of three blocks.
 
 Between the start of one block and the start of the next, a middle block adds the same bytes every
-time. So the memory curve of a deeper model is that of the short model with this difference added
-once per further block: in forward where the second block ends, in backward likewise. In between the
-curve is linear in the block's index, so its maximum is at one of the ends, which were traced.
-Blocks of other kinds add the difference of their own traces; the ends are assumed to be of the
-first kind. Stacks are counted separately, as a pipeline rank may have many blocks of the encoder
-and none of the decoder.
+time. So the memory curve of a deeper model is that of the short model plus this difference once per
+further block, at the end of the second block in forward and in backward. Over the added blocks the
+curve is linear in the block index, so its maximum is at one of its ends, and both were traced.
+Blocks of other kinds add the difference of their own traces; the first and last block are assumed
+to be of the first kind. Stacks are counted separately, as a pipeline rank may have many blocks of
+the encoder and none of the decoder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STATES = 2
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of a process in bytes, by part."""
+    """Peak memory of a process in bytes, by category."""
 
     parts: Mapping[str, float]
 
@@ -52,17 +52,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of the model on a process, and the fractions of it that are sharded or offloaded.
+    """Blocks and ends of the model on one process, and the sharded and offloaded fractions.
 
     Args:
         counts: per stack, number of blocks of every kind.
         in_flight: micro-batches whose activations are alive at once on this rank.
         first: whether the modules before the blocks are on this rank.
         last: whether the modules after the blocks are on this rank.
-        shard_ratio: shards in the trace over shards in the plan.
+        shard_ratio: number of shards in the trace divided by that in the plan.
         offloaded: fraction of the optimizer's states and master weights that is offloaded.
-        half: parameters are computed with in 2 bytes; the device keeps these copies of
-            offloaded ones.
+        half: blocks compute in 16 bits; the device keeps 16-bit copies of offloaded parameters.
         gradients_leave: gradients of offloaded parameters are offloaded too.
     """
 
@@ -101,25 +100,25 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
 
 
 def all_blocks(trace: StepTrace, depth: float) -> Counts:
-    """Return the block counts of a model with `depth` blocks in every stack."""
+    """Return the block counts of a whole model with `depth` blocks in every stack."""
     others = [count for count, _ in trace.others]
     return {stack: (depth - sum(others), *others) for stack in trace.block_static}
 
 
 def _kinds(trace: StepTrace) -> list[StepTrace]:
-    """Return the traces of all kinds of blocks, the given trace first."""
+    """Return the traces of all kinds of blocks; `trace` is the first."""
     return [trace, *(other for _, other in trace.others)]
 
 
 def _further(trace: StepTrace, counts: Counts) -> Iterator[tuple[StepTrace, dict[str, float]]]:
-    """Yield, for every kind, its trace and the number of untraced blocks of every stack."""
+    """Yield, for every kind, its trace and the number of blocks per stack that were not traced."""
     for kind, each in enumerate(_kinds(trace)):
         traced = 0 if kind else BLOCKS
         yield each, {stack: counts[stack][kind] - traced for stack in trace.block_static}
 
 
 def _live(trace: StepTrace, ends: set[int]) -> Curve:
-    """Return the bytes alive after every event, by part."""
+    """Return the live bytes after every event, by category."""
     live = np.zeros((len(trace.events) + 1, len(PARTS)))
     change, part, end = np.array(trace.events, dtype=np.int64).reshape(-1, 3).T
     live[np.arange(1, len(live)), part] = np.where(np.isin(end, list(ends)), change, 0)
@@ -135,7 +134,7 @@ def _whole_curve(lives: list[Curve], trace: StepTrace, share: Share, last: bool)
 
 
 def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
-    """Return the bytes added by further blocks of every kind, before or after the middle block."""
+    """Return the memory that the additional blocks add, before (or after) the middle block."""
     added = np.zeros_like(lives[0])
     for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
         for marks, step in zip(_steps(trace), _steps(each), strict=True):
@@ -151,7 +150,7 @@ def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bo
 
 
 def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
-    """Yield the begin and end marks of every middle block's forward and backward."""
+    """Yield the begin and end marks of the middle block's forward and backward, per micro-batch."""
     by_position = {(m.micro_batch, m.stack, m.kind, m.block): m for m in trace.marks}
     for (number, stack, kind, block), mark in by_position.items():
         if block == 1:
@@ -159,10 +158,10 @@ def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
 
 
 def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
-    """Return the bytes of activations and messages of micro-batches that wait for their backward.
+    """Return the bytes of the micro-batches that wait for their backward on this rank.
 
-    A rank that is not the first also keeps the received message of each; one more message is in
-    transit.
+    These are their activations and, except on the first rank, their received messages; one more
+    message is in transit.
     """
     number = trace.micro_batches - 1
     start, *others = (m.event for m in trace.marks if m.micro_batch == number and not m.stack)
@@ -176,7 +175,7 @@ def _held_in_flight(curve: Curve, trace: StepTrace, share: Share) -> float:
 
 
 def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
-    """Add parameters and optimizer states to the curve, and apply the further sharding."""
+    """Add parameters and optimizer states to the memory curve; scale it to the plan's shards."""
     static, trained = (_held(trace, share, what) for what in ("static", "trained"))
     live[:, _INDEX["parameters"]] += static
     if trace.has_gradients:
@@ -191,7 +190,7 @@ def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
 
 
 def _held(trace: StepTrace, share: Share, what: str) -> float:
-    """Return the bytes of a rank's parameters: "static" for all, "trained" for trained ones."""
+    """Return the bytes of a rank's parameters: all for "static", the trained ones for "trained"."""
     total = float(getattr(trace, what))
     for each, extra in _further(trace, share.counts):
         total += sum(extra[k] * size for k, size in getattr(each, f"block_{what}").items())
@@ -200,7 +199,7 @@ def _held(trace: StepTrace, share: Share, what: str) -> float:
 
 
 def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
-    """Subtract the offloaded bytes; the gradients of two blocks are in transfer at a time."""
+    """Subtract the offloaded bytes; the gradients of two blocks at a time stay on the device."""
     if not share.offloaded:
         return
     left = 1.0 - share.offloaded
@@ -216,12 +215,12 @@ def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
 
 
 def count_parameters(trace: StepTrace, counts: Counts, ends: int = 2) -> tuple[float, float]:
-    """Return the number of a rank's parameters before ZeRO sharding, and of the trained ones.
+    """Return the total and the trained number of parameters of a rank, before ZeRO sharding.
 
     Args:
         trace: trace of the model with three blocks.
         counts: number of blocks of the rank.
-        ends: number of the model's two ends on the rank.
+        ends: number of model ends (modules before or after the blocks) on the rank.
     """
     outside = [float(total) for total in (trace.static, trace.trained)]
     for stack in trace.block_static:
@@ -240,8 +239,8 @@ def count_parameters(trace: StepTrace, counts: Counts, ends: int = 2) -> tuple[f
 def count_work(trace: StepTrace, counts: Counts, last: bool = True) -> tuple[float, float]:
     """Return (matrix FLOPs, memory traffic in bytes) of one micro-batch on a rank.
 
-    If the trace has several micro-batches, the last is used. The work outside the blocks is mostly
-    that of the head, and is counted for the `last` rank.
+    The result is the mean over the traced micro-batches. Work outside the blocks, mostly that of
+    the head, counts for the last rank only.
     """
     flops, traffic = trace.flops / trace.micro_batches, trace.traffic_bytes / trace.micro_batches
     if not last:

@@ -1,4 +1,4 @@
-"""Blocks and ends on every pipeline rank, by the same partition that `parallelize` uses."""
+"""Blocks and end modules of every pipeline rank, partitioned as `parallelize` does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Rank", "cut_ranks"]
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a pipeline.
+    """Blocks and ends of the model on one pipeline rank.
 
     Args:
         counts: per stack, number of blocks of every kind.
@@ -35,7 +35,7 @@ class Rank:
 
 
 def cut_ranks(model: nn.Module, layout: Layout, order: Sequence[int]) -> tuple[Rank, ...]:
-    """Partition a model as `parallelize` does and return the ranks.
+    """Partition a model over pipeline ranks as `parallelize` does.
 
     Args:
         model: whole model on meta.

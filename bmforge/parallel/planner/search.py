@@ -1,11 +1,11 @@
-"""The planner: finds the layouts of a model that fit on given machines, and estimates their speed.
+"""The planner: finds the layouts with which a model fits on given hardware, and their speed.
 
 Start at `plan`. For every sensible layout, with and without recompute and offload, an estimate
 (`estimate.py`) combines the peak memory of a process (`trace.py`, `peak.py`) and the time of a step
 (`step_time.py`) on the devices of `hardware.py`. Nothing is trained and no device is needed.
 
-Tracing takes most of the time, half a second per setting. So each layout is traced only at its
-expected optimum: with as many rows as should fit according to the earlier traces.
+Tracing takes most of the time, half a second per setting. So each layout is traced only near its
+expected optimum: with the number of rows that should fit according to earlier traces.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _WORTH_A_PROCESS_S = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """All estimates, best first: those that fit by speed, others by missing memory.
+    """Estimates, best first: fitting ones by speed, then the others by missing memory.
 
     Args:
         request: model, machines and constraints.
         rows: estimates.
-        refused: impossible layouts, with the reason.
-        least: the first layout with one row a micro-batch and recompute, which needs the least
+        refused: impossible layouts and the reasons.
+        least: estimate of the best layout with one row per micro-batch and recompute, the least
             memory without offloading; None if no layout is possible.
     """
 
@@ -56,7 +56,8 @@ class Plan:
         """Fastest configuration that fits.
 
         Raises:
-            ConfigError: nothing fits; names the memory that the closest configuration lacks.
+            ConfigError: no configuration fits; the message names the memory that the closest
+                one lacks.
         """
         if not self.rows:
             raise ConfigError(explain_refusal(self.request, self.refused))
@@ -79,7 +80,7 @@ def plan(
     processes: int = 1,
     keep: Path | None = None,
 ) -> Plan:
-    """Estimate every sensible configuration.
+    """Estimate memory and speed of all sensible configurations and rank them.
 
     Args:
         request: model, machines and constraints.
@@ -114,7 +115,7 @@ def plan(
 
 
 def _find_least(rows: Sequence[Row], estimator: Estimator) -> Row | None:
-    """Return the estimate of the best layout with one row a micro-batch and recompute."""
+    """Estimate the best layout with one row per micro-batch and recompute."""
     if not rows or not rows[0].traced:
         return None
     choice = Choice(rows[0].choice.layout, 1, recompute=True)
@@ -124,7 +125,7 @@ def _find_least(rows: Sequence[Row], estimator: Estimator) -> Row | None:
 
 @dataclass(frozen=True)
 class _Look:
-    """Result of one layout: estimates, or the reason why it is not possible."""
+    """Result for one layout: its estimates, or the reason why it is impossible."""
 
     layout: Layout
     rows: tuple[Row, ...] = ()
@@ -132,7 +133,7 @@ class _Look:
 
 
 def _that_share(layouts: Sequence[Layout]) -> list[list[Layout]]:
-    """Group layouts that share parts of their traces: pipelines of any length do."""
+    """Group layouts that can share traces, such as pipelines of any length."""
     groups: dict[Layout, list[Layout]] = {}
     for layout in layouts:
         alike = replace(layout, pp=min(layout.pp, 2), pp_cut=())
@@ -142,7 +143,7 @@ def _that_share(layouts: Sequence[Layout]) -> list[list[Layout]]:
 
 @contextmanager
 def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
-    """Context manager: yield a map function, in this process or over a pool of new processes."""
+    """Context manager: yield a map function that runs in this process or in a process pool."""
     if processes < 2:
         yield map
         return
@@ -153,7 +154,7 @@ def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
 
 
 class _Looker:
-    """Estimates layouts and reuses traces; each new process starts without traces."""
+    """Estimates layouts and reuses their traces; a new process starts without traces."""
 
     def __init__(self, request: Request, keep: Path | None) -> None:
         self.request, self.keep = request, keep
@@ -166,7 +167,7 @@ class _Looker:
         return _Looker, (self.request, self.keep)
 
     def __call__(self, layouts: Sequence[Layout]) -> list[_Look]:
-        """Return the result of each layout."""
+        """Estimate each layout of a group."""
         looks = []
         for layout in layouts:
             try:
@@ -177,7 +178,7 @@ class _Looker:
         return looks
 
     def _find_rows(self, layout: Layout) -> Iterator[Row]:
-        """Yield the best micro-batch, and the best one with recompute if that could be faster."""
+        """Yield the best estimate, and one with recompute if that could be faster."""
         share = self._rows_of_a_process(layout)
         plain = self._best(layout, False, share)
         yield plain
@@ -199,7 +200,7 @@ class _Looker:
         return batch // replicas
 
     def _best(self, layout: Layout, recompute: bool, share: int) -> Row:
-        """Return the fastest micro-batch that fits, or the estimate of a single row if none does.
+        """Return the fastest estimate that fits, or that of a single row if none fits.
 
         The largest micro-batch that fits is searched twice: with the optimizer on the device and
         offloaded.
@@ -242,7 +243,7 @@ def _largest(layout: Layout, share: int) -> int:
 
 
 def explain_refusal(request: Request, refused: Sequence[tuple[Layout, str]]) -> str:
-    """Explain why no layout is possible, and name the nearest possible request."""
+    """Explain why no layout is possible, and suggest the nearest possible request."""
     count, batch = request.cluster.count, request.batch
     reasons = list(dict.fromkeys(reason for _, reason in refused))
     text = f"no layout of {request.workload.name} on {count} devices is possible: "
@@ -267,7 +268,7 @@ def _rank(row: Row) -> tuple[bool, float]:
 
 
 def sensible_layouts(request: Request) -> Iterator[Layout]:
-    """Yield layouts worth looking at: tensor parallel inside a node, pipelines over nodes."""
+    """Yield the layouts to estimate: tensor parallelism within nodes, pipelines across nodes."""
     count, workload = request.cluster.count, request.workload
     inside = min(request.cluster.per_node, count)
     contexts = (1, 2, 4, 8) if workload.row_tokens >= _LONG_ROW else (1,)
@@ -292,7 +293,7 @@ def sensible_layouts(request: Request) -> Iterator[Layout]:
 
 
 def _fitting(estimator: Estimator, choice: Choice) -> Row:
-    """Return the choice with the smallest offloaded fraction that fits."""
+    """Return the configuration with the smallest offloaded fraction that fits."""
     room = estimator.request.cluster.device.memory_bytes
     most = replace(choice, offloaded=1.0 if estimator.request.offload else 0.0)
     least = estimator.least_static(most)

@@ -1,7 +1,7 @@
-"""Estimate of the time of a step: matrix products, memory traffic, links, pipeline bubble, offload.
+"""Estimates the step time: matrix products, memory traffic, links, bubbles and offload.
 
-Matrix products run at the measured fraction of the device's peak, everything else at its memory
-bandwidth. ZeRO's gathers and reductions overlap with computation as far as possible; the
+Matrix products run at a measured fraction of the device's peak FLOPS, all other operators at its
+memory bandwidth. ZeRO's gathers and reductions overlap with computation as far as possible; the
 collectives of tensor parallelism do not.
 """
 
@@ -38,12 +38,12 @@ class Work:
         micro_batches: micro-batches per step.
         block_bytes: bytes of the hidden states of a micro-batch between two blocks.
         blocks: number of blocks of the process.
-        parameters: number of parameters it computes with, before ZeRO shards them.
+        parameters: number of the process's parameters before ZeRO sharding.
         shards: number of ZeRO shards.
         offloaded: fraction of the optimizer states that is offloaded.
         width: bytes per element of the compute dtype.
-        ranks: compute time of all pipeline ranks over that of this one; None is the number of
-            ranks, all with equal work.
+        ranks: total compute time of all pipeline ranks divided by that of this rank; None for
+            ranks with equal work.
         trained: trained fraction of the parameters.
     """
 
@@ -62,12 +62,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Engine:
-    """Properties of a training engine; for comparison with published results of other engines.
+    """Properties of a training engine that affect the step time.
 
     Args:
-        collectives: gathers and scatters of hidden states by tensor parallelism per block in
-            forward, in backward and in recomputation; an all-reduce counts as two.
-        reduces_once: gradients are reduced with the last micro-batch only.
+        collectives: number of tensor-parallel gathers and scatters of hidden states per block
+            in forward, backward and recomputation; an all-reduce counts as two.
+        reduces_once: gradients are reduced only after the last micro-batch.
         gathered_bytes: further bytes of a micro-batch that tensor parallelism gathers, such as
             whole logits; 0 for bmforge, which keeps logits sharded.
     """
@@ -82,7 +82,7 @@ OURS = Engine()
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step by category; their sum is the step time."""
+    """Step time in seconds by category; the categories add up to the total."""
 
     parts: Mapping[str, float]
 
@@ -103,7 +103,7 @@ def step_time(
     stages_per_rank: int = 1,
     engine: Engine = OURS,
 ) -> Times:
-    """Return the time of one optimizer step."""
+    """Estimate the time of one optimizer step."""
     device, count = cluster.device, work.micro_batches
     products = _product_time(work.flops, device, precision)
     moved = _traffic_time(work.traffic_bytes, device, compiled)
@@ -140,7 +140,7 @@ def step_time(
 def compute_time(
     flops: float, traffic_bytes: float, cluster: Cluster, precision: str, compiled: bool
 ) -> float:
-    """Return the time of matrix products and memory traffic."""
+    """Return the seconds spent on matrix products and memory traffic."""
     products = _product_time(flops, cluster.device, precision)
     return products + _traffic_time(traffic_bytes, cluster.device, compiled)
 
@@ -157,7 +157,7 @@ def _traffic_time(traffic_bytes: float, device: Device, compiled: bool) -> float
 def _tensor_time(
     work: Work, cluster: Cluster, layout: Layout, engine: Engine, recompute: bool
 ) -> float:
-    """Return the time of tensor-parallel collectives, which do not overlap with computation."""
+    """Return the seconds of tensor-parallel collectives, which do not overlap with computation."""
     if layout.tp == 1:
         return 0.0
     forward, backward, again = engine.collectives
@@ -167,14 +167,14 @@ def _tensor_time(
 
 
 def _bandwidth(cluster: Cluster, size: int) -> float:
-    """Return the bandwidth of a ring of `size` devices in bytes per second."""
+    """Return the ring bandwidth of `size` devices in bytes per second."""
     network = cluster.network_gbit_s / 8 * 1e9
     inside = cluster.inside_gb_s(size) * 1e9
     return _LINK * (inside if size <= cluster.per_node else min(network, inside))
 
 
 def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, float]:
-    """Return the time of gathering all weights once, and of reducing all gradients once."""
+    """Return the seconds to gather all weights once, and to reduce all gradients once."""
     size = work.shards if layout.zero else cluster.count // (layout.tp * layout.pp)
     if size == 1:
         return 0.0, 0.0
@@ -192,14 +192,14 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
 
 
 def _stage_link_time(work: Work, cluster: Cluster, layout: Layout) -> float:
-    """Return the time of sending hidden states and gradients between stages, in slices."""
+    """Return the seconds to send hidden states and gradients between stages, in slices."""
     size = layout.tp * work.shards
     bandwidth = _bandwidth(cluster, cluster.per_node + 1 if size * 2 > cluster.per_node else 2)
     return 2 * work.block_bytes / layout.tp / bandwidth
 
 
 def _offload_time(work: Work, cluster: Cluster) -> float:
-    """Return the time of offload: gradient copies, weight copies and AdamW on the host overlap."""
+    """Return the seconds of optimizer offload: gradient copies, weight copies and AdamW overlap."""
     local = work.parameters * work.trained / work.shards * work.offloaded
     out = local * _GRADIENT_BYTES / (cluster.device.host_gb_s * 1e9 * _LINK)
     beside = min(cluster.per_node, cluster.count)

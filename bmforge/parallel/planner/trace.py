@@ -1,10 +1,10 @@
-"""Traces one training step on fake tensors in one process: live memory over time, by part.
+"""Traces a training step on fake tensors in one process: live memory over time, by category.
 
-A model with three blocks per stack is parallelized by `parallelize` itself, over a fake process
-group, and runs forward and backward on fake tensors. The lifetime of every storage is tracked, so
-that prefetched shards, saved activations and temporary memory of the head come from the real code.
-The second block represents all further blocks of a longer model: see `peak.py`. If blocks differ,
-there is a trace of every kind.
+`parallelize` itself shards a model with three blocks per stack over a fake process group; the model
+then runs forward and backward on fake tensors. The lifetime of every storage is tracked, so that
+prefetched shards, saved activations and temporary memory of the head come from the real code. The
+second block represents all further blocks of a longer model: see `peak.py`. If blocks differ, every
+kind of block has its own trace.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _COMMUNICATION = PARTS.index("communication")
 
 @dataclass(frozen=True)
 class Setting:
-    """Configuration of one process; the trace depends on it.
+    """Configuration of one process, which determines its trace.
 
     Args:
-        layout: degrees of parallelism; pp does not cut the model here, see `piped`.
+        layout: degrees of parallelism; `pp` does not cut the traced model, see `piped`.
         shards: number of ZeRO shards or replicas in the trace, including those of the axis `cp`.
         rows: rows of a micro-batch.
         precision: fp32, bf16 or fp16.
@@ -63,7 +63,7 @@ class Setting:
         prefetch: units gathered ahead.
         accumulates: a step has several micro-batches.
         piped: gradients are reduced only at the end of the step, as in a pipeline.
-        copies: collectives allocate a buffer of their own, as on CPUs.
+        copies: collectives allocate their own buffer, as they do on CPUs.
     """
 
     layout: Layout
@@ -79,13 +79,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mark:
-    """Start of a micro-batch, or of a block's forward or backward.
+    """Position in the trace: start of a micro-batch, or of a block's forward or backward.
 
     Args:
         micro_batch: index of the micro-batch.
         stack: name of the stack.
         block: index of the block, 0 to 2.
-        kind: "forward" or "backward"; "start" of a micro-batch.
+        kind: "forward", "backward", or "start" for the start of a micro-batch.
         event: number of preceding events.
         flops: matrix FLOPs so far.
         traffic_bytes: bytes read and written by all other operators so far.
@@ -102,7 +102,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Trace of a step of the short model.
+    """Trace of one step of the short model (three blocks per stack).
 
     Args:
         events: memory events in order: (bytes allocated or freed, index in `PARTS`, owner: see
@@ -121,7 +121,7 @@ class StepTrace:
         parameters: number of elements in one block of each stack, before ZeRO shards them, and
             under "" outside the blocks.
         carry_bytes: bytes passed from block to block.
-        others: number of blocks and trace for every further kind of block.
+        others: pairs (number of blocks, trace) of every further kind of block.
     """
 
     events: tuple[tuple[int, int, int], ...]
@@ -245,7 +245,7 @@ def _follow_step(
 
 
 def _prepare_(sharded: list[FSDPModule], setting: Setting) -> None:
-    """Configure FSDP modules as `PipelinedModel.step` does."""
+    """Configure the FSDP modules as `PipelinedModel.step` does."""
     for module in sharded if setting.piped else ():
         module.set_requires_gradient_sync(False, recurse=False)
         module.set_is_last_backward(False)
@@ -253,14 +253,14 @@ def _prepare_(sharded: list[FSDPModule], setting: Setting) -> None:
 
 
 def _begin_gradients_(model: nn.Module) -> None:
-    """Allocate the accumulated gradients of earlier micro-batches."""
+    """Allocate gradients, as if earlier micro-batches had accumulated them."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
 
 
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
-    """Return the end of the model for parameters by id; those at both ends count as inside."""
+    """Return the model end of each parameter by its id; parameters at both ends are inside."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
     owners = dict.fromkeys(first - last, FIRST_END)
     return owners | dict.fromkeys(last - first, LAST_END)
@@ -268,7 +268,7 @@ def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]
 
 @torch.no_grad()
 def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> None:
-    """Register the purpose and owner of gradients and gathered parameters."""
+    """Set the purpose and owner of the storages of gradients and gathered parameters."""
     for p in model.parameters():
         if p.grad is not None:
             follower.assign([local_tensor(p.grad)], _GRADIENTS, owners.get(id(p), INSIDE))
@@ -282,11 +282,11 @@ def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> Non
 
 
 class _Marks:
-    """Hooks on every block that record the start of its forward and backward, and the active end.
+    """Block hooks that record the start of each forward and backward, and the active end.
 
     Args:
         model: parallelized model.
-        follower: memory tracker; its `end` is set to the part of the model that runs.
+        follower: memory tracker; its `end` is set to the end of the model that is running.
     """
 
     def __init__(self, model: nn.Module, follower: Follower) -> None:
@@ -305,7 +305,7 @@ class _Marks:
         self._watch_ends(every[0], every[-1])
 
     def start(self, micro_batch: int) -> None:
-        """Begin a micro-batch."""
+        """Mark the start of a micro-batch."""
         self.micro_batch = micro_batch
         self.follower.end = FIRST_END
         self._note("", 0, "start")

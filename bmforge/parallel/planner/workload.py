@@ -16,11 +16,11 @@ __all__ = ["Workload"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Model to be trained, described by functions, since `parallel` does not depend on models.
+    """Model to be trained, described by functions, because `parallel` does not import `models`.
 
     Args:
         name: display name.
-        build: function (blocks per stack) -> model on meta, with equal blocks.
+        build: function (blocks per stack) -> model on the meta device, with equal blocks.
         make_batch: function (rows) -> one micro-batch.
         run: function (model, micro-batch) -> loss.
         materialize: function that allocates a model on meta, in place.
@@ -29,11 +29,12 @@ class Workload:
         hidden_size: width of the hidden states between blocks.
         flops_per_token: FLOPs of forward and backward of the whole model, without recomputation.
         whole: function that builds the whole model on meta; used for the pipeline partition.
-        kinds: further kinds of blocks: function that builds the model with such blocks, and their
-            number in every stack.
-        around: context manager entered for tracing, called with the memory tracker; for models that
-            check tensor types, and for loops that need not run to their end.
-        order: kind of every layer, 0 being that of `build`; empty if all are of that kind.
+        kinds: pairs for every further kind of block: function that builds the model with such
+            blocks, and their number in every stack.
+        around: function (memory tracker) -> context manager that is active during tracing, for
+            example to shorten loops.
+        order: index of every layer's kind, 0 for that of `build`; empty if all layers are of
+            this kind.
         key: unique text of the workload for the trace cache; "" disables caching.
     """
 

@@ -1,9 +1,9 @@
-"""Tensor and sequence parallelism: the projections of every block are sharded over processes.
+"""Tensor and sequence parallelism: every block's projections are sharded over processes.
 
 Parameters become DTensors on the `tp` axis, so that initialization, loading, saving and ZeRO know
-their placement; computation uses the local shards and explicit collectives (`collectives.py`), one
-at the start of a block part (attention, MLP) and one at its end. With sequence parallelism the
-tokens between these parts are sharded as well.
+their placement. Computation uses the local shards and explicit collectives (`collectives.py`), one
+at the start and one at the end of each sublayer (attention or MLP). With sequence parallelism the
+tokens between sublayers are sharded as well.
 
 Source: Shoeybi et al., "Megatron-LM" (2019).
 """
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Cut(Protocol):
-    """Sharding style of the modules of a glob, as in `models.TensorCut`, which lists the styles."""
+    """Sharding style of the modules that match a glob; `models.TensorCut` lists the styles."""
 
     @property
     def glob(self) -> str:
@@ -69,7 +69,7 @@ CUT_DIMS: dict[str, dict[str, int]] = {
 
 
 def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[str]:
-    """Return the problems of tensor parallelism over `size` processes."""
+    """Return the reasons why tensor parallelism over `size` processes is impossible."""
     if size == 1:
         return []
     if not cuts:
@@ -107,7 +107,7 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
 
 
 def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> list[str]:
-    """Return the problems of sharding attached modules like their base modules."""
+    """Return the reasons why adapters cannot be sharded like their base modules."""
     problems = []
     for name, module in model.named_modules():
         if not is_beside(module):
@@ -129,17 +129,17 @@ def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> li
 
 
 def is_beside(module: Any) -> bool:
-    """Return True for an adapter sharded like its base module, such as `nn.BesidePart`."""
+    """Return True for an adapter that is sharded like its base module."""
     return callable(getattr(module, "tensor_notes", None)) and hasattr(module, "cut_styles")
 
 
 def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut | None:
-    """Return the cut of a module, or for an attached module that of its base module."""
+    """Return the cut of a module; an adapter has the cut of its base module."""
     return styles.get(name.rpartition(".")[0] if is_beside(module) else name)
 
 
 def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
-    """Return the sharded dim of each parameter, from the adapter itself or the style."""
+    """Return the sharded dim of each parameter, as given by the adapter itself or by the style."""
     if cut is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):
@@ -157,7 +157,7 @@ def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
 
 
 def find_cuts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, Cut]:
-    """Return the cut of each module by its name; if several cuts match, the last one applies."""
+    """Return the cut of each module by its name; of several matching cuts the last one applies."""
     names = [name for name, _ in model.named_modules()]
     return {name: cut for cut in cuts for name in match_names(names, (cut.glob,))}
 
@@ -174,12 +174,12 @@ def apply_tensor_parallel_(
 
     Args:
         model: model with rules.
-        styles: module name -> cut, for the whole model; see `find_cuts`.
+        styles: cut of each module of the model by name; see `find_cuts`.
         stacks: containers of blocks that run in sequence.
         mesh: one-dimensional mesh.
-        sequence: shard the tokens between block parts as well (sequence parallelism).
+        sequence: shard the tokens between sublayers as well (sequence parallelism).
 
-    Comm: per block and part (attention, MLP) one all-reduce of the hidden states forward and one
+    Comm: per sublayer (attention or MLP) one all-reduce of the hidden states forward and one
         backward; with `sequence`, an all-gather and a reduce-scatter each way instead. The
         embedding one all-reduce forward, the head one backward.
     """
@@ -216,7 +216,7 @@ def _cut_parameters_(
     between: View,
     new: dict[int, nn.Parameter],
 ) -> Iterator[tuple[str, View]]:
-    """Make a module's own parameters DTensors; yield the view that computation uses of each."""
+    """Turn a module's own parameters into DTensors; yield the view of each used in computation."""
     dims = _dims_of(module, cut)
     # An adapter attached to a replicated module, such as an unsharded MLP, is used like its base.
     is_cut = cut is not None and bool(CUT_DIMS[cut.style])
@@ -249,7 +249,7 @@ def _cut_parameters_(
 
 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
-    """Return the parameter as a DTensor; every process must have the same values."""
+    """Return the parameter as a DTensor; all processes must have equal values."""
     data = parameter.detach()
     distributed = distribute_tensor(data, mesh, [placement], src_data_rank=None)
     return nn.Parameter(distributed, requires_grad=parameter.requires_grad)

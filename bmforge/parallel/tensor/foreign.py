@@ -1,4 +1,7 @@
-"""Tensor-parallel linear layers of modules that have no hooks of bmforge.
+"""Tensor-parallel linear layers for modules of other libraries, which have no bmforge hooks.
+
+In bmforge's blocks each sublayer (attention, MLP) sums the gradient of its input once. Modules of
+other libraries have no hook for this, so every column-sharded layer sums its own input gradient.
 
 In bmforge's blocks a part (attention, MLP) sums the gradient of its input once. Modules of other
 libraries have no such place, so every column-sharded layer sums its own input gradient.
@@ -33,7 +36,7 @@ class _GatherColumns(torch.autograd.Function):
 
 
 class _SplitColumns(torch.autograd.Function):
-    """This process's columns of a replicated tensor; in backward all columns are gathered."""
+    """Selects this process's columns of a replicated tensor; backward gathers all columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
@@ -62,24 +65,27 @@ def _sum_tail_gradient(tensor: TensorGroup, width: int, module: Any, args: Any, 
 
 
 def _apply_own_column_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
-    """Sum the input gradient of a column-sharded layer."""
+    """All-reduce the input gradient of a column-sharded layer."""
     module.register_forward_pre_hook(partial(_sum_input_gradient, tensor))
 
 
 def _apply_gathered_column_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
-    """Sum the input gradient, and return the outputs of all processes."""
+    """All-reduce the input gradient of a column-sharded layer, and all-gather its output."""
     _apply_own_column_(module, tensor, units)
     module.register_forward_hook(partial(_gather_outputs, tensor))
 
 
 def _apply_split_row_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
-    """Use this process's columns of a replicated input; the products are added up."""
+    """Use this process's columns of a replicated input, and all-reduce the partial products."""
     module.register_forward_pre_hook(partial(_split_input, tensor))
     add_up_(module, tensor)
 
 
 def _apply_shared_tail_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
-    """Sum the gradient of the outputs that the heads of all processes share.
+    """All-reduce the gradient of the trailing outputs that the heads of all processes share.
+
+    Multi-head latent attention has one rotary key for all heads; each process computes the gradient
+    from its own heads. The other outputs enter a column-sharded layer, which sums their gradient.
 
     Multi-head latent attention has one rotary key for all heads; each process has the gradient of
     its own heads. The other outputs enter a column-sharded layer, which sums theirs.

@@ -1,4 +1,4 @@
-"""Tensor-parallel computation of each sharding style; see `cuts.py`."""
+"""Tensor-parallel computation for each sharding style; see `cuts.py`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TensorGroup:
     """Tensor-parallel process group and its collectives.
 
     Attributes:
-        tokens: length of the sequence while its tokens are sharded between block parts; None while
-            they are replicated.
+        tokens: sequence length while the tokens are sharded between sublayers; None while they
+            are replicated.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -59,13 +59,13 @@ class TensorGroup:
         return sum_forward(x, self.group)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of a block part: all tokens, on every process."""
+        """Return the input of a sublayer: all tokens, on every process."""
         if self.tokens is None:
             return sum_backward(x, self.group)
         return gather_tokens(x, self.group, summed=True)[:, : self.tokens]
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the output of a block part: the sum of the partial results."""
+        """Return the output of a sublayer: the sum of all partial results."""
         if self.tokens is None:
             return sum_forward(x, self.group)
         return sum_scatter_tokens(self.pad(x), self.group)
@@ -79,17 +79,17 @@ class TensorGroup:
         return gather_tokens(x, self.group, summed=False)[:, : self.tokens]
 
     def pad(self, x: Tensor) -> Tensor:
-        """Pad (B, T, D) with zeros until all shares are equal; the padding is never used."""
+        """Pad (B, T, D) with zeros to a length that is divisible by the group size."""
         padding = -x.shape[1] % self.size
         return F.pad(x, (0, 0, 0, padding)) if padding else x
 
     def view_between(self, parameter: Tensor) -> Tensor:
-        """Return a parameter used between block parts; sums its gradient if tokens are sharded."""
+        """Return a parameter used between sublayers; sums its gradient if tokens are sharded."""
         local = view_here(parameter)
         return local if self.tokens is None else sum_backward(local, self.group)
 
     def view_of_heads(self, parameter: Tensor) -> Tensor:
-        """Return a replicated parameter that every rank uses for its heads; sums its gradient."""
+        """Return a replicated parameter that each rank uses for its heads; sums its gradient."""
         return sum_backward(view_here(parameter), self.group)
 
     def view_shared_head(self, heads: int, parameter: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class TensorGroup:
 
 
 def view_here(parameter: Tensor) -> Tensor:
-    """Return the local shard of a sharded parameter, or all of a replicated one."""
+    """Return the local shard of a sharded parameter, or a replicated parameter unchanged."""
     if not isinstance(parameter, DTensor):
         return parameter
     local = parameter.to_local()
@@ -109,12 +109,12 @@ def view_here(parameter: Tensor) -> Tensor:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Return True for a mixture of experts, which has a `leave` hook of its own."""
+    """Return True for a mixture of experts; these modules have their own `leave` hook."""
     return hasattr(module, "leave")
 
 
 def _apply_part_(module: Any, tensor: TensorGroup) -> None:
-    """Set the input and output collectives of a block part."""
+    """Set the collectives at the input and output of a sublayer."""
     if is_mixture(module):
         _apply_mixture_(module, tensor)
     else:
@@ -128,7 +128,7 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
 
 
 def _apply_mixture_(module: Any, tensor: TensorGroup) -> None:
-    """Set the collectives of a mixture of experts: replicated routing, sharded experts."""
+    """Set the collectives of a mixture of experts with replicated routing and sharded experts."""
     module.enter, module.leave = tensor.sum_backward, tensor.sum_forward
     wrap_forward_(module, partial(_mix_all_tokens, tensor), "part")
 
@@ -141,9 +141,10 @@ def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -
 
 
 def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
-    """Give a module rank-specific random numbers; the common generator stays in sync.
+    """Make a module use different random numbers on each rank, such as for dropout.
 
-    The seed comes from the common generator, so recomputation uses the same numbers again.
+    The seed comes from the default generator, which stays equal on all ranks; recomputation
+    therefore repeats the same numbers.
     """
     wrap_forward_(module, partial(_draw_apart, module, tensor.rank), "draws")
 
@@ -158,11 +159,15 @@ def _draw_apart(
 
 
 def hide(parameter: Tensor) -> None:
-    """Hide the bias from a module (returns None), as it is added after the all-reduce."""
+    """Return None in place of the bias, which is added after the all-reduce instead."""
 
 
 def add_up_(module: Any, tensor: TensorGroup) -> None:
-    """All-reduce the partial products, then add the bias once.
+    """All-reduce the partial products of a row-sharded layer, then add the bias once.
+
+    The module computes its product without bias (`hide`), in any weight format. This hook runs
+    last,
+    after attached adapters have added their outputs.
 
     The module computes its product itself, whatever its weight format, without its bias (`hide`);
     attached modules have added their outputs when this hook, the last one, runs.
@@ -176,7 +181,7 @@ def _sum_products(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> T
 
 
 def _apply_embedding_(module: nn.Embedding, tensor: TensorGroup) -> None:
-    """Look up the local rows of the table; tokens of other ranks give zeros."""
+    """Make an embedding look up its local rows; tokens of other ranks give zeros before the sum."""
     width = -(-module.num_embeddings // tensor.size)
     first = tensor.rank * width
     padding = module.padding_idx
@@ -194,7 +199,7 @@ def _look_up_here(
 
 
 class _Vocab:
-    """Vocabulary-parallel head; implements `nn.shard_hooks.VocabCut`."""
+    """Vocabulary-parallel output head; implements `nn.shard_hooks.VocabCut`."""
 
     def __init__(self, rows: int, tensor: TensorGroup) -> None:
         self.group, self.rows, self.width = tensor.group, rows, -(-rows // tensor.size)
@@ -217,7 +222,7 @@ class _Vocab:
 
 
 class _GatherLogits(torch.autograd.Function):
-    """All-gather of the vocabulary dim; in backward each process keeps its columns' gradient."""
+    """All-gather of the vocabulary dim; backward keeps the gradient of this rank's columns."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, vocab: _Vocab) -> Tensor:
@@ -231,12 +236,12 @@ class _GatherLogits(torch.autograd.Function):
 
 
 def _apply_head_(module: Any, tensor: TensorGroup) -> None:
-    """Set the vocabulary shard of a language model's head."""
+    """Shard the vocabulary of a language model's head."""
     module.vocab = _Vocab(module.weight.shape[0], tensor)
 
 
 def _apply_gate_(module: Any, tensor: TensorGroup) -> None:
-    """Set the shard of gates that scale a sharded dim."""
+    """Give a gate its shard (rank, size); the gate scales a sharded dim."""
     module.share = (tensor.rank, tensor.size)
 
 

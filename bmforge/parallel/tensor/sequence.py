@@ -1,4 +1,4 @@
-"""Sequence parallelism: tokens are sharded between the tensor-parallel parts of blocks.
+"""Sequence parallelism: tokens are sharded between the tensor-parallel sublayers of blocks.
 
 Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
 """
@@ -28,7 +28,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
     now: dict[str, int | None] = {}
 
     def span() -> tuple[nn.Module, nn.Module]:
-        """Return the first and the last block of a call; a pipeline stage runs a subset."""
+        """Return the first and the last block that run; a pipeline stage runs only some of them."""
         stack_span = as_stack_(stack).span
         if stack_span is None:
             return blocks[0], blocks[-1]
@@ -58,7 +58,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
 
 def _note_tokens_(block: nn.Module, tensor: TensorGroup) -> None:
-    """Pass the sequence length to a block's parts; as an argument, so recomputation sees it too."""
+    """Tell a block's sublayers the sequence length, as an argument that recomputation repeats."""
     wrap_forward_(block, partial(_note_tokens, tensor), "tokens")
 
 
