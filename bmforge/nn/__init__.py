@@ -1,6 +1,6 @@
-"""Shared layers: tensors in, tensors out, without config files, meshes or other libraries' names.
+"""Shared layers, independent of config files, device meshes and other libraries.
 
-Start reading at `block.py`; every family in `models/` is an assembly of these parts.
+Start reading at `block.py`; every model family in `models/` is built from these layers.
 """
 
 from bmforge.nn.attention import Attention, AttentionSpec, build_mask

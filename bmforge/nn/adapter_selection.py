@@ -1,9 +1,9 @@
-"""The adapters that take part in one call of a model: a value of the call, never module state.
+"""Selects the adapters of one call of a model, without changing module state.
 
-`run_with_selection` makes a `Selection` active for the calls inside of it, on this thread only.
-Adapter modules read it through `choice_of`; without a selection they use their own
-`adapter_weight`. The active selection is thread-local rather than a `ContextVar` because
-torch.compile traces the former and refuses the latter.
+`run_with_selection` is a context manager that makes a `Selection` active on this thread. Adapter
+modules read it through `choice_of`; without a selection they use their own `adapter_weight`. The
+active selection is thread-local rather than a `ContextVar` because torch.compile supports
+thread-locals but not context variables.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ __all__ = [
 
 
 class AdapterChoice(NamedTuple):
-    """How one adapter module takes part in a call.
+    """How one adapter module is applied in a call.
 
     Args:
-        weight: factor on its output; 0 disables the module.
-        samples: indices of the batch's samples that it applies to; None applies it to all.
-        batched: joins this module and others in two products, in calls without gradients.
+        weight: factor on the module's output; 0 disables the module.
+        samples: indices of the samples to which the module is applied; None applies it to all.
+        batched: computes this module together with others in two batched products; used in
+            calls without gradients.
     """
 
     weight: float
@@ -42,12 +43,11 @@ class AdapterChoice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The adapters of one call.
+    """Active adapters of one call.
 
     Args:
-        choices: adapter module -> how it takes part. Other modules keep their own weight.
-        batch_size: number of samples that the selection names; None for a selection that is the
-            same for every sample.
+        choices: how each adapter module is applied. Other modules keep their own weight.
+        batch_size: number of samples in the batch; None if all samples use the same adapters.
     """
 
     choices: Mapping[nn.Module, AdapterChoice]
@@ -68,10 +68,10 @@ def active_selection() -> Selection | None:
 
 @contextmanager
 def run_with_selection(selection: Selection | None) -> Iterator[None]:
-    """Make a selection active for the calls inside; the outer selection returns afterwards.
+    """Context manager: make a selection active; restore the previous one afterwards.
 
     Args:
-        selection: replaces the active one; None lets every module use its own weight.
+        selection: new active selection; None lets every module use its own weight.
     """
     outer = _ACTIVE.selection
     _ACTIVE.selection = selection
@@ -82,7 +82,7 @@ def run_with_selection(selection: Selection | None) -> Iterator[None]:
 
 
 def choice_of(module: Any) -> AdapterChoice:
-    """Return how an adapter module takes part in the current call."""
+    """Return how an adapter module is applied in the current call."""
     selection = _ACTIVE.selection
     choice = None if selection is None else selection.choices.get(module)
     return AdapterChoice(getattr(module, "adapter_weight", 1.0)) if choice is None else choice

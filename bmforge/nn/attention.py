@@ -1,6 +1,6 @@
-"""Multi-head attention with grouped-query heads, rotary positions, cross-attention and a KV cache.
+"""Multi-head attention: grouped-query heads, rotary positions, cross-attention, KV cache.
 
-Three kernels compute it: `host_attention` on a CPU with a compiler, `biased_attention` for a
+There are three kernels: `host_attention` on a CPU with a C++ compiler, `biased_attention` for a
 trained bias on the scores, and otherwise `F.scaled_dot_product_attention`. Masks are boolean, True
 where a query attends.
 """
@@ -46,9 +46,10 @@ class AttentionSpec:
         dropout: dropout probability of the attention weights in training.
         causal: a token attends only to earlier tokens and itself, unless a mask overrides this.
         window: number of tokens that a token attends to, itself included; None is no limit.
-        global_tokens: bidirectional window, half of it to each side, with global tokens that attend
-            to all tokens through their own projections (Longformer); see `window.py`.
-        rope_interleaved: rotary pairs are adjacent dims instead of the two halves of a head.
+        global_tokens: use Longformer attention: a bidirectional window, half on each side, and
+            global tokens that attend to all tokens through their own projections; see `window.py`.
+        rope_interleaved: pair adjacent dims in rotary embeddings, instead of the two halves of
+            a head.
         qk_norm_eps: epsilon of the per-head RMS norm of q and k; None is no norm.
         in_scale: factor on the input of q, k and v, applied by the block.
         out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
@@ -72,7 +73,7 @@ class AttentionSpec:
 
 
 class RunBlocks(Protocol):
-    """Runs all blocks of a stack in one call, in place of `models.stack.run_layers`."""
+    """Function that runs all blocks of a stack in one call; replaces `models.stack.run_layers`."""
 
     def __call__(
         self,
@@ -82,14 +83,14 @@ class RunBlocks(Protocol):
         biases: Mapping[int, Tensor],
         inputs: dict[str, Any],
     ) -> Tensor | None:
-        """Return the output of the last block, or None if the caller must run them one by one."""
+        """Return the last block's output; None if the caller must run the blocks one by one."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context manager within which the blocks do not change between calls."""
+        """Return a context manager during which the blocks must not be changed between calls."""
 
 
 class KeyValueCache(Protocol):
-    """KV cache as attention uses it: append new keys and values, get those of all tokens back."""
+    """KV cache interface used by attention: append new keys and values, get all of them back."""
 
     # Number of prefix tokens before those that `length` counts; set before the first tokens.
     extra_length: int
@@ -103,15 +104,15 @@ class KeyValueCache(Protocol):
         """Number of tokens in the cache before this call."""
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, K, T, H) tensors of one layer; return (B, K, S, H) with the past in front."""
+        """Store (B, K, T, H) tensors of one layer; return all tokens' tensors, (B, K, S, H)."""
 
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of cross-attention, computed by `make` once per layer."""
+        """Return the keys and values of cross-attention; `make` computes them once per layer."""
 
     def skip(self, tokens: int) -> None:
-        """Advance the length when no layer of this stage has attention to store tokens for."""
+        """Advance the length by `tokens` if no layer of this stage stores keys and values."""
 
 
 def mix_values(
@@ -129,11 +130,11 @@ def mix_values(
 
     Args:
         query: queries.
-        key: keys, of N heads or fewer (grouped-query attention).
-        value: values, of as many heads as the keys.
-        mask: boolean, True where a query attends; None attends to all keys or, with `causal`, to
-            those up to the query.
-        causal: causal attention if there is no mask and more than one query.
+        key: keys, with N heads or fewer (grouped-query attention).
+        value: values, with as many heads as the keys.
+        mask: boolean, True where a query attends; None means all keys or, with `causal`, the
+            keys up to the query.
+        causal: use causal attention if there is no mask and more than one query.
         bias: bias on the scores.
         scale: factor on the scores; None is 1/sqrt(H).
         dropout: dropout probability of the attention weights.
@@ -182,7 +183,9 @@ def build_mask(
     window: int | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor | None:
-    """Build the mask for T new tokens after `past` cached ones, or None if none is needed.
+    """Build the attention mask for T new tokens after `past` cached tokens; None if not needed.
+
+    None means causal attention or, with `causal` off, attention to all tokens.
 
     None means causal attention, or attention to all tokens when `causal` is off.
 
@@ -229,7 +232,7 @@ def build_mask(
 def _check_mask_shapes(
     batch: tuple[int, int], past: int, attention_mask: Tensor | None, document_ids: Tensor | None
 ) -> None:
-    """Raise `ShapeError` for masks that would broadcast to a wrong meaning."""
+    """Raise `ShapeError` for masks whose shape would broadcast to an unintended mask."""
     batch_size, length = batch
     shapes = {"attention_mask": (batch_size, past + length), "document_ids": (batch_size, length)}
     for name, tensor in (("attention_mask", attention_mask), ("document_ids", document_ids)):
@@ -247,15 +250,15 @@ class Attention(nn.Module):
 
     Args:
         hidden_size: width D of the hidden states.
-        spec: the other hyperparameters.
+        spec: other hyperparameters of the layer.
 
     Attributes:
         enter: function applied to `x` first; set by layouts that shard the projections.
-        enter_memory: function applied to `memory` first; set by these layouts too.
+        enter_memory: function applied to `memory` first; set by the same layouts.
         mix: attention function; set by layouts that shard heads or tokens.
-        thin: pruning gate of heads, applied to their concatenated outputs before `o_proj`.
+        thin: pruning gate of the heads, applied to their concatenated outputs before `o_proj`.
         thin_dims: pruning gate of head dims, applied after `thin`.
-        thin_query: pruning gate of head dims, applied to queries before rotary embedding.
+        thin_query: pruning gate of head dims, applied to queries before the rotary embedding.
         head_share: (index, count) of the local shard of heads; set by layouts.
         prefix: module that returns keys and values to prepend, or None; see `nn.prefix`.
 
@@ -296,14 +299,15 @@ class Attention(nn.Module):
         bias: Tensor | None = None,
         memory: Tensor | None = None,
     ) -> Tensor:
-        """Attend from every token to those that `mask` allows.
+        """Compute self-attention, or cross-attention if `memory` is given.
 
         Args:
             x: hidden states of the queries.
-            mask: boolean; None is causal attention, or full attention where the spec is not causal.
+            mask: boolean mask; None means causal attention, or full attention if the spec is
+                not causal.
             rope: cos and sin of `rope_table`.
-            cache: KV cache of earlier tokens, extended by this call; with `memory`, its cached keys
-                and values.
+            cache: KV cache, to which this call appends; with `memory` it stores the keys and
+                values of the memory.
             bias: bias on the scores.
             memory: encoder output for cross-attention; None is self-attention.
 
@@ -335,7 +339,11 @@ class Attention(nn.Module):
         return self.o_proj(self.thin_dims(self.thin(mixed.transpose(1, 2).flatten(2))))
 
     def pick_heads(self, bias: Tensor) -> Tensor:
-        """Return this layer's heads of a bias that several layers share: the first `num_heads`.
+        """Return the first `num_heads` heads of a bias that layers of different widths share.
+
+        With tensor parallelism, return the heads of this rank.
+
+        With tensor parallelism, return the heads of this rank.
 
         With tensor parallelism it returns the heads of this rank.
 
@@ -353,7 +361,7 @@ class Attention(nn.Module):
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """Compute attention with the layer's dropout, scale and prefix: (B, N, T, H)."""
+        """Compute attention, (B, N, T, H), with the layer's dropout, scale and prefix."""
         dropout = self.dropout if self.training else 0.0
         arguments = (query, key, value, mask, bias, self.causal, self.scale, dropout)
         # Without a prefix `mix` gets no such argument: a user's own `mix` need not support
@@ -366,7 +374,7 @@ class Attention(nn.Module):
     def _keys_and_values(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Project to keys and values: (B, K, S, H) each."""
+        """Project hidden states to keys and values, (B, K, S, H) each."""
         key = self._heads(self.k_proj(x), self.k_norm)
         if rope is not None:
             key = apply_rope(key, rope, self.rope_interleaved)
@@ -378,5 +386,5 @@ class Attention(nn.Module):
         return (x if norm is None else norm(x)).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """Show the hyperparameters that the projections do not show."""
+        """Return the hyperparameters that the projections do not show, as text."""
         return f"head_dim={self.head_dim}, scale={self.scale}, dropout={self.dropout}"

@@ -1,7 +1,8 @@
 """Attention with a trained bias on the scores (T5 and its relatives).
 
 Torch's fused kernels refuse a bias that requires a gradient, and its fallback stores B x N x T x S
-weights for backward. Here one tile of scores exists at a time, and backward recomputes the tiles.
+weights for backward. This implementation keeps one tile of scores at a time, and backward
+recomputes the tiles.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def biased_attention(
         query: queries.
         key: keys of N heads.
         value: values of N heads.
-        bias: bias on the scaled scores, with or without a gradient; -inf masks a key, but not all
-            keys of a query.
+        bias: bias on the scaled scores, trained or not; -inf masks a key, but every query needs
+            a key that is not masked.
         mask: boolean, True where a query attends.
         scale: factor on the scores; None is 1/sqrt(H).
         dropout: dropout probability of the attention weights.
@@ -61,7 +62,7 @@ def biased_attention(
 
 
 class _Tile(NamedTuple):
-    """One tile of scores: sequences, heads and query tokens (one sequence or all heads)."""
+    """One tile of scores: slices of sequences, heads and query tokens."""
 
     rows: slice
     heads: slice
@@ -70,24 +71,26 @@ class _Tile(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Number of sequences, heads and tokens."""
+        """Number of sequences, heads and tokens in the tile."""
         return tuple(part.stop - part.start for part in self[:3])
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Return this tile's (rows * heads, T or S, ...) of a (B * N, T or S, ...) tensor."""
+        """Select this tile's sequences and heads from a (B * N, T or S, ...) tensor."""
         first = self.rows.start * self.num_heads + self.heads.start
         rows, heads, _ = self.size
         return flat[first : first + rows * heads]
 
     def cut_shared(self, tensor: Tensor) -> Tensor:
-        """Return this tile of (B or 1, N or 1, T or 1, S), as (rows * heads, tokens or 1, S)."""
+        """Select this tile from a broadcastable (B or 1, N or 1, T or 1, S) tensor, flattened."""
         tensor = tensor[:, :, self.tokens] if tensor.shape[2] > 1 else tensor
         tensor = tensor[:, self.heads] if tensor.shape[1] > 1 else tensor
         tensor = tensor[self.rows] if tensor.shape[0] > 1 else tensor
         return tensor.expand(*self.size[:2], *tensor.shape[2:]).flatten(0, 1)
 
     def put(self, target: Tensor, part: Tensor, tokens: slice, first: bool) -> None:
-        """Write (rows * heads, T, ...) into this tile of (B or 1, N, T, ...); add unless `first`.
+        """Write (or, unless `first`, add) a result to this tile of (B or 1, N, T, ...).
+
+        If the target has batch size 1, the result is summed over the tile's sequences.
 
         A target with batch size 1 gets the sum over the tile's sequences.
         """
@@ -100,7 +103,8 @@ class _Tile(NamedTuple):
 def _tiles(query: Tensor, key: Tensor) -> Iterator[_Tile]:
     """Split the scores into tiles of bounded size: several sequences, some heads or some tokens.
 
-    The loop over heads is outermost, so that a head's bias stays in the cache for all sequences.
+    The loop over heads is outermost, so that a head's bias stays in the CPU cache for all
+    sequences.
     """
     batch, num_heads, length, _ = query.shape
     limit = _TILE_ELEMENTS
@@ -127,7 +131,7 @@ def _flatten(*tensors: Tensor) -> list[Tensor]:
 
 
 class _BiasedAttention(torch.autograd.Function):
-    """Saves its inputs and the dropout mask; backward recomputes the attention weights."""
+    """Attention that saves its inputs and dropout mask; backward recomputes the weights."""
 
     @staticmethod
     def forward(
@@ -196,7 +200,7 @@ class _BiasedAttention(torch.autograd.Function):
 def _make_weights(
     tile: _Tile, query: Tensor, key: Tensor, bias: Tensor, hidden: Tensor | None, scale: float
 ) -> Tensor:
-    """Recompute the attention weights of one tile, (rows * heads, tokens, S), from flat inputs."""
+    """Recompute a tile's attention weights, (rows * heads, tokens, S), from flattened inputs."""
     keys = tile.cut(key).transpose(1, 2)
     queries = tile.cut(query)[:, tile.tokens]
     scores = torch.baddbmm(tile.cut_shared(bias), queries, keys, alpha=scale)

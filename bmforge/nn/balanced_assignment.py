@@ -1,12 +1,12 @@
 """Balanced assignment of tokens to experts by an auction.
 
 Solves the linear assignment problem with E experts of M / E slots each: maximize the sum of
-affinities. Tokens bid for experts; a full expert keeps its highest bids, and its price is the
-lowest of them.
+affinities. Tokens bid for experts; a full expert keeps its highest bids, and the lowest of these is
+its price.
 
 Source: Bertsekas and Castañon, "The auction algorithm for the transportation problem" (1989), in
-the variant where all unassigned tokens bid at once; used for experts by Lewis et al., "BASE layers"
-(2021).
+the variant where all unassigned tokens bid at once; applied to experts by Lewis et al., "BASE
+layers" (2021).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FIRST_STEP, _LAST_STEP, _SHRINK = 0.25, 1e-4, 5.0
 
 
 def assign_balanced(affinity: Tensor) -> Tensor:
-    """Assign every token to an expert so that loads are even and the sum of affinities is maximal.
+    """Assign every token to an expert so that loads are even and total affinity is maximal.
 
-    If E does not divide M, the experts that most tokens prefer get one more token. The sum is below
-    the maximum by at most 1e-4 of the affinities' range per token (measured: 2e-9). Values that are
-    not finite count as the smallest finite value.
+    If M is not divisible by E, the most preferred experts get one more token. The sum is below the
+    maximum by at most 1e-4 of the affinities' range per token (measured: 2e-9). Values that are not
+    finite count as the smallest finite value.
 
     Args:
         affinity: affinity of every token for every expert, such as router logits.
@@ -77,7 +77,7 @@ def _count_places(affinity: Tensor) -> Tensor:
 
 
 def _run_auction(affinity: Tensor, prices: Tensor, places: Tensor, step: Tensor) -> Tensor:
-    """Return the expert of every token, (M,); raises `prices` (E,) in place until all have one."""
+    """Run the auction and return the expert of every token, (M,); raises `prices` (E,) in place."""
     tokens, experts = affinity.shape
     numbers = torch.arange(tokens, device=affinity.device)
     owners = torch.full_like(numbers, -1)

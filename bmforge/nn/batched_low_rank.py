@@ -1,4 +1,4 @@
-"""LoRA with another adapter per sample, computed as two batched products per layer."""
+"""LoRA with a different adapter per sample, computed as two batched products per layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["BatchedLowRank", "batch_choices"]
 
 
 class BatchedLowRank:
-    """The low-rank factors of every sample of a batch, for calls without gradients.
+    """Low-rank factors of every sample of a batch; used in calls without gradients.
 
     Args:
         parts: low-rank modules attached to one layer.
-        samples: indices of the samples that each of them applies to.
-        weights: factor on the output of each.
+        samples: per module, indices of the samples to which it is applied.
+        weights: per module, factor on its output.
         batch_size: number of samples.
 
     Memory: two thin matrices per sample, padded to the largest rank.
@@ -52,22 +52,22 @@ class BatchedLowRank:
 
 
 class _InBatch:
-    """Replaces a module whose product another module's `BatchedLowRank` already contains."""
+    """Placeholder for an adapter that another adapter's `BatchedLowRank` computes."""
 
     @staticmethod
     def join(inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Return the output unchanged."""
+        """Return the layer's output unchanged."""
         return out
 
 
 def batch_choices(
     choices: dict[BesidePart, AdapterChoice], samples: dict[BesidePart, list[int]], batch_size: int
 ) -> dict[BesidePart, AdapterChoice]:
-    """Return the choices of one layer's modules, batched if two or more plain LoRAs take part.
+    """Return the adapter choices of one layer, batched if two or more plain LoRAs are active.
 
     Args:
-        choices: choice of every module that takes part, in the order in which they apply.
-        samples: indices of the samples of each.
+        choices: choice of every active module, in the order of application.
+        samples: indices of the samples to which each module is applied.
         batch_size: number of samples.
     """
     plain = [part for part in choices if _is_plain(part)]

@@ -1,4 +1,4 @@
-"""The transformer block. Families differ in the data of their `BlockSpec`, not in subclasses."""
+"""The transformer block; model families differ only in their `BlockSpec`, not in subclasses."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class BlockSpec:
 
     Args:
         hidden_size: width D of the hidden states.
-        attn: self-attention; None if pruning removed it and its norm.
-        mlp: feed-forward sublayer, an MLP or a mixture of experts; None if pruned.
+        attn: self-attention; None if it was pruned together with its norm.
+        mlp: feed-forward sublayer, an MLP or a mixture of experts; None if it was pruned.
         cross_attn: attention to the encoder's output, in decoders of encoder-decoder models.
         norm: kind, epsilon and bias of the norms.
-        norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": attention and
-            MLP read the same norm (`attn_norm`) and are added together (GPT-J).
+        norm_place: "pre": ``x + f(norm(x))``; "post": ``norm(x + f(x))``; "parallel": attention
+            and MLP both read the output of `attn_norm`, and their outputs are added (GPT-J).
         residual_dropout: dropout probability of a sublayer's output.
         residual_scale: factor on a sublayer's output.
-        sum_scale: factor on the residual stream after each addition.
-        guards_half: clamp an fp16 residual to the range of fp16.
+        sum_scale: factor on the residual stream after each residual addition.
+        guards_half: clamp the residual stream to the range of fp16 if it is fp16.
         layer_drop: probability of skipping the block in training (Fan et al., "LayerDrop", 2019).
     """
 
@@ -57,23 +57,23 @@ class BlockSpec:
 
 
 class Block(nn.Module):
-    """Self-attention, optional cross-attention and MLP, each with a norm and a residual connection.
+    """Transformer block: self-attention, optional cross-attention and MLP, norms and residuals.
 
     Args:
         spec: hyperparameters.
-        layer_index: index in the stack and in the KV cache (until layers without attention shift
-            the latter).
+        layer_index: index of the block in the stack, and initially in the KV cache.
 
     Attributes:
-        agree: function applied to random values of whole rows, which makes the processes that share
-            a row use the same; set by layouts.
-        attn_share: pruning gate of attention with its norm: (x before, x after) -> x; or None.
-        mlp_share: pruning gate of the MLP, likewise; or None.
-        block_share: pruning gate of the whole block, likewise; or None. In parallel blocks the
-            gates of the sublayers get the added terms.
+        agree: function that makes all processes that share a row use the same random number;
+            set by layouts.
+        attn_share: pruning gate of attention and its norm, a function (x before, x after) -> x;
+            or None.
+        mlp_share: pruning gate of the MLP, of the same form; or None.
+        block_share: pruning gate of the whole block, of the same form; or None. In parallel
+            blocks the gates of the sublayers are applied to the added terms.
 
     Shape:
-        x: (B, T, D) -> (B, T, D), and with experts the router's logits (B * T, E)
+        x: (B, T, D) -> (B, T, D); a mixture of experts also returns the router logits, (B * T, E)
     """
 
     def __init__(self, spec: BlockSpec, layer_index: int) -> None:
@@ -118,7 +118,7 @@ class Block(nn.Module):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run one layer.
+        """Run the block on hidden states.
 
         Args:
             x: hidden states.
@@ -127,7 +127,8 @@ class Block(nn.Module):
             cache: KV cache.
             bias: bias on the scores of the self-attention.
             memory: encoder output that `cross_attn` attends to, (B, S, D).
-            memory_mask: True for tokens of `memory` that count, (B, 1, 1, S); None is all.
+            memory_mask: True for tokens of `memory` that may be attended to, (B, 1, 1, S); None
+                means all.
         """
 
         router_logits: list[Tensor] = []
@@ -183,7 +184,7 @@ class Block(nn.Module):
         part: Callable[[Tensor], Tensor],
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
-        """Add one sublayer to the residual stream, with its norm before it or after the sum."""
+        """Add the output of one sublayer to the residual stream, with a norm before or after."""
         into, out = scales
         if self.norm_place == "post":
             return norm(_times(x + self._shrink(part(_times(x, into)), out), self.sum_scale))
@@ -198,7 +199,7 @@ class Block(nn.Module):
         return self._guard(_times(added, self.sum_scale))
 
     def _guard(self, x: Tensor) -> Tensor:
-        """Clamp an fp16 residual, which overflows as a sum or when cast from a wider dtype."""
+        """Clamp the residual stream if it is fp16, where sums and casts can overflow."""
         if not self.guards_half or x.dtype != torch.float16:
             return x
         limit = torch.finfo(x.dtype).max
@@ -224,7 +225,7 @@ class Block(nn.Module):
         return _times(x + added, self.sum_scale)
 
     def _keep_or_drop(self, before: Tensor, after: Tensor) -> Tensor:
-        """Skip the block at random; it is computed nevertheless, as other ranks wait for it."""
+        """Skip the block at random (LayerDrop); it is computed anyway, since other ranks wait."""
         if not self.layer_drop or not self.training:
             return after
         sample = self.agree(torch.rand((), device=before.device))
@@ -249,7 +250,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 
 def _scales(part: AttentionSpec | MLPSpec | MoESpec | None) -> tuple[float, float]:
-    """Return the factors on the input of a sublayer's first projections and of its last one."""
+    """Return the input factors of a sublayer's first projections and of its last projection."""
     if part is None:
         return 1.0, 1.0
     # The last projection is linear, so its factor is applied to its output, the smaller tensor.

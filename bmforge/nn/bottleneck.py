@@ -2,7 +2,7 @@
 
 They add ``scale * up(act(down(h)))``, where h is the module's output (an adapter), its input (a
 parallel adapter), or the input of another module. The two matrices have one of three forms: plain,
-a product of two thin ones, or a sum of Kronecker products.
+a product of two thin matrices, or a sum of Kronecker products.
 
 Source: Houlsby et al., "Parameter-efficient transfer learning for NLP" (2019); He et al., "Towards
 a unified view of parameter-efficient transfer learning" (2022), for the parallel form; Karimi
@@ -32,20 +32,20 @@ __all__ = ["Bottleneck", "BottleneckOptions", "Reader", "build_bottleneck"]
 
 @dataclass(frozen=True)
 class BottleneckOptions:
-    """Options of "bottleneck".
+    """Options of the adapter kind "bottleneck".
 
     Args:
-        width: W, features of the bottleneck if `reduction` is 0.
-        reduction: ratio of input features to bottleneck features, instead of `width`.
+        width: number W of bottleneck features; used if `reduction` is 0.
+        reduction: ratio of input features to bottleneck features; replaces `width` if above 0.
         form: form of the two matrices: "plain", "low_rank" or "kronecker".
-        rank: rank of a low-rank matrix, or of a Kronecker product's right factor; 0 keeps that
-            factor at full rank.
-        division: n, number of Kronecker products that are summed, with (n, n) left factors.
-        shared_rule: share the left factors between both matrices.
+        rank: rank of a low-rank matrix, or of the right factor of a Kronecker product (0: full
+            rank).
+        division: number n of summed Kronecker products, whose left factors are (n, n).
+        shared_rule: use the same left factors in both matrices.
         activation: a name in `nn.mlp.ACTIVATIONS`.
-        reads: "out", the module's output, or "in", its input.
+        reads: input of the adapter: "out", the module's output, or "in", the module's input.
         scale: factor on the added term.
-        reads_at: name of a module -> module whose input its bottleneck reads.
+        reads_at: maps the name of an adapted module to the module whose input the adapter reads.
     """
 
     width: int = 24
@@ -60,7 +60,7 @@ class BottleneckOptions:
     reads_at: dict[str, str] = field(default_factory=dict)
 
     def of(self, name: str, ins: int, outs: int) -> BottleneckOptions:
-        """Return the options of one bottleneck, from `ins` to `outs` features.
+        """Return the resolved options of one module's bottleneck, from `ins` to `outs` features.
 
         Raises:
             ConfigError: options that do not fit these sizes.
@@ -107,7 +107,7 @@ Notes = dict[str, tuple[tuple[int, ...], float | str]]
 
 
 def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) -> Notes:
-    """Return the tensors of one matrix: name -> shape and initialization; `up` starts at zero."""
+    """Return the shape and initialization of each tensor of one matrix; `up` starts at zero."""
     last: float | str = 0.01 if stem == "down" else "zeros"
     bias: Notes = {f"{stem}_bias": ((outs,), "zeros")}
     if options.form == "plain":
@@ -133,14 +133,14 @@ def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) ->
 
 
 class Bottleneck(BesidePart):
-    """``out + scale * up(act(down(h)))``.
+    """Bottleneck adapter: ``out + scale * up(act(down(h)))``.
 
     Args:
         ins: features of h.
         outs: features of the module's output.
         options: see `BottleneckOptions`.
         like: tensor with the dtype and device to use.
-        reader: reader that holds h if h is the input of another module.
+        reader: `Reader` that stores h if h is the input of another module.
 
     Shape:
         h: (..., ins) -> (..., outs)
@@ -170,11 +170,11 @@ class Bottleneck(BesidePart):
             self.register_parameter(key, nn.Parameter(tensor))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: all tensors are replicated."""
+        """Describe the tensors: all are replicated."""
         return {key: TensorNote(draw) for key, (_, draw) in self.shapes.items()}
 
     def forward(self, h: Tensor) -> Tensor:
-        """Return the term that is added to the module's output."""
+        """Return the adapter's output, which is added to the module's output."""
         inner = self.activation(self._times(h.to(self.up_bias.dtype), "down"))
         added = self._times(inner, "up")
         return added if self.options.scale == 1 else added * self.options.scale
@@ -189,7 +189,7 @@ class Bottleneck(BesidePart):
         return x @ self._kronecker(stem) + bias
 
     def _kronecker(self, stem: str) -> Tensor:
-        """Return the sum of Kronecker products, (in, out)."""
+        """Return one weight matrix, the sum of Kronecker products, (in, out)."""
         rule = getattr(self, "down_rule" if self.options.shared_rule else f"{stem}_rule")
         if self.options.rank:
             right = getattr(self, f"{stem}_left") @ getattr(self, f"{stem}_right")
@@ -199,7 +199,7 @@ class Bottleneck(BesidePart):
         return summed.flatten(2).flatten(0, 1)
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Add the bottleneck's term to the output."""
+        """Add the adapter's output to the module's output."""
         (reader,) = self.reader
         if reader is not None:
             samples = choice_of(self).samples
@@ -209,13 +209,13 @@ class Bottleneck(BesidePart):
         return out + self(h).to(out.dtype)
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return the sizes as text."""
         o = self.options
         return f"width={o.width}, form={o.form}, reads={o.reads}, scale={o.scale}"
 
 
 class Reader(BesidePart):
-    """Holds the input of a module until the bottleneck of a later module takes it."""
+    """Stores the input of a module until the parallel adapter of a later module reads it."""
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "part", "column", "key_value", "row"})
 
@@ -224,19 +224,19 @@ class Reader(BesidePart):
         self.held: list[Tensor] = []
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return no notes: a reader has no tensors."""
+        """Return {}: a reader has no tensors."""
         return {}
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Hold the module's input, unless the adapter is disabled in this call."""
+        """Store the module's input, unless the adapter is disabled in this call."""
         self.held[:] = [inputs[0]] if weight_of(self) else []
         return out
 
     def take(self) -> Tensor:
-        """Return the held input and release it.
+        """Return the stored input and release it.
 
         Raises:
-            ConfigError: the module that it is attached to has not run before.
+            ConfigError: the module to which the reader is attached has not run yet.
         """
         if not self.held:
             raise ConfigError(
@@ -245,7 +245,7 @@ class Reader(BesidePart):
         return self.held.pop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
-        """Return a copy without a held input."""
+        """Return a copy without the stored input."""
         copied = memo[id(self)] = Reader()
         copied.is_delta, copied.adapter_weight = self.is_delta, self.adapter_weight
         copied.training = self.training
@@ -253,10 +253,10 @@ class Reader(BesidePart):
 
 
 def build_bottleneck(name: str, module: nn.Module, options: BottleneckOptions) -> Bottleneck:
-    """Return a part for a module of a known width; it is neither attached nor initialized.
+    """Build the bottleneck adapter of a module; it is neither attached nor initialized.
 
     Raises:
-        ConfigError: a module of unknown width, or options that do not fit.
+        ConfigError: the width of the module is unknown, or the options do not fit it.
     """
     outs = out_width(name, module)
     ins = outs if options.reads == "out" else in_width(name, module)
@@ -264,7 +264,7 @@ def build_bottleneck(name: str, module: nn.Module, options: BottleneckOptions) -
 
 
 def in_width(name: str, module: nn.Module) -> int:
-    """Return the input features of a module: its own, or those of its first linear layer."""
+    """Return the number of input features of a module or of its first linear layer."""
     sizes = linear_sizes(module)
     if sizes is not None:
         return sizes[0]

@@ -20,7 +20,11 @@ _TOKENS = 4
 
 
 def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> list[str]:
-    """Return the modules that are never called although their parent module is.
+    """Return the modules that are never called although their parent module is called.
+
+    The model's own `uncalled` method is used if it exists; a plain transformers model is run on a
+    short
+    row of tokens. The result is empty for other models and for models on the meta device.
 
     The model's `uncalled` method is used if it has one; a plain transformers model is run on a
     short
@@ -29,8 +33,8 @@ def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> 
     Args:
         model: any module.
         names: names of the modules to check.
-        unused: include modules of parts that a row of tokens does not use at all, such as the
-            cross-attention of a decoder without an encoder.
+        unused: include the modules inside submodules that a row of tokens does not use at all,
+            such as the cross-attention of a decoder without an encoder.
     """
     if callable(list_uncalled := getattr(model, "uncalled", None)):
         idle = list(list_uncalled(names))
@@ -52,16 +56,15 @@ def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> 
 
 
 def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[str]:
-    """Return the names without modules that the model never calls, where an adapter would not
-    train.
+    """Remove from `names` the modules that the model never calls, as adapters there never train.
 
     Args:
         model: any module.
         names: names of the modules to check.
-        drops: drop them without an error, as long as others remain.
+        drops: drop such modules silently if other modules remain; otherwise raise an error.
 
     Raises:
-        ConfigError: there are such modules, and `drops` is off or no others remain.
+        ConfigError: a module is never called, and `drops` is off or no other module remains.
     """
     uncalled = set(find_uncalled(model, names, unused=True))
     find_untrained: Any = getattr(model, "untrained", None)
@@ -82,7 +85,7 @@ def keep_called(model: nn.Module, names: Sequence[str], *, drops: bool) -> list[
 
 
 def _run_and_note(model: nn.Module) -> set[int] | None:
-    """Return the ids of the modules that a row of tokens passes; None where it cannot run."""
+    """Return the ids of the modules that run for a row of tokens; None if the model cannot run."""
     called: set[int] = set()
     hooks = [
         part.register_forward_pre_hook(lambda module, args: called.add(id(module)))

@@ -1,4 +1,4 @@
-"""Per-channel parts: an added bias (BitFit), and a factor (IA3).
+"""Per-channel adapters: an added bias (BitFit) and a factor (IA3).
 
 Source: Ben Zaken et al., "BitFit" (2021); Liu et al., "Few-shot parameter-efficient fine-tuning is
 better and cheaper than in-context learning" (2022), for the factors, (IA)^3.
@@ -23,7 +23,7 @@ _ENDS = {"column": 0, "key_value": 0, "head": 0}
 
 
 class Shift(BesidePart):
-    """A bias added to the output of a module; it starts at zero.
+    """Bias adapter (BitFit): a trained bias added to the output of a module, initially zero.
 
     Args:
         width: C, number of channels.
@@ -42,24 +42,24 @@ class Shift(BesidePart):
         self.bias = nn.Parameter(torch.empty(width, dtype=like.dtype, device=like.device))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: channels are sharded as the module's."""
+        """Describe the bias: zeros, sharded like the module's output channels."""
         return {"bias": TensorNote("zeros", _ENDS)}
 
     def forward(self) -> Tensor:
-        """Return the bias of the local channels."""
+        """Return the bias of this rank's channels."""
         return self.bias
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Add the bias to the output."""
+        """Add the bias to the module's output."""
         return out + self().to(out.dtype)
 
 
 class Gain(BesidePart):
-    """A factor on every channel of a module's input or output; it starts at one.
+    """IA3 adapter: a trained factor per channel of a module's input or output, initially one.
 
     Args:
-        width: C.
-        into: True for the input, False for the output.
+        width: number C of channels.
+        into: scale the module's input; False scales its output.
         like: tensor with the dtype and device to use.
 
     Shape:
@@ -75,38 +75,38 @@ class Gain(BesidePart):
         self.weight = nn.Parameter(torch.empty(width, dtype=like.dtype, device=like.device))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: channels are sharded as the module's."""
+        """Describe the factors: ones, sharded like the module's channels."""
         return {"weight": TensorNote("ones", {"row": 0} if self.enters else _ENDS)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x times the factors."""
+        """Return `x` times the factors."""
         return (x * self.weight.to(x.dtype)).to(x.dtype)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Scale the input."""
+        """Scale the module's input."""
         return self(x)
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Scale the output."""
+        """Scale the module's output, unless the input is scaled."""
         return out if self.enters else self(out)
 
 
 @dataclass(frozen=True)
 class GainOptions:
-    """Options of "gain".
+    """Options of the adapter kind "gain" (IA3).
 
     Args:
-        into: endings of layer names whose input is scaled instead of the output.
+        into: name suffixes of the layers whose input is scaled; other layers' output is scaled.
     """
 
     into: tuple[str, ...] = ()
 
 
 def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
-    """Return a part for a linear layer; it is neither attached nor initialized.
+    """Build the IA3 factors of a linear layer; they are neither attached nor initialized.
 
     Raises:
-        ConfigError: not a linear layer.
+        ConfigError: the module is not a linear layer.
     """
     sizes = linear_sizes(module)
     if sizes is None or getattr(module, "asks_parts", False):
@@ -119,10 +119,10 @@ def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
 
 
 def build_shift(name: str, module: nn.Module, options: Any) -> Shift:
-    """Return a bias for a module of known output width.
+    """Build a bias adapter for a module of known output width.
 
     Raises:
-        ConfigError: a module of unknown output width.
+        ConfigError: the output width of the module is unknown.
     """
     return Shift(out_width(name, module), find_like(module))
 
@@ -130,11 +130,11 @@ def build_shift(name: str, module: nn.Module, options: Any) -> Shift:
 def out_width(name: str, module: Any) -> int:
     """Return the number of output channels of a module.
 
-    Supported are linear layers, norms, embeddings, and attentions and MLPs by their last
-    projection.
+    Supported modules are linear layers, norms, embeddings, and (by their last projection) attention
+    layers and MLPs.
 
     Raises:
-        ConfigError: any other module.
+        ConfigError: the module is of another kind.
     """
     sizes = linear_sizes(module)
     if sizes is not None:

@@ -1,7 +1,8 @@
-"""Distillation loss (KL divergence between teacher and student) straight from hidden states.
+"""Distillation loss KL(teacher || student), from hidden states and without full logits.
 
-As in `losses.py` the full logits of neither model exist: both heads run over chunks of tokens (on a
-CPU also of columns), and the student's gradient is computed while a chunk's logits are in memory.
+As in `losses.py`, the full logits of either model are never stored: both heads run over chunks of
+tokens (on a CPU also of columns), and the student's gradient is computed while a chunk's logits are
+in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ __all__ = ["HeadInput", "linear_distillation"]
 
 
 class HeadInput(NamedTuple):
-    """Inputs of a head: logits are ``hidden @ weight.T + bias`` plus the low-rank products `added`.
+    """Inputs of a head, whose logits are ``hidden @ weight.T + bias`` plus `added` products.
+
     Shape:
         hidden: (M, D); weight: (V, D); bias: (V,); added: (M, R) and (V, R) each
     """
@@ -33,14 +35,14 @@ class HeadInput(NamedTuple):
     added: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def detach(self) -> HeadInput:
-        """Return the same without the autograd graph."""
+        """Return a copy that is detached from the autograd graph."""
         bias = None if self.bias is None else self.bias.detach()
         added = tuple((low.detach(), rows.detach()) for low, rows in self.added)
         return HeadInput(self.hidden.detach(), self.weight.detach(), bias, added)
 
 
 class _Teaching(NamedTuple):
-    """The arguments of a distillation that need no gradient."""
+    """Arguments of the distillation loss that need no gradient."""
 
     teacher: HeadInput
     temperature: float
@@ -48,7 +50,7 @@ class _Teaching(NamedTuple):
 
 
 class _LinearDistillation(TiledLoss):
-    """Sum over tokens of KL(teacher || student) * T^2 * `scale`."""
+    """Autograd function of the summed loss: KL(teacher || student) * T^2 * `scale`."""
 
     @staticmethod
     def forward(
@@ -95,7 +97,7 @@ class _LinearDistillation(TiledLoss):
 
 
 class _Pair:
-    """Loss and gradient of some tokens, from tiles of the logits of both heads.
+    """Loss and gradient of a chunk of tokens, computed from tiles of both heads' logits.
 
     With z the teacher's and y the student's logits, divided by the temperature, and p the teacher's
     softmax, the loss is ``sum p (z - y) - logsumexp z + logsumexp y``, accumulated with running
@@ -114,7 +116,7 @@ class _Pair:
         self._tops: dict[int, Tensor] = {}
 
     def add_(self, student: Tensor, teacher: Tensor, first: int) -> None:
-        """Add a tile, the columns from `first` on; turns both into exponentials in place."""
+        """Accumulate one tile, columns from `first` on; turn both tensors into exponentials."""
         student.div_(self._temperature)
         teacher.div_(self._temperature)
         gap = teacher - student
@@ -131,7 +133,7 @@ class _Pair:
         self._top = self._tops[first] = top
 
     def finish(self) -> Tensor:
-        """Return the summed loss over all tiles and ranks."""
+        """Return the loss summed over all tiles and ranks."""
         if self._vocab is not None:
             top = self._vocab.max_(self._top.clone())
             change = (self._top - top).exp_()
@@ -145,7 +147,7 @@ class _Pair:
     def differentiate_(
         self, student: Tensor, teacher: Tensor, first: int, is_exponential: bool
     ) -> None:
-        """Turn the student's tile into the gradient of its logits, in place."""
+        """Turn a tile of the student into the gradient of its logits, in place."""
         weight = self._kept * self._temperature / self._mass
         for tile, top, normalizer, part in zip(
             (student, teacher), self._tops[first], self._top, weight, strict=True
@@ -166,13 +168,13 @@ def linear_distillation(
     num_items: float | Tensor | None = None,
     vocab: VocabCut | None = None,
 ) -> Tensor:
-    """Return KL(teacher || student) of next-token predictions, times T^2, without full logits.
+    """Return KL(teacher || student) * T^2 of next-token predictions, without full logits.
 
     Args:
         student: hidden states and head weights of the student, which receive gradients.
-        teacher: hidden states and head weights of the teacher, for the same tokens and vocabulary,
-            with the same sharding.
-        labels: target tokens; positions with -100 are ignored, the other values are not used.
+        teacher: hidden states and head weights of the teacher, for the same tokens and
+            vocabulary, with the same sharding.
+        labels: target tokens; positions with -100 are ignored, other values have no effect.
         temperature: divisor T of both models' logits.
         num_items: divisor of the summed loss; None divides by the number of labels.
         vocab: sharding of both heads over the vocabulary, see `linear_cross_entropy`.
@@ -184,8 +186,8 @@ def linear_distillation(
         ShapeError: the heads differ in vocabulary size, or the models in the number of tokens.
         ConfigError: the temperature is not above 0.
 
-    Memory: some logits of both heads, and one gradient the size of the student's weight in fp32.
-    Source: Hinton et al., "Distilling the knowledge in a neural network" (2015).
+    Memory: one chunk of logits of both heads, and one fp32 gradient the size of the student's
+    weight. Source: Hinton et al., "Distilling the knowledge in a neural network" (2015).
     """
     _check(student, teacher, temperature)
     if not torch.is_grad_enabled():

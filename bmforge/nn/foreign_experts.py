@@ -1,8 +1,8 @@
-"""Experts of transformers models: recognized, and stored as packed integers.
+"""Experts of transformers models: detection and packed integer storage.
 
 transformers 5 keeps the experts of a layer as 3-D parameters of one module whose forward takes
-tokens, expert numbers and weights. Its decorator leaves switches on the module (`is_transposed`,
-`has_gate`, `has_bias`), from which every variant is computed here.
+tokens, expert numbers and weights. Its decorator sets flags on the module (`is_transposed`,
+`has_gate`, `has_bias`); with these flags one implementation computes every variant.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SWITCHES = ("has_gate", "has_bias", "is_transposed")
 
 
 def is_foreign_experts(module: nn.Module) -> bool:
-    """Return True for a module of transformers that holds stacked experts."""
+    """Return True for a transformers module with stacked experts."""
     return all(hasattr(module, name) for name in _SWITCHES) and bool(foreign_stacks(module))
 
 
 def foreign_stacks(module: nn.Module) -> dict[str, Tensor]:
-    """Return the stacked matrices of a module of transformers, by parameter name."""
+    """Return the stacked matrices of a transformers module by parameter name."""
     return {
         key: parameter
         for key in ("gate_up_proj", "up_proj", "down_proj")
@@ -42,10 +42,10 @@ def foreign_stacks(module: nn.Module) -> dict[str, Tensor]:
 
 
 class PackedForeignExperts(PackedStore):
-    """Experts of transformers with packed matrices; replaces the plain module.
+    """Experts of transformers with packed integer weights; replaces the plain module.
 
     Args:
-        plain: the module that is replaced; `fill_` takes its weights.
+        plain: module to replace; `fill_` copies its weights.
         spec: quantization scheme.
 
     Shape:
@@ -79,11 +79,11 @@ class PackedForeignExperts(PackedStore):
         return (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
 
     def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return (E, out, in) of every stack."""
+        """Return (E, out, in) of every stacked matrix by name."""
         return self._stacks
 
     def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantize a stack, in the dim order of the plain module."""
+        """Quantize a stacked matrix, given in the dim order of the plain module."""
         for number, matrix in enumerate(stack):
             self._take(f"{key}_", matrix.t() if self.is_transposed else matrix, number)
 
@@ -117,16 +117,16 @@ class PackedForeignExperts(PackedStore):
         return out + bias.index_select(0, torch.searchsorted(ends, rows, right=True))
 
     def plain(self, key: str) -> Tensor:
-        """Return a stack in fp32: (E, out, in)."""
+        """Return a dequantized stack in fp32, (E, out, in)."""
         return self.dense(key, torch.float32)
 
     def dense(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized stack: (E, out, in)."""
+        """Return a dequantized stack in `dtype`, (E, out, in)."""
         tensors, rows = self._tensors(f"{key}_"), self._stacks[key][1]
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: initialized as the plain stacks, then packed."""
+        """Describe the tensors: initialized like the plain stacks, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._stacks.items():
             notes |= self._notes(f"{key}_", key, shape)

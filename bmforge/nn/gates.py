@@ -1,4 +1,4 @@
-"""Trainable gates for structured pruning: of heads, head dimensions, neurons, sublayers, blocks."""
+"""Trainable pruning gates for heads, head dimensions, neurons, sublayers and blocks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SHIFT = _BETA * math.log(-_LOW / _HIGH)
 
 
 def log_alpha_of(sparsity: float) -> float:
-    """Return the log alpha at which a gate is closed with probability `sparsity`.
+    """Return the log alpha at which a hard concrete gate is closed with this probability.
 
     Raises:
-        ConfigError: not between 0 and 1.
+        ConfigError: `sparsity` is not between 0 and 1.
     """
     if not 0 < sparsity < 1:
         raise ConfigError(f"sparsity={sparsity} of a gate is outside of (0, 1).")
@@ -35,22 +35,23 @@ def log_alpha_of(sparsity: float) -> float:
 class HardConcrete(nn.Module):
     """Hard concrete gates, one per unit: sampled in training, deterministic otherwise.
 
-    A gate's sample depends on the seed, the step and its name only, so it is the same on every
-    layout, in every micro-batch and when a block is recomputed.
+    A gate's sample depends only on the seed, the step and the gate's name, so it is the same on
+    every layout, in every micro-batch and in recomputation.
 
     Args:
-        name: name of the gate, which seeds its generator together with seed and step.
+        name: name of the gate; its generator is seeded by seed, step and this name.
         units: number of gated units.
-        width: number of features of all units, adjacent features belonging to one; 0 is `units`.
+        width: total number of features; each unit gates the same number of adjacent features; 0
+            means one feature per unit.
         start: initial probability that a gate is closed.
 
     Attributes:
         delta: trained parameter: log alpha minus its initial value.
-        share: (rank, size) of tensor parallelism over the features.
+        share: (rank, size) of the tensor parallelism that shards the features.
         mask: final decision per unit, (units,) of 0 and 1; None during training.
 
     Shape:
-        x: (..., local width) -> same; or the hidden states before and after a sublayer
+        x: (..., local width) -> same; `after`: hidden states after a sublayer, if given
 
     Source: Louizos, Welling and Kingma, "Learning Sparse Neural Networks through L0 Regularization"
         (2018), with BMCook's constants. (BMCook samples without the stretch, so that its gates
@@ -71,12 +72,12 @@ class HardConcrete(nn.Module):
         self.noise: Tensor | None = None
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Initialize the gates close to each other, not equal."""
+        """Describe `delta`: initialized close to zero, but different for each gate."""
         return {"delta": TensorNote(0.01)}
 
     @torch.no_grad()
     def draw_(self, seed: int, step: int) -> None:
-        """Sample the noise of a training step."""
+        """Sample the gates' noise for a training step."""
         text = f"{seed}/{step}/{self.gate_name}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -86,7 +87,7 @@ class HardConcrete(nn.Module):
         self.noise = noise if self.delta.is_meta else noise.to(self.delta.device)
 
     def values(self) -> Tensor:
-        """Return each gate's value from 0 to 1, (units,), with the autograd graph."""
+        """Return each gate's value in [0, 1], (units,), with the autograd graph."""
         if self.mask is not None:
             return self.mask.to(self.delta.device)
         alpha = self.delta.to(wide_dtype(self.delta.dtype)) + self.start
@@ -95,10 +96,10 @@ class HardConcrete(nn.Module):
         return (torch.sigmoid(alpha) * (_HIGH - _LOW) + _LOW).clamp(0, 1)
 
     def density(self, delta: Tensor | None = None) -> Tensor:
-        """Return each gate's probability of being open, (units,).
+        """Return the probability that each gate is open, (units,).
 
         Args:
-            delta: all-gathered parameter, if a layout shards it.
+            delta: the all-gathered parameter if it is sharded; None uses the module's own.
         """
         alpha = (self.delta if delta is None else delta).double() + self.start
         return torch.sigmoid(alpha - _SHIFT)
@@ -111,19 +112,24 @@ class HardConcrete(nn.Module):
         return self._scale(x, values.repeat_interleave(self.width // self.units))
 
     def _scale(self, x: Tensor, wide: Tensor) -> Tensor:
-        """Scale this rank's features by their part of `wide`, the values for all features."""
+        """Scale this rank's features by their slice of `wide`, the values of all features."""
         rank, size = self.share
         if size > 1:
             wide = wide.narrow(0, rank * -(-self.width // size), x.shape[-1])
         return x * wide
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return name and sizes as text."""
         return f"{self.gate_name}, units={self.units}, width={self.width}"
 
 
 class HeadDims(HardConcrete):
     """Gates on head dimensions: a unit is one dimension of a key-value head, or one rotary pair.
+
+    The gate scales the input of `o_proj` and, with `asks`, the queries, so that a unit covers the
+    dimensions of both. A pruned rotary head keeps the frequencies of the first pairs, so the pairs
+    of
+    queries are ordered: the most open gate scales the first pair, and so on.
 
     It scales the input of `o_proj` and, with `asks`, the queries, so that a unit covers the
     dimensions of both. A narrower rotary head has the frequencies of the first pairs, so the pairs
@@ -135,8 +141,8 @@ class HeadDims(HardConcrete):
         groups: number K of key-value heads.
         heads: number N of query heads.
         head_dim: width H of a head.
-        order: for rotary heads, all query dimensions, pair by pair, the last to be pruned first;
-            empty if a unit is the same dimension of values and queries.
+        order: for rotary heads, all query dimensions pair by pair, starting with the pair to
+            prune last; empty if a unit is the same dimension of values and queries.
 
     Shape:
         x: (..., local heads * H) -> same
@@ -166,7 +172,11 @@ class HeadDims(HardConcrete):
 
 
 class HiddenWidth(HardConcrete):
-    """Gate on the hidden dimensions of the whole model, at every layer that writes hidden states.
+    """Gate on the hidden dimensions of the whole model, at every layer that writes them.
+
+    Without an argument, the module returns its values, which norms use.
+
+    Without an argument, the module returns its values, which norms use.
 
     Called without an argument it returns its values, for norms.
     Shape:

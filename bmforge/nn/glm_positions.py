@@ -1,6 +1,6 @@
 """Two-dimensional positions of GLM's blank infilling, computed from token ids.
 
-Source: Du et al., "GLM" (ACL 2022); sequences that break the pattern are treated as in ModelCenter.
+Source: Du et al., "GLM" (ACL 2022); irregular sequences are treated as in ModelCenter.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ def blank_positions(
 ) -> tuple[Tensor, Tensor]:
     """Return the two-dimensional positions of all tokens and the length of part A.
 
-    Part A, the text with the blanks, ends at the first start token (or at the end of the sequence).
-    In part B the first position of every token of the n-th span is the position of the n-th mask
-    token (the last span takes the last mask token), and its second position counts from 1 within
+    Part A, the text with the blanks, ends at the first start token or at the end of the sequence.
+    Part B consists of spans. The first position of a token in the n-th span is the position of the
+    n-th mask token (for surplus spans, of the last one); the second position counts from 1 within
     the span.
 
     Args:
         input_ids: token ids.
         start_id: token that begins a span of part B.
         mask_id: token that marks a blank in part A.
-        attention_mask: 0 for padding, which is not counted.
+        attention_mask: 1 for tokens, 0 for padding, which has no position of its own.
 
     Shape:
         input_ids, attention_mask: (B, T); returns (B, 2, T) and (B,)

@@ -1,8 +1,8 @@
-"""Grouped matrix multiplication: one matrix per group of rows, as experts need it.
+"""Grouped matrix multiplication: one matrix per group of rows, for mixtures of experts.
 
 The rows of an expert are adjacent, and ``ends[e]`` is the end of expert e's rows. The group sizes
 are data-dependent, so the loop over groups is a custom operator with a registered gradient, which
-`torch.compile` does not look into. Where the device has a grouped kernel, that is used.
+`torch.compile` does not trace. If the device has a grouped kernel, that kernel is used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return True if torch's grouped product is faster than the loop and can be compiled.
+    """Return True if torch's grouped product is usable and faster than the loop.
+
+    On a CPU that product is itself a loop (torch 2.13), and only bf16 has a shape rule for
+    compilation.
 
     On a CPU it is itself a loop (torch 2.13), and only bf16 has a shape rule.
     """
@@ -66,7 +69,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     schema="(Tensor grad, Tensor x, Tensor ends) -> Tensor",
 )
 def _grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of the matrices, ``grad[group e].T @ x[group e]``: (E, F, D)."""
+    """Return the gradient of the stacked matrices, ``grad[group e].T @ x[group e]``: (E, F, D)."""
     out = grad.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
     sizes = _sizes(ends)
     for left, right, target in zip(grad.split(sizes), x.split(sizes), out.unbind(), strict=True):
@@ -123,10 +126,10 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-    """Return ``x[index]`` where every row of x is taken the same number of times.
+    """Return ``x[index]``, where `index` contains every row of x equally often.
 
-    Given the position of each copy (`places`), the gradient is a gather too: summed in a fixed
-    order, and several times faster than the scatter-add of plain indexing.
+    With the positions of the copies (`places`), the backward is a gather and a sum in fixed order,
+    several times faster than the scatter-add of plain indexing.
 
     Shape:
         x: (M, D); index, places: (M * k,), the copies of row m at ``places[m * k : m * k + k]``

@@ -1,4 +1,4 @@
-"""The head of a language model: a linear layer that can compute its loss without the logits."""
+"""Language model head: a linear layer that can compute the loss without materialized logits."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ Measure = Callable[[HeadInput, Tensor, float | Tensor | None, VocabCut | None], 
 
 
 class LMHead(nn.Linear):
-    """Maps hidden states to logits over the vocabulary or, with labels, to the loss.
+    """Maps hidden states to logits over the vocabulary or, if labels are given, to the loss.
 
     Attributes:
-        vocab: sharding over the vocabulary; None is unsharded.
-        pick_tokens: selects the tokens whose loss this rank computes; None computes all.
-        join_tokens: all-gathers the scores of `pick_tokens`'s tokens; None returns them unchanged.
-        measure: loss function; None is the cross-entropy.
+        vocab: sharding of the weight over the vocabulary; None if it is not sharded.
+        pick_tokens: function that selects the tokens of this rank's loss; None selects all.
+        join_tokens: function that all-gathers the scores of the selected tokens; None if all
+            are selected.
+        measure: loss function; None means cross-entropy.
 
     Shape:
         x: (..., D) -> (..., V), or a scalar with labels
@@ -48,15 +49,15 @@ class LMHead(nn.Linear):
     asks_parts = True
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's rows of the weight; quantized ones are dequantized to `dtype`."""
+        """Return this rank's rows of the weight; a quantized weight is dequantized to `dtype`."""
         return self.weight
 
     def sliced(self, dtype: torch.dtype) -> Rows:
-        """Return the weight for a loss that slices some rows at a time."""
+        """Return the weight in a form that the loss can slice, some rows at a time."""
         return self.matrix(dtype)
 
     def score(self, x: Tensor) -> Tensor:
-        """Return the logits of this rank's rows, without adapters."""
+        """Return the logits for this rank's vocabulary rows, without adapters."""
         matrix = self.matrix(x.dtype)
         logits = multiply_dense(x, matrix, self.bias)
         return F.linear(x, matrix, self.bias) if logits is None else logits
@@ -76,10 +77,10 @@ class LMHead(nn.Linear):
             x: hidden states.
             labels: target tokens, -100 to ignore a position.
             num_items: divisor of the summed loss; None takes the mean. A `Measure` replaces the
-                cross-entropy in this call: it returns scores of every token, which are returned
-                for the tokens of all ranks.
-            shift: position t predicts label t + 1, as in transformers; else label t.
-            more_rows: additional rows of the head, for token ids from V on.
+                cross-entropy in this call; the result then is its scores for the tokens of all
+                ranks.
+            shift: position t predicts label t + 1, as in transformers; otherwise label t.
+            more_rows: additional rows of the head, for token ids V, V + 1, ...
 
         Shape:
             labels: (...), with `shift` (B, T); more_rows: (E, D); scores: (K, M), M tokens
@@ -110,12 +111,12 @@ class LMHead(nn.Linear):
         return scores if join is None else join(scores, total)
 
     def _inputs(self, x: Tensor, more_rows: Tensor | None, is_sliced: bool) -> HeadInput:
-        """Return this rank's hidden states, rows, bias and low-rank adapters for a loss.
+        """Return a fused loss's inputs: hidden states, weight rows, bias and LoRA factors.
 
         Args:
             x: hidden states, (M, D).
             more_rows: additional rows of the head.
-            is_sliced: the loss slices some rows at a time, so that quantized ones stay quantized.
+            is_sliced: the loss slices the weight, so that a quantized weight stays quantized.
         """
         vocab = self.vocab
         bias, added = self._whole_bias(x.dtype), self._added(x)
@@ -142,23 +143,23 @@ class LMHead(nn.Linear):
         return logits if more_rows is None else torch.cat((logits, F.linear(x, more_rows)), -1)
 
     def _whole_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias of this rank's rows, bias adapters included."""
+        """Return this rank's bias, including bias adapters."""
         bias = self.bias
         for shift in self._shifts():
             bias = shift.to(dtype) if bias is None else bias + shift.to(bias.dtype)
         return bias
 
     def _shifts(self) -> list[Tensor]:
-        """Return the biases of attached bias adapters, (V,) each."""
+        """Return the biases of the attached bias adapters, (V,) each."""
         shifts = (part for _, part in beside_parts(self) if isinstance(part, Shift))
         weighted = [(part, weight_of(part)) for part in shifts]
         return [part() * w if w != 1 else part() for part, w in weighted if w]
 
     def _added(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each low-rank adapter's hidden states, (..., R), and rows, (V, R).
+        """Return each LoRA adapter's low-rank hidden states, (..., R), and rows, (V, R).
 
         Raises:
-            ConfigError: an adapter of another kind, which the fused loss does not support.
+            ConfigError: an attached adapter is of a kind that the fused loss does not support.
         """
         factors = []
         for name, part in beside_parts(self):
@@ -177,5 +178,5 @@ class LMHead(nn.Linear):
 
 
 def _lengthen(up: Tensor, weight: Tensor) -> Tensor:
-    """Pad `up` with zero rows for the additional rows of the head."""
+    """Pad the LoRA matrix `up` with zero rows to the length of the extended head."""
     return F.pad(up, (0, 0, 0, weight.shape[0] - up.shape[0]))

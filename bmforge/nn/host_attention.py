@@ -1,7 +1,7 @@
-"""Attention over whole sequences on a CPU by a kernel of this project, forward and backward.
+"""CPU attention kernel of this project for whole sequences, forward and backward.
 
-Torch's CPU kernel multiplies its tiles through BLAS, whose call overhead is as large as a small
-tile; with dropout it stores all weights. This kernel accumulates in registers; see
+Torch's CPU kernel multiplies small tiles by BLAS, whose call overhead is as large as the product;
+with dropout it stores all weights. This kernel accumulates in registers; see
 `kernels/attention.cpp`.
 """
 
@@ -68,17 +68,17 @@ def host_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return ``softmax(scale * q k^T) v``, computed in fp32, also for bf16 tensors.
+    """Return ``softmax(scale * q k^T) v`` with fp32 arithmetic, for fp32 and bf16 tensors.
 
     Args:
         query: queries, fp32 or bf16, on the CPU.
-        key: keys of N heads or fewer (grouped-query attention).
-        value: values of as many heads as the keys.
-        mask: boolean, True where a query attends; a query without keys yields zeros.
-        causal: the query at t attends to keys up to t.
+        key: keys, with N heads or fewer (grouped-query attention).
+        value: values, with as many heads as the keys.
+        mask: boolean, True where a query attends; a query that attends to no key yields zeros.
+        causal: the query at position t attends to the keys up to t.
         scale: factor on the scores; None is 1/sqrt(H).
-        dropout: dropout probability of the weights; the kernel's seed is one number per call from
-            torch's generator.
+        dropout: dropout probability of the attention weights; the kernel is seeded by one
+            number per call from torch's generator.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H), H a multiple of 16;
@@ -104,7 +104,7 @@ def _attend(
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of every query's scores, (B, N, T)."""
+    """Compute the attention output and the log-sum-exp of each query's scores, (B, N, T)."""
     query, key, value = _with_rows(query, key, value)
     shape = _describe(query, key, seed, causal, scale, dropout)
     out, sums = _empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -133,7 +133,7 @@ def _attend_backward(
     sums: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
+    """Compute the gradients of query, key and value."""
     query, key, value, out, grad = _with_rows(query, key, value, out, grad)
     shape = _describe(query, key, seed, causal, scale, dropout)
     grads = _empty_like(query), _empty_like(key), _empty_like(value)
@@ -217,7 +217,7 @@ def _load() -> ctypes.CDLL:
 
 @cache
 def _kernel() -> ctypes.CDLL | None:
-    """Return the kernel compiled for this processor; None without a compiler."""
+    """Return the kernel compiled for this processor; None if there is no compiler."""
     return _compile(_FLAGS)
 
 

@@ -1,7 +1,7 @@
-"""CPU kernels of a block's elementwise operations (GELU, RMSNorm), with one memory pass each way.
+"""CPU kernels for elementwise operations (GELU, RMSNorm), with one memory pass each way.
 
-Torch's tanh form of GELU takes four times as long as reading and writing its data, and an RMSNorm
-is several operations with a memory pass each. Under `torch.compile`, or without a compiler, torch's
+Torch's tanh GELU takes four times as long as a pass over its data, and its RMSNorm is several
+operations with a memory pass each. Under `torch.compile`, or without a C++ compiler, torch's
 operations are used; see `kernels/host_rows.cpp`.
 """
 
@@ -41,9 +41,7 @@ def takes_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
 
 
 def _are_alike(*tensors: Tensor) -> bool:
-    """Return True if the tensors are plain CPU tensors of one supported dtype, large enough to pay
-    off.
-    """
+    """Return True for plain CPU tensors of one supported dtype, large enough for the kernels."""
     if torch.compiler.is_compiling():  # it fuses the operations itself
         return False
     dtype = tensors[0].dtype
@@ -54,10 +52,10 @@ def _are_alike(*tensors: Tensor) -> bool:
 
 
 def host_gelu(x: Tensor) -> Tensor:
-    """Return the tanh form of GELU (Hendrycks and Gimpel 2016); arithmetic is fp32.
+    """Return GELU (Hendrycks and Gimpel 2016) in its tanh form, with fp32 arithmetic.
 
     Args:
-        x: fp32 or bf16, on the host.
+        x: fp32 or bf16 tensor on the CPU.
 
     Shape:
         x: (...) -> (...)
@@ -67,7 +65,7 @@ def host_gelu(x: Tensor) -> Tensor:
 
 
 def host_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``weight * x / sqrt(mean(x^2) + eps)``, as `nn.norm.RMSNorm` rounds it.
+    """Return ``weight * x / sqrt(mean(x^2) + eps)``, rounded as in `nn.norm.RMSNorm`.
 
     Shape:
         x: (..., D) -> (..., D), D a multiple of 16; weight: (D,)
@@ -92,7 +90,7 @@ class _GELU(torch.autograd.Function):
 
 
 def _bend(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return GELU of `x`, or with a gradient of the output the gradient of `x`."""
+    """Return GELU of `x` or, if the output's gradient is given, the gradient of `x`."""
     out = torch.empty_like(x)
     _load().gelu(*_settings(x), x.numel(), *_at(x, grad, out))
     return out
@@ -147,7 +145,7 @@ def _load() -> ctypes.CDLL:
 
 @cache
 def _kernel() -> ctypes.CDLL | None:
-    """Return the kernels for this processor; None where there is no compiler."""
+    """Return the kernels compiled for this processor; None if there is no compiler."""
     return _compile(_FLAGS)
 
 

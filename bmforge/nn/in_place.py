@@ -1,7 +1,7 @@
-"""In-place mul and add into a temporary operand when autograd and tracing are off.
+"""In-place mul and add into a temporary tensor, used when autograd and tracing are off.
 
-Large results come from the operating system page by page: a page fault costs several times what the
-arithmetic does. The result overwrites the first operand's memory, with the same bits.
+A large new tensor is allocated page by page, and the page faults cost several times as much as the
+arithmetic. Instead the result overwrites the first operand; its bits are the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _FEWEST_NUMBERS = 1 << 14
 
 
 def multiply_temporary(temporary: Tensor, other: Tensor, made_of: Tensor | None = None) -> Tensor:
-    """Return ``temporary * other``, in the memory of `temporary` where possible.
+    """Return ``temporary * other``, written into the memory of `temporary` if possible.
 
     Args:
-        temporary: temporary tensor that only the caller has and does not use again.
+        temporary: tensor to which only the caller has a reference and which is not used again.
         other: tensor that broadcasts to it.
-        made_of: input of the function that returned `temporary`, which may be the same tensor.
+        made_of: input of the function that returned `temporary`; if both are the same tensor,
+            it is not overwritten.
     """
     if not _may_overwrite(temporary, other):
         return temporary * other
@@ -34,7 +35,7 @@ def multiply_temporary(temporary: Tensor, other: Tensor, made_of: Tensor | None 
 
 
 def add_temporary(temporary: Tensor, other: Tensor) -> Tensor:
-    """Return ``temporary + other``; see `multiply_temporary`."""
+    """Return ``temporary + other`` in the memory of `temporary`; see `multiply_temporary`."""
     return temporary.add_(other) if _may_overwrite(temporary, other) else temporary + other
 
 

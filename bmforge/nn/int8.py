@@ -1,4 +1,4 @@
-"""Linear layers, heads, embeddings and experts whose weights are stored as int8 rows.
+"""Linear layers, heads, embeddings and experts with weights stored as int8 rows.
 
 Every row of a matrix is stored as integers from -127 to 127 and one scale. Results are
 bit-identical to those of a plain layer with the weight ``rows * scale`` in the compute dtype. The
@@ -31,7 +31,7 @@ _EXPERT_KEYS = ("gate_proj", "up_proj", "down_proj")
 
 
 def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return integers and scales of a matrix's rows; a row of zeros has the scale 0.
+    """Quantize each row of a matrix to int8; return integers and scales (0 for a row of zeros).
 
     Shape:
         matrix: (..., rows, columns); returns (..., rows, columns) int8 and (..., rows) fp32
@@ -55,7 +55,7 @@ def _dequantize(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``x @ (rows * scale).T``, dequantized again in backward instead of saved."""
+    """``x @ (rows * scale).T``; backward dequantizes the weight again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """`_Product` for stacked matrices; see `grouped_linear`."""
+    """`_Product` for stacked expert matrices; see `grouped_linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _note_rows(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> Te
 
 
 def _note_scales(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> TensorNote:
-    """Return the note of scales: sharded with the rows, replicated if columns are sharded."""
+    """Describe the scales: sharded like the rows; replicated if the columns are sharded."""
     return TensorNote(Derived(base, shape, _scales_only), cuts, trains=False)
 
 
@@ -102,18 +102,18 @@ _BY_ROWS = {"column": 0, "key_value": 0, "embedding": 0, "head": 0}
 
 
 class RowStore:
-    """Base class of modules with one matrix: int8 `weight` and its `scale`."""
+    """Base class of modules with one quantized matrix: int8 `weight` and its `scale`."""
 
     weight: Any
     scale: nn.Parameter
 
     def take_rows_(self, weight: Tensor, scale: Tensor) -> None:
-        """Store int8 rows and scales; tied layers get the same Parameter objects."""
+        """Store int8 rows and scales; tied layers store the same Parameter objects."""
         self.weight = _frozen(weight)
         self.scale = _frozen(scale)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: rows are sharded as the plain weight's."""
+        """Describe the tensors: sharded like the plain weight."""
         shape = tuple(self.weight.shape)
         return {
             "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1}),
@@ -128,7 +128,7 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class Int8Linear(RowStore, nn.Linear):
-    """A linear layer with int8 weights; it computes in the dtype of its input.
+    """Linear layer with int8 weights; computes in the dtype of its input.
 
     Args:
         in_features: input features of the layer.
@@ -150,7 +150,7 @@ class Int8Linear(RowStore, nn.Linear):
 
 
 class Int8Head(RowStore, LMHead):
-    """A language model head with int8 weights; its loss computes no gradient of the weight.
+    """Language model head with int8 weights; the weight gets no gradient.
 
     Args:
         head: plain head, not yet parallelized.
@@ -161,12 +161,12 @@ class Int8Head(RowStore, LMHead):
         self.bias = head.bias
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Return the local rows, dequantized."""
+        """Return this rank's rows, dequantized to `dtype`."""
         return _dequantize(self.weight, self.scale, dtype)
 
 
 class Int8Embedding(RowStore, nn.Embedding):
-    """A token embedding with int8 weights.
+    """Token embedding with int8 weights.
 
     Args:
         table: plain embedding.
@@ -181,7 +181,7 @@ class Int8Embedding(RowStore, nn.Embedding):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up embeddings."""
+        """Look up and dequantize the embeddings of token ids."""
         return _dequantize(self.weight[ids], self.scale[ids], self.scale.dtype)
 
 
@@ -206,11 +206,11 @@ class Int8Experts(Experts):
             self.register_parameter(f"{key}_scale", _frozen(scale))
 
     def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply the rows of every expert by its matrix."""
+        """Multiply each expert's rows by its dequantized matrix `key`."""
         return _GroupedProduct.apply(x, getattr(self, key), getattr(self, f"{key}_scale"), ends)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: each expert is sharded by its width."""
+        """Describe the tensors: each expert is sharded along its hidden width."""
         notes = {}
         for key in _EXPERT_KEYS:
             if getattr(self, key) is None:
@@ -223,7 +223,7 @@ class Int8Experts(Experts):
 
 
 def _quantize_like(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 rows and scales of a parameter, the scales in its dtype; meta is supported."""
+    """Quantize a parameter to int8 rows and scales of its dtype; supports meta tensors."""
     if matrix.is_meta:
         rows = torch.empty(matrix.shape, dtype=torch.int8, device="meta")
         return rows, torch.empty(matrix.shape[:-1], dtype=matrix.dtype, device="meta")
@@ -236,11 +236,11 @@ def store_int8(module: nn.Module, stored: dict[int, tuple[Tensor, Tensor]]) -> n
 
     Args:
         module: a linear layer, a head, an embedding, or stacked experts.
-        stored: int8 tensors of weights stored so far, by the id of the plain weight, so that tied
-            weights share them; extended in place.
+        stored: int8 tensors of already converted weights by the id of the plain weight, so that
+            tied weights share them; updated in place.
 
     Raises:
-        ConfigError: an unsupported module, or one that is quantized already.
+        ConfigError: the module is not supported or already quantized.
     """
     if isinstance(module, (RowStore, Int8Experts)):
         raise ConfigError(f"a {type(module).__name__} is stored as int8 already.")

@@ -1,7 +1,6 @@
-"""Generalized Jensen-Shannon divergence between the distributions of two heads.
+"""Generalized Jensen-Shannon divergence between the predictions of two heads.
 
-The logits of a chunk of tokens exist at a time, in forward and in backward, which computes them
-again.
+Only the logits of one chunk of tokens are in memory at a time; backward recomputes them.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _CHUNK_ELEMENTS = 1 << 22
 def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """Return the generalized Jensen-Shannon divergence of every token.
 
-    With M = beta * teacher + (1 - beta) * student, it is beta KL(teacher || M) + (1 - beta)
-    KL(student || M); beta 0 is KL(teacher || student) and beta 1 KL(student || teacher), its limits
-    up to scale.
+    With M = beta * teacher + (1 - beta) * student, the divergence is beta KL(teacher || M) + (1 -
+    beta) KL(student || M). Up to scale its limits are KL(teacher || student) for beta 0 and
+    KL(student || teacher) for beta 1; these are returned for beta 0 and 1.
 
     Args:
         student: log-probabilities of the student.
         teacher: log-probabilities of the teacher.
-        beta: interpolation, 0 to 1.
+        beta: interpolation weight, 0 to 1.
 
     Shape:
         student, teacher: (..., V); returns (...)
@@ -52,7 +51,7 @@ def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 def linear_jsd(
     student: HeadInput, teacher: HeadInput, beta: float, temperature: float = 1.0
 ) -> Tensor:
-    """Return the divergence of every token, and the reverse KL divergence, from hidden states.
+    """Return each token's divergence and reverse KL divergence, computed from hidden states.
 
     Args:
         student: inputs of the student's head.
@@ -67,7 +66,7 @@ def linear_jsd(
         ShapeError: the vocabularies have different sizes.
         ConfigError: a head is quantized.
 
-    Memory: the logits of a chunk of tokens; backward computes them again.
+    Memory: logits of one chunk of tokens; backward recomputes them.
     """
     sizes = len(student.weight), len(teacher.weight)
     if sizes[0] != sizes[1]:
@@ -88,7 +87,7 @@ def linear_jsd(
 
 
 def _narrow(head: HeadInput, start: int, count: int) -> HeadInput:
-    """Return the inputs of some tokens."""
+    """Return the head inputs of `count` tokens from `start` on."""
     rows = slice(start, start + count)
     added = tuple((low[rows], up) for low, up in head.added)
     return HeadInput(head.hidden[rows], head.weight, head.bias, added)

@@ -1,4 +1,4 @@
-"""The linear layer of the blocks."""
+"""Linear layer of the transformer blocks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Linear"]
 
 
 class Linear(nn.Linear):
-    """``x @ weight.T + bias``: on a CPU without gradients by the fastest kernel, else by torch.
+    """Linear layer that uses the fastest CPU kernel in calls without gradients, otherwise torch.
 
     Shape:
         x: (..., columns) -> (..., rows)
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product."""
+        """Return ``x @ weight.T + bias``."""
         product = multiply_dense(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias) if product is None else product

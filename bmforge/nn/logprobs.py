@@ -1,8 +1,8 @@
-"""Log-probabilities of labels straight from hidden states, without the full logits.
+"""Log-probabilities of labels, computed from hidden states without the full logits.
 
 `linear_logprobs` is used where the loss is not a plain mean of cross-entropies, as in preference
 optimization and reinforcement learning. The weight of a token is then known only after the forward
-of all tokens, so the gradient cannot be computed in forward as `linear_cross_entropy` does:
+of all tokens, so the gradient cannot be computed in forward (as in `linear_cross_entropy`);
 backward recomputes the logits tile by tile.
 """
 
@@ -32,7 +32,7 @@ __all__ = ["linear_logprobs"]
 
 
 class _Options(NamedTuple):
-    """The arguments of `linear_logprobs` that need no gradient."""
+    """Arguments of `linear_logprobs` that need no gradient."""
 
     temperature: float
     vocab: VocabCut | None
@@ -40,7 +40,7 @@ class _Options(NamedTuple):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """(3, M): log-probability of the label, entropy, and 1 if the label has the largest logit."""
+    """Autograd function of `linear_logprobs`; returns the three scores, (3, M)."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ class _LinearLogprobs(torch.autograd.Function):
 def _score_tiles(
     head: TiledHead, labels: Tensor, options: _Options, tiling: Tiling
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of all tokens, (3, M), and the logarithm of the softmax's sum, (M,)."""
+    """Return the scores of all tokens, (3, M), and the log of each softmax denominator, (M,)."""
     hidden, weight = head.pairs[0]
     out = hidden.new_empty((3, hidden.shape[0]), dtype=head.wide)
     log_mass = torch.empty_like(out[0])
@@ -107,7 +107,7 @@ def _score_tiles(
 
 
 class _TokenScores(TiledSoftmax):
-    """Log-probability of the label and entropy of some tokens, from tiles of their logits."""
+    """Label log-probability and entropy of a chunk of tokens, computed from tiles of logits."""
 
     def __init__(self, target: Tensor, options: _Options, wide: torch.dtype) -> None:
         super().__init__(target, options.vocab, wide)
@@ -116,7 +116,7 @@ class _TokenScores(TiledSoftmax):
         self._moment = torch.zeros_like(self._mass)
 
     def add_(self, logits: Tensor, first: int) -> None:
-        """Add a tile, the columns from `first` on; turns it into exponentials in place."""
+        """Accumulate one tile, columns from `first` on; turn it into exponentials in place."""
         before, mass = self._top, self._mass
         shifted = logits.clone() if self._with_entropy else None
         super().add_(logits, first)
@@ -125,11 +125,11 @@ class _TokenScores(TiledSoftmax):
             self._moment = self._rescale(before, mass, self._top) + shifted.sum(-1, keepdim=True)
 
     def _rescale(self, before: Tensor, mass: Tensor, top: Tensor) -> Tensor:
-        """Return the moment about `top` in place of the maximum `before`."""
+        """Return the accumulated first moment, rescaled from the maximum `before` to `top`."""
         return (before - top).exp_() * (self._moment + mass * (before - top))
 
     def finish_scores(self) -> tuple[Tensor, Tensor]:
-        """Return the scores, (3, M), and the logarithm of the softmax's sum, (M,)."""
+        """Return the scores, (3, M), and the log of the softmax denominator, (M,)."""
         if self._vocab is not None:
             top = self._vocab.max_(self._top.clone())
             moment = self._rescale(self._top, self._mass, top)
@@ -144,7 +144,7 @@ class _TokenScores(TiledSoftmax):
 
 
 class _Derivative:
-    """Gradient of the logits of all tokens, tile by tile.
+    """Computes the gradient of the logits of all tokens, tile by tile.
 
     With p the softmax, y the label, g and e the gradients of log-probability and entropy H:
     dL/dz_j = (g 1[j = y] - p_j (g + e (log p_j + H))) / temperature.
@@ -193,8 +193,8 @@ def linear_logprobs(
         labels: token ids; -100 ignores a position, whose scores are 0.
         temperature: divisor of the logits (default: 1).
         vocab: sharding of the weight over the vocabulary, see `linear_cross_entropy`.
-        with_entropy: compute the entropy of every position too, which costs one more pass over
-            each tile (default: off, entropy 0).
+        with_entropy: also compute the entropy of every position, at the cost of one more pass
+            over each tile (default: off, which returns 0).
 
     Returns:
         log-probability, entropy in nats, and 1 if the label has the largest logit (else 0); the
@@ -207,8 +207,8 @@ def linear_logprobs(
         ConfigError: the temperature is not above 0.
         ShapeError: a label is neither -100 nor a row of the head.
 
-    Memory: some logits (16 MiB on a CPU), and in backward one gradient the size of the weight in
-        fp32.
+    Memory: one tile of logits (16 MiB on a CPU), and in backward one fp32 gradient the size of the
+    weight.
     """
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0.")

@@ -1,7 +1,7 @@
-"""Cross-entropy loss straight from hidden states, without the full logits.
+"""Cross-entropy loss computed from hidden states, without the full logits.
 
-The head of a language model makes N x V logits: 4 GiB in fp32 for 8,192 tokens and a vocabulary of
-128k, several times over in a plain implementation. Here the head runs over chunks of tokens (on a
+The logits of N tokens have N x V elements: 4 GiB in fp32 for 8,192 tokens and a vocabulary of 128k,
+and a plain implementation stores them several times. Here the head runs over chunks of tokens (on a
 CPU also of columns) in a buffer that is allocated once, and the gradient of a chunk is computed
 while its logits are in memory. If a vocabulary is so large that even a few tokens' logits do not
 fit, one pass over the columns computes the softmax's sums and a second pass recomputes the logits.
@@ -43,7 +43,10 @@ _WIDENED_ROWS = 512
 
 
 class Tiling(NamedTuple):
-    """Tokens and columns per tile; `keeps` says that the logits of all columns are stored."""
+    """Number of tokens and columns per tile.
+
+    `keeps` is True if the logits of all columns of a chunk stay in memory.
+    """
 
     tokens: int
     columns: int
@@ -51,13 +54,12 @@ class Tiling(NamedTuple):
 
 
 def find_tiling(hidden: Tensor, weight: Rows, vocab: VocabCut | None) -> Tiling:
-    """Choose the tile sizes for these tokens and this rank's columns.
+    """Choose the tile sizes for the given tokens and this rank's vocabulary columns.
 
     Args:
         hidden: hidden states of the tokens.
-        weight: the head's weight; a quantized one may limit the rows that are dequantized at a
-            time (`rows_at_once`).
-        vocab: sharding over the vocabulary, for which all ranks take the same number of chunks.
+        weight: the head's weight; a quantized weight limits the columns per tile (`rows_at_once`).
+        vocab: sharding over the vocabulary; all ranks then use the same number of chunks.
     """
     count, columns = max(1, hidden.shape[0]), weight.shape[0]
     widest = columns if vocab is None else vocab.width
@@ -73,13 +75,16 @@ def find_tiling(hidden: Tensor, weight: Rows, vocab: VocabCut | None) -> Tiling:
 
 
 def split_chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and length of every chunk of `count` items; at least one chunk."""
+    """Yield the start and length of each chunk of `count` items; at least one (empty) chunk."""
     for start in range(0, max(1, count), size):
         yield start, min(size, count - start)
 
 
 class TiledLoss(torch.autograd.Function):
-    """Base of losses whose gradients are computed in forward, tile by tile.
+    """Base class of losses whose gradients are computed in forward, tile by tile.
+
+    The inputs are hidden states, weight, bias, three arguments without gradient, and then pairs of
+    low-rank hidden states and rows that are added to the logits.
 
     Its inputs are hidden states, weight, bias, three arguments without gradient, and then pairs of
     low-rank hidden states and rows that are added to the logits.
@@ -87,7 +92,7 @@ class TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def keep_(ctx: Any, head: TiledHead, scale: Tensor, inputs: Sequence[Tensor | None]) -> None:
-        """Save the gradients of `inputs` until backward, which multiplies them by `scale`."""
+        """Save the gradients of `inputs` for backward, which multiplies them by `scale`."""
         like = head.pairs[0][0]
         left = torch.ones_like(scale) if like.dtype == torch.float16 else scale
         ctx.save_for_backward(*head.grads, left)
@@ -102,7 +107,7 @@ class TiledLoss(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(TiledLoss):
-    """Sum over tokens of the cross-entropy, times `scale`."""
+    """Autograd function of the cross-entropy summed over tokens, times `scale`."""
 
     @staticmethod
     def forward(
@@ -137,15 +142,15 @@ class _LinearCrossEntropy(TiledLoss):
 
 
 class TiledHead:
-    """The inputs of a head, and buffers for the gradients they need.
+    """Inputs of a head, and buffers for their gradients.
 
     Args:
         hidden: hidden states, (M, D).
         weight: weight, (V, D).
         bias: bias, (V,), or None.
-        added: pairs of low-rank hidden states (M, R) and rows (V, R), whose products are added.
-        needs: for `hidden`, `weight`, `bias`, three other arguments and `added`: True if the
-            gradient is needed.
+        added: pairs of low-rank hidden states (M, R) and rows (V, R), whose products are added
+            to the logits.
+        needs: True for each input of `TiledLoss` that needs a gradient, in the order of the inputs.
         wide: dtype in which gradients are accumulated.
     """
 
@@ -181,7 +186,7 @@ class TiledHead:
         return [*pairs[0], self._of_bias, *itertools.chain.from_iterable(pairs[1:])]
 
     def score_(self, out: Tensor, tokens: slice, columns: slice) -> Tensor:
-        """Write the logits of some tokens and columns into `out`, and return it."""
+        """Write the logits of the given tokens and columns into `out`, and return `out`."""
         (hidden, weight), *added = self.pairs
         torch.mm(hidden[tokens], weight[columns].t(), out=out)
         if self.bias is not None:
@@ -191,7 +196,7 @@ class TiledHead:
         return out
 
     def collect_(self, grad: Tensor, tokens: slice, columns: slice) -> None:
-        """Accumulate the gradients that follow from the gradient of some logits."""
+        """Accumulate the gradients of the inputs from the gradient of a tile of logits."""
         for number, (states, rows) in enumerate(self.pairs):
             of_states, of_rows = self._of_states[number], self._of_rows[number]
             if of_states is not None:
@@ -205,11 +210,11 @@ class TiledHead:
             self._of_bias[columns] += grad.sum(0, dtype=self.wide)
 
     def _sum_buffer(self, part: Tensor) -> Tensor:
-        """Return the buffer in which a gradient of hidden states is summed: in place if wide."""
+        """Return a buffer for summing a gradient: the gradient itself if its dtype is wide."""
         return part if part.dtype == self.wide else torch.empty_like(part, dtype=self.wide)
 
     def finish_tokens_(self, tokens: slice) -> None:
-        """Cast the sums of these tokens to the dtype of the hidden states and reset them."""
+        """Write the summed gradients of these tokens to their final dtype, and reset the sums."""
         for number, (total, gradient) in enumerate(zip(self._sums, self._of_states, strict=True)):
             if total is not None and gradient is not None and total.dtype != gradient.dtype:
                 gradient[tokens] = total
@@ -217,7 +222,7 @@ class TiledHead:
 
 
 class TiledLogits:
-    """Tiles of logits in buffers reused for all tokens (fresh pages cost a tenth of a product)."""
+    """Buffers for tiles of logits, reused for all tokens to avoid page faults."""
 
     def __init__(self, head: TiledHead, tiling: Tiling) -> None:
         hidden, weight = head.pairs[0]
@@ -230,7 +235,7 @@ class TiledLogits:
             self._narrow = hidden.new_empty((size,))
 
     def make(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Compute the logits of some tokens and `size` columns, in the wide dtype."""
+        """Compute the logits of the given tokens and `size` columns, in the wide dtype."""
         tile, columns = self._tile(tokens, first, size), slice(first, first + size)
         if self._narrow is None:
             return self._head.score_(tile, tokens, columns)
@@ -238,7 +243,7 @@ class TiledLogits:
         return tile.copy_(logits)
 
     def again(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Return a stored tile as `TiledSoftmax.add_` left it, or recompute the logits."""
+        """Return a stored tile as left by `TiledSoftmax.add_`, or recompute its logits."""
         make = self._tile if self._tiling.keeps else self.make
         return make(tokens, first, size)
 
@@ -249,7 +254,7 @@ class TiledLogits:
         return self._wide[number, : count * size].view(count, size)
 
     def narrow(self, tile: Tensor, scale: Tensor) -> Tensor:
-        """Cast a tile to the dtype of the matrix products."""
+        """Cast a tile, times `scale`, to the dtype of the matrix products."""
         if self._narrow is None:
             return tile
         out = self._narrow[: tile.numel()].view_as(tile)
@@ -259,7 +264,7 @@ class TiledLogits:
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Compute ``total += left @ right`` in `total`'s wider dtype; `first` overwrites."""
+    """Accumulate ``total += left @ right`` in the wider dtype of `total`; `first` overwrites."""
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=0 if first else 1, out=total)
     elif first:
@@ -271,7 +276,9 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> No
 
 
 def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Scale in the wide dtype, where fp16 neither under- nor overflows; in place if it is wide.
+    """Scale a gradient in the wide dtype to avoid fp16 underflow and overflow, in place if wide.
+
+    Therefore a second backward through the same graph raises torch's error for in-place changes.
 
     A second backward through the same graph therefore raises torch's error for in-place changes.
     """
@@ -287,7 +294,7 @@ def linear_cross_entropy(
     vocab: VocabCut | None = None,
     added: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """Cross-entropy of ``hidden @ weight.T + bias`` against `labels`, without the full logits.
+    """Return the cross-entropy of ``hidden @ weight.T + bias``, without the full logits.
 
     Args:
         hidden: last hidden states.
@@ -297,8 +304,8 @@ def linear_cross_entropy(
         num_items: divisor of the summed loss; None divides by the number of labels (the mean; 0
             without labels). A trainer passes the number of labels of the global batch, divided by
             the loss scale if it trains in fp16, so that the gradient is scaled here.
-        vocab: sharding of `weight` over the vocabulary. All its ranks call this with the same
-            hidden states and labels; the gradient of `hidden` is this rank's summand.
+        vocab: sharding of `weight` over the vocabulary. All its ranks pass the same hidden
+            states and labels; the gradient of `hidden` is partial and must be summed over them.
         added: pairs of low-rank hidden states and rows, whose products are added to the logits.
 
     Shape:
@@ -306,10 +313,10 @@ def linear_cross_entropy(
         returns a scalar in fp32 or wider
 
     Raises:
-        ShapeError: a label is neither -100 nor a class (checked only where no synchronization is
-            needed to read it).
+        ShapeError: a label is neither -100 nor a class (checked only if reading the labels
+            needs no device synchronization).
 
-    Memory: some logits (144 MiB on a CPU), and one gradient the size of `weight` in fp32.
+    Memory: one chunk of logits (144 MiB on a CPU), and one fp32 gradient the size of `weight`.
     Source: computing the gradient in forward is the idea of Liger Kernel (Hsu et al. 2024).
     """
     if vocab is None:
@@ -328,7 +335,7 @@ def linear_cross_entropy(
 
 
 def check_classes(labels: Tensor, count: int) -> None:
-    """Raise `ShapeError` for labels outside of `count` classes, if reading them needs no sync."""
+    """Raise `ShapeError` for labels outside `count` classes; skipped if that needs a sync."""
     if not reads_are_free(labels):
         return
     targets = labels[labels != IGNORE_INDEX]

@@ -1,7 +1,7 @@
-"""LoRA modules for linear layers, embeddings and experts: they add ``scale * up(down(x))``.
+"""LoRA modules for linear layers, embeddings and experts, which add ``scale * up(down(x))``.
 
-Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021); a scale that falls
-with the root of the rank: Kalajdzievski, "A rank stabilization scaling factor" (2023).
+Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (2021); for the scale alpha
+/ sqrt(rank), Kalajdzievski, "A rank stabilization scaling factor" (2023).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LowRankOptions:
-    """Options of "low_rank".
+    """Options of the adapter kind "low_rank" (LoRA).
 
     Args:
-        rank: R.
+        rank: rank R of the update.
         alpha: numerator of the scale alpha / R; None uses a scale of 1.
         dropout: dropout probability of the input, in training.
-        root_scale: scale by alpha / sqrt(R) instead (rsLoRA).
-        magnitude: train the norm of every row of the changed weight (DoRA); linear layers only.
-        bias: train a bias of `up`, scaled with it; linear layers only, without `magnitude`.
-        ranks: name glob of modules -> their R.
-        alphas: name glob of modules -> their alpha.
+        root_scale: use the scale alpha / sqrt(R) (rsLoRA).
+        magnitude: train the norm of every row of the adapted weight (DoRA); linear layers only.
+        bias: train a bias of `up` (`lora_bias` in PEFT); linear layers only, not with `magnitude`.
+        ranks: ranks of modules by name glob; overrides `rank`.
+        alphas: alphas of modules by name glob; overrides `alpha`.
     """
 
     rank: int
@@ -59,16 +59,16 @@ class LowRankOptions:
     alphas: dict[str, float] = field(default_factory=dict)
 
     def of(self, name: str) -> LowRankOptions:
-        """Return the options of one module, by its name."""
+        """Return the options of one module, with its own rank and alpha."""
         rank = next((r for g, r in self.ranks.items() if match_glob(name, g)), self.rank)
         alpha = next((a for g, a in self.alphas.items() if match_glob(name, g)), self.alpha)
         return replace(self, rank=rank, alpha=alpha, ranks={}, alphas={})
 
     def scale_of(self, sizes: tuple[int, int]) -> float:
-        """Return the scale of a part on a layer of (in, out).
+        """Return the scale of the update for a layer of the given (in, out) sizes.
 
         Raises:
-            ConfigError: options that the layer does not support.
+            ConfigError: the layer does not support the options.
         """
         rank, alpha = self.rank, self.alpha
         if not 1 <= rank <= min(sizes):
@@ -88,7 +88,9 @@ class LowRankOptions:
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return (in, out) of a layer that multiplies by a matrix; None for any other module.
+    """Return (in, out) of a linear layer; None for any other module.
+
+    Supported are torch's Linear, its quantized replacements, and transformers' Conv1D.
 
     Supported are torch's Linear, its quantized replacements, and transformers' Conv1D.
     """
@@ -101,15 +103,15 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> BesidePart:
-    """Return a part for a linear layer, a head, an embedding or stacked experts.
+    """Build the LoRA module of a linear layer, a head, an embedding or stacked experts.
 
     Args:
         name: name of the module.
-        module: module to attach to.
+        module: module to adapt.
         options: see `LowRankOptions`.
 
     Raises:
-        ConfigError: another module, or options that it does not support.
+        ConfigError: the module is of another kind, or does not support the options.
     """
     options = options.of(name)
     if isinstance(module, nn.Embedding):
@@ -120,12 +122,12 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Bes
 
 
 class LowRank(BesidePart):
-    """``scale * x @ down.T @ up.T``, added to the output of a linear layer.
+    """LoRA of a linear layer: adds ``scale * x @ down.T @ up.T`` to its output.
 
     Args:
         in_features: input features of the layer.
         out_features: output features of the layer.
-        options: rank and the rest.
+        options: rank and other options.
         like: tensor with the dtype and device to use.
 
     Shape:
@@ -153,14 +155,14 @@ class LowRank(BesidePart):
 
     @classmethod
     def beside(cls, module: nn.Module, options: LowRankOptions) -> LowRank:
-        """Return a part for a layer; it is neither attached nor initialized.
+        """Build the LoRA module of a linear layer; it is neither attached nor initialized.
 
         Args:
-            module: a linear layer.
-            options: rank and the rest.
+            module: linear layer to adapt.
+            options: rank and other options.
 
         Raises:
-            ConfigError: another module, or options that it does not support.
+            ConfigError: the module is not a linear layer, or does not support the options.
         """
         sizes = linear_sizes(module)
         if sizes is None:
@@ -179,7 +181,7 @@ class LowRank(BesidePart):
         return cls(*sizes, options, find_like(module))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: `up` starts at zero, a no-op; sharding follows the layer's."""
+        """Describe the tensors: `up` starts at zero, and both are sharded to match the layer."""
         outs = {"column": 0, "key_value": 0, "head": 0}
         spread = 1 / math.sqrt(3 * self.down.shape[1])
         notes = {"down": TensorNote(spread, {"row": 1}), "up": TensorNote("zeros", outs)}
@@ -192,11 +194,13 @@ class LowRank(BesidePart):
     def forward(self, x: Tensor, want: str = "added") -> Any:
         """Return the update of the layer's output, or its factors.
 
-        It is a module call, so that parallel layouts can expose the local shards of the tensors.
+        Computing the factors is a module call, too, so that parallel layouts can expose the local
+        shards.
 
         Args:
             x: input of the layer.
-            want: "added", or "factors": low and up, or "all": these, down and the magnitude.
+            want: result: "added" is the update, "factors" is (low, up), "all" is (low, up,
+                down, magnitude).
         """
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
@@ -208,11 +212,11 @@ class LowRank(BesidePart):
         return F.linear(low, self.up, None if self.bias is None else self.bias * self.scale)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (..., R) and (out, R), whose product is the update."""
+        """Return the factors of the update, (..., R) and (out, R)."""
         return self(x, "factors")
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Add the update to the output."""
+        """Add the update to the layer's output."""
         return out + self(inputs[0]).to(out.dtype)
 
     def _joined(
@@ -225,14 +229,14 @@ class LowRank(BesidePart):
         return self.join(inputs, out)
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return rank, scale and dropout as text."""
         return f"rank={self.down.shape[0]}, scale={self.scale}, dropout={self.dropout}"
 
 
 def join_with_magnitude(
     part: LowRank, module: Any, x: Tensor, out: Tensor, adapter_weight: float
 ) -> Tensor:
-    """Return the DoRA output: the changed weight's rows are rescaled to the trained norms.
+    """Return the layer's output under DoRA: weight rows are rescaled to the trained magnitudes.
 
     The current norms of the rows are treated as constants, as in the paper (section 4.3).
 
@@ -258,8 +262,9 @@ def join_with_magnitude(
 
 @torch.no_grad()
 def settle_magnitude_(module: nn.Module, part: nn.Module) -> None:
-    """Initialize DoRA magnitudes to the norms of the layer's rows, so that the part starts as a
-    no-op.
+    """Set DoRA magnitudes to the norms of the layer's rows, so that training starts unchanged.
+
+    Does nothing if the adapter has no magnitude, or if layer or adapter are on the meta device.
 
     It does nothing if the part has no magnitude, or if layer or part are on meta.
     """
@@ -284,7 +289,7 @@ def view_weight(module: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class EmbeddingLowRank(LowRank):
-    """LoRA of an embedding: ``scale * down.T[ids] @ up.T``.
+    """LoRA of an embedding: adds ``scale * down.T[ids] @ up.T`` to its output.
 
     Shape:
         ids: (...) -> (..., D)
@@ -294,29 +299,27 @@ class EmbeddingLowRank(LowRank):
 
     @classmethod
     def beside(cls, module: nn.Module, options: LowRankOptions) -> EmbeddingLowRank:
-        """Return the adapter module of an embedding; see `LowRank.beside`."""
+        """Build the LoRA module of an embedding; see `LowRank.beside`."""
         table: Any = module
         if options.magnitude or options.bias or options.dropout:
             raise ConfigError("an embedding takes neither magnitude nor bias nor dropout.")
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: replicated on every process; `down`, which is looked up, starts at
-        zero.
-        """
+        """Describe the tensors: replicated; `down`, the lookup table, starts at zero."""
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
     def forward(self, x: Tensor, want: str = "added") -> Any:
-        """Return the update of the embeddings of these ids."""
+        """Return the update of the embeddings of the given ids."""
         return F.linear(F.embedding(x, self.down.t()) * self.scale, self.up)
 
 
 class ExpertsLowRank(BesidePart):
-    """LoRAs of stacked experts, one for every matrix of every expert.
+    """LoRA of stacked experts: one update per matrix of each expert.
 
     Args:
-        sizes: name of a stack -> (E, out, in).
-        options: rank and the rest.
+        sizes: (E, out, in) of each stacked matrix by name.
+        options: rank and other options.
         like: tensor with the dtype and device to use.
     """
 
@@ -340,14 +343,14 @@ class ExpertsLowRank(BesidePart):
 
     @classmethod
     def beside(cls, experts: nn.Module, options: LowRankOptions) -> ExpertsLowRank:
-        """Return the adapter module of stacked experts; see `LowRank.beside`."""
+        """Build the LoRA module of stacked experts; see `LowRank.beside`."""
         module: Any = experts
         if options.magnitude or options.bias:
             raise ConfigError("stacked experts take neither magnitude nor bias.")
         return cls(module.stack_sizes(), options, find_like(experts))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the sharding of experts along their width, and of the adapter's matching dims."""
+        """Describe the tensors: sharded along the dims in which the experts are sharded."""
         notes = {}
         for key in self.keys:
             is_last = key == "down_proj"
@@ -357,7 +360,7 @@ class ExpertsLowRank(BesidePart):
         return notes
 
     def forward(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Return the update of the stack `key`'s output for x."""
+        """Return the update of the output of the stacked matrix `key`."""
         dtype = x.dtype
         x = x.to(getattr(self, f"{key}_down").dtype)
         if self.dropout and self.training:

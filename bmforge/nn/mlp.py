@@ -1,4 +1,4 @@
-"""The feed-forward part of a block, plain or gated."""
+"""Feed-forward sublayer of a block (MLP), plain or gated."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class MLPSpec:
         gated: gated linear unit with a `gate_proj` (SwiGLU and its relatives; Shazeer 2020).
         bias: biases on all projections.
         dropout: dropout probability after the activation.
-        in_scale: factor on the input of gate and up, applied by the block; see `AttentionSpec`.
-        out_scale: factor on the input of down, applied by the block.
-        widens_half: compute in fp32 from the activation on if the input is fp16; the output is
-            fp32.
+        in_scale: factor on the input of the gate and up projections, applied by the block; see
+            `AttentionSpec`.
+        out_scale: factor on the input of the down projection, applied by the block.
+        widens_half: for fp16 input, compute the activation and the down projection in fp32 and
+            return fp32.
     """
 
     intermediate_size: int
@@ -68,7 +69,7 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """Return an activation function by its name.
 
     Raises:
-        ConfigError: unknown activation; the message names the nearest one.
+        ConfigError: the activation is unknown; the message suggests the nearest name.
     """
     if name not in ACTIVATIONS:
         raise ConfigError(
@@ -93,7 +94,7 @@ class MLP(nn.Module):
 
     Args:
         hidden_size: width D of the hidden states.
-        spec: the other hyperparameters.
+        spec: other hyperparameters of the MLP.
 
     Attributes:
         enter: function applied to `x` first; set by layouts that shard the projections.

@@ -1,7 +1,7 @@
 """Mixture of experts: a feed-forward layer in which a router selects some experts per token.
 
 Tokens are sorted by expert, each expert processes its rows in one product, and the results are
-scattered back. Without a capacity no token is dropped.
+scattered back. Without a capacity limit no token is dropped.
 
 Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
 experts" (2024); shared expert with its own gate: Qwen team, "Qwen1.5-MoE" (2024); balanced
@@ -60,24 +60,25 @@ class MoESpec:
         intermediate_size: hidden width F of one expert.
         activation: a name in `nn.mlp.ACTIVATIONS`.
         gated: experts have a `gate_proj`.
-        normalize_weights: normalize the k weights of a token to sum 1; else use the softmax over
-            all experts.
-        shared_size: hidden width F of a shared expert that processes every token; 0 is none.
+        normalize_weights: normalize the k weights of a token to sum to 1; otherwise use the
+            softmax over all experts as is.
+        shared_size: hidden width F of a shared expert that processes every token; 0 means no
+            shared expert.
         shared_gate: multiply the shared expert's output by a sigmoid gate of the token.
         choice: "top_k": the k largest router logits, weighted by their softmax; "balanced": one
             unweighted expert (the router gets no gradient), assigned evenly over the tokens in
             training and by argmax otherwise; "per_call": the same k experts for all tokens of a
             call, with the largest sum of sigmoids.
-        capacity_factor: in training an expert takes at most this factor times its even share of a
-            rank's tokens, see `limit_loads`; None is no limit.
-        in_scale: factor on the input of router and experts; see `AttentionSpec`.
+        capacity_factor: limit of an expert's tokens in training, as a multiple of an even share
+            of a rank's tokens, see `limit_loads`; None means no limit.
+        in_scale: factor on the input of the router and the experts; see `AttentionSpec`.
         out_scale: factor on the input of the experts' last projections.
-        weighs: weight the selected experts' outputs; else sum them, and the router gets no
-            gradient.
-        bias: experts have biases on gate and up, and their sum has one.
+        weighs: weight the selected experts' outputs; otherwise sum them unweighted, and the
+            router gets no gradient.
+        bias: biases on each expert's gate and up projections, and one bias on the summed output.
         router: "linear", or "two_layer" (`router.py`).
-        split: the shared expert and the experts are slices of one MLP's hidden features, and
-            checkpoints contain that MLP.
+        split: the shared expert and the experts are slices of one dense MLP, which checkpoints
+            contain.
     """
 
     num_experts: int
@@ -98,7 +99,7 @@ class MoESpec:
     split: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the values are consistent."""
+        """Raise `ConfigError` for inconsistent values."""
         if self.choice == "per_call" and (self.weighs or self.capacity_factor is not None):
             raise ConfigError(
                 "choice='per_call' sums the outputs of the same experts for all tokens. Set "
@@ -129,13 +130,14 @@ class MoESpec:
 
 
 def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts) -> Tensor:
-    """Route tokens to experts that are all on this rank, and their outputs back.
+    """Send tokens to experts on this rank, and return the experts' outputs in token order.
 
     Args:
         x: hidden states of the tokens.
-        index: experts of each token; E is no expert, whose output `run` defines.
+        index: experts of each token; the value E means no expert.
         num_experts: number E of experts.
-        run: computes the experts on rows sorted by expert, given the end of each expert's rows.
+        run: function that runs the experts on rows sorted by expert; its second argument is the
+            end of each expert's rows.
 
     Shape:
         x: (M, D); index: (M, k); run: (M * k, D), (E,) -> (M * k, D); returns (M, k, D)
@@ -151,7 +153,7 @@ def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts
 
 
 def limit_loads(index: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Limit every expert to `capacity` tokens: return `index` with E (no expert) for the others.
+    """Limit the tokens per expert: return `index` with E (no expert) for excess tokens.
 
     First choices take precedence over second ones, and earlier tokens over later ones.
 
@@ -169,7 +171,7 @@ def limit_loads(index: Tensor, num_experts: int, capacity: int) -> Tensor:
 
 
 def _run_limited(run: RunExperts, x: Tensor, ends: Tensor) -> Tensor:
-    """Run experts on the rows that have one; the other rows, sorted last, become zeros."""
+    """Run the experts on the rows that have one; rows without an expert, sorted last, are zero."""
     count = int(ends[-1])
     return F.pad(run(x[:count], ends), (0, 0, 0, x.shape[0] - count))
 
@@ -213,7 +215,7 @@ class Experts(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(wide)) if wide and spec.gated else None
 
     def keep_biases_of_(self, plain: Experts) -> None:
-        """Copy the biases of the experts that this quantized layer replaces."""
+        """Share the biases of the plain experts that this quantized layer replaces."""
         self.register_parameter("up_bias", plain.up_bias)
         self.register_parameter("gate_bias", plain.gate_bias)
 
@@ -231,7 +233,7 @@ class Experts(nn.Module):
         return call_and_drop(lambda h: self.product("down_proj", h, ends), inner(), inner)
 
     def product(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply each expert's rows by its matrix `key`, with attached adapters added.
+        """Multiply each expert's rows by its matrix `key`, including attached adapters.
 
         Shape:
             x: (S, in) -> (S, out)
@@ -251,31 +253,31 @@ class Experts(nn.Module):
         return self.gate_proj is not None
 
     def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply without adapters; quantized layers override this."""
+        """Multiply each expert's rows by its matrix, without adapters; overridden if quantized."""
         return grouped_linear(x, getattr(self, key), ends)
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return the sizes as text."""
         experts, outer, inner = self.down_proj.shape
         return f"{experts} x ({outer}, {inner}), gated={self.gate_proj is not None}"
 
 
 class MoE(nn.Module):
-    """Router, experts and an optional shared expert.
+    """Mixture of experts: router, experts and an optional shared expert.
 
     Args:
         hidden_size: width D of the hidden states.
         spec: hyperparameters.
 
     Attributes:
-        dispatch: routes tokens to experts and back; an expert-parallel layout replaces it.
-        assign: balanced assignment of tokens to experts; a layout replaces it.
-        enter: applied to the experts' input; a layout replaces it.
-        leave: applied to the experts' output; a layout replaces it.
-        capacity_factor: see `MoESpec`; may be changed later.
+        dispatch: function that sends tokens to experts and back; replaced by expert parallelism.
+        assign: function for balanced assignment of tokens to experts; replaced by layouts.
+        enter: function applied to the experts' input; replaced by layouts.
+        leave: function applied to the experts' output; replaced by layouts.
+        capacity_factor: see `MoESpec`; may be changed after construction.
 
     Shape:
-        x: (..., D) -> (..., D), and the router's logits (M, E), M the number of tokens
+        x: (..., D) -> (..., D) and the router logits (M, E) of M tokens
     """
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
@@ -329,7 +331,7 @@ class MoE(nn.Module):
         return parts.squeeze(1) if parts.shape[1] == 1 else parts.sum(1)
 
     def _route(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Select k experts per token: weights, (M, k) or None, and indices, (M, k)."""
+        """Select k experts per token; return their weights, (M, k) or None, and indices, (M, k)."""
         if self.choice == "balanced":
             index = self.assign(logits) if self.training else logits.argmax(-1)
             return None, index.unsqueeze(-1)
@@ -350,20 +352,20 @@ def load_balancing_loss(
     experts_per_token: int,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the load balancing loss: k for an even load, up to E if one expert takes all.
+    """Return the load-balancing loss: k for even loads, up to E if one expert gets all tokens.
 
     ``E * sum over e of (C[e] / N) * (P[e] / N)``, summed over the tokens of all layers: C counts
-    the tokens routed to expert e, P sums its probabilities, and N counts tokens. A product of means
-    is not the mean of products: if a step's tokens come in micro-batches, C and N must be those of
-    the whole step (`count_loads`, `balance_loads`); the loss is linear in P.
+    the tokens routed to expert e, P sums the router's probabilities of expert e, and N counts all
+    tokens. The loss is a product of means, so with several micro-batches C and N must be those of
+    the whole step (`count_loads`, `balance_loads`); in P it is linear.
 
     Args:
         router_logits: router logits of every layer with experts.
         experts_per_token: number k of experts per token.
-        attention_mask: 1 for tokens that count, 0 for padding.
+        attention_mask: 1 for tokens, 0 for padding.
 
     Shape:
-        router_logits: (M, E) each; attention_mask: M elements in all; returns a scalar
+        router_logits: (M, E) each; attention_mask: any shape with M elements; returns a scalar
 
     Source: Fedus et al., "Switch Transformers" (2021), equations 4 to 6, as transformers extends
     them to k experts and all layers.
@@ -374,10 +376,10 @@ def load_balancing_loss(
 def count_loads(
     router_logits: Sequence[Tensor], experts_per_token: int, counted: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return C, P and N of `load_balancing_loss`; only P has a gradient.
+    """Return the statistics C, P and N of `load_balancing_loss`; only P has a gradient.
 
     Shape:
-        router_logits: (M, E) each; counted: M elements in all; returns (E,), (E,), (1,)
+        router_logits: (M, E) each; counted: any shape with M elements; returns (E,), (E,), (1,)
     """
     logits = torch.stack(tuple(router_logits))
     wide = logits.to(wide_dtype(logits.dtype))
@@ -391,7 +393,7 @@ def count_loads(
 
 
 def balance_loads(loads: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
-    """Return the loss from C, P and N of `load_balancing_loss`; 0 without tokens.
+    """Return the load-balancing loss from the statistics C, P and N; 0 without tokens.
 
     Shape:
         loads, sums: (E,); tokens: (1,); returns a scalar

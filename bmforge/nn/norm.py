@@ -1,4 +1,4 @@
-"""Normalization layers and their specification."""
+"""Normalization layers and their hyperparameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NormKind = Literal["layer", "rms"]
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Kind and parameters of a norm.
+    """Kind and hyperparameters of a norm.
 
     Args:
         kind: "layer" or "rms".
         eps: epsilon added to the variance.
-        bias: a layer norm has a bias.
-        affine: a layer norm has a weight (and a bias).
+        bias: whether a layer norm has a bias.
+        affine: whether a layer norm has a weight (and a bias).
     """
 
     kind: NormKind = "layer"
@@ -34,14 +34,14 @@ class NormSpec:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: ``weight * x / sqrt(mean(x^2) + eps)``, statistics in fp32 or wider.
+    """Root-mean-square norm ``weight * x / sqrt(mean(x^2) + eps)``; statistics in fp32 or wider.
 
     Shape:
         x: (..., D) -> (..., D)
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). As in Llama, the
-    normalized value is cast to the weight's dtype before it is multiplied, so that a wide residual
-    enters narrow projections.
+    normalized value is cast to the weight's dtype before it is multiplied, so that an fp32 residual
+    stream can enter 16-bit projections.
     """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
@@ -58,12 +58,12 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * scale).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
-        """Show the width and epsilon."""
+        """Return width and epsilon as text."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 def build_norm(spec: NormSpec, hidden_size: int) -> nn.Module:
-    """Build the norm that `spec` describes, for D = `hidden_size` features."""
+    """Build the norm described by `spec` for `hidden_size` features."""
     if spec.kind == "rms":
         return RMSNorm(hidden_size, spec.eps)
     return nn.LayerNorm(hidden_size, spec.eps, spec.affine, spec.bias)

@@ -1,7 +1,7 @@
-"""Base classes of modules with packed weights: their tensors, notes and products.
+"""Base classes of modules with packed quantized weights: tensors, initialization, products.
 
-Packed tensors are plain parameters without gradient and without floats (scales are stored as
-bytes), so that casts, layouts and streaming handle them unchanged.
+Packed tensors are plain parameters without gradients. They contain no floats (scales are stored as
+bytes), so that dtype casts leave them unchanged, and layouts and streaming support them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Product(torch.autograd.Function):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """`_Product` for stacked matrices; see `grouped_linear`."""
+    """`_Product` for stacked expert matrices; see `grouped_linear`."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class GroupedProduct(torch.autograd.Function):
 def dequantize_stack(
     packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
 ) -> Tensor:
-    """Return the dequantized stack, (E, rows, columns); panels are stored expert by expert."""
+    """Return the dequantized stack, (E, rows, columns)."""
     experts, panels = packed.shape[:2]
     flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
     out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
@@ -109,12 +109,12 @@ def dequantize_stack(
 
 
 class PackedStore(nn.Module):
-    """Base class of modules with packed weights.
+    """Base class of modules with packed quantized weights.
 
     Attributes:
         spec: quantization scheme.
-        like: empty tensor with the model's dtype.
-        uncut_reason: reason why tensor parallelism cannot shard it.
+        like: empty tensor with the dtype and device of the model.
+        uncut_reason: reason why tensor parallelism cannot shard the module.
     """
 
     spec: QuantSpec
@@ -129,7 +129,7 @@ class PackedStore(nn.Module):
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
 
     def _add_matrix(self, prefix: str, shape: tuple[int, ...], device: Any) -> None:
-        """Create the parameters of one matrix, or of a stack; uninitialized."""
+        """Create the uninitialized parameters of one matrix or of a stack of matrices."""
         *stack, rows, columns = shape
         self._check_width(columns)
         for key, sizes in packed_shapes(rows, columns, self.spec).items():
@@ -149,7 +149,7 @@ class PackedStore(nn.Module):
             raise ConfigError(f"{problem}.")
 
     def _tensors(self, prefix: str = "") -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return packed, scales and minima, the last two as floats."""
+        """Return the packed integers, the scales and the minima (scales and minima as floats)."""
         scales: Any = getattr(self, f"{prefix}scales")
         minima: Any = getattr(self, f"{prefix}minima")
         floats = self.spec.scale_type
@@ -180,12 +180,12 @@ class PackedStore(nn.Module):
     def put_(
         self, prefix: str, source: PackedMatrix, panel: int = 0, number: int | None = None
     ) -> None:
-        """Copy panels that were packed elsewhere with the same scheme.
+        """Copy panels that are already packed with the same scheme.
 
         Args:
             prefix: prefix of the parameters' names.
-            source: the panels.
-            panel: index of the first panel.
+            source: packed panels to copy.
+            panel: index of the first panel to overwrite.
             number: index of the matrix in a stack; None without a stack.
         """
         for key, values in source._asdict().items():
@@ -201,7 +201,7 @@ def _rows_at_once(matrix: Tensor) -> int:
 
 
 def _packed_rows(key: str, spec: QuantSpec, outliers: int, rows: Tensor) -> Tensor:
-    """Return the packed panels of initialized rows, of one matrix or of each of a stack."""
+    """Pack freshly initialized rows of one matrix, or of each matrix of a stack."""
     if rows.dim() == 3:
         return torch.stack([_packed_rows(key, spec, outliers, matrix) for matrix in rows])
     rows = torch.cat((torch.zeros_like(rows[:, :outliers]), rows[:, outliers:]), 1)
@@ -216,6 +216,9 @@ def _first_columns(count: int, rows: Tensor) -> Tensor:
 class MatrixStore(PackedStore):
     """Base class of modules with one packed matrix: `packed`, `scales`, `minima`.
 
+    With `outlier_ratio`, `outlier_columns` contains the indices of the input columns that
+    `outlier_weight` stores in 16 bits.
+
     With `outlier_ratio`, `outlier_columns` lists the input columns that `outlier_weight` stores in
     16
     bits.
@@ -226,7 +229,7 @@ class MatrixStore(PackedStore):
     columns: int
 
     def _make(self, plain: nn.Module, sizes: tuple[int, int], spec: QuantSpec) -> None:
-        """Create the parameters that replace a plain `weight`; uninitialized."""
+        """Create the uninitialized parameters that replace a plain `weight`."""
         weight: Any = plain.weight
         self.columns, self.rows = sizes
         self.register_parameter("weight", None)
@@ -253,17 +256,18 @@ class MatrixStore(PackedStore):
         self._take("", weight.index_fill(1, columns, 0))
 
     def take_packed_(self, matrix: PackedMatrix) -> None:
-        """Copy a matrix that was packed elsewhere with the same scheme."""
+        """Copy a matrix that is already packed with the same scheme."""
         self.put_("", matrix)
 
     def share_(self, other: MatrixStore) -> None:
-        """Tie this to another module of the same sizes: share its parameters."""
+        """Tie this module to another one of the same size by sharing its parameters."""
         for key in ("packed", "scales", "minima", "outlier_columns", "outlier_weight"):
             setattr(self, key, getattr(other, key))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: initialized as the plain weight, then packed; the first columns are
-        outliers.
+        """Describe the tensors: initialized like the plain weight, then packed.
+
+        The first columns are stored as outliers.
         """
         shape = self.rows, self.columns
         if self.outlier_columns is None:
@@ -311,11 +315,11 @@ class MatrixStore(PackedStore):
         return self.dense(torch.float32)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weight, (rows, columns)."""
+        """Return the dequantized weight, (rows, columns), in `dtype`."""
         return self.dense_rows(0, self.rows, dtype)
 
     def dense_rows(self, first: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return some rows of the dequantized weight, (stop - first, columns)."""
+        """Return rows `first` to `stop` of the dequantized weight, (stop - first, columns)."""
         start, end = first // PANEL_ROWS, -(-stop // PANEL_ROWS)
         panels = [None if t is None else t[start:end] for t in self._tensors()]
         until = min(end * PANEL_ROWS, self.rows) - start * PANEL_ROWS
@@ -333,10 +337,10 @@ class MatrixStore(PackedStore):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """A packed matrix that can be sliced like a plain one; sliced rows are dequantized.
+    """Packed matrix with the interface of a plain one; slicing dequantizes the selected rows.
 
     Args:
-        store: module that holds the matrix.
+        store: module with the packed matrix.
         dtype: dtype of the dequantized rows.
     """
 
@@ -345,7 +349,7 @@ class PackedRows:
 
     @property
     def shape(self) -> torch.Size:
-        """(rows, columns)."""
+        """Shape of the matrix, (rows, columns)."""
         return torch.Size((self.store.rows, self.store.columns))
 
     @property
@@ -363,7 +367,10 @@ class PackedRows:
 
 
 def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:
-    """Return the input columns that cause most of the squared error, in order.
+    """Return, in order, the input columns that cause most of the squared quantization error.
+
+    The error of a group depends on its largest value, which determines the scale, so the error is
+    attributed to the column of that value.
 
     The error of a group depends on its largest value, which determines the scale, so it is
     attributed

@@ -1,10 +1,10 @@
-"""Quantization of matrices, and the packed layout of the integers in memory and in files.
+"""Quantization of matrices, and the packed layout of their integers in memory and in files.
 
-A matrix is split into panels of 16 rows. A panel is a sequence of blocks of 64 bytes: four bytes of
-each row, with four adjacent columns (8 bits), or eight, the first four in the low nibbles and the
-next four in the high ones (4 bits). One layout serves every instruction set and any number of
-tokens, and is the same in memory, in a file and during disk streaming. Scales, and minima if there
-are any, are ordered by panel, group and row. Padding rows are zeros.
+A matrix is split into panels of 16 rows. A panel is a sequence of blocks of 64 bytes, four bytes
+per row. With 8 bits these are four adjacent columns; with 4 bits eight columns, the first four in
+the low nibbles and the next four in the high nibbles. The same layout is used for every instruction
+set and number of tokens, in memory, in files and for disk streaming. Scales and minima are ordered
+by panel, group and row. Padding rows are zeros.
 """
 
 from __future__ import annotations
@@ -46,20 +46,19 @@ _SCALE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """Quantization scheme of a matrix and of the activations that it is multiplied with.
+    """Quantization scheme of a weight matrix and of the activations multiplied with it.
 
     Args:
         bits: bits per value, 8 or 4.
-        group_size: number of columns of a row that share a scale; 0 is the whole row.
-        symmetric: fix the zero point at 0; otherwise every group has a minimum as well. With
+        group_size: number of columns of a row that share a scale; 0 means the whole row.
+        symmetric: fix the zero point at 0; otherwise every group also has a minimum. With
             `scale_dtype` "float32" the minimum is minus an integer zero point times the scale, as
             in AWQ, GPTQ and compressed-tensors, and a weight of 0 stays exactly 0; with "float16"
             it is any number, as in GGUF's Q4_1.
-        activations: "int8" quantizes the input, by groups of the same columns of every token;
-            "float" does not, which is more exact and slower.
-        outlier_ratio: fraction of the input columns, those with most of the error, that is
-            stored in
-            16 bits in addition to the integers.
+        activations: "int8" quantizes the input of each token in groups of the same columns;
+            "float" does not quantize it, which is more accurate and slower.
+        outlier_ratio: fraction of the input columns that is stored in 16 bits: the columns with
+            the largest quantization error.
         scale_dtype: dtype of scales and minima, "float16" or "float32".
     """
 
@@ -71,7 +70,7 @@ class QuantSpec:
     scale_dtype: Literal["float16", "float32"] = "float16"
 
     def __post_init__(self) -> None:
-        """Validate every field."""
+        """Raise `ConfigError` for an invalid field."""
         if self.bits not in _STEPS:
             raise ConfigError(f"bits={self.bits} must be 8 or 4.")
         step = 32 if self.bits == 4 else 16
@@ -91,22 +90,23 @@ class QuantSpec:
             raise ConfigError(f'scale_dtype={self.scale_dtype!r} must be "float16" or "float32".')
 
     def group_of(self, columns: int) -> int:
-        """Return how many columns share a scale in rows of this width."""
+        """Return the number of columns that share a scale in rows of `columns` columns."""
         return self.group_size or columns
 
     @property
     def scale_type(self) -> torch.dtype:
-        """The dtype of scales and minima."""
+        """Dtype of scales and minima."""
         return _SCALE_DTYPES[self.scale_dtype]
 
     def fits(self, columns: int) -> bool:
-        """Return True if rows of this width can be packed."""
+        """Return True if rows of `columns` columns can be packed."""
         step = self.group_size or _STEPS[self.bits]
         return columns > 0 and columns % step == 0 and self.group_of(columns) <= _WIDEST_ROW
 
     def problem(self, columns: int) -> str:
-        """Return the reason why rows of this width cannot be packed, with supported widths; "" if
-        they can.
+        """Return the reason why rows of this width cannot be packed, or "" if they can.
+
+        The reason names the supported widths.
         """
         step = self.group_size or _STEPS[self.bits]
         if self.fits(columns):
@@ -132,10 +132,10 @@ is compressed-tensors' W4A16_ASYM."""
 
 
 def find_preset(scheme: str | QuantSpec) -> QuantSpec:
-    """Return a quantization scheme by its name.
+    """Return the quantization scheme with the given preset name.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: the name is unknown.
     """
     if isinstance(scheme, QuantSpec):
         return scheme
@@ -148,7 +148,7 @@ def find_preset(scheme: str | QuantSpec) -> QuantSpec:
 
 
 class PackedMatrix(NamedTuple):
-    """The tensors of a packed matrix.
+    """Tensors of a packed matrix.
 
     Shape:
         packed: (panels, blocks, 64) uint8; scales and minima: (panels, groups, 16)
@@ -160,7 +160,7 @@ class PackedMatrix(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """A quantized matrix before packing: ``values * scales + minima``, group by group.
+    """Quantized matrix before packing; its value is ``values * scales + minima`` per group.
 
     Shape:
         values: (rows, columns) int8; scales and minima: (rows, groups)
@@ -172,7 +172,7 @@ class Integers(NamedTuple):
 
 
 def packed_shapes(rows: int, columns: int, spec: QuantSpec) -> dict[str, tuple[int, int, int]]:
-    """Return the name and shape of each tensor of a packed matrix."""
+    """Return the shape of each tensor of a packed matrix by name."""
     panels = -(-rows // PANEL_ROWS)
     scales = (panels, columns // spec.group_of(columns), PANEL_ROWS)
     packed = (panels, columns * spec.bits * PANEL_ROWS // 8 // _BLOCK_BYTES, _BLOCK_BYTES)
@@ -180,7 +180,13 @@ def packed_shapes(rows: int, columns: int, spec: QuantSpec) -> dict[str, tuple[i
 
 
 def quantize_groups(matrix: Tensor, spec: QuantSpec, range_ratio: float = 1.0) -> Integers:
-    """Round a matrix to the integers, scales and minima of a scheme.
+    """Quantize a matrix to integers, scales and minima.
+
+    Symmetric groups are rounded like GGUF's Q8_0 and Q4_0. (4-bit integers have one more negative
+    value,
+    so the scale takes the sign of the largest value.) Asymmetric groups are rounded like GGUF's
+    Q4_1 or,
+    if scales are fp32, to integer zero points.
 
     Symmetric groups are rounded as GGUF's Q8_0 and Q4_0 are (4 bits have one value more below zero
     than above, so the scale takes the sign of the largest), asymmetric ones as its Q4_1 or, with
@@ -188,8 +194,9 @@ def quantize_groups(matrix: Tensor, spec: QuantSpec, range_ratio: float = 1.0) -
 
     Args:
         matrix: weights.
-        spec: scheme.
-        range_ratio: ratio of each group's range that the integers cover; values beyond are clipped.
+        spec: quantization scheme.
+        range_ratio: fraction of each group's range that the integers cover; values outside are
+            clipped.
 
     Shape:
         matrix: (rows, columns), any float dtype
@@ -197,7 +204,7 @@ def quantize_groups(matrix: Tensor, spec: QuantSpec, range_ratio: float = 1.0) -
     Raises:
         ConfigError: a value is not finite, or too large for the scales' dtype.
 
-    Source: ggml's reference quantisation, as `gguf.quants` states it.
+    Source: ggml's reference quantization, as implemented in `gguf.quants`.
     """
     rows, columns = matrix.shape
     groups = matrix.detach().float().view(rows, -1, spec.group_of(columns))
@@ -213,10 +220,10 @@ def quantize_groups(matrix: Tensor, spec: QuantSpec, range_ratio: float = 1.0) -
 
 
 def narrow_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
-    """Convert scales, or minima, to their dtype.
+    """Convert scales or minima to the scheme's dtype.
 
     Raises:
-        ConfigError: a value is not finite in it.
+        ConfigError: a value is not finite in that dtype.
     """
     narrowed = scales.to(spec.scale_type)
     if not bool(narrowed.isfinite().all()):
@@ -242,7 +249,7 @@ def _quantize_symmetric(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor
 
 
 def _quantize_minima(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize to 0..15, or to -128..127 with the minimum shifted accordingly."""
+    """Quantize groups with float minima: to 0..15, or to -128..127 with a shifted minimum."""
     low, high = groups.amin(-1) * ratio, groups.amax(-1) * ratio
     steps = (1 << bits) - 1
     scales = (high - low) / steps
@@ -254,7 +261,9 @@ def _quantize_minima(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, T
 
 
 def _quantize_zero_points(groups: Tensor, bits: int, ratio: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize with a minimum that is a multiple of the scale, so that 0 is representable.
+    """Quantize groups with integer zero points, so that 0 is exactly representable.
+
+    Scales are rounded to 16 bits of mantissa, so that scale times zero point is exact in fp32.
 
     Scales have 16 bits of mantissa, so that their product with a zero point is exact in fp32.
     """
@@ -268,18 +277,18 @@ def _quantize_zero_points(groups: Tensor, bits: int, ratio: float) -> tuple[Tens
 
 
 def _shorten_mantissa(values: Tensor) -> Tensor:
-    """Round fp32 numbers to 16 bits of mantissa, the leading one included."""
+    """Round fp32 numbers to 16 bits of mantissa, including the leading bit."""
     return ((values.contiguous().view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """Return 1 / scales; 0 for those so small that it would be infinite."""
+    """Return 1 / scales, or 0 for scales so small that the inverse would be infinite."""
     is_zero = scales.abs() < torch.finfo(torch.float32).tiny
     return torch.where(is_zero, 0.0, 1 / scales)
 
 
 def pack_matrix(integers: Integers, spec: QuantSpec) -> PackedMatrix:
-    """Return the packed form of a quantised matrix."""
+    """Return the packed form of a quantized matrix."""
     minima = None if integers.minima is None else _by_panels(integers.minima)
     values = pack_values(integers.values, spec)
     return PackedMatrix(values, _by_panels(integers.scales), minima)
@@ -295,7 +304,7 @@ def _by_panels(scales: Tensor) -> Tensor:
 
 
 def pack_values(values: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the bytes of integers.
+    """Pack integers into the bytes of the panel layout.
 
     Shape:
         values: (rows, columns) int8; returns (panels, blocks, 64) uint8
@@ -311,7 +320,7 @@ def pack_values(values: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def unpack_values(packed: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the integers of all rows, padding rows included.
+    """Unpack the integers of all rows, including padding rows.
 
     Shape:
         packed: (panels, blocks, 64) uint8; returns (16 panels, columns) int8
@@ -325,13 +334,13 @@ def unpack_values(packed: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _by_rows(scales: Tensor, group: int) -> Tensor:
-    """Return scales of every row and column: (16 panels, columns), in fp32."""
+    """Expand scales to one value per row and column, (16 panels, columns), in fp32."""
     rows = scales.float().transpose(1, 2).reshape(-1, scales.shape[1])
     return rows.repeat_interleave(group, 1)
 
 
 def unpack_matrix(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
-    """Return the dequantized matrix in fp32.
+    """Dequantize a packed matrix to fp32.
 
     Shape:
         returns (rows, columns)
@@ -345,7 +354,7 @@ def unpack_matrix(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
 
 
 def pick_rows(matrix: PackedMatrix, index: Tensor, spec: QuantSpec) -> Tensor:
-    """Return some rows of a packed matrix, in fp32.
+    """Dequantize the selected rows of a packed matrix to fp32.
 
     Shape:
         index: (...) integers; returns (..., columns)

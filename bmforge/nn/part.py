@@ -1,9 +1,9 @@
-"""Base class of attached parts (adapters), the hooks that run them, and notes about their tensors.
+"""Base class of adapters ("attached parts"), the hooks that run them, and tensor notes.
 
-A part *attached to* a module (a LoRA, an adapter) is a child of it that one forward hook runs: the
-module keeps its name, its class and its weights. A *replacement* of a module (int8 storage of a
-linear layer) keeps the name and supports the same calls. Both declare how each of their tensors is
-initialized and sharded, so that the code for that needs no special cases.
+A part *attached to* a module (such as a LoRA) is a child module that a forward hook runs: the base
+module keeps its name, class and weights. A *replacement* of a module (such as a linear layer with
+int8 weights) has the same name and interface. Both describe how each of their tensors is
+initialized and sharded, so that initialization and layouts need no special cases.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor computed from another one, which the unchanged model would have.
+    """Source of a tensor that is computed from a tensor of the unmodified model.
 
     Args:
         base: name of the source tensor within the module.
         shape: global shape of the source tensor.
-        turn: function from rows of the source tensor to entries of this one.
-        rows_each: number of source rows per entry of this tensor's first dim; the last entry may
-            have fewer.
+        turn: function that computes entries of this tensor from rows of the source tensor.
+        rows_each: number of source rows per entry of this tensor's first dim; the last entry
+            may use fewer.
 
     Shape:
         turn: (rows_each * entries, ...) -> (entries, ...)
@@ -54,13 +54,13 @@ class Derived:
 
 @dataclass(frozen=True)
 class TensorNote:
-    """Initialization and sharding of one tensor of a part.
+    """Describes the initialization and sharding of one tensor of an adapter or replacement.
 
     Args:
-        draw: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation of N(0, std^2), or
-            the `Derived` source that it is computed from.
-        cuts: sharding style of the module (a style of `models.TensorCut`) -> dim in which this
-            tensor is sharded then. With other styles it is replicated.
+        draw: initial value: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation
+            of N(0, std^2), or a `Derived` source.
+        cuts: sharded dim of this tensor by the sharding style of the module (see
+            `models.TensorCut`). With other styles the tensor is replicated.
         trains: True if training may change it.
     """
 
@@ -70,15 +70,15 @@ class TensorNote:
 
 
 def tensor_notes(module: nn.Module) -> Mapping[str, TensorNote]:
-    """Return the notes about a part's own tensors, by name; {} for any other module."""
+    """Return the descriptions of a part's own tensors by name; {} for any other module."""
     notes = getattr(module, "tensor_notes", None)
     return notes() if callable(notes) else {}
 
 
 def find_like(module: nn.Module) -> Tensor:
-    """Return a tensor of the dtype and on the device that a part attached to a module should have.
+    """Return a tensor with the dtype and device that an adapter of this module should have.
 
-    A quantized module without float parameters has the buffer `like` for this purpose.
+    A quantized module has no float parameters and provides the buffer `like` instead.
     """
     like = getattr(module, "like", None)
     floats = (p for p in module.parameters() if p.is_floating_point())
@@ -86,15 +86,17 @@ def find_like(module: nn.Module) -> Tensor:
 
 
 class BesidePart(nn.Module):
-    """A part attached to a module.
+    """Base class of adapters: modules attached to a base module.
 
     Attributes:
-        cut_styles: supported sharding styles of the module (see `models.TensorCut`); "" is
-            replicated.
-        saved_alone: True if its tensors can be saved without the model's.
-        enters: True if it changes the module's input, by `enter`.
-        is_delta: True if it was attached to a finished model, whose files lack its tensors.
-        adapter_weight: factor on its output, unless the call selects another; 0 disables it.
+        cut_styles: supported sharding styles of the base module (see `models.TensorCut`); ""
+            means replicated.
+        saved_alone: True if the adapter's tensors can be saved without the base model.
+        enters: True if the adapter changes the base module's input (by `enter`).
+        is_delta: True if the adapter was attached to a finished model, whose files do not
+            contain its tensors.
+        adapter_weight: factor on the adapter's output if the call selects no other; 0 disables
+            the adapter.
     """
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({""})
@@ -104,24 +106,24 @@ class BesidePart(nn.Module):
     adapter_weight: float = 1.0
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes about the part's own tensors, by name."""
+        """Return the descriptions of the adapter's own tensors by name."""
         raise TypeError(f"{type(self).__name__} defines no tensor_notes")
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
-        """Return the module's output with this part applied.
+        """Return the base module's output with this adapter applied.
 
         Args:
-            inputs: positional inputs of the module.
-            out: output of the module and of the parts before this one.
+            inputs: positional inputs of the base module.
+            out: output of the base module, including earlier adapters.
         """
         raise TypeError(f"{type(self).__name__} defines no join")
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the changed input of the module; called only if `enters`."""
+        """Return the changed input of the base module; called only if `enters` is True."""
         raise TypeError(f"{type(self).__name__} defines no enter")
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Return the output of `module` with this part applied as the current call selects it."""
+        """Apply this adapter to the output of `module` as the current call selects it."""
         weight, samples, batched = choice_of(self)
         if batched is not None and not torch.is_grad_enabled() and inputs[0].dim() == 3:
             grouped: Tensor = batched.join(inputs, out)
@@ -142,16 +144,16 @@ class BesidePart(nn.Module):
 
 
 def beside_parts(module: nn.Module) -> Iterator[tuple[str, BesidePart]]:
-    """Yield name and part of all parts attached to a module, in the order of attachment."""
+    """Yield the name and module of all adapters of a module, in order of attachment."""
     for name, child in module.named_children():
         if isinstance(child, BesidePart):
             yield name, child
 
 
 def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """Forward hook: apply every part attached to a module to its output.
+    """Forward hook: apply every adapter of a module to its output.
 
-    If the output is a tuple (experts' logits, attention weights), its first item is changed.
+    If the output is a tuple (with router logits or attention weights), its first item is changed.
     """
     inputs = args or tuple(kwargs.values())
     main, extras = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
@@ -161,7 +163,7 @@ def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def enter_parts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward pre-hook: apply the parts that change the module's input."""
+    """Forward pre-hook: apply the adapters that change the module's input."""
     x, *more = args
     for _, part in beside_parts(module):
         if not part.enters:
@@ -182,7 +184,11 @@ def _weighted(x: Tensor, changed: Tensor, weight: float) -> Tensor:
 
 
 def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
-    """Attach a part to a module, as its child `name`.
+    """Attach an adapter to a module, as its child `name`.
+
+    A module that applies its adapters itself gets no hook; it has the attribute `asks_parts` (such
+    as a
+    head that computes its loss).
 
     A module that applies its parts itself (it has `asks_parts`, such as a head that computes its
     loss)
@@ -207,7 +213,7 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
 
 
 def detach_part_(module: nn.Module, name: str) -> BesidePart:
-    """Remove a part and return it; the module is as before the attachment."""
+    """Remove an adapter and return it; the module is as before the attachment."""
     part = module._modules.pop(name)
     assert isinstance(part, BesidePart)
     left = [other for _, other in beside_parts(module)]
@@ -219,7 +225,7 @@ def detach_part_(module: nn.Module, name: str) -> BesidePart:
 
 
 def move_parts_(old: nn.Module, new: nn.Module) -> None:
-    """Move the parts attached to `old` to the module that replaces it."""
+    """Move the adapters of `old` to the module that replaces it."""
     for name in [name for name, _ in beside_parts(old)]:
         attach_part_(new, name, detach_part_(old, name))
 

@@ -1,8 +1,8 @@
-"""Registry of the kinds of parts: options of each, and the modules that it can be attached to.
+"""Registry of adapter kinds: the options of each kind, and how it is attached to modules.
 
-A kind is a line in `PART_KINDS`, a dataclass of options and a function that builds a part for a
-module. All work on any module, transformers' included, except prefixes and prompts, which need
-bmforge modules.
+Each kind has an entry in `PART_KINDS`, a dataclass of options, and a function that builds the
+adapter of a module. Prefixes and prompts need bmforge modules; all other kinds also work on modules
+of transformers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["PART_KINDS", "Kind", "NoOptions", "add_parts_", "refuse_name"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of change to a model.
+    """Adapter kind: its options and the function that adds it to a model.
 
     Args:
-        options: dataclass of its options.
-        apply: function that changes the named modules: (model, names, options, name of the parts).
+        options: dataclass of the kind's options.
+        apply: function (model, module names, options, adapter name) that adds the adapters.
         about: description for error messages and documentation.
     """
 
@@ -45,10 +45,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class LengthOptions:
-    """Options of "prompt".
+    """Options of the adapter kind "prompt" (prompt tuning).
 
     Args:
-        length: number of tokens.
+        length: number of virtual tokens.
         std: standard deviation of the initialization.
     """
 
@@ -56,7 +56,7 @@ class LengthOptions:
     std: float = 0.02
 
     def __post_init__(self) -> None:
-        """Validate the options."""
+        """Raise `ConfigError` for invalid options."""
         if self.length < 1:
             raise ConfigError(f"length={self.length} must be at least 1.")
         if not (self.std >= 0 and math.isfinite(self.std)):
@@ -65,12 +65,13 @@ class LengthOptions:
 
 @dataclass(frozen=True)
 class PrefixOptions(LengthOptions):
-    """Options of "prefix".
+    """Options of the adapter kind "prefix" (prefix tuning).
 
     Args:
-        length: keys and values of every layer.
+        length: number of virtual tokens, each with keys and values in every layer.
         std: standard deviation of the initialization.
-        inner: width of two layers that compute them in training; 0 trains them directly.
+        inner: width of a two-layer network that computes keys and values in training; 0 trains
+            them directly.
         shift_positions: start the text's positions at `length`, as in PEFT, instead of 0.
     """
 
@@ -78,7 +79,7 @@ class PrefixOptions(LengthOptions):
     shift_positions: bool = False
 
     def __post_init__(self) -> None:
-        """Validate the options."""
+        """Raise `ConfigError` for invalid options."""
         super().__post_init__()
         if self.inner < 0:
             raise ConfigError(f"inner={self.inner} must be at least 0.")
@@ -86,11 +87,11 @@ class PrefixOptions(LengthOptions):
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a kind that has none."""
+    """Empty options, for a kind without any."""
 
 
 def refuse_name(name: str) -> None:
-    """Raise `ConfigError` if a name is given for a kind that attaches no named parts."""
+    """Raise `ConfigError` if an adapter name is given for a kind whose adapters have no names."""
     if name:
         raise ConfigError(
             f"name={name!r} has no effect, as no adapter module is added. Leave it out."
@@ -103,13 +104,13 @@ def add_parts_(
     name: str,
     build: Callable[[str, nn.Module], BesidePart],
 ) -> None:
-    """Attach a part to each of these modules; if one is unsupported, nothing is changed.
+    """Attach an adapter to each of these modules; change nothing if one module is unsupported.
 
     Args:
         model: any model.
         names: names of the modules.
-        name: name of the parts.
-        build: function (name, module) -> part.
+        name: name of the adapters.
+        build: function (module name, module) -> adapter.
     """
     modules = [model.get_submodule(n) for n in names]
     if not name.isidentifier():
@@ -140,14 +141,14 @@ def _add_beside_(
     options: Any,
     name: str,
 ) -> None:
-    """Attach parts of a kind, whose default name is `usual`, to modules."""
+    """Attach adapters of one kind, whose default name is `usual`, to modules."""
     add_parts_(model, names, name or usual, lambda n, module: build(n, module, options))
 
 
 def add_bottlenecks_(
     model: nn.Module, names: Sequence[str], options: BottleneckOptions, name: str
 ) -> None:
-    """Attach bottlenecks to modules, and readers to the modules whose input they read."""
+    """Attach bottlenecks to modules, and `Reader`s to the modules whose input they read."""
     name = name or "bottleneck"
     far = {n: at for n, at in options.reads_at.items() if n != at}
     if unknown := sorted(set(far) - set(names)):
@@ -179,7 +180,7 @@ def add_bottlenecks_(
 def put_prefixes_(
     model: nn.Module, names: Sequence[str], options: PrefixOptions, name: str
 ) -> None:
-    """Attach trained keys and values to attentions."""
+    """Attach trained prefix keys and values to attention modules."""
 
     def build(attn: Any) -> Prefix:
         heads = attn.k_proj.out_features // attn.head_dim
@@ -190,7 +191,7 @@ def put_prefixes_(
 
 
 def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions, name: str) -> None:
-    """Attach trained rows to the token embedding, after the rows of the vocabulary."""
+    """Attach trained rows (a soft prompt) to the token embedding, after the vocabulary's rows."""
 
     tokens: Any = getattr(model, "embed", None)
 
@@ -210,7 +211,7 @@ def _fill_slots_(
     build: Callable[[Any], nn.Module],
     name: str,
 ) -> None:
-    """Set a slot attribute of modules of one class to a new part each."""
+    """Set the attribute `slot` of each named module to a new adapter."""
     refuse_name(name)
     modules = {n: model.get_submodule(n) for n in names}
     for n, module in modules.items():

@@ -1,6 +1,6 @@
-"""Reference implementation of the products in torch, which the kernels must match bit for bit.
+"""Reference implementation of the products in torch; the kernels must match it bit for bit.
 
-It is used without a compiler, and every compiled kernel is checked against it once.
+It is used if there is no compiler, and every compiled kernel is verified against it once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _LONG_ROW = 20001
 
 
 def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return the integers and scales of activations, by groups of columns.
+    """Quantize activations to int8 by groups of columns; return integers and scales.
+
+    The scale of a group with a non-finite value is NaN.
 
     A group with a value that is not finite has a scale that is not a number.
 
@@ -53,9 +55,9 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def multiply_plain(
     x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
 ) -> Tensor:
-    """Return the product in torch operations, bit-identical to the kernels.
+    """Return the product of activations and a packed matrix, bit-identical to the kernels.
 
-    With float activations it is torch's own product, equal up to rounding.
+    With float activations torch computes the product, which equals the kernels' up to rounding.
 
     Shape:
         x: (T, columns) fp32 -> (T, rows)
@@ -84,10 +86,10 @@ def multiply_plain(
 
 
 def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product with a plain weight in torch operations, bit-identical to the kernels.
+    """Return the product of activations and a plain weight, bit-identical to the kernels.
 
-    The order of the sum is: four sums of sixteen lanes, 64 columns a step, then the pairs, then the
-    lanes.
+    Order of summation: 64 columns per step go to four sums of sixteen lanes; then the four sums are
+    added in pairs, then the lanes.
 
     Shape:
         x: (T, columns) fp32; weight: (rows, columns); returns (T, rows) fp32
@@ -106,7 +108,7 @@ def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gives_torchs_bits(kernels: Kernels) -> bool:
-    """Return True if kernels match torch bit for bit on a small matrix of every scheme."""
+    """Return True if the kernels match torch bit for bit on a small matrix of every scheme."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32)
     dense, bias = draw(37, 256), draw(37)
@@ -127,7 +129,7 @@ def gives_torchs_bits(kernels: Kernels) -> bool:
 
 
 def _rows_alike(kernels: Kernels, x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if products with plain weights match for every number of tokens."""
+    """Return True if the kernels for plain weights match the reference for all token counts."""
     narrow = weight.to(dtype)
     want = multiply_rows_plain(x, narrow)
     return all(
@@ -139,7 +141,7 @@ def _rows_alike(kernels: Kernels, x: Tensor, weight: Tensor, dtype: torch.dtype)
 def _packed_alike(
     kernels: Kernels, dense: Tensor, x: Tensor, bias: Tensor, spec: QuantSpec
 ) -> bool:
-    """Return True if all kernels for packed weights match."""
+    """Return True if all kernels for packed weights match the reference."""
     rows = dense.shape[0]
     matrix = pack_matrix(quantize_groups(dense, spec), spec)
     plain = unpack_matrix(matrix, rows, spec)

@@ -1,8 +1,7 @@
-"""Rotary position embeddings (RoPE) and their scaling kinds.
+"""Rotary position embeddings (RoPE) and their scaling methods.
 
-Nothing is stored: frequencies are a function of the config, and cosines a function of the
-positions. So there is no buffer to initialize when a model is built on the meta device, sharded or
-split into pipeline stages.
+Nothing is stored: frequencies are computed from the config, and cosines from the positions. So a
+model on the meta device, sharded or in pipeline stages has no buffers to initialize.
 
 Source: Su et al., "RoFormer" (2021). Scalings: linear (kaiokendev 2023), dynamic NTK (bloc97,
 emozilla 2023), YaRN (Peng et al. 2023), llama3 (Meta 2024), longrope (Ding et al. 2024).
@@ -37,9 +36,9 @@ class RopeSpec:
     """Parameters of a rotary position embedding.
 
     Args:
-        rotary_dim: number of head dims that are rotated (even).
+        rotary_dim: number of rotated head dims (even).
         theta: base of the frequencies.
-        kind: scaling kind.
+        kind: scaling method.
         factor: ratio of the extended to the original context length.
         max_seq_len: maximum sequence length of the model as configured.
         original_seq_len: maximum sequence length before scaling (yarn, llama3, longrope).
@@ -48,12 +47,12 @@ class RopeSpec:
         beta_fast: parameter of yarn.
         beta_slow: parameter of yarn.
         truncate: yarn: round the correction range to whole dims.
-        attention_factor: factor on cos and sin; None is the kind's own rule.
+        attention_factor: factor on cos and sin; None uses the scaling method's own rule.
         mscale: parameter of yarn.
         mscale_all_dim: parameter of yarn.
         short_factor: longrope: one divisor per frequency, up to the original length.
         long_factor: longrope: one divisor per frequency, beyond the original length.
-        interleaved: pairs are adjacent dims (GPT-J) instead of halves (Llama).
+        interleaved: pair adjacent dims (GPT-J) instead of the two halves (Llama).
     """
 
     rotary_dim: int
@@ -75,7 +74,7 @@ class RopeSpec:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values that would otherwise silently give wrong results."""
+        """Raise `ConfigError` for values that would silently give wrong results."""
         kinds = get_args(RopeKind)
         if self.kind not in kinds:
             raise ConfigError(
@@ -98,12 +97,12 @@ class RopeSpec:
 
 
 def rope_frequencies(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, float]:
-    """Return the frequency of every pair and the factor on cos and sin.
+    """Return the frequency of every rotated pair, and the factor on cos and sin.
 
     Args:
         spec: parameters of the embedding.
         positions: token positions; only their device and, for dynamic and longrope, their
-            maximum matter.
+            maximum are used.
 
     Shape:
         positions: (..., T); returns (rotary_dim / 2,), or (..., rotary_dim / 2) for dynamic and
@@ -209,7 +208,7 @@ def rope_table(spec: RopeSpec, positions: Tensor, dtype: torch.dtype) -> tuple[T
 def narrow_rope(
     table: tuple[Tensor, Tensor], width: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the table for heads of `width` dims: its first pairs if the head is narrower.
+    """Return the rotary table for heads of `width` dims; narrower heads use the first pairs.
 
     Shape:
         table: two tensors (B or 1, 1, T, rotary_dim); returns the same, at most `width` wide

@@ -1,7 +1,8 @@
 """Prefix tuning: trained keys and values prepended to those of a layer.
 
-They are the same for all rows, every query attends to them, and they have no position: rotary
-embeddings and relative position biases apply to tokens alone. The KV cache does not contain them.
+The prefix is the same for all rows, every query attends to it, and it has no positions: rotary
+embeddings and relative position biases apply to the tokens only. The KV cache does not contain the
+prefix.
 
 Source: Li and Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation" (2021).
 """
@@ -23,20 +24,21 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Prefix(nn.Module):
-    """P keys and values for every key-value head; assign one to `attn.prefix`.
+    """Trained keys and values (P per key-value head); assign the module to `attn.prefix`.
 
     Args:
-        num_kv_heads: K.
-        length: P.
-        head_dim: H.
+        num_kv_heads: number K of key-value heads.
+        length: number P of virtual tokens.
+        head_dim: width H of a head.
         std: standard deviation of the initialization.
-        inner: M, width of P trained rows from which a layer, a tanh and another layer compute keys
-            and values, which trains more stably; 0 trains keys and values directly.
+        inner: width M of P trained rows from which an MLP with tanh computes keys and values,
+            which trains more stably; 0 trains keys and values directly.
         shift_positions: start the text's positions at P, as in PEFT, instead of 0.
 
     Attributes:
-        is_delta: True if it was attached to a finished model, whose files lack its tensors.
-        adapter_weight: 1, or 0 to disable it, unless the call selects otherwise.
+        is_delta: True if the prefix was attached to a finished model, whose files do not
+            contain it.
+        adapter_weight: 1, or 0 to disable the prefix, unless the call selects otherwise.
 
     Shape:
         returns two tensors (K, P, H)
@@ -71,7 +73,7 @@ class Prefix(nn.Module):
             self.register_parameter(f"{what}_bias", bias)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: heads are sharded as those of keys and values."""
+        """Describe the tensors: sharded like key-value heads."""
         cuts = {"key_value": 0}
         if not self.inner:
             return dict.fromkeys(("key", "value"), TensorNote(self.std, cuts))
@@ -95,7 +97,7 @@ class Prefix(nn.Module):
         return up(self.key_weight, self.key_bias), up(self.value_weight, self.value_bias)
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return the sizes as text."""
         tensor = self.key_weight if self.inner else self.key
         length = self.rows.shape[0] if self.inner else tensor.shape[1]
         return f"{length} keys of {tensor.shape[0]} heads, inner={self.inner}"
@@ -110,7 +112,7 @@ def put_before(
     bias: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return keys, values, mask and bias with a prefix prepended.
+    """Prepend a prefix to keys, values, mask and bias; return all four.
 
     Args:
         prefix: keys and values for all rows.
@@ -118,11 +120,11 @@ def put_before(
         key: keys of the tokens.
         value: values of the tokens.
         mask: True where a query may attend; None for no mask.
-        causal: without mask and bias, attend only to earlier tokens if there are several queries.
+        causal: use a causal mask if there is no mask, no bias and more than one query.
         bias: bias of the attention scores; 0 for the prefix.
 
     Shape:
-        prefix: (K, P, H); as `nn.attention.mix_values` otherwise, with P + S in place of S
+        prefix: (K, P, H); others as in `nn.attention.mix_values`, with P + S keys instead of S
     """
     rows, length = key.shape[0], prefix[0].shape[1]
     if mask is None and bias is None and causal and query.shape[2] > 1:
@@ -137,7 +139,7 @@ def put_before(
 
 
 def takes_one(query: Tensor, dropout: float) -> bool:
-    """Return True if `mix_behind` supports the call: one token per row, no gradients."""
+    """Return True if `mix_behind` supports the call: one query token per row, no gradients."""
     plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return plain and query.shape[2] == 1 and not dropout
 
@@ -150,11 +152,11 @@ def mix_behind(
     mask: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Compute attention over a prefix and the rows' own keys and values without concatenating them.
+    """Compute attention over a shared prefix and each row's own keys, without concatenation.
 
     Args:
         prefix: keys and values for all rows.
-        query: queries of one token per row.
+        query: query of one token per row.
         key: keys of the tokens of each row.
         value: values of the tokens of each row.
         mask: True where a query may attend; None for no mask.
@@ -185,7 +187,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _times(x: Tensor, shared: Tensor) -> Tensor:
-    """Multiply (B, K, G, i) by a matrix shared by all rows, (K, i, o): (B, K, G, o)."""
+    """Multiply (B, K, G, i) by a matrix (K, i, o) shared by all rows; returns (B, K, G, o)."""
     rows, heads, queries, width = x.shape
     folded = x.transpose(0, 1).reshape(heads, rows * queries, width)
     return torch.bmm(folded, shared).view(heads, rows, queries, -1).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The compiled products of packed weights: C++ in `kernels/`, called through ctypes."""
+"""Compiled kernels for products with packed weights: C++ in `kernels/`, called by ctypes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAIN_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Product(ctypes.Structure):
-    """`Product` of products.cpp."""
+    """Mirrors the struct `Product` of products.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "scales", "minima", "bias")),
@@ -48,7 +48,7 @@ class _Product(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    """`Rows` of rows.cpp."""
+    """Mirrors the struct `Rows` of rows.cpp."""
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
@@ -62,7 +62,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 class Kernels:
-    """The compiled functions of one variant.
+    """Compiled functions of one instruction-set variant.
 
     Args:
         library: compiled library.
@@ -82,7 +82,7 @@ class Kernels:
     def multiply(
         self, x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
     ) -> Tensor:
-        """Return ``x @ matrix.T + bias``; all contiguous on the host, x and bias in fp32.
+        """Return ``x @ matrix.T + bias``; all tensors contiguous on the CPU, x and bias in fp32.
 
         Shape:
             x: (T, columns) -> (T, rows)
@@ -103,7 +103,9 @@ class Kernels:
         return out
 
     def multiply_rows(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` of a plain weight in fp32, bf16 or fp16; sums are fp32.
+        """Return ``x @ weight.T`` for a plain fp32, bf16 or fp16 weight; sums are in fp32.
+
+        A token's result is bit-identical for every number of tokens. Intended for few tokens.
 
         Every number of tokens gives a token the same bits. For a few of them.
 
@@ -122,7 +124,7 @@ class Kernels:
         return out
 
     def unpack(self, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
-        """Return a packed matrix in fp32, as `packing.unpack_matrix` does."""
+        """Dequantize a packed matrix to fp32, as `packing.unpack_matrix` does."""
         columns = matrix.packed.shape[1] * 32 // spec.bits
         out = torch.empty(rows, columns, dtype=torch.float32)
         self._unpack(ctypes.byref(_describe(matrix, rows, columns, spec, out)))
@@ -131,7 +133,7 @@ class Kernels:
     def pick(
         self, matrix: PackedMatrix, index: Tensor, rows: int, spec: QuantSpec
     ) -> Tensor | None:
-        """Return some rows of a packed matrix in fp32; None where there is no such row.
+        """Dequantize the selected rows to fp32; None if an index is out of range.
 
         Shape:
             index: (M,) int64, contiguous; returns (M, columns)
@@ -143,7 +145,7 @@ class Kernels:
         return out if self._pick(ctypes.byref(product), *index_arguments) else None
 
     def pack(self, matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """Return a matrix (rows, columns) in fp32 packed, and its scales in fp32, by panels."""
+        """Quantize and pack an fp32 matrix (rows, columns); scales are fp32, ordered by panel."""
         rows, columns = matrix.shape
         shapes = packed_shapes(rows, columns, spec)
         packed = torch.empty(shapes["packed"], dtype=torch.uint8)
@@ -160,7 +162,7 @@ class Kernels:
         return packed, scales
 
     def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return integers, scales and sums of activations; see `quantize_activations`."""
+        """Return the integers, scales and group sums of activations; see `quantize_activations`."""
         tokens, columns = x.shape
         values = torch.empty(tokens, columns, dtype=torch.int8)
         scales = torch.empty(tokens, columns // group, dtype=torch.float32)
@@ -189,25 +191,25 @@ def _describe(
 
 
 def runnable_variants() -> list[str]:
-    """Return the variants that this processor runs, the fastest first."""
+    """Return the kernel variants that this processor supports, fastest first."""
     features = processor_features()
     return [name for name, (_, needs) in _VARIANTS.items() if needs <= features]
 
 
 def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Return the products' sources and others of `kernels/` compiled for a variant."""
+    """Compile the products' C++ sources, and others in `kernels/`, for one variant."""
     folder, parts = Path(__file__).with_name("kernels"), (*_SOURCES, *more)
     flags = " ".join([_VARIANTS[variant][0], *_measured_flags()])
     return load_kernels_of(f"{title}-{variant}", folder, parts, flags)
 
 
 def _measured_flags() -> list[str]:
-    """Return how this processor differs from the sources' choices."""
+    """Return compiler flags for processors with other measured optima than the defaults."""
     ahead = _AHEAD_BYTES.get((processor_field("vendor_id"), processor_field("cpu family")))
     return [f"-DAHEAD_BYTES={ahead}"] if ahead else []
 
 
 def compile_variant(name: str) -> Kernels | None:
-    """Return a variant's kernels, compiled if they were not before; None where they cannot be."""
+    """Return the kernels of one variant, compiled if necessary; None if they do not compile."""
     library = compile_sources("products", name)
     return None if library is None else Kernels(library, name)

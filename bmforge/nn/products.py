@@ -1,8 +1,8 @@
-"""Products of packed matrices with activations: compiled kernels, or torch without a compiler.
+"""Products of packed matrices and activations: compiled kernels, with torch as fallback.
 
 The result is bit-identical for every implementation and batch size: activations are quantized by
-groups, the products of a group are summed as integers, and the groups' sums, times both scales, are
-added sequentially in fp32. Only with float activations does torch sum in its own order.
+groups, products within a group are summed as integers, and the groups' sums, times both scales, are
+added sequentially in fp32. The exception is float activations, which torch sums in its own order.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PANEL_NUMBERS = 1 << 20
 
 @cache
 def load_variant(name: str) -> Kernels | None:
-    """Return a variant's kernels; None if they do not compile or their bits differ."""
+    """Return the kernels of one variant; None if they do not compile or their results differ."""
     kernels = compile_variant(name)
     if kernels is not None and not gives_torchs_bits(kernels):
         say_once(
@@ -67,12 +67,12 @@ def load_variant(name: str) -> Kernels | None:
 
 @cache
 def load_kernels() -> Kernels | None:
-    """Return the fastest kernels of this machine; None without a compiler."""
+    """Return the fastest kernels for this machine; None if there is no compiler."""
     return load_variant(runnable_variants()[0])
 
 
 def pack_weights(matrix: Tensor, spec: QuantSpec) -> PackedMatrix:
-    """Quantise and pack a matrix of any dtype: rows by columns.
+    """Quantize and pack a matrix (rows, columns) of any dtype.
 
     Raises:
         ConfigError: a value is not finite, or too large for the scales' dtype.
@@ -85,7 +85,7 @@ def pack_weights(matrix: Tensor, spec: QuantSpec) -> PackedMatrix:
 
 
 def runs_here(*tensors: Tensor | None) -> bool:
-    """Return True if the kernels support all tensors: plain, contiguous, on the CPU."""
+    """Return True if the kernels support all these tensors: plain, contiguous, on the CPU."""
     plain = (Tensor, torch.nn.Parameter)  # subclasses may have no storage of their own
     return all(
         t is None or (type(t) in plain and t.is_cpu and t.is_contiguous() and not t.is_neg())
@@ -94,7 +94,7 @@ def runs_here(*tensors: Tensor | None) -> bool:
 
 
 def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
-    """Return a packed matrix as (rows, columns) in fp32."""
+    """Dequantize a packed matrix to fp32, (rows, columns)."""
     kernels = load_kernels() if runs_here(*matrix) else None
     if kernels is None:
         return unpack_matrix(matrix, rows, spec)
@@ -119,7 +119,15 @@ def multiply_packed(
 
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` of a plain weight on a CPU; None if torch should compute it.
+    """Return ``x @ weight.T + bias`` for a plain CPU weight; None if torch should compute it.
+
+    Torch reads 16-bit weights at little more than half the memory bandwidth. For 2 to 16 tokens in
+    fp32
+    it takes twice as long on processors for which its library is not optimized. So a kernel
+    computes
+    small batches; a token's result is then bit-identical for every batch size. Large 16-bit batches
+    are
+    multiplied in fp32 if no library supports 16 bits.
 
     Torch reads weights of half precision at little more than half the memory bandwidth, and takes
     twice
@@ -129,7 +137,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     batches of half precision are multiplied in fp32 if no library supports half precision.
 
     Shape:
-        x: (..., columns) -> (..., rows), in its dtype
+        x: (..., columns) -> (..., rows), in the dtype of x
     """
     if torch.compiler.is_compiling():  # it cannot trace the calls below
         return None
@@ -158,7 +166,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 @cache
 def _is_slow(dtype: torch.dtype) -> bool:
-    """Return True if torch has no optimized library for products of this dtype on this CPU."""
+    """Return True if torch has no optimized library for this 16-bit dtype on this CPU."""
     if dtype not in (torch.float16, torch.bfloat16):
         return False
     if not torch.backends.mkldnn.is_available():
@@ -172,7 +180,7 @@ def _is_slow(dtype: torch.dtype) -> bool:
 
 
 def _multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the fp32 product; the weight is converted to fp32 a few rows at a time.
+    """Return the fp32 product; the weight is converted to fp32 some rows at a time.
 
     Shape:
         x: (T, columns) fp32; weight: (rows, columns); returns (T, rows)
@@ -188,7 +196,7 @@ def _multiply_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_watched() -> bool:
-    """Return True during tracing, compiling or a functorch transform, which would miss a kernel."""
+    """Return True while tracing, compiling or in a functorch transform, which miss kernels."""
     if torch.compiler.is_compiling():
         return True
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
@@ -211,9 +219,7 @@ def _spec_of(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
 
 
 def numbers_of(spec: QuantSpec) -> list[int]:
-    """Encode a QuantSpec as the integers that the custom ops take: bits, group size, float
-    activations.
-    """
+    """Encode a QuantSpec as integers for the custom ops: bits, group size, float activations."""
     return [spec.bits, spec.group_size, int(spec.activations == "float")]
 
 
@@ -247,7 +253,7 @@ def _multiply_stacked_op(
     spec: list[int],
     ends: Tensor,
 ) -> Tensor:
-    """Multiply every group of rows by its own matrix, as `grouped_linear` does."""
+    """Multiply every group of rows by its own packed matrix, like `grouped_linear`."""
     out = x.new_empty(x.shape[0], rows)
     first = 0
     for number, last in enumerate(ends.tolist()):

@@ -1,7 +1,7 @@
 """Soft prompts: trained rows that extend a token embedding.
 
-Ids from the embedding's number of rows on are rows of `table.prompt`, an optional child of it. So a
-prompt consists of ids like any others in batches, masks, positions and caches.
+Token ids beyond the embedding's last row select rows of its optional child `table.prompt`. So
+batches, masks, positions and caches treat a prompt like any other ids.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ __all__ = ["Prompt", "count_ids", "has_prompt", "look_up", "prompt_ids", "with_p
 
 
 class Prompt(nn.Module):
-    """Trained rows that extend a token embedding; assign one to `table.prompt`.
+    """Soft prompt: trained rows that extend a token embedding; assign it to `table.prompt`.
 
     Args:
-        length: P.
-        width: features of a row, the embedding's.
+        length: number P of virtual tokens.
+        width: embedding width D.
         std: standard deviation of the initialization.
 
     Attributes:
-        is_delta: True if it was attached to a finished model, whose files lack its tensors.
-        adapter_weight: 1, or 0 to disable it, unless the call selects otherwise.
+        is_delta: True if the prompt was attached to a finished model, whose files do not
+            contain it.
+        adapter_weight: 1, or 0 to disable the prompt, unless the call selects otherwise.
 
     Shape:
-        rows: any, integers below P -> (..., D)
+        rows: (...), integers below P -> (..., D)
     """
 
     is_delta: bool = False
@@ -44,29 +45,29 @@ class Prompt(nn.Module):
         self.weight = nn.Parameter(torch.zeros(length, width))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: all rows are replicated."""
+        """Describe the tensor: replicated, initialized from N(0, std^2)."""
         return {"weight": TensorNote(self.std)}
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Look up rows."""
+        """Look up prompt rows by their index."""
         return F.embedding(rows, self.weight)
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return the sizes as text."""
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
 
 
 def count_ids(table: nn.Embedding) -> int:
-    """Return the number of valid ids of an embedding: its rows and its prompt's."""
+    """Return the number of valid ids of an embedding: its own rows plus those of its prompt."""
     prompt = getattr(table, "prompt", None)
     return table.num_embeddings + (0 if prompt is None else prompt.weight.shape[0])
 
 
 def look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
-    """Embed ids: rows of the table and, from its number of rows on, of its prompt.
+    """Embed token ids; ids beyond the table's rows select rows of its soft prompt.
 
     Shape:
-        ids: any, below `count_ids` -> (..., D)
+        ids: (...), integers below `count_ids` -> (..., D)
     """
     prompt = getattr(table, "prompt", None)
     if prompt is None:
@@ -78,12 +79,12 @@ def look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def has_prompt(table: nn.Embedding, ids: Tensor) -> bool:
-    """Return True if any id is a row of the embedding's prompt; ids on meta count as such."""
+    """Return True if any id selects a row of the soft prompt; always True for ids on meta."""
     return ids.is_meta or bool((ids >= table.num_embeddings).any())  # a plan counts all tokens
 
 
 def prompt_ids(table: nn.Embedding, ids: Tensor) -> Tensor:
-    """Return ids with those of the prompt's rows prepended: (B, T) -> (B, P + T)."""
+    """Prepend the ids of the soft prompt to token ids: (B, T) -> (B, P + T)."""
     rows = torch.arange(table.num_embeddings, count_ids(table), device=ids.device, dtype=ids.dtype)
     return torch.cat((rows.expand(ids.shape[0], -1), ids), 1)
 
@@ -91,13 +92,16 @@ def prompt_ids(table: nn.Embedding, ids: Tensor) -> Tensor:
 def with_prompt(
     table: Any, ids: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Return ids and mask with the soft prompt prepended, and the number of its rows.
+    """Prepend the soft prompt to ids and mask; return both and the number of prompt rows.
+
+    Inputs that already contain the prompt, and inputs of a model without one, are returned
+    unchanged.
 
     Texts that already contain it, and those for a model without a prompt, are returned unchanged.
 
     Args:
-        table: token embedding; None, or another module, if the model has none.
-        ids: token ids of texts.
+        table: token embedding; None or another module if the model has no token embedding.
+        ids: token ids.
         mask: 1 for tokens, 0 for padding.
 
     Shape:

@@ -1,4 +1,4 @@
-"""Linear layers, heads, embeddings and experts whose weights are packed integers.
+"""Linear layers, heads, embeddings and experts with packed integer weights.
 
 They replace the plain modules and support the same calls. Gradients flow to the input through the
 dequantized weights; the rounding of activations uses a straight-through estimator.
@@ -51,7 +51,7 @@ _EXPERT_KEYS = ("gate_proj", "up_proj", "down_proj")
 
 
 class QuantizedLinear(MatrixStore, nn.Linear):
-    """A linear layer with packed weights; it computes in fp32 for any input dtype.
+    """Linear layer with packed weights; computes in fp32 for any input dtype.
 
     Args:
         plain: layer to replace; `fill_` copies its weights.
@@ -74,7 +74,7 @@ class QuantizedLinear(MatrixStore, nn.Linear):
 
 
 class QuantizedHead(MatrixStore, LMHead):
-    """A language model head with packed weights; its loss computes no gradient of the weight."""
+    """Language model head with packed weights; the weight gets no gradient."""
 
     def __init__(self, plain: LMHead, spec: QuantSpec) -> None:
         sizes = plain.in_features, plain.out_features
@@ -83,20 +83,20 @@ class QuantizedHead(MatrixStore, LMHead):
         self._make(plain, sizes, spec)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weight, for the loss."""
+        """Return the dequantized weight in `dtype`, for the loss."""
         return self.dense(dtype)
 
     def sliced(self, dtype: torch.dtype) -> Rows:
-        """Return the weight, dequantized slice by slice; under `torch.compile` the whole matrix."""
+        """Return the weight, dequantized slice by slice (under `torch.compile` all at once)."""
         return self.dense(dtype) if torch.compiler.is_compiling() else PackedRows(self, dtype)
 
     def score(self, x: Tensor) -> Tensor:
-        """Return the logits of the head's rows."""
+        """Return the logits, without adapters."""
         return self.multiply(x, self.bias)
 
 
 class QuantizedEmbedding(MatrixStore, nn.Embedding):
-    """A token embedding with packed weights.
+    """Token embedding with packed weights.
 
     Shape:
         ids: (...) -> (..., D), in the model's dtype
@@ -108,19 +108,19 @@ class QuantizedEmbedding(MatrixStore, nn.Embedding):
         self._make(plain, sizes[::-1], spec)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up embeddings."""
+        """Look up and dequantize the embeddings of token ids."""
         rows = pick_packed(ids, PackedMatrix(*self._tensors()), self.rows, self.spec)
         return self._with_outliers(rows, rows.dim() - 1, ids).to(self.like.dtype)
 
 
 def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
-    """Return some rows of a packed matrix, in fp32, by the fastest implementation available.
+    """Dequantize the selected rows of a packed matrix to fp32, by the fastest implementation.
 
     Shape:
         index: (...) integers; returns (..., columns)
 
     Raises:
-        IndexError: an index out of range; checked on the CPU, outside of transforms.
+        IndexError: an index is out of range (checked on the CPU only, outside of transforms).
     """
     if type(index) is not Tensor or not index.is_cpu or is_watched() or not runs_here(*matrix):
         return pick_rows(matrix, index, spec)
@@ -162,7 +162,7 @@ class QuantizedExperts(PackedStore, Experts):
                 self._add_matrix(f"{key}_", self._sizes[key], plain.up_proj.device)
 
     def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return (E, out, in) of every stack."""
+        """Return (E, out, in) of every stacked matrix by name."""
         return self._sizes
 
     def fill_(self, key: str, stack: Tensor) -> None:
@@ -171,11 +171,11 @@ class QuantizedExperts(PackedStore, Experts):
             self._take(f"{key}_", matrix, number)
 
     def has_gate(self) -> bool:
-        """True if the experts have a `gate_proj`."""
+        """Return True if the experts have a `gate_proj`."""
         return "gate_proj" in self._sizes
 
     def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply the rows of every expert by its matrix."""
+        """Multiply each expert's rows by its packed matrix `key`."""
         rows, numbers, tensors = (
             self._sizes[key][1],
             numbers_of(self.spec),
@@ -188,29 +188,32 @@ class QuantizedExperts(PackedStore, Experts):
         return run(x.float(), *tensors, rows, numbers, ends).to(x.dtype)
 
     def plain(self, key: str) -> Tensor:
-        """Return a stack in fp32: (E, out, in)."""
+        """Return a dequantized stack in fp32, (E, out, in)."""
         return self.dense(key, torch.float32)
 
     def dense(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized stack, (E, out, in)."""
+        """Return a dequantized stack in `dtype`, (E, out, in)."""
         tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the notes: initialized as the plain stacks, then packed."""
+        """Describe the tensors: initialized like the plain stacks, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._sizes.items():
             notes |= self._notes(f"{key}_", key, shape)
         return notes
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return the sizes as text."""
         experts, outer, inner = self._sizes["down_proj"]
         return f"{experts} x ({outer}, {inner}), gated={self.has_gate()}, {self.spec.bits} bits"
 
 
 def element_scales(store: PackedStore, key: str) -> Tensor | None:
-    """Return the scale of every integer of a packed parameter, in fp32 and the parameter's shape.
+    """Return the scale of each integer of a packed parameter, in fp32 and the parameter's shape.
+
+    Returns None if the values are not integers times scales: groups with minima, or outlier
+    columns.
 
     None if its values are not integers times scales: groups with minima, or outlier columns.
 
@@ -240,7 +243,8 @@ def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:
         spec: quantization scheme.
 
     Raises:
-        ConfigError: an unsupported module, one that is quantized already, or unsupported widths.
+        ConfigError: the module is not supported or already quantized, or its width cannot be
+            packed.
     """
     if isinstance(module, PackedStore) or type(module).__name__.startswith("Int8"):
         raise ConfigError(f"a {type(module).__name__} is already quantized.")
@@ -264,7 +268,9 @@ def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:
 
 
 def plain_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield key and matrix of each weight that `store_packed` packs: (rows, columns) or (E, ...).
+    """Yield the key and matrix of each weight that `store_packed` packs.
+
+    Matrices are (rows, columns), stacks (E, ...). Tied layers yield the same tensor.
 
     Tied layers yield the same tensor.
     """

@@ -1,7 +1,8 @@
-"""Random initialization of a tensor by its name, with the same result on every layout.
+"""Random initialization of a tensor by its name, with the same values on every layout.
 
 A weight is sampled in blocks of rows, each from a generator seeded by (seed, parameter name, block
-index). A rank samples only the blocks that its shard overlaps, on the CPU, and copies its part.
+index). A rank samples only the blocks that overlap its shard, on the CPU, and copies its shard from
+them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _BLOCK_ELEMENTS = 1 << 16
 
 
 def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: int) -> None:
-    """Initialize this rank's shard of an adapter's tensor.
+    """Initialize this rank's shard of a tensor of an adapter or replacement.
 
     Args:
         tensor: tensor to fill.
         name: full parameter name, which seeds the generator.
-        note: the adapter's description of the tensor.
-        std: standard deviation of the tensor from which a derived one is computed.
+        note: description of the tensor.
+        std: standard deviation of the source tensor, if the tensor is derived.
         seed: random seed of the initialization.
     """
     draw = note.draw
@@ -53,7 +54,7 @@ def fill_(tensor: Tensor, value: float) -> None:
 
 @torch.no_grad()
 def copy_part_(tensor: Tensor, source: Tensor) -> None:
-    """Copy this process's part of a whole tensor."""
+    """Copy this rank's shard from a whole tensor."""
     box = local_box(tensor)
     if box.numel:
         local_tensor(tensor).copy_(source[box.slices] if source.dim() else source)
@@ -74,7 +75,8 @@ def draw_normal_(
         name: parameter name, which seeds the generator together with `seed`.
         std: standard deviation.
         seed: random seed of the initialization.
-        made: computes the tensor from samples of another shape; None is the samples themselves.
+        derived: computes the tensor from samples of another shape; None uses the samples
+            themselves.
     """
     box = local_box(tensor)
     if box.numel == 0:
@@ -102,7 +104,7 @@ def draw_normal_(
 def _draw_block(
     name: str, std: float, seed: int, shape: tuple[int, ...], rows: int, block: int
 ) -> Tensor:
-    """Sample the rows of one block."""
+    """Sample one block of rows."""
     count = min(rows, shape[0] - block * rows)
     return torch.empty(count, *shape[1:]).normal_(0.0, std, generator=_generator(seed, name, block))
 

@@ -1,8 +1,8 @@
-"""Selective recomputation: norm and activation outputs are recomputed in backward, not stored.
+"""Selective recomputation: norm and activation outputs are recomputed in backward.
 
-A projection saves its input for its weight's gradient. If that input is a norm or an activation of
-a tensor that is saved anyway, it is dropped and recomputed in backward, with the same bits: about a
-third of the stored activations on GPT-2 shapes.
+A projection saves its input for the gradient of its weight. If that input is the norm or activation
+of a tensor that is saved anyway, it is dropped and recomputed in backward, bit-identically. This
+saves about a third of the stored activations on GPT-2 shapes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["call_and_drop", "hold_weights"]
 
 
 class _Dropped(NamedTuple):
-    """Saved in place of a tensor: the function that recomputes it."""
+    """Replacement of a saved tensor: the function that recomputes it."""
 
     make: Callable[[], Tensor]
     shape: torch.Size
 
 
 class _Pack:
-    """Saved-tensor hook that replaces one tensor by its recipe; others go to the enclosing hook."""
+    """Saved-tensor hook that drops one tensor; other tensors go to the enclosing hook."""
 
     def __init__(self, value: Tensor, make: Callable[[], Tensor], outer: _Pack | None) -> None:
         # The address identifies the tensor, so that this hook does not keep it alive.
@@ -51,14 +51,14 @@ def _unpack(saved: Any) -> Tensor:
 
 
 def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function that calls a module with the weights that it has now.
+    """Return a function that calls a module with its present weights.
 
-    `torch.func.functional_call` and averaged weights swap a model's parameters for one call only:
-    when backward recomputes the module's output, the others are back.
+    `torch.func.functional_call` and averaged weights replace a model's parameters for one call
+    only. When
+    backward recomputes the module's output, the original parameters are already back.
 
     Args:
         module: module whose children have no parameters.
-        module: without children that have parameters.
     """
     own = module._parameters
     weights = dict(own)
@@ -77,16 +77,26 @@ def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
 def call_and_drop(
     function: Callable[[Tensor], Tensor], value: Tensor, make: Callable[[], Tensor]
 ) -> Tensor:
-    """Return ``function(value)``; backward recomputes `value` by `make` if the function saved it.
+    """Return ``function(value)``; backward recomputes `value` by `make` instead of saving it.
+
+    It only calls the function where recomputation cannot help: without gradients, under
+    `torch.compile`
+    (which decides itself), for tensor subclasses, and inside other saved-tensor hooks (activation
+    checkpointing saves nothing there, and autograd's hooks do not nest).
+
+    It only calls the function where recomputation cannot help: without gradients, under
+    `torch.compile`
+    (which decides itself), for tensor subclasses, and inside other saved-tensor hooks (activation
+    checkpointing saves nothing there, and autograd's hooks do not nest).
 
     It calls the function only, where recomputation cannot help: without gradients, under
     `torch.compile` (which decides itself), for tensor subclasses, and inside other saved-tensor
     hooks (activation checkpointing saves nothing here, and autograd's hooks do not nest).
 
     Args:
-        function: uses `value`; may call `call_and_drop` itself.
+        function: function of `value`; may call `call_and_drop` itself.
         value: contiguous tensor, alive during the call.
-        make: deterministic function that returns the same values.
+        make: deterministic function that returns `value` again.
     """
     plain = type(value) is Tensor and value.is_contiguous()
     if not plain or not value.requires_grad or torch.compiler.is_compiling():

@@ -14,16 +14,16 @@ __all__ = ["RelativeBias", "find_buckets"]
 def find_buckets(
     distance: Tensor, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """Return the bucket of every distance: exact for short ones, logarithmically wider beyond.
+    """Return the bucket of each distance: one per short distance, logarithmic for long ones.
 
     Args:
         distance: key position minus query position.
-        bidirectional: later keys have their own buckets; else they all share bucket 0.
+        bidirectional: later keys have their own buckets; otherwise they all share bucket 0.
         num_buckets: number of buckets; half of them for each side if bidirectional.
-        max_distance: distance from which on all keys share the last bucket of their side.
+        max_distance: distance beyond which all keys share the last bucket of their side.
 
     Shape:
-        distance: any, integers -> same
+        distance: (...), integers -> same
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer" (2020), and its code.
@@ -43,15 +43,14 @@ class RelativeBias(nn.Module):
 
     Args:
         num_heads: number N of heads.
-        num_buckets: number of buckets, rows of `weight`.
+        num_buckets: number of buckets, which are the rows of `weight`.
         max_distance: see `find_buckets`.
-        causal: decoder: no buckets for later keys, which get -inf, so that the bias is the causal
-            mask too.
+        causal: bias of a decoder: later keys get -inf, so that the bias is also the causal mask.
 
     Shape:
         returns (1, N, T, S)
 
-    Memory: N x T x S elements, computed once for all layers that share it.
+    Memory: N x T x S elements, computed once for all layers that share the bias.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads))
 
     def forward(self, query_length: int, key_length: int, offset: int = 0) -> Tensor:
-        """Return the bias of T queries, starting at position `offset`, to S keys from 0 on."""
+        """Return the bias of T queries from position `offset` on and S keys from position 0 on."""
         # Each row is the previous one shifted by one: all are windows of one vector per head.
         first, last = 1 - offset - query_length, key_length - offset
         distance = torch.arange(first, last, device=self.weight.device)
@@ -73,6 +72,6 @@ class RelativeBias(nn.Module):
         return values.t().contiguous().unfold(1, key_length, 1).flip(1).contiguous()[None]
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return the sizes as text."""
         buckets, heads = self.weight.shape
         return f"heads={heads}, buckets={buckets}, max_distance={self.max_distance}"

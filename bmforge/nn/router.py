@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts."""
+"""Routers for mixtures of experts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ RouterKind = Literal["linear", "two_layer"]
 
 
 class TwoLayerRouter(nn.Module):
-    """``second(tanh(first(x / |x|)))``, without biases.
+    """Two-layer router: ``second(tanh(first(x / |x|)))``, without biases.
 
-    hidden_size: width D of the hidden states.
-    num_experts: number E of experts.
-        num_experts: E.
+    Args:
+        hidden_size: width D of the hidden states.
+        num_experts: number E of experts.
 
     Shape:
         x: (M, D) -> (M, E)
 
-    Source: Zhang et al., "MoEfication" (2022), as in BMCook: it is initialized to the similarity of
-        a token to each expert's mean row (`first`), and `second` to the identity.
+    Source: Zhang et al., "MoEfication" (2022), as in BMCook, which initializes `first` to each
+    expert's
+        mean row (so that it computes similarities) and `second` to the identity.
     """
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:

@@ -1,8 +1,8 @@
-"""Segments of CPM-Ant and CPM-Bee: relative position bias, segment relations and masks.
+"""Segment-based attention of CPM-Ant and CPM-Bee: position bias, segment relations, masks.
 
-A text is split into segments. Two tokens of one segment have a bias by their distance, in T5's
-buckets; tokens of different segments have a bias by the segments' relation. Both biases are rows of
-one trained table. Per-token inputs cover all S keys; the T queries are the last of them.
+A text is split into segments. The bias of two tokens of one segment depends on their distance (in
+T5's buckets); that of tokens of different segments depends on the segments' relation. Both are rows
+of one trained table. Per-token inputs cover all S keys; the queries are the last T of them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class BucketBias(nn.Module):
 
     Args:
         num_heads: number N of heads.
-        num_rows: rows of the table.
+        num_rows: number of rows of the table.
 
     Shape:
         rows: (B or 1, T, S), integers; returns (B or 1, N, T, S)
 
-    Memory: the result, computed once for all layers.
+    Memory: the bias, computed once for all layers.
     """
 
     def __init__(self, num_heads: int, num_rows: int) -> None:
@@ -47,11 +47,11 @@ class BucketBias(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_rows, num_heads))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Look up the biases."""
+        """Look up the biases of all (query, key) pairs."""
         return F.embedding(rows, self.weight).permute(0, 3, 1, 2).contiguous()
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return the sizes as text."""
         rows, heads = self.weight.shape
         return f"heads={heads}, rows={rows}"
 
@@ -59,13 +59,13 @@ class BucketBias(nn.Module):
 def find_distances(
     length: int, device: torch.device, past: int = 0, position: Tensor | None = None
 ) -> Tensor:
-    """Return key position minus query position for all pairs.
+    """Return key position minus query position for all (query, key) pairs.
 
     Args:
         length: number T of queries.
         device: device of the result.
         past: number of keys before the first query.
-        position: positions of all keys; None is 0, 1, 2, ...
+        position: positions of all keys; None means 0, 1, 2, ...
 
     Shape:
         position: (B, past + T); returns (B or 1, T, past + T)
@@ -78,7 +78,9 @@ def find_distances(
 def segment_rows(
     segment: Tensor, distance: Tensor, num_segments: int, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """Return row indices of CPM-Ant's bias table: buckets, then one row per pair of segment types.
+    """Return row indices into CPM-Ant's bias table for all (query, key) pairs.
+
+    Distance buckets come first, then one row per pair of segment types.
 
     Args:
         segment: segment type of every key.
@@ -98,7 +100,9 @@ def segment_rows(
 def relation_rows(
     relation: Tensor, distance: Tensor, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """Return row indices of CPM-Bee's bias table: buckets, then one row per relation from 1 on.
+    """Return row indices into CPM-Bee's bias table for all (query, key) pairs.
+
+    Distance buckets come first, then one row per relation, starting with relation 1.
 
     Shape:
         relation: (B or 1, T, S), 0 within a segment; distance: (B or 1, T, S); returns (B, T, S)
@@ -117,7 +121,8 @@ def find_relations(
         num_segments: number of segments in the key's sample.
         offset: start of the sample's relation table in `relations`.
         relations: concatenated (n, n) relation tables of the samples.
-        together: True if query and key are in the same sample and span; else the relation is 1.
+        together: True if query and key are in the same sample and span; otherwise the relation
+            is 1.
 
     Shape:
         segment, num_segments, offset: (B, S); relations: (B, R); together: (B, T, S);
@@ -133,16 +138,23 @@ def find_relations(
 def see_context(
     context: Tensor, distance: Tensor, allowed: Tensor | None, real: Tensor | None
 ) -> Tensor:
-    """Return the mask in which queries see all context, and answer tokens up to themselves.
+    """Build the mask in which queries see all context and answer tokens up to themselves.
+
+    Context tokens attend to context only. Every token, even padding, attends to itself, so that no
+    softmax is empty.
+
+    Context tokens attend to context only. Every token, even padding, attends to itself, so that no
+    softmax is empty.
 
     Context attends to context only. Every token, padding too, attends to itself, so that no softmax
     is empty.
 
     Args:
-        context: True for given (not predicted) tokens.
+        context: True for context tokens, which are given and not predicted.
         distance: see `find_distances`.
-        allowed: further condition on a pair, such as being in the same span.
-        real: True for tokens that are no padding.
+        allowed: further condition on a (query, key) pair, such as the same span; None for no
+            condition.
+        real: True for tokens, False for padding; None without padding.
 
     Shape:
         context, real: (B, S) boolean; distance: (B or 1, T, S); allowed: (B, T, S);
@@ -157,12 +169,13 @@ def see_context(
 
 
 def turn_by_sub(x: Tensor, sub: Tensor) -> Tensor:
-    """Rotate embeddings by their sub ids, so that one row of the table encodes many tokens.
+    """Rotate embeddings by their sub ids, so that one embedding row serves many tokens.
 
     Shape:
-        x: (B, T, D); sub: (B, T), integers, 0 leaves as it is; returns (B, T, D)
+        x: (B, T, D); sub: (B, T), integers (0: unchanged); returns (B, T, D)
 
-    Source: ``EmbeddingExt`` of OpenBMB/CPM-Bee: rotary over all of D, at position 16 x sub.
+    Source: ``EmbeddingExt`` of OpenBMB/CPM-Bee, a rotary embedding over all D dims at position 16 x
+    sub.
     """
     table = rope_table(RopeSpec(x.shape[-1]), sub * _SUB_SPACING, x.dtype)
     return apply_rope(x[:, None], table)[:, 0]

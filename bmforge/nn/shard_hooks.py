@@ -1,4 +1,4 @@
-"""Hooks for a parallel layout: identity by default, collectives when `parallel` sets them."""
+"""Interfaces of the hooks that parallel layouts set: identity by default, else collectives."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ JoinTokens = Callable[[Tensor, int], Tensor]
 
 
 def pass_on(x: Tensor) -> Tensor:
-    """Return `x` unchanged: the default for one process."""
+    """Return `x` unchanged; the default hook without parallelism."""
     return x
 
 
 class Rows(Protocol):
-    """Weight of a head: a tensor (V, D), or an object that yields rows of it when sliced."""
+    """Weight of a head: a (V, D) tensor, or an object that returns rows when sliced."""
 
     @property
     def shape(self) -> torch.Size:
-        """(V, D)."""
+        """Shape of the weight, (V, D)."""
 
     def __getitem__(self, rows: slice) -> Tensor: ...
 
     def detach(self) -> Rows:
-        """Return the same without the autograd graph."""
+        """Return the rows without the autograd graph."""
 
 
 class VocabCut(Protocol):
@@ -51,7 +51,7 @@ class VocabCut(Protocol):
         rows: vocabulary size over all ranks.
         first: index of this rank's first row in the whole weight.
         width: largest number of rows on a rank.
-        is_last: this rank has the last row.
+        is_last: True if this rank has the last row.
     """
 
     rows: int
@@ -60,28 +60,28 @@ class VocabCut(Protocol):
     is_last: bool
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return `x`, which is the same on every rank; its gradient is summed over the ranks."""
+        """Return the replicated `x` unchanged; its gradient is summed over the ranks."""
 
     def gather(self, logits: Tensor) -> Tensor:
-        """All-gather the logits: (..., V) from this rank's rows."""
+        """All-gather this rank's logits to those of the whole vocabulary, (..., V)."""
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum values over the ranks, in place."""
 
     def max_(self, values: Tensor) -> Tensor:
-        """Take the maximum over the ranks, in place."""
+        """Take the maximum of values over the ranks, in place."""
 
 
 class TokenShare(Protocol):
-    """Sharding of sequences over ranks (context parallelism): this rank's tokens."""
+    """Sharding of sequences over ranks (context parallelism)."""
 
     def enter(
         self, x: Tensor, masks: dict[Any, Any], inputs: dict[str, Any]
     ) -> tuple[Tensor, dict[Any, Any], dict[str, Any]]:
-        """Select this rank's part of a stack's inputs: hidden states, masks, other arguments."""
+        """Select this rank's tokens of a stack's inputs: hidden states, masks, other arguments."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather the tokens: (B, T, ...) from those of this rank."""
+        """All-gather this rank's tokens to whole sequences, (B, T, ...)."""
 
 
 # Sequence length -> this rank's share; None where sequences are not sharded.

@@ -1,4 +1,4 @@
-"""Softmax of some tokens whose logits arrive in tiles of columns, also sharded over ranks."""
+"""Softmax cross-entropy over tiles of vocabulary columns, which may be sharded over ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["TiledSoftmax"]
 
 
 class TiledSoftmax:
-    """Cross-entropy of some tokens and its gradient, from tiles of their logits.
+    """Cross-entropy of a chunk of tokens and its gradient, computed from tiles of logits.
 
     Args:
         target: labels; -100 ignores the token.
-        vocab: sharding of the columns over ranks; None is unsharded.
+        vocab: sharding of the columns over ranks; None if they are not sharded.
         wide: dtype of the sums.
 
     Source: the running maximum and sum are those of Milakov and Gimelshein, "Online normalizer
@@ -36,11 +36,11 @@ class TiledSoftmax:
 
     @property
     def is_kept(self) -> Tensor:
-        """Whether each token has a label, (M, 1)."""
+        """Whether each token has a label other than -100, (M, 1)."""
         return self._kept
 
     def add_(self, logits: Tensor, first: int) -> None:
-        """Add a tile, the columns from `first` on; turns it into exponentials in place."""
+        """Accumulate one tile, columns from `first` on; turn it into exponentials in place."""
         index, is_inside = self.find(logits, first)
         self._picked += logits.gather(1, index).where(is_inside, 0)
         top = torch.maximum(self._top, logits.amax(-1, keepdim=True))
@@ -50,7 +50,7 @@ class TiledSoftmax:
         self._top = self._tops[first] = top
 
     def finish(self) -> Tensor:
-        """Return the summed cross-entropy over all tiles and ranks."""
+        """Return the cross-entropy summed over all tiles and ranks."""
         if self._vocab is not None:
             top = self._vocab.max_(self._top.clone())
             sums = torch.stack((self._mass * (self._top - top).exp_(), self._picked))
@@ -59,7 +59,7 @@ class TiledSoftmax:
         return ((self._mass.log() + self._top - self._picked).where(self._kept, 0)).sum()
 
     def differentiate_(self, tile: Tensor, first: int, is_exponential: bool) -> None:
-        """Turn a tile, exponentials from `add_` or logits, into the gradient of its logits."""
+        """Turn a tile (exponentials from `add_`, or logits) into the gradient of its logits."""
         weight = self._kept / self._mass
         if is_exponential:
             tile.mul_((self._tops[first] - self._top).exp_().mul_(weight))
@@ -69,7 +69,7 @@ class TiledSoftmax:
         tile.scatter_add_(1, index, -is_inside.to(tile.dtype))
 
     def find(self, tile: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return each token's target column in a tile, and whether it is in the tile."""
+        """Return each token's target column within a tile, and whether it is in the tile."""
         index = self._target - first
         is_inside = (index >= 0) & (index < tile.shape[1]) & self._kept
         return index.where(is_inside, 0), is_inside

@@ -1,9 +1,9 @@
 """Distillation loss against a teacher's stored top-k predictions.
 
-For every token the file has the teacher's k most likely tokens with their log-probabilities, and
-the log-probability of all other tokens together. The loss is the KL divergence over these k + 1
-outcomes; with k equal to the vocabulary size it equals `linear_distillation`. Full logits never
-exist: the head runs over chunks of tokens, and recomputes each chunk in backward.
+For every token, a file stores the teacher's k most likely tokens with their log-probabilities, and
+the total log-probability of all other tokens. The loss is the KL divergence over these k + 1
+outcomes; with k equal to the vocabulary size it equals `linear_distillation`. Full logits are never
+stored: the head runs over chunks of tokens, and backward recomputes each chunk.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _CHUNK_ELEMENTS = 1 << 23
 
 
 class Answers(NamedTuple):
-    """A teacher's top-k predictions for M tokens.
+    """Top-k predictions of a teacher for M tokens.
 
     Shape:
         ids: (M, k), most likely tokens; log_probs: (M, k), their log-probabilities; rest: (M,),
-        log-probability of all other tokens together, -inf if there are none
+            total log-probability of all other tokens, -inf if there are none
     """
 
     ids: Tensor
@@ -65,7 +65,7 @@ def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> Answer
 
 
 def compare_answers(logits: Tensor, answers: Answers, temperature: float = 1.0) -> Tensor:
-    """KL(teacher || student) * T^2 per token, all tokens outside the top k being one outcome.
+    """Return KL(teacher || student) * T^2 per token; tokens outside the top k are one outcome.
 
     Shape:
         logits: (M, V); returns (M,)
@@ -99,13 +99,13 @@ def linear_answers(
     temperature: float = 1.0,
     num_items: float | Tensor | None = None,
 ) -> Tensor:
-    """Return the mean of `compare_answers` over tokens with a label, without full logits.
+    """Return the mean of `compare_answers` over the labeled tokens, without full logits.
 
     Args:
         student: hidden states and head weights of the student, which receive gradients.
         answers: the teacher's predictions for the same tokens.
-        labels: target tokens; positions with -100 are ignored, the other values are not used.
-        temperature: temperature that the teacher's predictions were computed with.
+        labels: target tokens; positions with -100 are ignored, other values have no effect.
+        temperature: temperature with which the teacher's predictions were computed.
         num_items: divisor of the summed loss; None divides by the number of labels.
 
     Shape:

@@ -1,4 +1,4 @@
-"""Mixture of experts when all tokens of a call use the same experts: no sorting and no copies."""
+"""Mixture of experts in calls where all tokens use the same experts: no sorting, no copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ __all__ = ["run_uniform", "can_run_uniform"]
 
 
 def can_run_uniform(experts: Any, kind: type) -> bool:
-    """Return True if `run_uniform` is the right path for these experts.
+    """Return True if `run_uniform` supports these experts in this call.
+
+    It is for inference only: backward would allocate a full-size gradient for every expert.
+    Sharded,
+    streamed, quantized and adapted experts use other code paths.
 
     It is for inference only: backward would make a full-size gradient for every expert. Layouts,
     streaming, quantized storage and adapters have their own code paths.

@@ -1,13 +1,13 @@
-"""Sliding-window attention with global tokens, with cost linear in the length (Longformer).
+"""Sliding-window attention with global tokens, at a cost linear in the length (Longformer).
 
-Every token attends to those within reach on both sides and to the global tokens; a global token
-attends to all, through its own projections. Queries are split into blocks; a block's keys are an
-overlapping view of the sequence, so one call of the fused kernel computes all blocks, and nothing
-grows with T^2.
+Every token attends to the tokens within reach on both sides and to the global tokens; a global
+token attends to all tokens, through its own projections. Queries are split into blocks, and the
+keys of a block are an overlapping view of the sequence, so one call of the fused kernel computes
+all blocks and no tensor has T^2 elements.
 
 Source: Beltagy, Peters and Cohan, "Longformer: The Long-Document Transformer" (2020). The authors'
-code and transformers compute the band's diagonals; blocks compute slightly more than the band and
-mask it, which is faster with dense kernels.
+code and transformers compute the diagonals of the band; blocks compute slightly more and mask it,
+which is faster with dense kernels.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class WindowAttention(Attention):
         spec: hyperparameters.
 
     Attributes:
-        pick_own: applied before the last projection; a layout that shards tokens selects those
-            of its rank.
+        pick_own: function applied before the last projection; a layout that shards tokens sets
+            it to select the tokens of its rank.
 
     Shape:
         x: (B, T, D) -> (B, T, D)
@@ -60,7 +60,7 @@ class WindowAttention(Attention):
         bias: Tensor | None = None,
         memory: Tensor | None = None,
     ) -> Tensor:
-        """Attend within the window and to global tokens.
+        """Attend within the window and to the global tokens.
 
         Args:
             x: hidden states.
@@ -92,12 +92,12 @@ class WindowAttention(Attention):
     def _mix_whole(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None
     ) -> Tensor:
-        """Attend over whole sequences: (B, T, D)."""
+        """Compute attention over whole sequences: (B, T, D)."""
         query, key, value = (self._heads(t, None) for t in (query, key, value))
         return self._mix(query, key, value, allowed, None).transpose(1, 2).flatten(2)
 
     def _mix_blocks(self, query: Tensor, key: Tensor, value: Tensor, mask: WindowMask) -> Tensor:
-        """Attend block by block: (B, T, D)."""
+        """Compute attention block by block: (B, T, D)."""
         rows, length, _ = query.shape
         padding = -length % mask.block
         blocks = F.pad(query, (0, 0, 0, padding)).flatten(0, 1).unflatten(0, (-1, mask.block))
@@ -125,7 +125,10 @@ class WindowAttention(Attention):
         return mixed.transpose(1, 2).reshape(rows, length + padding, -1)[:, :length]
 
     def _in_reach(self, x: Tensor, mask: WindowMask) -> Tensor:
-        """View (B, T, D) as each block's keys: (B * blocks, N, block + 2 * reach, H).
+        """View (B, T, D) as the keys of each block: (B * blocks, N, block + 2 * reach, H).
+
+        Sequences are concatenated, so the first block of a sequence overlaps the previous sequence;
+        `allowed` masks these keys.
 
         Sequences are concatenated, so the first block of one reaches into the previous one;
         `allowed` masks these keys.
@@ -145,7 +148,7 @@ class WindowAttention(Attention):
         return torch.cat((first, near), dim=2)
 
     def _put_globals(self, mixed: Tensor, x: Tensor, mask: WindowMask) -> Tensor:
-        """Overwrite the output of the global tokens with attention to all tokens."""
+        """Overwrite the outputs of the global tokens with their attention to all tokens."""
         assert mask.chosen is not None
         assert mask.is_chosen is not None
         query = self.thin_query(self.q_global_proj(_take(x, mask.chosen)))
@@ -163,10 +166,11 @@ class WindowAttention(Attention):
         return mixed.scatter(1, mask.chosen[..., None].expand_as(out), out.to(mixed.dtype))
 
     def _see_all_at_once(self, query: Tensor, x: Tensor, mask: WindowMask) -> Tensor:
-        """Attention of G global tokens to all, without projecting all tokens: (B, G, N * H).
+        """Attend from G global tokens to all tokens without projecting all: (B, G, N * H).
 
-        The projections move to the side of the few tokens: ``q (W x + b) = (q W) x + q b`` and
-        ``p (W x + b) = W (p x) + b sum(p)``. T x D x G x N products instead of T x D x D.
+        The projections are applied to the few global tokens instead: ``q (W x + b) = (q W) x + q
+        b`` and ``p (W x + b) = W (p x) + b sum(p)``. This needs T x D x G x N instead of T x D x D
+        products.
         """
         assert mask.seen_by_chosen is not None
         query = query.unflatten(-1, (-1, self.head_dim))
@@ -199,5 +203,5 @@ def _is_plain(proj: nn.Linear) -> bool:
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Gather tokens of every sequence: (B, T, D), (B, G) -> (B, G, D)."""
+    """Gather the tokens at `index` of every sequence: (B, T, D), (B, G) -> (B, G, D)."""
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))

@@ -1,4 +1,4 @@
-"""Masks of sliding-window attention with global tokens, built once for all layers.
+"""Masks for sliding-window attention with global tokens (`window.py`), built once per call.
 
 The attention itself is in `window.py`.
 """
@@ -21,13 +21,13 @@ _SMALLEST_BLOCK = 64
 
 
 class WindowMask(NamedTuple):
-    """Mask of all layers with the same window.
+    """Attention mask shared by all layers with the same window.
 
     Args:
-        reach: number of tokens that a token sees on each side.
+        reach: number of visible tokens on each side of a token.
         block: queries per block; 0 if the sequences are too short for blocks.
-        allowed: True where a query attends: (B * blocks, 1, block, G + block + 2 * reach) with the
-            global tokens first, or without blocks (B, 1, T, T).
+        allowed: True where a query attends; with blocks (B * blocks, 1, block, G + block + 2 *
+            reach), global tokens first, otherwise (B, 1, T, T).
         real: 1 for tokens, 0 for padding, (B, T); None without padding.
         chosen: positions of the global tokens, (B, G), padded with other positions.
         is_chosen: True for entries of `chosen` that are global tokens, (B, G).
@@ -53,7 +53,7 @@ def build_window_mask(
     document_ids: Tensor | None = None,
     max_global_tokens: int | None = None,
 ) -> WindowMask:
-    """Build the mask of layers whose tokens see `window` / 2 tokens on each side.
+    """Build the mask for layers in which tokens see `window` / 2 tokens on each side.
 
     Args:
         batch: (B, T).
@@ -63,7 +63,7 @@ def build_window_mask(
         global_mask: 1 for global tokens; padding is never global.
         document_ids: document of each token in packed sequences; tokens attend within a document.
         max_global_tokens: maximum number of global tokens per sequence; None counts them. A
-            compiled graph cannot count and uses T, whose cost is quadratic.
+            compiled graph cannot count them and assumes T, which makes the cost quadratic.
 
     Shape:
         attention_mask, global_mask, document_ids: (B, T)
@@ -100,7 +100,7 @@ def build_window_mask(
 
 
 class _MaskInputs(NamedTuple):
-    """Inputs of the two forms of `allowed`."""
+    """Inputs from which the mask `allowed` is built."""
 
     reach: int
     block: int
@@ -125,7 +125,7 @@ def _count_globals(is_global: Tensor, limit: int | None) -> int:
 def _seen_by_chosen(
     near: Tensor, chosen: Tensor, is_chosen: Tensor, documents: Tensor | None
 ) -> Tensor:
-    """Keys that global tokens attend to; unused slots attend to all, which avoids NaN."""
+    """Return the keys to which global tokens attend; unused slots attend to all, to avoid NaN."""
     seen = near[:, None, :]
     if documents is not None:
         seen = seen & (documents.gather(1, chosen)[:, :, None] == documents[:, None, :])
@@ -133,7 +133,7 @@ def _seen_by_chosen(
 
 
 def _allow_whole(p: _MaskInputs) -> Tensor:
-    """Build the mask of short sequences: (B, 1, T, T)."""
+    """Build the mask for short sequences, without blocks: (B, 1, T, T)."""
     position = torch.arange(p.near.shape[1], device=p.near.device)
     allowed = ((position[:, None] - position).abs() <= p.reach)[None]
     if p.chosen is not None and p.is_chosen is not None:
@@ -148,7 +148,7 @@ def _allow_whole(p: _MaskInputs) -> Tensor:
 
 
 def _allow_in_blocks(p: _MaskInputs) -> Tensor:
-    """Build the mask block by block: (B * blocks, 1, block, G + block + 2 * reach)."""
+    """Build the mask in blocks: (B * blocks, 1, block, G + block + 2 * reach)."""
     length = p.near.shape[1]
     padding = -length % p.block
     span = p.block + 2 * p.reach
