@@ -1,10 +1,10 @@
-"""Text generation and scoring with trained models, with a key-value cache.
+"""Text generation and scoring with trained models and a KV cache.
 
 Start reading at `generate.py`: `decoder.py` runs the model, `sampling.py` turns logits into tokens
 and `beam.py` implements beam search. Results equal those of transformers' ``generate`` on the same
 weights. `score.py` computes likelihoods of texts and `talk.py` opens conversations; `openbmb/`
-holds EVA's conversations and CPM-Bee's documents. `engine/` batches requests and streams models
-that do not fit into device memory.
+implements EVA's conversations and CPM-Bee's documents. `engine/` batches requests and streams
+models that do not fit into device memory.
 """
 
 from bmforge.infer.cache import KVCache

@@ -1,4 +1,4 @@
-"""Beam search that follows transformers step by step, so that token ids and scores are equal."""
+"""Beam search that follows transformers step by step, so that ids and scores are equal."""
 
 from __future__ import annotations
 
@@ -45,11 +45,14 @@ def beam_search(
 
 
 class _Beams:
-    """N running and N finished rows for each of B prompts; L is the longest length.
+    """State of a beam search: N running and N finished beams for each of B prompts.
+
+    L is the maximum length of a row in tokens.
 
     Shape:
         ids, finished_ids: (B, N, L); running, finished (scores): (B, N); is_finished: (B, N);
-        finished_length: (B, N); open: (B, 1), whether a running row could still enter the finished
+        finished_length: (B, N); open: (B, 1), whether a running beam could still become one of
+            the finished beams
     """
 
     def __init__(self, prompt: Tensor, config: GenerationConfig) -> None:
@@ -103,7 +106,7 @@ class _Beams:
         return (_pick(origin, best) + first_row).flatten()
 
     def _finish(self, ids: Tensor, scores: Tensor, stops: Tensor) -> None:
-        """Merge the candidates that just ended into the finished beams and keep the best."""
+        """Merge the beams that have just ended into the finished beams, and keep the best N."""
         num_beams = self.running.shape[1]
         ended = stops.clone()
         ended[:, num_beams:] = False  # candidates beyond N only replace ended beams
@@ -121,7 +124,7 @@ class _Beams:
         self.is_finished = _pick(torch.cat((self.is_finished, ended), 1), best)
 
     def _update_open(self) -> None:
-        """Close prompts whose best running beam can no longer beat their worst finished one."""
+        """Close prompts whose best running beam can no longer beat their worst finished beam."""
         penalty = self.config.length_penalty
         longest = self.config.early_stopping == "never" and penalty > 0.0
         length = self.config.max_new_tokens if longest else self.new_tokens
@@ -131,7 +134,7 @@ class _Beams:
         self.open = self.open & (possible > worst).any(-1, keepdim=True)
 
     def is_done(self) -> bool:
-        """True if no beam can improve, all beams ended, or early stopping is satisfied."""
+        """Whether no beam can improve, all beams have ended, or early stopping applies."""
         enough = self.config.early_stopping is True and bool(self.is_finished.all())
         return enough or self.all_stopped or not bool(self.open.any())
 

@@ -1,4 +1,4 @@
-"""Key-value cache in buffers that are allocated once."""
+"""KV cache with one preallocated buffer per layer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ __all__ = ["KVCache"]
 class KVCache:
     """Keys and values of every layer, in one preallocated buffer per layer.
 
-    A layer's buffer is allocated at its first `append`, so that dtype, device and head counts are
-    those of the running model. `length` advances once per model call, when the last layer has
-    stored its keys: until then every layer and the position ids see the same past, and a call that
-    fails half-way leaves the cache unchanged.
+    A layer's buffer is allocated at its first `append`, with the dtype, device and head count of
+    the running model. `length` advances once per model call, when the last layer has stored its
+    keys. Until then all layers and the position ids see the same past, and a call that fails midway
+    leaves the cache unchanged.
 
     Args:
         num_layers: number of layers that store keys and values.
         max_length: capacity in tokens, prompt and new tokens together.
-        last_layer: index of the layer that stores last; None takes the last layer of the model. A
-            pipeline stage stores only some layers.
+        last_layer: index of the last layer that stores keys and values; None means the last
+            layer of the model. A pipeline stage stores only some layers.
 
     Attributes:
-        extra_length: number of tokens that the model itself puts in front of a text (CPM-Ant's
-            prompt), which neither `length` nor `max_length` counts; the model sets it before it
-            appends them.
-        step: optional faster implementation of the blocks for a few tokens; None without one.
-        moves: counter of allocations and changes of buffers: the tensors returned by `held` and
-            `remembered` stay valid until it increases.
+        extra_length: number of prompt tokens that the model itself prepends (CPM-Ant); not
+            counted in `length` and `max_length`. The model sets it before it appends them.
+        step: optional faster implementation of the blocks for few tokens; None if there is none.
+        moves: number of buffer allocations and replacements so far; tensors returned by `held`
+            and `remembered` are valid until it increases.
 
     Memory: 2 x num_layers x B x K x max_length x H elements; see `ModelConfig.kv_bytes_per_token`.
     """
@@ -55,7 +54,7 @@ class KVCache:
             key, value: (B, K, T, H) -> (B, K, length + T, H)
 
         Raises:
-            ShapeError: T more tokens exceed the capacity, or the number of rows has changed.
+            ShapeError: the T new tokens exceed the capacity, or the number of rows has changed.
         """
         start, room = self.stored, self.max_length + self.extra_length
         end = start + key.shape[2]
@@ -74,7 +73,7 @@ class KVCache:
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's cross-attention keys and values, computed by `make` at the first call.
+        """Return a layer's cross-attention keys and values; the first call computes them by `make`.
 
         Shape:
             returns two tensors (B, K, S, H)
@@ -89,7 +88,7 @@ class KVCache:
         self.length = self.stored + tokens - self.extra_length
 
     def reorder(self, indices: Tensor) -> None:
-        """Set row i to the old row ``indices[i]``; the number of rows may change.
+        """Replace row i by the old row ``indices[i]``; the number of rows may change.
 
         Shape:
             indices: (new B,), integers
@@ -116,28 +115,28 @@ class KVCache:
         return buffer
 
     def held(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return one layer's buffers, (B, K, capacity, H) each; None before its first keys."""
+        """Return one layer's buffers, (B, K, capacity, H) each; None if not yet allocated."""
         keys, values = self._keys[layer], self._values[layer]
         return None if keys is None or values is None else (keys, values)
 
     def remembered(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return the cross-attention keys and values stored by `remember`; None before that."""
+        """Return the cross-attention keys and values of a layer; None if not yet stored."""
         return self._memory.get(layer)
 
     @property
     def size_bytes(self) -> int:
-        """Size of the buffers in bytes, cross-attention included."""
+        """Size of all buffers in bytes, including cross-attention."""
         tensors = [*self._keys, *self._values, *(t for pair in self._memory.values() for t in pair)]
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     @property
     def stored(self) -> int:
-        """Number of tokens in the buffers, the model's own prompt tokens included."""
+        """Number of tokens in the buffers, including the model's own prompt tokens."""
         return self.length + self.extra_length if self.length else 0
 
 
 def _store(buffer: Tensor | None, new: Tensor, start: int, max_length: int) -> Tensor:
-    """Write (B, K, T, H) into a buffer from token `start` on; allocate the buffer if it is None."""
+    """Write (B, K, T, H) into a buffer from token `start` on; allocate it if it is None."""
     if buffer is None:
         batch, heads, _, width = new.shape
         buffer = torch.empty(batch, heads, max_length, width, dtype=new.dtype, device=new.device)

@@ -1,8 +1,8 @@
-"""Conversations with any text-generating model: a chat template renders the prompt.
+"""Conversations with text-generating models, with prompts rendered by a chat template.
 
-A decoder continues the prompt; an encoder-decoder reads it with a trailing blank and fills the
-blank; GLM fills a blank at the end of its prompt. The models are trained on conversations in these
-forms. EVA and CPM-Bee have their own forms, in `openbmb/`.
+A decoder continues the prompt; an encoder-decoder reads the prompt with a blank at its end and
+fills the blank; so does GLM. The models were trained on conversations in these formats. EVA and
+CPM-Bee have their own formats, in `openbmb/`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ _MAX_NEW_TOKENS = 128
 
 
 class Conversation:
-    """A conversation with a model.
+    """Conversation with a model: keeps the history and generates the answers.
 
     Args:
         model: model that generates text, except EVA and CPM-Bee.
         tokenizer: the model's tokenizer.
-        template: chat template that renders the messages; None uses a plain one.
-        options: generation options of the answers; end tokens are taken from the tokenizer and the
-            template. Near the model's maximum length, an answer is limited to the remaining tokens.
+        template: chat template that renders the messages; None uses a plain template.
+        options: generation options of the answers; end tokens are taken from the tokenizer and
+            the template. Answers are cut at the model's maximum length.
         system: system message.
-        limit: maximum length in tokens, answer included; None uses the model's.
+        limit: maximum length of the conversation in tokens, including the answer; None uses
+            that of the model.
 
     Attributes:
         history: user and assistant messages, oldest first.
 
     Raises:
-        ConfigError: the model does not generate text, or needs another form of conversation.
+        ConfigError: the model does not generate text, or needs another conversation format.
     """
 
     def __init__(
@@ -102,21 +103,21 @@ class Conversation:
 
     @property
     def streams(self) -> bool:
-        """True if answers are generated token by token from left to right."""
+        """Whether answers are generated token by token from left to right."""
         return self.model.traits.reads != "apart" and self.options.num_beams == 1
 
     def prompt_opens(self, mark: str) -> bool:
-        """Return True if the rendered prompts end with a marker such as <think>."""
+        """Return True if rendered prompts end with the text `mark`, such as <think>."""
         example = [{"role": "user", "content": "hi"}]
         return self.template.render(example, add_generation_prompt=True).rstrip().endswith(mark)
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far, its system message included."""
+        """Messages so far, including the system message."""
         return [*self._system, *self.history]
 
     def _read(self, turns: Sequence[Message]) -> list[int]:
-        """Return the prompt's token ids; the oldest turns are dropped until an answer fits."""
+        """Return the prompt's token ids, dropping the oldest turns until an answer fits."""
         limit, new_tokens = self._limit, self.options.max_new_tokens
         for first in range(0, len(turns), 2):  # drop a question together with its answer
             messages = [*self._system, *turns[first:]]
@@ -131,7 +132,7 @@ class Conversation:
         )
 
     def _write(self, ids: list[int], on_text: Callable[[str], None] | None = None) -> str:
-        """Generate the answer to a prompt; pieces of its text are passed to `on_text`."""
+        """Generate the answer to a prompt, passing pieces of its text to `on_text`."""
         model, tokenizer = self.model, self.tokenizer
         traits, ends = model.traits, find_ends(model, tokenizer, self._mark)
         stops: dict[str, Any] = {"eos_token_id": tuple(ends)} if ends else {}
@@ -167,7 +168,7 @@ def encode_messages(
     begin: str = "",
     **variables: Any,
 ) -> list[int]:
-    """Return the token ids of a conversation as the prompt of the next answer.
+    """Return the token ids of a conversation, as the prompt of the next answer.
 
     Args:
         template: chat template of the model.
@@ -175,11 +176,11 @@ def encode_messages(
         model: model that generates text, except EVA and CPM-Bee.
         tokenizer: the model's tokenizer.
         tools: functions that the assistant may call, as JSON schemas.
-        begin: first words of the answer.
+        begin: fixed beginning of the answer.
         variables: further variables of the template, such as `enable_thinking`.
 
     Raises:
-        DataError: the template refuses the conversation.
+        DataError: the template rejects the conversation.
     """
     traits = model.traits
     _, ids = template.encode(messages, tools, begin, **variables)
@@ -197,12 +198,12 @@ def encode_messages(
 
 
 def find_ends(model: Model, tokenizer: Tokenizer, mark: str) -> list[int]:
-    """Return the tokens that end an answer: the model's end tokens and the template's end marker.
+    """Return the tokens that end an answer: the model's end tokens and the template's end mark.
 
     Args:
         model: model that generates text, except EVA and CPM-Bee.
         tokenizer: the model's tokenizer.
-        mark: text that the template writes after an answer.
+        mark: text that the template renders after an answer.
     """
     traits = model.traits
     ids: list[int | None] = [*find_end_tokens(model.config, tokenizer)]

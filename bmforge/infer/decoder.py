@@ -1,4 +1,4 @@
-"""Decoders that run a model on prompts and then token by token, with cache, mask and positions."""
+"""Decoders: run a model on prompts and then token by token, with cache, mask and positions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Decoder", "Seq2SeqDecoder", "make_cache", "start_decoder"]
 
 
 def make_cache(layers: Stack, max_length: int) -> KVCache:
-    """Return a cache for the layers of this process, all or those of its pipeline stages."""
+    """Create a KV cache for the layers of this process (all, or those of its pipeline stages)."""
     total = span_of(layers).total
     from bmforge.infer.engine.native_step import NativeStep  # circular import
 
@@ -40,7 +40,7 @@ def start_decoder(
     max_new_tokens: int,
     adapter_names: Sequence[str | None] | None = None,
 ) -> tuple[Decoder, Tensor]:
-    """Return a new decoder and its first input tokens.
+    """Create a decoder; return it with its first input tokens.
 
     A decoder-only model continues the prompt; an encoder-decoder encodes the prompt and its decoder
     begins with the start token.
@@ -61,13 +61,13 @@ def start_decoder(
 
 
 class Decoder:
-    """A batch of rows that a model continues token by token.
+    """Batch of rows that a model continues token by token.
 
     Args:
         model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left; None without padding.
-        max_length: length of the longest row at the end, in tokens.
-        adapter_names: adapter name of each row, or None for the base model; None for all rows uses
+        max_length: maximum final length of a row in tokens.
+        adapter_names: adapter name of each row (None: base model); None instead of a list uses
             the adapters that are enabled on the model.
 
     Shape:
@@ -93,7 +93,7 @@ class Decoder:
             self._mask[:, : mask.shape[1]] = mask
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the prompt, or the tokens chosen last, and return the logits of the next token.
+        """Run the prompt or the last chosen tokens, and return the logits of the next token.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32
@@ -117,12 +117,12 @@ class Decoder:
         return out.logits[:, -1].float()
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the model does not change between calls of `run`."""
+        """Return a context manager during which the model must not be changed between runs."""
         step = self.cache.step
         return nullcontext() if step is None else step.undisturbed()
 
     def _chosen(self) -> dict[str, Any]:
-        """Return the model's argument `adapter_names` if each sample has its own adapter."""
+        """Return the `adapter_names` argument of the model call; {} if it is not needed."""
         if self.adapter_names is None:
             return {}
         if self._selection is None:  # the same for every token, until rows are reordered
@@ -130,7 +130,7 @@ class Decoder:
         return {"adapter_names": self._selection}
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with these indices.
+        """Replace the rows by copies of the old rows with the given indices.
 
         Shape:
             rows: (B',), integers
@@ -148,7 +148,7 @@ class Decoder:
             self._selection = None
 
     def repeat(self, times: int, scores: Tensor) -> Tensor:
-        """Repeat every row `times` times, copies adjacent; return the logits repeated likewise."""
+        """Repeat every row `times` times, with adjacent copies; return the repeated logits."""
         if times == 1:
             return scores
         rows = torch.arange(scores.shape[0], device=scores.device).repeat_interleave(times)
@@ -157,13 +157,13 @@ class Decoder:
 
 
 class Seq2SeqDecoder(Decoder):
-    """Decoder of an encoder-decoder: the source is encoded once, at the start.
+    """Decoder of an encoder-decoder; the source is encoded once, at the start.
 
     Args:
         model: model that computes the logits.
-        source: token ids of the encoder.
+        source: token ids of the encoder's input.
         mask: 1 for tokens of the source, 0 for padding; None without padding.
-        max_length: length of the longest target at the end in tokens, the start token included.
+        max_length: maximum final length of a target in tokens, including the start token.
         adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
@@ -192,7 +192,7 @@ class Seq2SeqDecoder(Decoder):
                 self._source = model.encode(source, mask)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the start token or the tokens chosen last; return the logits of the next token."""
+        """Run the start token or the last chosen tokens; return the logits of the next token."""
         if self._is_pipelined:
             return self._run_whole(tokens)
         # After the first call the cache holds the cross-attention keys and values of every row.
@@ -207,7 +207,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Same as in `Decoder`; a pipelined model keeps no state between calls of `run`."""
+        """Same as `Decoder.undisturbed`; a pipelined model keeps no state between runs."""
         return nullcontext() if self._is_pipelined else super().undisturbed()
 
     def _run_whole(self, tokens: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Same as in `Decoder`; the source is not reordered, as copies of a row share it."""
+        """Same as `Decoder.reorder`; the source is not reordered, as copies of a row share it."""
         if not self._is_pipelined:
             super().reorder(rows)
             return

@@ -1,4 +1,4 @@
-"""End tokens of a model: one rule for every way to generate text."""
+"""End tokens of a model, found by one rule for all ways to generate text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find_end_tokens(config: ModelConfig, tokenizer: Any = None) -> tuple[int, ..
 
     Args:
         config: the model's config.
-        tokenizer: the model's tokenizer; None if only token ids are generated.
+        tokenizer: the model's tokenizer; None to use the configs only.
     """
     sources = [config.generation_defaults, config.raw, vars(config)]
     ids = [id for source in sources for id in _as_ids(source.get("eos_token_id"))]

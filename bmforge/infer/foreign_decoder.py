@@ -15,12 +15,12 @@ __all__ = ["ForeignDecoder", "SeparateDecoder", "start_foreign"]
 
 
 class ForeignDecoder(Decoder):
-    """A batch of rows that a transformers model continues.
+    """Batch of rows that a transformers model continues.
 
     Args:
         model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left; None without padding.
-        max_length: length of the longest row at the end, in tokens.
+        max_length: maximum final length of a row in tokens.
         adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
@@ -45,7 +45,7 @@ class ForeignDecoder(Decoder):
             self._mask[:, : mask.shape[1]] = mask
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the prompt, or the tokens chosen last, and return the logits of the next token.
+        """Run the prompt or the last chosen tokens, and return the logits of the next token.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32
@@ -71,7 +71,7 @@ class ForeignDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with these indices."""
+        """Replace the rows by copies of the old rows with the given indices."""
         if self._caches:
             self.cache.reorder(rows)
         self._reorder_choice(rows)
@@ -81,19 +81,19 @@ class ForeignDecoder(Decoder):
             self._mask = self._mask.index_select(0, rows)
 
     def copy(self) -> ForeignDecoder:
-        """Return a decoder that continues the same rows independently."""
+        """Return an independent decoder that continues the same rows."""
         twin = copy.copy(self)
         twin.cache = copy.deepcopy(self.cache)
         return twin
 
 
 class SeparateDecoder(Decoder):
-    """Rows of different lengths for a model that does not support padding: each row runs alone.
+    """Decoder for a model that does not support padding; each row runs alone.
 
     Args:
         model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left.
-        max_length: length of the longest row at the end, in tokens.
+        max_length: maximum final length of a row in tokens.
         adapter_names: adapter name of each row; see `Decoder`.
 
     Shape:
@@ -117,7 +117,7 @@ class SeparateDecoder(Decoder):
         self._padding: list[int] | None = (mask == 0).sum(1).tolist()
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the prompt, or the tokens chosen last, and return the logits of the next token.
+        """Run the prompt or the last chosen tokens, and return the logits of the next token.
 
         Shape:
             tokens: (B, T) -> (B, V) in fp32
@@ -128,7 +128,7 @@ class SeparateDecoder(Decoder):
         return torch.cat([row.run(ids[None, first:]) for row, ids, first in pairs])
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with these indices."""
+        """Replace the rows by copies of the old rows with the given indices."""
         self._rows = [self._rows[row].copy() for row in rows.tolist()]
 
 
@@ -138,7 +138,7 @@ def start_foreign(
     max_length: int,
     adapter_names: Sequence[str | None] | None = None,
 ) -> Decoder:
-    """Return a decoder for a transformers model, row by row if it cannot read padding."""
+    """Create the decoder of a transformers model, row by row if it does not support padding."""
     if mask is not None and not model.behavior.padding:
         return SeparateDecoder(model, mask, max_length, adapter_names)
     return ForeignDecoder(model, mask, max_length, adapter_names)

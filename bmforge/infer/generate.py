@@ -1,4 +1,4 @@
-"""Batched text generation with `generate` and `stream_tokens`."""
+"""Batched text generation: `generate` and `stream_tokens`."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def generate(
     stop: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Continue prompts by greedy decoding, sampling or beam search; equal to transformers.
+    """Continue prompts by greedy decoding, sampling or beam search, with transformers' results.
 
-    Dropout is disabled during the call; afterwards every module is back in its previous mode.
+    Dropout is disabled during the call; afterwards every module returns to its previous mode.
     During the call, weights and hooks of the model's blocks may only be changed inside `on_token`.
 
     Args:
         model: decoder or encoder-decoder of `bmforge.models`.
         input_ids: prompts, padded on the left; for an encoder-decoder the sources, padded anywhere.
-        attention_mask: 1 for tokens, 0 for padding; if not given, `pad_token_id` (where it is set
-            and is no end token) marks the padding.
+        attention_mask: 1 for tokens, 0 for padding; if None, `pad_token_id` marks the padding,
+            unless it is also an end token.
         config: generation options; default `GenerationConfig()`.
         on_token: called with the (B,) tokens of every step as they are chosen (not with beams).
-        adapter_names: adapter name of each prompt, or None for the base model.
-        stop: stopping criterion: called with the (B * num_return_sequences,) tokens of every step,
-            returns a boolean tensor of the rows that end with them (not with beams).
+        adapter_names: adapter name of each prompt; None in the list is the base model.
+        stop: stopping criterion, a function from the (B * num_return_sequences,) tokens of a
+            step to a boolean tensor of the rows that end (not with beams).
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Shape:
         input_ids, attention_mask: (B, T)
-        returns (B * num_return_sequences, T + new), filled with `pad_token_id` after the end of a
+        returns (B * num_return_sequences, T + new), padded with `pad_token_id` after the end of a
         row;
         for an encoder-decoder the targets, (B * num_return_sequences, 1 + new), start token first
 
@@ -93,7 +93,7 @@ def generate(
 def _known_rows(
     model: CausalLM | Seq2Seq, rows: Sequence[str | None] | None
 ) -> Sequence[str | None] | None:
-    """Check the adapter names of the rows and return them; None if the model has no adapters."""
+    """Return the validated adapter names of the rows; None if the model has no adapters."""
     for name in dict.fromkeys(rows or ()):
         if name is not None:
             find_delta(model, name)
@@ -113,8 +113,8 @@ def run_decoder(
     Args:
         decoder: decoder that computes the logits.
         start: first input tokens of every row.
-        padding: number of leading tokens of each row that penalties on repetition ignore.
-        config: generation options, with end and padding tokens filled in.
+        padding: number of leading tokens of each row that repetition penalties ignore.
+        config: generation options, complete with end and padding tokens.
         on_token, stop: same as in `generate`.
 
     Shape:
@@ -135,7 +135,7 @@ def stream_tokens(
     config: GenerationConfig | None = None,
     attention_mask: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the tokens of each step as they are chosen; together they equal `generate`'s.
+    """Yield the tokens of each step as they are chosen; together they equal those of `generate`.
 
     Args:
         model, input_ids, config, attention_mask: same as in `generate`; no beams.
@@ -173,7 +173,7 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield all rows after every step, as views of one tensor, until all rows ended."""
+    """Yield all rows after every step, as views of one tensor, until all rows have ended."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)
@@ -214,7 +214,7 @@ def complete_config(
     Args:
         model: the model that generates.
         config: generation options of the caller.
-        tokenizer: the model's tokenizer, whose end token is added; None without one.
+        tokenizer: the model's tokenizer, whose end token is added; None if there is none.
         returns_text: whether the caller returns text and log-probabilities, not only token ids.
 
     Raises:
@@ -257,7 +257,7 @@ def check_prompt(
     attention_mask: Tensor | None,
     config: GenerationConfig,
 ) -> Tensor | None:
-    """Check the prompt against the model; return its mask, or None without padding."""
+    """Validate a prompt for the model; return its mask, or None if there is no padding."""
     is_integer = not input_ids.is_floating_point() and input_ids.dtype != torch.bool
     if input_ids.dim() != 2 or input_ids.numel() == 0 or not is_integer:
         raise ShapeError(
@@ -300,7 +300,7 @@ def check_prompt(
 
 
 def _check_tensors(**values: Any) -> None:
-    """Raise `ShapeError` if ids are missing or a value is no tensor."""
+    """Raise `ShapeError` if ids are missing or a value is not a tensor."""
     for name, value in values.items():
         if not isinstance(value, Tensor) and (value is not None or name == "input_ids"):
             raise ShapeError(
@@ -310,13 +310,13 @@ def _check_tensors(**values: Any) -> None:
 
 
 def _describe_prompt(table: Any) -> str:
-    """Return text about the prompt rows of an embedding table for an error message, or ""."""
+    """Return a phrase about the soft-prompt rows of an embedding for error messages, or ""."""
     more = count_ids(table) - table.num_embeddings
     return f" and a prompt of {more} rows behind" if more else ""
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:
-    """Check the attention mask of prompts for a decoder (padded on the left) or an encoder."""
+    """Validate the attention mask of a decoder (padded on the left) or an encoder."""
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it must be that of "

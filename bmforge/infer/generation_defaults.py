@@ -55,15 +55,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def read_generation_defaults(config: ModelConfig) -> dict[str, Any]:
-    """Return the author's published generation options as fields of `GenerationConfig`.
+    """Return the published generation options of a model as fields of `GenerationConfig`.
 
-    ``max_length`` is ignored: the number of new tokens is `max_new_tokens`.
+    ``max_length`` is ignored; `max_new_tokens` limits the number of new tokens.
 
     Args:
-        config: the model's config; its `generation_defaults` holds the published fields.
+        config: the model's config, whose `generation_defaults` are the published fields.
 
     Raises:
-        ConfigError: a published field changes the tokens and is not supported.
+        ConfigError: a published field that would change the tokens is not supported.
     """
     published = config.generation_defaults
     problems = [

@@ -1,8 +1,8 @@
-"""Adapter of a model to lm-eval: likelihoods of texts and generation until a stop string.
+"""Adapter for lm-eval: likelihoods of texts, and generation until a stop string.
 
-`TextModel` takes and returns texts; `open_lm` wraps it as a model of lm-eval
-(``lm_eval.api.model.LM``), which any of lm-eval's tasks accepts. Texts are tokenized as in
-lm-eval's own models.
+`TextModel` has texts as inputs and outputs; `open_lm` wraps it as a model of lm-eval
+(``lm_eval.api.model.LM``), which all tasks of lm-eval accept. Texts are tokenized as in lm-eval's
+own models.
 
 Source: ``lm_eval/api/model.py`` and ``models/huggingface.py`` of EleutherAI/lm-evaluation-harness.
 """
@@ -37,15 +37,15 @@ _DRAWN = ("temperature", "top_k", "top_p")
 
 
 class TextModel:
-    """A model and its tokenizer with lm-eval's three kinds of requests.
+    """Model with tokenizer that implements lm-eval's three kinds of requests.
 
     Args:
         model: decoder or encoder-decoder with its language-model head, in any parallel layout.
         tokenizer: the model's tokenizer.
-        template: chat template; None uses a plain one.
-        max_length: maximum row length in tokens; default the model's, 2,048 at most.
+        template: chat template; None uses a plain template.
+        max_length: maximum row length in tokens (default: the model's, at most 2,048).
         batch_size: rows per forward pass.
-        rows: data-parallel group and this process's rank in it; None for a single process.
+        rows: data-parallel size and rank of this process; None for a single process.
 
     Raises:
         ConfigError: the model cannot score a text.
@@ -78,7 +78,7 @@ class TextModel:
         return self._score([self._cut(pair) for pair in pairs])
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-probability of whole texts; each token is predicted once.
+        """Return the log-probabilities of whole texts; each token is predicted once.
 
         Raises:
             ConfigError: the model is an encoder-decoder, which cannot score a text without a
@@ -97,7 +97,7 @@ class TextModel:
         return sums
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Generate text after each context, up to the first of its stop strings.
+        """Generate text after each context, up to its first stop string.
 
         Args:
             requests: contexts, each with its options: `until` (stop strings), `max_gen_toks`,
@@ -109,7 +109,7 @@ class TextModel:
         return self.tokenizer.encode(text)
 
     def _begin(self) -> list[int]:
-        """Return the token that precedes a text: the begin token, else the end token."""
+        """Return the token that starts a text: the begin token or, without one, the end token."""
         first = self.tokenizer.bos_id
         first = self.tokenizer.eos_id if first is None else first
         if first is None:
@@ -117,7 +117,7 @@ class TextModel:
         return [first]
 
     def _encode_pair(self, context: str, continuation: str) -> Pair:
-        """Tokenize a context and its continuation; spaces between belong to the continuation."""
+        """Tokenize context and continuation; spaces between them belong to the continuation."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
             continuation = context[-spaces:] + continuation
@@ -197,11 +197,11 @@ class TextModel:
 
 
 class _MarkedError(Exception):
-    """Raised to stop generation once a stop string is complete."""
+    """Raised to end generation when a stop string is complete."""
 
 
 def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
-    """Return a model for lm-eval: ``lm_eval.simple_evaluate(model=open_lm("runs/mine/export"))``.
+    """Return a model for lm-eval, such as in ``simple_evaluate(model=open_lm("run/export"))``.
 
     Args:
         name: directory or hub id of a model with its tokenizer, or a `TextModel`.
@@ -217,7 +217,7 @@ def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
         raise MissingDependencyError("lm-eval", "lm-eval", "lm-eval's tasks") from error
 
     class Harness(LM):
-        """A `TextModel` with lm-eval's interface."""
+        """`TextModel` with lm-eval's interface."""
 
         def __init__(self, inner: TextModel, name: str) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Options of `generate` and of the engine, validated together."""
+"""Generation options (`GenerationConfig`) for `generate` and the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ __all__ = ["GenerationConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """Generation options. Names and defaults are those of transformers, except that `top_k` is off.
+    """Generation options with the names and defaults of transformers, but without top-k.
+
+    A field that is not given has the value of the model's generation_config.json or, if that has
+    none,
+    the default of this class.
 
     A field that is not given takes the value of the model's generation_config.json, if that has
     one, and otherwise the default of this class.
@@ -27,37 +31,39 @@ class GenerationConfig:
         temperature: divisor of the logits before sampling.
         top_k: number of most likely tokens to sample from; None or 0 uses all.
         top_p: total probability of the most likely tokens to sample from; None or 1 uses all.
-        min_p: minimum probability of a sampled token, relative to the most likely one; None or 0
-            uses all (Nguyen et al. 2024).
-        repetition_penalty: factor above 1 that makes tokens of the prompt and the text less likely
-            (Keskar et al. 2019).
+        min_p: minimum probability of a sampled token, relative to the most likely one; None or
+            0 uses all (Nguyen et al. 2024).
+        repetition_penalty: factor above 1 that makes tokens of the prompt and the text less
+            likely (Keskar et al. 2019).
         presence_penalty: value subtracted from the logit of every generated token (OpenAI).
-        frequency_penalty: value subtracted once per occurrence (OpenAI); the prompt does not count.
+        frequency_penalty: value subtracted from a generated token's logit once per occurrence
+            (OpenAI); the prompt does not count.
         no_repeat_ngram_size: length in tokens of n-grams that may occur only once; 0 for no limit.
         bad_words_ids: token sequences that are not generated.
         logit_bias: values added to the logits, by token id.
         num_beams: number of beams of a beam search; 1 for no beam search.
-        length_penalty: exponent of the length by which beam scores are divided.
-        early_stopping: end of a beam search: False by a heuristic, True as soon as `num_beams` rows
-            are finished, "never" only when no better row is possible.
-        num_return_sequences: continuations per prompt (rows of one prompt are adjacent).
+        length_penalty: exponent of the length; beam scores are divided by the result.
+        early_stopping: when a beam search ends: False by a heuristic, True as soon as
+            `num_beams` rows are finished, "never" only when no better row is possible.
+        num_return_sequences: number of continuations per prompt, in adjacent rows.
         eos_token_id: one or several end tokens; None uses config.json's, () none.
-        pad_token_id: padding token of rows that ended early; None uses config.json's, else the
-            first end token.
-        stop_strings: strings in front of which the text ends; only for requests of an engine, which
-            decodes the text.
+        pad_token_id: padding token of rows that ended early; None uses that of config.json or
+            else the first end token.
+        stop_strings: strings before which the text ends; only for requests to an engine, which
+            decodes text.
         logprobs: number of most likely tokens whose log-probabilities are returned with that of
-            each generated token; only for requests of an engine. None returns none.
-        logprobs_mode: raw_logprobs are those of the model's logits; processed_logprobs those of the
-            distribution that was sampled from: penalties, temperature, top-k, top-p and min-p are
-            applied, and a token that they exclude has -inf.
-        prompt_logprobs: number of most likely tokens whose log-probabilities are returned with that
-            of each prompt token; only for requests of an engine. The prompt is then computed
+            each generated token; only for requests to an engine. None returns none.
+        logprobs_mode: raw_logprobs are computed from the model's logits; processed_logprobs
+            from the sampled distribution, after penalties, temperature, top-k, top-p and min-p
+            (-inf for an excluded token).
+        prompt_logprobs: number of most likely tokens whose log-probabilities are returned with
+            that of each prompt token; only for requests to an engine. The prompt is then computed
             without the prefix cache. None returns none.
-        seed: random seed of sampling; None uses torch's global generator, an engine a new seed.
+        seed: random seed of sampling; None uses torch's global generator or, in an engine, a
+            new seed.
 
     Attributes:
-        fields_set: names of the fields that were given.
+        fields_set: names of the explicitly given fields.
     """
 
     fields_set: ClassVar[frozenset[str]] = frozenset()
@@ -88,13 +94,15 @@ class GenerationConfig:
     seed: int | None = None
 
     def __new__(cls, **options: Any) -> Self:
-        """Create a config and record which fields are given."""
+        """Create a config and record which fields are given explicitly."""
         self = super().__new__(cls)
         object.__setattr__(self, "fields_set", frozenset(options))
         return self
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` listing every value out of range and every option without effect.
+        """Raise a `ConfigError` that lists invalid values and options without effect.
+
+        Lists are first converted to tuples.
 
         Lists, which transformers takes, become tuples first.
         """
@@ -143,7 +151,7 @@ class GenerationConfig:
 
     @property
     def eos_tokens(self) -> tuple[int, ...]:
-        """The end tokens as a tuple, empty without end tokens."""
+        """End tokens as a tuple; empty if there are none."""
         if self.eos_token_id is None:
             return ()
         return (
@@ -156,16 +164,17 @@ class GenerationConfig:
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     def given(self, *names: str) -> list[str]:
-        """Return ``name=value`` for each of these fields that differs from its default."""
+        """Return ``name=value`` for each of the named fields that differs from its default."""
         plain = type(self)()
         values = [(name, getattr(self, name)) for name in names]
         return [f"{name}={value!r}" for name, value in values if value != getattr(plain, name)]
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with fields changed.
+        """Return a copy with some fields changed.
 
         Raises:
-            ConfigError: a field does not exist (the nearest is named), or the result is not valid.
+            ConfigError: a field does not exist (the message suggests the nearest), or the
+                result is invalid.
         """
         fields = [f.name for f in dataclasses.fields(self)]
         for name in changes:
@@ -178,16 +187,16 @@ class GenerationConfig:
         return type(self)(**own_fields | changes)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
-        """Return a copy that takes a model's published options for the fields that are not given.
+        """Return a copy in which fields that are not given have a model's published values.
 
-        A published option that contradicts a given one is left out: beams or greedy decoding switch
-        published sampling off, and sampling switches published beams off.
+        A published option that contradicts a given option is dropped: given beam search or greedy
+        decoding drops published sampling options, and given sampling drops published beams.
 
         Args:
-            defaults: published fields and their values.
+            defaults: published values by field name.
 
         Returns:
-            a copy all of whose fields count as given.
+            copy in which all fields count as given
         """
         own_fields = {name: getattr(self, name) for name in self.fields_set}
         free = {name: value for name, value in defaults.items() if name not in own_fields}
@@ -218,12 +227,12 @@ class GenerationConfig:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Return a list, and the lists in it, as tuples; any other value unchanged."""
+    """Convert a list, and lists within it, to tuples; return other values unchanged."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
 
 
 def _has_type(name: str, value: Any) -> bool:
-    """Return True if a number of an option is an integer or float as its range needs."""
+    """Return True if an option's value is an integer or a float, as the option requires."""
     if name in _WHOLE:
         return value is None or (isinstance(value, int) and not isinstance(value, bool))
     return name not in _FRACTIONS or value is None or isinstance(value, int | float)

@@ -1,4 +1,4 @@
-"""Logits to tokens: pure functions, applied in transformers' order.
+"""From logits to tokens: pure functions, applied in transformers' order.
 
 Scores are (B, V) logits (log-probabilities in a beam search); -inf forbids a token.
 """
@@ -37,14 +37,18 @@ _MASK = (1 << 64) - 1
 
 
 def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Return a boolean tensor: whether each id is one of `tokens`; same shape as `ids`."""
+    """Return a boolean tensor that tells which ids are among `tokens`, in the shape of `ids`."""
     if not tokens:
         return torch.zeros_like(ids, dtype=torch.bool)
     return torch.isin(ids, torch.tensor(tokens, device=ids.device))
 
 
 def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Tensor) -> Tensor:
-    """Divide positive and multiply negative scores of tokens already in the row by `penalty`.
+    """Apply the repetition penalty to the tokens of a row.
+
+    Positive scores are divided by `penalty`, negative ones multiplied. Ids outside the vocabulary
+    (rows
+    of a soft prompt) are ignored.
 
     Ids outside the vocabulary (rows of a soft prompt) are ignored.
 
@@ -104,12 +108,12 @@ def find_bad_words(ids: Sequence[int], words: Sequence[Sequence[int]]) -> list[i
 
 
 def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
-    """Divide by the temperature: below 1 sharpens the distribution, above 1 flattens it."""
+    """Divide scores by the temperature: below 1 sharpens the distribution, above 1 flattens it."""
     return scores / temperature
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """Forbid every token that scores less than the k-th best (ties are kept)."""
+    """Forbid every token that scores lower than the k-th best (ties are kept)."""
     worst = torch.topk(scores, min(k, scores.shape[1])).values[:, -1:]
     return scores.masked_fill(scores < worst, -torch.inf)
 
@@ -123,7 +127,7 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(scores: Tensor, p: float) -> Tensor:
-    """Forbid every token with less than `p` times the probability of the most likely one."""
+    """Forbid every token with less than `p` times the probability of the most likely token."""
     probabilities = scores.softmax(-1)
     least = p * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < least, -torch.inf)
@@ -132,7 +136,9 @@ def keep_min_p(scores: Tensor, p: float) -> Tensor:
 def process_scores(
     scores: Tensor, ids: Tensor, new_tokens: int, padding: Tensor, config: GenerationConfig
 ) -> Tensor:
-    """Apply the options that also hold for greedy decoding: biases, penalties, forbidden tokens.
+    """Apply the options that also affect greedy decoding.
+
+    These are biases, penalties, forbidden tokens and the minimum length.
 
     The minimum length is one of them.
 
@@ -159,7 +165,7 @@ def process_scores(
 
 
 def narrow_scores(scores: Tensor, config: GenerationConfig) -> Tensor:
-    """Apply the options of sampling: temperature, top-k, top-p and min-p.
+    """Apply the sampling options: temperature, top-k, top-p and min-p.
 
     Shape:
         scores: (B, V) -> (B, V)
@@ -224,9 +230,10 @@ def choose_tokens(
 
 
 def draw_number(*key: int) -> float:
-    """Return a number in [0, 1) that is a hash of the key.
+    """Return a pseudo-random number in [0, 1), a hash of the key.
 
-    Source: Steele et al., "Fast splittable pseudorandom number generators" (2014), mixing function.
+    Source: mixing function of Steele et al., "Fast splittable pseudorandom number generators"
+    (2014).
     """
     state = 0
     for part in key:

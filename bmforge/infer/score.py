@@ -1,11 +1,11 @@
-"""Likelihoods of texts, class logits and greedy answers, for evaluation in any parallel layout.
+"""Likelihoods of texts, class logits and greedy answers, for evaluation in any layout.
 
 `choose_text` is zero-shot classification: each class is written as a text after a prompt, and the
 class with the lowest mean loss of its text is chosen. The prompt itself is not scored.
 
-`score_answers`, `score_pairs`, `score_classes` and `write_answers` work in any layout. Processes
-divide the rows; if the rows do not divide evenly, the last ones are read again and their results
-are dropped, so that no row counts twice.
+`score_answers`, `score_pairs`, `score_classes` and `write_answers` work in any parallel layout. The
+rows are divided over the processes; if they do not divide evenly, some rows are computed again and
+these results are dropped, so that no row counts twice.
 
 Source: ``zero-shot-cls.py`` of TsinghuaAI/CPM-1-Generate, which puts the class into the prompt and
 scores the same text each time ("这是关于{class}的文章：" and then the article).
@@ -47,7 +47,7 @@ _SCORES = ("left", "apart")
 
 
 class Encoder(Protocol):
-    """Interface that scoring needs of a tokenizer."""
+    """Tokenizer interface that scoring needs."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
@@ -80,13 +80,13 @@ class Choice(NamedTuple):
 def choose_text(
     model: Model, tokenizer: Encoder, options: Sequence[tuple[str, str]], begin: Sequence[int] = ()
 ) -> Choice:
-    """Return the most likely option and the losses of all.
+    """Return the most likely option and the losses of all options.
 
     Args:
         model: decoder-only language model with causal attention, or an encoder-decoder.
         tokenizer: the model's tokenizer.
-        options: (prompt, text that is scored after it) of every class.
-        begin: token ids that the model expects before every prompt; CPM-1 has none.
+        options: pair (prompt, text to score) of every class.
+        begin: token ids that the model expects before every prompt (none for CPM-1).
 
     Raises:
         ConfigError: there is no option, or the model cannot score a text.
@@ -102,12 +102,12 @@ def score_texts(
 ) -> list[float]:
     """Return the mean loss of each option's text after its prompt, in nats per token.
 
-    Each option is a batch of its own, so that rows need no padding; logits are computed for the
-    text only.
+    Each option is a separate batch, so that no padding is needed; logits are computed for the text
+    only.
 
     Args:
-        model: same as in `choose_text`.
-        options: (ids of the prompt, ids of the text).
+        model: model as in `choose_text`.
+        options: pairs (prompt ids, text ids).
 
     Raises:
         ConfigError: there is no option, or the model cannot score a text.
@@ -143,14 +143,14 @@ def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]])
 def score_classes(
     model: Any, count: int, make: Callable[[Sequence[int]], Batch], size: int, rows: World
 ) -> Tensor:
-    """Return the logits of every row, the same on every process.
+    """Return the class logits of every row, the same on every process.
 
     Args:
         model: classifier.
         count: number of rows.
-        make: function from row numbers to their batch.
+        make: function that builds the batch of the given row numbers.
         size: rows per batch.
-        rows: data-parallel group and this process's rank in it.
+        rows: data-parallel size and rank of this process.
 
     Shape:
         returns (count, L)
@@ -166,7 +166,7 @@ def score_classes(
 def score_answers(
     model: Any, pairs: Sequence[Pair], size: int, rows: World, width: int
 ) -> list[float]:
-    """Return the mean log-probability of every answer's tokens; see `score_pairs`."""
+    """Return the mean log-probability per token of every answer; see `score_pairs`."""
     likelihoods = score_pairs(model, pairs, size, rows, width)
     return [
         likelihood.log_prob / len(pair.answer)
@@ -180,10 +180,10 @@ def score_pairs(
     """Return the likelihood of every answer after its prompt, the same on every process.
 
     Args:
-        model: language model, or an encoder-decoder with its language-model head.
-        pairs: prompts and answers, at least one token each.
+        model: language model or encoder-decoder with a language-model head.
+        pairs: prompts and answers, with at least one token each.
         size: pairs per batch.
-        rows: data-parallel group and this process's rank in it.
+        rows: data-parallel size and rank of this process.
         width: length of the longest row in tokens.
     """
 
@@ -196,14 +196,14 @@ def score_pairs(
 
 
 def roll_windows(ids: Sequence[int], begin: Sequence[int], longest: int) -> Iterator[Pair]:
-    """Yield windows of a long text in which every token is predicted once.
+    """Yield windows over a long text such that every token is predicted once.
 
-    The first token is predicted after `begin`, and not at all if `begin` is empty. Later windows
-    start with the previous token, the last one with as much context as fits.
+    The first token is predicted after `begin`; if `begin` is empty, it is not predicted. Later
+    windows start with the previous token, the last window with as much context as fits.
 
     Args:
         ids: token ids of the text.
-        begin: one token id, or none.
+        begin: begin token, or empty.
         longest: window length in tokens, at least 2.
     """
     text, at = [*begin, *ids], 1
@@ -241,14 +241,14 @@ def write_answers(
 def collect_rows(
     model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
 ) -> Tensor:
-    """Gather the results of all processes into one float64 tensor, the same on every process.
+    """Compute rows on all processes, and gather the results into one float64 tensor.
 
     Args:
         model: model in any parallel layout.
         count: number of rows.
-        read: function from row numbers to a tensor with one row each.
+        read: function that computes the result of the given row numbers, one row each.
         size: rows per batch.
-        rows: data-parallel group and this process's rank in it.
+        rows: data-parallel size and rank of this process.
 
     Shape:
         returns (count, ...)
@@ -270,7 +270,7 @@ def collect_rows(
 
 
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
-    """Yield the row numbers of this process's batches, equally many on every process."""
+    """Yield the row numbers of this process's batches; all processes have equally many batches."""
     for start in range(rows.rank * size, count + rows.rank * size, size * rows.size):
         yield list(range(start, start + size))
 
@@ -278,7 +278,7 @@ def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
 def _pad(
     lines: Sequence[Sequence[int]], device: torch.device, width: int, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return ids padded with 0 and their mask; lengths are rounded up so that few shapes occur."""
+    """Return the ids padded with 0 and their mask; widths are rounded up to reuse shapes."""
     longest = max(map(len, lines))
     length = max(longest, min(-(-longest // _WIDTH_STEP) * _WIDTH_STEP, width))
     ids = torch.zeros(len(lines), length, dtype=torch.int64)
@@ -291,7 +291,7 @@ def _pad(
 
 
 def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Return every answer's log-probability and its number of tokens that are the argmax.
+    """Return the log-probability of each answer, and how many of its tokens are the argmax.
 
     Shape:
         returns (B, 2); rows are at most `width` wide
@@ -301,7 +301,7 @@ def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) 
 
 
 def _read_rows(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Score answers that follow their prompts in one row, padded on the left."""
+    """Score answers that follow their prompts in the same row, padded on the left."""
     lines = [[*pair.prompt, *pair.answer] for pair in pairs]
     # Nothing is predicted from the last token, so it is not read.
     ids, mask = _pad([line[:-1] for line in lines], device, width, left=True)
@@ -316,7 +316,7 @@ def _read_rows(model: Any, pairs: Sequence[Pair], device: torch.device, width: i
 
 
 def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Score answers of an encoder-decoder, with the prompts as its sources."""
+    """Score the answers of an encoder-decoder; the prompts are its sources."""
     ids, mask = _pad([pair.prompt for pair in pairs], device, width)
     longest = max(len(pair.answer) for pair in pairs)
     answers, shown = _pad([pair.answer for pair in pairs], device, longest)
@@ -327,7 +327,7 @@ def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: 
 
 
 def _sum(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
-    """Return the log-probability of a row's counted ids and the number of them that are the argmax.
+    """Return per row the log-probability of the counted ids, and how many are the argmax.
 
     Shape:
         logits: (B, T, V); ids, counted: (B, T); returns (B, 2)

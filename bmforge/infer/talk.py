@@ -1,4 +1,6 @@
-"""Conversations with any text-generating model, in the form it was trained on.
+"""Conversations with any text-generating model, in the format of its training.
+
+EVA and CPM-Bee have their own formats; all other models use a chat template.
 
 EVA and CPM-Bee have their own forms; all other models use a chat template.
 """
@@ -36,11 +38,11 @@ class Talk(Protocol):
 
 
 class TalkInTurns:
-    """A conversation that holds the model only while an answer is generated.
+    """Conversation that locks the model only while an answer is generated.
 
     Args:
-        talk: the conversation.
-        turn: returns a context manager that locks the model for one answer.
+        talk: conversation to wrap.
+        turn: function that returns a context manager which locks the model for one answer.
     """
 
     def __init__(self, talk: Talk, turn: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -57,7 +59,7 @@ class TalkInTurns:
 
 
 class _Documents:
-    """A conversation with CPM-Bee: the history is the input, the answer fills ``<ans>``."""
+    """Conversation with CPM-Bee: the history is the input, the answer is filled into ``<ans>``."""
 
     def __init__(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
@@ -85,14 +87,14 @@ def open_talk(
     directory: Path | None = None,
     limit: int | None = None,
 ) -> Talk:
-    """Open a conversation with a model, in the model's form.
+    """Open a conversation in the model's own format.
 
     Args:
         model: model that generates text.
         tokenizer: the model's tokenizer.
         config: generation options and system message.
-        directory: directory of the model and the tokenizer, which may hold a chat template.
-        limit: maximum row length in tokens, answer included; None uses the model's.
+        directory: directory of the model and tokenizer, which may contain a chat template.
+        limit: maximum row length in tokens, including the answer; None uses the model's.
 
     Raises:
         ConfigError: the model does not generate text, or does not support an option.
@@ -123,7 +125,7 @@ def converse(
     system: str | None = None,
     limit: int | None = None,
 ) -> Conversation:
-    """Return a conversation with the chat template of a model's directory, or with a plain one.
+    """Open a conversation with the chat template of the model's directory, or a plain template.
 
     Args:
         model, tokenizer, directory, limit: same as in `open_talk`.

@@ -1,4 +1,4 @@
-"""State of one answer during generation: token choice, incremental text and finish reason."""
+"""State of one answer during generation: chosen tokens, incremental text, finish reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OF_ROWS = (
 
 
 class Vocabulary:
-    """Bytes of the tokens, by id.
+    """Maps token ids to bytes.
 
     Args:
         tokenizer: the model's tokenizer; None if no text is decoded.
@@ -55,36 +55,36 @@ class Vocabulary:
     def stream(
         self, stops: Sequence[str], hidden: Sequence[int], before: Sequence[int]
     ) -> TextStream:
-        """Return the incremental decoder of one answer; see `TextStream` for the arguments."""
+        """Create the incremental detokenizer of one answer; see `TextStream` for the arguments."""
         return TextStream(self.tokenizer or _NoText(), stops, hidden, before)
 
 
 class _NoText:
-    """Replaces the tokenizer of an engine without one: every text is empty."""
+    """Tokenizer of an engine without one: every text is empty."""
 
     def decode_written(self, ids: Sequence[int]) -> str:
         return ""
 
 
 class Answer:
-    """An answer during its generation.
+    """One answer while it is generated.
 
     Args:
         index: index of the answer in its request.
-        config: generation options, end tokens and seed filled in.
-        prompt: prompt ids that repetition penalties count.
+        config: generation options, complete with end tokens and seed.
+        prompt: prompt ids to which repetition penalties apply.
         vocabulary: bytes of the tokens.
-        hidden: ids without text.
-        before: ids of the text that the answer continues.
-        matcher: state of the constraint; None without one.
-        thoughts: limit of the reasoning; None without one.
+        hidden: ids whose text is omitted.
+        before: ids of the text before the answer, for detokenization.
+        matcher: state of the constraint; None for an unconstrained answer.
+        thoughts: limit of the reasoning; None for no limit.
 
     Attributes:
-        ids: tokens so far.
-        finish_reason: reason why the answer ended; None before its end.
+        ids: generated tokens.
+        finish_reason: reason why the answer ended; None while it is generated.
         cached: number of prompt tokens found in the prefix cache.
-        is_told: whether the final piece was delivered.
-        weights_version: version of the weights that chose the first token.
+        is_told: whether the last piece was delivered.
+        weights_version: version of the weights when the first token was chosen.
     """
 
     def __init__(
@@ -116,19 +116,22 @@ class Answer:
         self._allowed = None if matcher is None else matcher.allowed()
 
     def draw(self, scores: Tensor) -> Draw | None:
-        """Return the next choice for `choose_batch`; None if it depends on the text so far."""
+        """Return the input of `choose_batch` for the next token.
+
+        Returns None if the choice depends on the text so far.
+        """
         if not self._is_plain or len(self.ids) < self.config.min_new_tokens:
             return None
         return Draw(self.config, self._number() if self.config.do_sample else 0.0, scores)
 
     def choose(self, scores: Tensor, choice: TokenChoice | None = None) -> int | None:
-        """Choose the next token; None if the answer ends without one.
+        """Choose the next token and append it; None if the answer ends without a token.
 
         `finish_reason` is set if the answer ends after this token.
 
         Args:
             scores: logits of the next token.
-            choice: result of `choose_batch` for them; None chooses here.
+            choice: result of `choose_batch` for these logits; None makes this method choose.
 
         Shape:
             scores: (V,) in fp32
@@ -167,10 +170,10 @@ class Answer:
         return token
 
     def score_prompt(self, start: int, scores: Tensor) -> None:
-        """Record the log-probabilities of the prompt tokens behind position `start`.
+        """Record the log-probabilities of the prompt tokens after position `start`.
 
         Args:
-            start: position of the token that the first row of logits belongs to.
+            start: position of the prompt token from which the first row of logits was computed.
             scores: logits of consecutive positions.
 
         Shape:
@@ -184,12 +187,12 @@ class Answer:
                 self._prompt_logprobs[position] = self._describe(row, token, count)
 
     def _number(self) -> float:
-        """Return the random number that samples the next token."""
+        """Return the random number used to sample the next token."""
         assert self.config.seed is not None
         return draw_number(self.config.seed, self.index, len(self.ids))
 
     def _pick(self, scores: Tensor) -> tuple[int, Tensor]:
-        """Return the next token, and the scores that it was chosen from."""
+        """Return the next token and the processed scores from which it was chosen."""
         config, row = self.config, scores[None]
         seen_ids = torch.tensor([self._known()], dtype=torch.int64, device=scores.device)
         nothing = torch.zeros(1, dtype=torch.int64, device=scores.device)
@@ -206,11 +209,11 @@ class Answer:
         return draw_token(row.softmax(-1), self._number()), row
 
     def _known(self) -> list[int]:
-        """Return prompt and answer ids if an option depends on them, else an empty list."""
+        """Return the prompt and answer ids if an option depends on them; otherwise []."""
         return [*self._prompt, *self.ids] if self._looks_back else []
 
     def _describe(self, scores: Tensor, token: int, count: int | None = None) -> TokenLogprob:
-        """Return the log-probabilities of a token and of the most likely ones at its position."""
+        """Return the log-probabilities of a token and of the most likely tokens at its position."""
         logprobs = scores.log_softmax(-1)
         count = self.config.logprobs or 0 if count is None else count
         best = logprobs.topk(min(count, len(logprobs)))
@@ -221,25 +224,25 @@ class Answer:
         return TokenLogprob(token, float(logprobs[token]), self._vocabulary.data(token), top)
 
     def write(self, ids: Sequence[int]) -> None:
-        """Set the whole answer, cut after its first end token."""
+        """Set the complete answer, cut after its first end token."""
         ends = [index for index, id in enumerate(ids) if id in self.config.eos_tokens]
         self.ids = list(ids[: ends[0] + 1] if ends else ids)
         self._fresh += self._stream.add(self.ids)
         self.end("stop" if ends else "length")
 
     def write_text(self, text: str) -> None:
-        """Set the text of the whole answer."""
+        """Set the complete text of the answer."""
         self._stream.text = self._fresh = text
         self.end("stop")
 
     def end(self, reason: FinishReason) -> None:
-        """End the answer; the first reason is kept."""
+        """End the answer; later calls do not change the reason."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self._fresh += self._stream.finish()
 
     def piece(self) -> Piece | None:
-        """Return the output since the last piece; None if there is no new output."""
+        """Return the output since the previous piece; None if there is no new output."""
         ids, tells = tuple(self.ids[self._told :]), self.config.logprobs is not None
         if not ids and not self._fresh and self.finish_reason is None:
             return None
@@ -249,7 +252,7 @@ class Answer:
         return new_piece
 
     def completion(self, prompt_tokens: int) -> Completion:
-        """Return the whole answer after its end."""
+        """Return the complete answer; valid only after its end."""
         assert self.finish_reason is not None
         return Completion(
             index=self.index,

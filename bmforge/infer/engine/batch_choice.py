@@ -1,8 +1,9 @@
 """Chooses the next tokens of many answers in one pass over their logits.
 
-Every operation works row by row, so a token and its log-probability have the same bits alone and in
-a batch. Answers with options that read their own text (penalties, constraints) are left to
-`Answer.choose`; choosing one by one took 31 % of the time of 32 sampled answers of a small model.
+Every operation works row by row, so a token and its log-probability are bit-identical alone and in
+a batch. Answers whose options depend on their own text (penalties, constraints) use `Answer.choose`
+instead. Choosing the tokens of 32 sampled answers one by one took 31 % of the time of a small
+model.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ Kind = tuple[bool, float, int | None, float | None, float | None, int | None, st
 
 
 class TokenChoice(NamedTuple):
-    """A chosen token, and its log-probability if the answer returns it."""
+    """Chosen token and, if requested, its log-probability."""
 
     token: int
     logprob: float | None
 
 
 class Draw(NamedTuple):
-    """One choice to make.
+    """Input for the choice of one token.
 
     Args:
         config: generation options.
-        number: random number in [0, 1); not used by greedy decoding.
+        number: random number in [0, 1); unused in greedy decoding.
         scores: logits of the next token, (V,) in fp32.
     """
 
@@ -44,7 +45,7 @@ class Draw(NamedTuple):
 
 
 def narrow_sampled(scores: Tensor, config: GenerationConfig) -> Tensor:
-    """Apply the options of sampling; for greedy decoding return the scores unchanged.
+    """Apply the sampling options; return the scores unchanged for greedy decoding.
 
     Shape:
         scores: (B, V) -> (B, V)
@@ -53,7 +54,9 @@ def narrow_sampled(scores: Tensor, config: GenerationConfig) -> Tensor:
 
 
 def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
-    """Choose a token for each draw; None for scores that are not finite.
+    """Choose a token for each draw; None if its scores are not finite.
+
+    Draws with the same options are processed together.
 
     Draws with the same options share one pass.
     """
@@ -96,7 +99,7 @@ def _choose(draws: Sequence[Draw]) -> list[TokenChoice | None]:
 
 
 def _draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """Sample a token of each row by inverting its cumulative distribution, as `draw_token` does.
+    """Sample a token per row by inverting its cumulative distribution, like `draw_token`.
 
     Shape:
         probabilities: (B, V); numbers: (B,) in float64; returns (B,)

@@ -1,4 +1,4 @@
-"""Filling of masked spans with encoder-decoders.
+"""Fills masked spans of a text with an encoder-decoder.
 
 Source: CPM-2's and T5's span filling; each span is forced to begin with its own sentinel, as in
 BMInf's ``CPM2.fill_blank``.
@@ -34,14 +34,14 @@ def fill_blanks(
     make_decoder: Callable[..., Seq2SeqDecoder] = Seq2SeqDecoder,
     **options: Any,
 ) -> list[str]:
-    """Return the model's text for every blank, in order.
+    """Return the generated text for every blank, in order.
 
     Args:
         model: encoder-decoder with a sentinel for each blank (CPM-2, T5, EVA).
         tokenizer: the model's tokenizer.
         text: text with 1 to 16 blanks.
         blank: marker of a blank in the text.
-        make_decoder: constructor of the decoder; see `Seq2SeqDecoder`.
+        make_decoder: function that creates the decoder; see `Seq2SeqDecoder`.
         options: fields of `GenerationConfig`; `max_new_tokens` is the limit per blank.
 
     Raises:
@@ -73,7 +73,7 @@ def fill_blanks(
 
 
 def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
-    """Return the sentinel id of a blank; None if the model has none."""
+    """Return the sentinel id of blank `number`; None if the model has none."""
     if model.traits.reads != "apart" or not model.traits.sentinel:
         return None
     id: int | None = tokenizer.token_to_id(model.traits.sentinel.format(number))
@@ -81,7 +81,7 @@ def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
 
 
 def _read(model: Any, tokenizer: Any, pieces: list[str], marks: list[int]) -> Tensor:
-    """Return the encoder's input ids, (1, S)."""
+    """Return the encoder's input ids, (1, S), with sentinels in place of the blanks."""
     ids = tokenizer.encode(pieces[0])
     for mark, piece in zip(marks, pieces[1:], strict=False):
         ids = [*ids, mark, *(tokenizer.encode(piece) if piece else ())]

@@ -1,4 +1,4 @@
-"""Memory planning: which blocks are resident, which are streamed, and how much a step needs."""
+"""Memory planning: which blocks are resident or streamed, and how much memory a step needs."""
 
 from __future__ import annotations
 
@@ -40,16 +40,15 @@ class EngineConfig:
     """Limits for which an engine plans its memory.
 
     Args:
-        max_rows: maximum number of rows at once: prompts times beams or sequences of each.
-        max_tokens: maximum row length, new tokens included; for an encoder-decoder of source and
-            target each (default: 1,024, or the model's positions if fewer).
+        max_rows: maximum number of rows at once: prompts times beams or returned sequences.
+        max_tokens: maximum row length in tokens, including new tokens; for an encoder-decoder
+            of source and target each (default: 1,024, or the model's maximum if it is less).
         spill_directory: directory for the streamed weights of a module in memory (default: the
             system's temporary directory).
-        stream_experts: read experts from the directory when the router chooses them, and cache the
-            most recently used ones; all else is resident. No gradients.
-        beside_bytes: part of the budget reserved for modules that are attached later, such as
-            adapters.
-        requests: limits of the batched requests.
+        stream_experts: read experts from the directory when the router chooses them, and cache
+            the most recently used; everything else is resident. Gradients are not supported.
+        beside_bytes: part of the budget reserved for adapters that are attached later.
+        requests: limits of batched requests.
     """
 
     max_rows: int = 1
@@ -60,7 +59,7 @@ class EngineConfig:
     requests: RequestsConfig = field(default_factory=RequestsConfig)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for numbers out of range."""
+        """Raise `ConfigError` for values out of range."""
         if self.max_rows < 1 or (self.max_tokens is not None and self.max_tokens < 2):
             raise ConfigError(
                 f"EngineConfig: max_rows={self.max_rows} must be at least 1, and max_tokens="
@@ -70,7 +69,7 @@ class EngineConfig:
             raise ConfigError(f"EngineConfig: beside_bytes={self.beside_bytes} is below 0.")
 
     def tokens_of(self, model: nn.Module) -> int:
-        """Return the maximum row length for a model."""
+        """Return the maximum row length in tokens for a model."""
         limit = getattr(model, "position_limit", None)
         tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST)
         if limit is not None and tokens > limit:
@@ -91,13 +90,14 @@ def plan_memory(
 
     Args:
         model: model, possibly on the meta device.
-        devices: compute devices; tensors outside of blocks are on the first.
+        devices: compute devices; tensors outside of blocks are on the first device.
         config: limits of the engine.
         device_budget_bytes: budget of every device; None uses the free memory.
         host_budget_bytes: budget of the host if no device is a CPU; None uses the free memory.
 
     Raises:
-        ConfigError: a budget is too small (the message names the smallest that works) or too large.
+        ConfigError: a budget is too small (the message names the smallest sufficient one) or
+            exceeds the machine's memory.
     """
     budgets = check_budgets(devices, device_budget_bytes, host_budget_bytes)
     blocks = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
@@ -132,17 +132,17 @@ def plan_weights(
     blocks: Mapping[str, nn.Module],
     option: str = "memory_limit",
 ) -> MemoryPlan:
-    """Plan the placement of a model's tensors from a limit on weights and streaming slots only.
+    """Plan the placement of a model's tensors for a limit on weights and streaming slots only.
 
     Args:
-        model: the model.
+        model: model, possibly on the meta device.
         device: compute device.
         limit_bytes: limit for all weights, buffers and streaming slots on the device.
         blocks: modules that may be streamed, by name, in execution order.
-        option: name of the limit in the caller's options.
+        option: name of the caller's option, for error messages.
 
     Raises:
-        ConfigError: the limit is too small; the message names the smallest that works.
+        ConfigError: the limit is too small; the message names the smallest sufficient one.
     """
     room, nothing = DeviceRoom(device, limit_bytes), Workspace(0, 0)
     divided = divide_blocks(model, blocks, [room], None, nothing)
@@ -217,16 +217,16 @@ def _too_small(
 def check_budgets(
     devices: Sequence[torch.device], device_budget_bytes: int | None, host_budget_bytes: int | None
 ) -> list[int]:
-    """Return every device's budget in bytes: the configured one, or the free memory.
+    """Return every device's budget in bytes: the given one, or the free memory.
 
     Args:
-        devices: compute devices; the memory of a CPU named several times is divided.
+        devices: compute devices; if the CPU is listed several times, its memory is divided.
         device_budget_bytes: budget of each device; None uses the free memory.
         host_budget_bytes: budget of the host; must be None if a device is a CPU.
 
     Raises:
-        ConfigError: a budget is not above 0 or exceeds the machine's memory, or the host budget is
-            set although the device is the host.
+        ConfigError: a budget is not above 0 or exceeds the machine's memory, or a host budget
+            is given although a device is the host.
     """
     if host_budget_bytes is not None and any(map(is_host, devices)):
         raise ConfigError(

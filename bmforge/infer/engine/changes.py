@@ -1,9 +1,9 @@
-"""Detects that a model's weights or structure changed, so that cached keys and values are dropped.
+"""Detects changes of a model's weights or structure, after which cached keys are invalid.
 
-Compared are the modules, their plain attributes and hooks, and of every tensor its identity,
-version, address and a checksum of its content. The checksum is needed because fused optimizers,
-``Tensor.data`` and NumPy write without raising ``Tensor._version``. Streamed weights have another
-address in every step, so neither their address nor their content counts.
+It compares the modules, their plain attributes and hooks, and the identity, version, address and
+content checksum of every tensor. The checksum is needed because fused optimizers, ``Tensor.data``
+and NumPy write without raising ``Tensor._version``. Streamed weights change their address in every
+step, so their address and content are not compared.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _GOLDEN, _MIXER = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 class Changes:
-    """Compares a model with its last known state.
+    """Compares a model with its state at the previous comparison.
 
     Args:
-        model: the model, in its present state.
-        is_shared: the caller holds the model and may write any element of it, so checksums cover
-            all elements. Otherwise frozen tensors are sampled, which costs a thousandth of that:
-            only this package can write weights that it loaded from a directory.
+        model: model to watch.
+        is_shared: whether the caller has a reference to the model and may change any element,
+            so that checksums cover all elements. Otherwise frozen tensors are sampled, at a
+            thousandth of the cost, since only this package can change weights that it loaded
+            itself.
     """
 
     def __init__(self, model: nn.Module, is_shared: bool = True) -> None:
@@ -63,7 +64,7 @@ def _find_objects(model: nn.Module) -> Iterator[Any]:
 
 
 def _find_facts(model: nn.Module, is_shared: bool) -> list[Any]:
-    """Return the facts of a model that are compared; one plain loop, as it runs often."""
+    """Return the compared facts of a model, collected by one plain loop, as it runs often."""
     facts: list[Any] = []
     left = [model]
     while left:
@@ -93,10 +94,10 @@ def _facts_of(tensor: Tensor, is_shared: bool) -> tuple[int, int, int, int]:
 
 
 def _checksum(tensor: Tensor, is_sampled: bool) -> int:
-    """Return a linear hash of a tensor's bytes modulo 2**64: each position has a different weight.
+    """Return a linear hash of a tensor's bytes modulo 2**64, with a weight per position.
 
-    The weight of place (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c, so that
-    sums over rows and columns suffice and exchanged neurons are noticed too.
+    The weight of word (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c. So sums
+    over rows and columns suffice, and exchanged neurons are detected too.
     """
     data = tensor.reshape(-1)
     if is_sampled:
@@ -116,9 +117,10 @@ def _checksum(tensor: Tensor, is_sampled: bool) -> int:
 
 
 def _weights(like: Tensor) -> Tensor:
-    """Return an odd pseudo-random multiplier for each place.
+    """Return an odd pseudo-random multiplier for each position.
 
-    Source: Steele et al., "Fast splittable pseudorandom number generators" (2014), its mixing.
+    Source: mixing function of Steele et al., "Fast splittable pseudorandom number generators"
+    (2014).
     """
     mixed = torch.arange(1, len(like) + 1, device=like.device) * _GOLDEN
     mixed = (mixed ^ (mixed >> 30)) * _MIXER

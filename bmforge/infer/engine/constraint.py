@@ -1,7 +1,7 @@
 """Constrained decoding by a JSON schema, a regular expression, choices or a grammar.
 
-llguidance (extra ``constrain``) computes the allowed next tokens. Constraints that it does not
-support are refused before generation, never ignored.
+llguidance (extra ``constrain``) computes the allowed next tokens. Unsupported constraints raise an
+error before generation.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["Constraint", "Matcher", "Rules"]
 
 @dataclass(frozen=True)
 class Constraint:
-    """A constraint on a whole answer; created by `json_schema`, `regex`, `choices` or `lark`.
+    """Constraint on an answer; created by `json_schema`, `regex`, `choices` or `lark`.
 
     Args:
         kind: kind of the constraint.
-        source: the schema, pattern or grammar as text.
+        source: schema, pattern or grammar as text.
     """
 
     kind: Literal["json", "regex", "lark"]
@@ -42,7 +42,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
-        """Return the constraint to JSON that is valid under a schema; ``{}`` allows all JSON."""
+        """Create a constraint to JSON that is valid under a schema; ``{}`` allows any JSON."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
             parsed = json.loads(text)
@@ -54,19 +54,19 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Return the constraint to texts that match a pattern as a whole (Rust regex syntax)."""
+        """Create a constraint to texts that fully match a pattern (Rust regex syntax)."""
         return cls("regex", pattern)
 
     @classmethod
     def choices(cls, texts: Sequence[str]) -> Self:
-        """Return the constraint that the answer is one of these texts."""
+        """Create a constraint to one of the given texts."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise ConfigError(f"choices={texts!r} must be at least one text, and no empty ones.")
         return cls("lark", "start: " + " | ".join(map(json.dumps, texts)))
 
     @classmethod
     def lark(cls, grammar: str) -> Self:
-        """Return the constraint of a grammar in Lark's format, whose start rule is ``start``."""
+        """Create a constraint to a grammar in Lark's format with the start rule ``start``."""
         return cls("lark", grammar)
 
 
@@ -76,14 +76,14 @@ class Rules:
     Args:
         tokenizer: the model's tokenizer.
         vocab_size: number of the model's logits.
-        ends: end tokens, any of which may end an answer.
+        ends: ids of the end tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, tuple(ends)
 
     def open(self, constraint: Constraint) -> Matcher:
-        """Compile a constraint and return the matcher of an answer.
+        """Compile a constraint, and return the matcher of a new answer.
 
         Raises:
             ConfigError: the constraint is invalid or not supported.
@@ -99,7 +99,7 @@ class Rules:
 
     @cached_property
     def _guided(self) -> Any:
-        """The tokenizer in llguidance's format."""
+        """Tokenizer in llguidance's format."""
         guide, tokenizer = _import(), self._tokenizer
         # Without end tokens, an id outside of the vocabulary serves as one.
         ends = list(self._ends) or [self._vocab_size]
@@ -116,10 +116,10 @@ class Rules:
 
 
 class Matcher:
-    """Constraint state of one answer.
+    """State of the constraint of one answer.
 
     Args:
-        matcher: llguidance's matcher.
+        matcher: matcher of llguidance.
         vocab_size: number of the model's logits.
     """
 
@@ -127,7 +127,7 @@ class Matcher:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def copy(self) -> Matcher:
-        """Return an independent matcher in the same state."""
+        """Return an independent copy of the matcher."""
         return Matcher(self._matcher.deep_copy(), self._vocab_size)
 
     def allowed(self) -> Tensor | None:
@@ -145,7 +145,7 @@ class Matcher:
         return mask.bool() if bool(mask.any()) else None
 
     def take(self, token: int) -> None:
-        """Advance by a token that was allowed."""
+        """Advance the state by one allowed token."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -155,7 +155,7 @@ class Matcher:
 
 
 class _Spelled:
-    """Adapter of a tokenizer outside the ``tokenizers`` library to llguidance's interface."""
+    """Adapts a tokenizer of another library than ``tokenizers`` to llguidance's interface."""
 
     def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -191,7 +191,7 @@ def _import() -> Any:
 
 
 def _write_grammar(guide: Any, constraint: Constraint) -> str:
-    """Return a constraint as an llguidance grammar."""
+    """Convert a constraint to llguidance's grammar format."""
     matcher = guide.LLMatcher
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(constraint.source))

@@ -1,4 +1,4 @@
-"""Assignment of a model's blocks to devices, resident or streamed."""
+"""Assigns a model's blocks to devices, either resident or streamed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["Divided", "DeviceRoom", "divide_blocks", "find_staying"]
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """Memory of one device.
+    """Memory budget of one device.
 
     Args:
         device: the device.
         room_bytes: memory budget in bytes.
-        runtime_bytes: part of the budget that the process needs besides tensors.
+        runtime_bytes: part of the budget that the process itself needs, without tensors.
     """
 
     device: torch.device
@@ -45,8 +45,9 @@ class Divided:
 
     Args:
         plan: placement; None if a device is too small.
-        smallest_bytes: budget per device that is sufficient.
-        outside_bytes: weights outside of blocks and those that are never streamed.
+        smallest_bytes: smallest sufficient budget per device.
+        outside_bytes: bytes of all weights that are never streamed, including those outside of
+            blocks.
     """
 
     plan: MemoryPlan | None
@@ -56,7 +57,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class _Block:
-    """Sizes of a block in bytes: streamed tensors and resident ones."""
+    """Size of a block in bytes: of its streamed and of its resident tensors."""
 
     name: str
     moving: int
@@ -72,7 +73,9 @@ _Stack = Sequence[_Block]
 
 
 def find_staying(model: nn.Module) -> Stays:
-    """Return a predicate: does this tensor of a streamed block stay resident?
+    """Return a predicate (name, tensor): True if the tensor of a streamed block stays resident.
+
+    Norms, biases and adapters stay resident, as they are small and trained in place.
 
     True for norms, biases and adapters, which are small and trained in place.
     """
@@ -89,9 +92,9 @@ def divide_blocks(
 ) -> Divided:
     """Assign a model's blocks to one or several devices.
 
-    Tensors outside of blocks are on the first device; every device reserves the largest step and
-    the KV cache of its own blocks. A device that is not needed, or too small for its slots, gets no
-    blocks.
+    Tensors outside of blocks are on the first device. Every device reserves memory for the largest
+    step and for the KV cache of its blocks. A device that is not needed or too small for the
+    streaming slots gets no blocks.
 
     Args:
         model: model, possibly on the meta device.
@@ -99,7 +102,7 @@ def divide_blocks(
         rooms: memory of the devices.
         host_budget_bytes: host memory for streamed blocks; None uses half of the free memory,
             limited by the rest of the budget if a CPU is among the devices.
-        work: memory of the KV cache and of a step.
+        work: memory for the KV cache and a step.
     """
     stacks = _find_stacks(model, blocks)
     everything = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
@@ -141,7 +144,7 @@ def _plan_device(
     outside: int,
     work: Workspace,
 ) -> tuple[MemoryPlan | None, int]:
-    """Return the plan of one device and the budget that is sufficient for its blocks.
+    """Return the plan of one device, and the smallest sufficient budget for its blocks.
 
     The plan is None if the device is too small. Blocks cached in host memory are added later.
     """
@@ -177,7 +180,7 @@ def _plan_device(
 def _share_out(
     stacks: Sequence[_Stack], cache_bytes: int, free: Sequence[int]
 ) -> list[Collection[str]]:
-    """Return the names of every device's blocks.
+    """Return the names of the blocks of each device.
 
     Blocks fill one device after the other. If they do not all fit, each device gets consecutive
     blocks in proportion to its memory, which balances the transfers. Blocks that share tensors stay
@@ -201,7 +204,7 @@ def _share_out(
 
 
 def _fill_devices(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
-    """Return the device index of every block, filled in order; None if not all fit."""
+    """Return the device index of each block, filling devices in order; None if not all fit."""
     numbers: list[int] = []
     device, left = 0, free[0]
     for size in sizes:
@@ -216,7 +219,7 @@ def _fill_devices(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None
 
 
 def _divide_by_room(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
-    """Return the device index of every block, in proportion to the devices' memory."""
+    """Return the device index of each block, in proportion to the devices' memory."""
     ends = list(accumulate(max(0, room) for room in free))
     behind = list(accumulate(sizes))
     scale = ends[-1] / max(1, sum(sizes))
@@ -225,12 +228,12 @@ def _divide_by_room(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
 
 
 def _only(stacks: Sequence[_Stack], names: Collection[str]) -> list[_Stack]:
-    """Return the blocks with these names, by stack."""
+    """Return the blocks with the given names, by stack."""
     return [[block for block in stack if block.name in names] for stack in stacks]
 
 
 def _share_of(cache_bytes: int, own: Sequence[_Stack], stacks: Sequence[_Stack]) -> int:
-    """Return the bytes of the KV cache that belong to these blocks of the first stack."""
+    """Return the bytes of the KV cache that the given blocks of the first stack need."""
     if not stacks:
         return cache_bytes
     return -(-cache_bytes * len(own[0]) // len(stacks[0]))
@@ -259,7 +262,7 @@ def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list
 def _host_room(
     rooms: Sequence[DeviceRoom], plans: Sequence[MemoryPlan], budget_bytes: int | None
 ) -> int:
-    """Return the bytes of host memory that may cache blocks of accelerators."""
+    """Return the number of bytes of host memory available for caching streamed blocks."""
     if budget_bytes is not None:
         return budget_bytes
     half = (available_host_bytes() or 0) // 2
@@ -272,7 +275,7 @@ def _host_room(
 def _fill_host(
     plans: Sequence[MemoryPlan], stacks: Sequence[_Stack], room_bytes: int
 ) -> list[MemoryPlan]:
-    """Add the blocks cached in host memory to the plans: the first that fit, none on a CPU."""
+    """Add to each plan the streamed blocks that are cached in host memory (none on a CPU)."""
     filled = []
     for plan in plans:
         waiting = []

@@ -1,8 +1,8 @@
-"""Speculative decoding with a draft model, whose tokens the target model verifies in one step.
+"""Speculative decoding with a draft model; the target model verifies its tokens in one step.
 
-The draft model's KV cache uses the page numbers of the target's, so that pages are shared, copied
-and freed together. Draft tokens change only the speed: a page without valid draft keys lowers the
-acceptance rate but never changes an answer.
+The draft model's KV cache uses the same page numbers as the target's, so that pages are shared,
+copied and freed together. Draft tokens affect only the speed: a page without valid draft keys
+lowers the acceptance rate but never changes an answer.
 
 Source: Leviathan et al., "Fast inference from transformers via speculative decoding" (2023).
 """
@@ -35,19 +35,19 @@ __all__ = ["Draft", "check_draft", "open_draft"]
 def open_draft(
     config: EngineConfig, budget_bytes: int | None, device: torch.device
 ) -> tuple[Any, Any, int]:
-    """Open the draft model.
+    """Load the draft model of an engine.
 
     Args:
-        config: limits of the engine, with the draft model.
+        config: limits of the engine, including the draft model.
         budget_bytes: budget of the whole engine; None for no limit.
         device: compute device.
 
     Returns:
-        the model, None without one; its vocabulary (token to id), None without a tokenizer; its
-        bytes, 0 without a budget
+        draft model (None if there is none), its vocabulary (token to id; None without a tokenizer),
+        and its size in bytes (0 without a budget)
 
     Raises:
-        ConfigError: the draft model takes the whole budget.
+        ConfigError: the draft model leaves no memory for the target model.
     """
     draft, tokens = config.requests.draft, None
     if draft is None:
@@ -99,7 +99,7 @@ def check_draft(model: Any, draft: Any, vocabulary: Any = None, drafts: Any = No
 
 
 class Draft:
-    """Fills in draft tokens, one token of all sequences per step.
+    """Generates draft tokens, one per step for all sequences.
 
     Args:
         model: draft model.
@@ -111,7 +111,7 @@ class Draft:
         self._known: dict[Sequence, int] = {}
 
     def look_again(self) -> None:
-        """Check in the next step whether the draft model changed; see `PackedStep`."""
+        """Check in the next step whether the draft model has changed; see `PackedStep`."""
         self._step.look_again()
 
     def copy_page(self, source: int, target: int) -> None:
@@ -119,7 +119,7 @@ class Draft:
         self._step.cache.copy_page(source, target)
 
     def fill(self, parts: Several[Part]) -> list[Part]:
-        """Return the parts with draft tokens in place of the placeholders."""
+        """Return the parts with their placeholders replaced by draft tokens."""
         self._step.cut()
         alive = {part.sequence for part in parts}
         self._known = {s: n for s, n in self._known.items() if s in alive or s.pages}
@@ -154,13 +154,13 @@ class Draft:
         ]
 
     def _open(self, parts: Several[Part], guessed: dict[int, list[int]]) -> list[int]:
-        """Return the indices of parts that need more draft tokens."""
+        """Return the indices of the parts that need more draft tokens."""
         return [n for n, tokens in guessed.items() if len(tokens) < len(parts[n].guessed)]
 
     def _write(
         self, parts: Several[Part], guessed: dict[int, list[int]], left: Several[int]
     ) -> list[torch.Tensor]:
-        """Return the draft's logits after the last draft token of these parts."""
+        """Return the draft model's logits after the last draft token of each of these parts."""
         rows = []
         for number in left:
             part = parts[number]

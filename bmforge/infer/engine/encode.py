@@ -1,4 +1,4 @@
-"""Requests to encoders: embeddings, masked tokens and classification."""
+"""Requests to encoders: embeddings, mask filling and classification."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Inputs: TypeAlias = Sequence[tuple[str, Any] | list[int]] | Tensor
 
 
 class Filled(NamedTuple):
-    """A candidate token for a mask.
+    """Candidate token for a mask.
 
     Attributes:
         token: text of the token.
@@ -57,15 +57,15 @@ def embed(
 ) -> Tensor:
     """Return one embedding per row, pooled from the last hidden states.
 
-    Encoder-decoders use the states of the encoder. Rows of the same length are batched, so that
-    no padding is needed.
+    Encoder-decoders use the encoder's states. Rows of equal length are batched, so that no padding
+    is needed.
 
     Args:
         model: any model.
         inputs: texts, token ids or pixels.
         max_rows: maximum batch size.
-        pooling: mean over the tokens, or the first token's state.
-        normalize: whether embeddings are scaled to length 1.
+        pooling: "mean" of the tokens' states, or "first" token's state.
+        normalize: scale embeddings to length 1.
 
     Shape:
         returns (B, D) in fp32
@@ -95,7 +95,7 @@ def pool(states: Tensor, pooling: Pooling) -> Tensor:
 
 
 def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
-    """Return the last hidden states of rows, (B, T, D), without those of a soft prompt."""
+    """Return the last hidden states of rows, (B, T, D), without those of the soft prompt."""
     rows, added = _behind_prompt(model, rows)
     if model.traits.reads == "apart":
         return model.encode(**rows).last_hidden_state[:, added:]
@@ -104,7 +104,7 @@ def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
 
 
 def _behind_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """Return the rows with the model's soft prompt in front, and the length of the prompt."""
+    """Prepend the model's soft prompt to the rows; return the rows and the prompt's length."""
     if "input_ids" not in rows:
         return rows, 0
     ids, _, added = with_prompt(model.whole().embed, rows["input_ids"])
@@ -114,7 +114,7 @@ def _behind_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tenso
 def _read_together(
     model: Any, inputs: Inputs, max_rows: int, read: Callable[[dict[str, Tensor]], Tensor]
 ) -> Tensor:
-    """Apply `read` to batches of rows of the same shape and return the results in row order."""
+    """Apply `read` to batches of equally shaped rows, and return the results in row order."""
     rows = read_rows(model, inputs)
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
@@ -131,9 +131,9 @@ def _read_together(
 
 @torch.no_grad()
 def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
-    """Return the probability of every class, per row or per token of rows of one length.
+    """Return class probabilities, per row or (for token classification) per token.
 
-    Probabilities of exclusive classes sum to 1; those of multi-label classes are independent.
+    Probabilities of exclusive classes sum to 1; multi-label probabilities are independent.
 
     Args:
         model: model with a classification head.
@@ -166,11 +166,11 @@ def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
 def fill_mask(
     model: Any, tokenizer: Any, texts: str | Sequence[str], *, top: int = 5
 ) -> list[list[list[Filled]]] | list[list[Filled]]:
-    """Return the most likely tokens at every mask token of every text, best first.
+    """Return the most likely tokens for every mask token of every text, best first.
 
     Args:
         model: model with a masked-LM head.
-        tokenizer: the model's tokenizer, which has a mask token.
+        tokenizer: the model's tokenizer; must have a mask token.
         texts: one text, or several.
         top: number of tokens per mask.
 
@@ -202,10 +202,10 @@ def fill_mask(
 
 
 def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
-    """Return the model's keyword arguments for every row.
+    """Return the keyword arguments of the model for every row.
 
     Raises:
-        ConfigError: a row is longer than the model's maximum, or has no token.
+        ConfigError: a row is empty or longer than the model's maximum.
         ShapeError: ids are outside of the vocabulary.
     """
     if isinstance(inputs, Tensor):
@@ -224,7 +224,7 @@ def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
 
 
 def _check_ids(model: Any, ids: Tensor) -> None:
-    """Raise an error for ids outside of the vocabulary, or too many of them."""
+    """Raise an error if ids are outside of the vocabulary, or if there are none or too many."""
     limit, size = model.position_limit, count_ids(model.whole().embed)
     if not ids.numel() or (limit is not None and ids.shape[-1] > limit):
         raise ConfigError(
@@ -239,7 +239,7 @@ def _check_ids(model: Any, ids: Tensor) -> None:
 
 
 def encode_text(model: Any, text: str, tokenizer: Any) -> list[int]:
-    """Return a text's ids with the special tokens that the model family expects."""
+    """Tokenize a text with the special tokens that the model family expects."""
     if model.traits.reads == "both":
         longest = len(text) + 8
         return encode_segments([text], tokenizer, longest, model.traits.marks_between)[0]
@@ -248,11 +248,11 @@ def encode_text(model: Any, text: str, tokenizer: Any) -> list[int]:
 
 
 def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.device) -> Inputs:
-    """Return the inputs as a tensor, or as texts with their tokenizer or rows of ids.
+    """Convert inputs to a tensor, to texts with their tokenizer, or to rows of token ids.
 
     Args:
         inputs: a text, texts, lists of ids, or a tensor.
-        open_tokenizer: returns the model's tokenizer; called only for texts.
+        open_tokenizer: function that returns the model's tokenizer; called only for texts.
         device: compute device.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Batched embedding requests, one forward pass at a time.
+"""Embedding requests, batched across callers.
 
-Rows of one length from all callers share a pass if weights are streamed or the device is an
-accelerator. For a model in host memory each row has its own pass: matrix products of other batch
-sizes differ in the last bits and gain little speed, so that no answer depends on other requests.
+Rows of equal length from all callers share a forward pass if weights are streamed or the device is
+an accelerator. For a model in host memory each row has its own pass: larger batches would gain
+little speed, and their results would differ in the last bits and so depend on other requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Encoding(Task):
     Args:
         rows: keyword arguments of the model for each row.
         pooling: pooling as in `encode.embed`.
-        normalize: whether embeddings are scaled to length 1.
+        normalize: scale embeddings to length 1.
         deadline_s: deadline in seconds, as in `Task`.
         deltas: adapter names, as in `Request`.
     """
@@ -51,7 +51,7 @@ class Encoding(Task):
         self._found: dict[int, Tensor] = {}
 
     def put(self, number: int, embedding: Tensor) -> None:
-        """Store the embedding of a row; the last one completes the request."""
+        """Store the embedding of a row; the last row completes the request."""
         self._found[number] = embedding
         if len(self._found) == len(self.rows):
             out = torch.stack([self._found[n] for n in range(len(self.rows))])
@@ -72,7 +72,7 @@ class _Row(NamedTuple):
 
 
 class Encodings:
-    """Runs the rows of all waiting requests, first come first served.
+    """Runs the rows of all waiting requests in order of arrival.
 
     Args:
         model: the model.
@@ -95,11 +95,11 @@ class Encodings:
         return len(self._came) + len({id(row.encoding) for row in list(self._rows)})
 
     def add(self, encoding: Encoding) -> None:
-        """Add a request; may be called from any thread."""
+        """Queue a request; may be called from any thread."""
         self._came.append(encoding)
 
     def step(self) -> None:
-        """Run one pass if rows are waiting."""
+        """Run one forward pass if rows are waiting."""
         while self._came:
             encoding = self._came.popleft()
             self._rows += [_Row(encoding, number) for number in range(len(encoding.rows))]
@@ -122,7 +122,7 @@ class Encodings:
             encoding.fail(error)
 
     def _count(self, kind: tuple[tuple[str, torch.Size], ...]) -> int:
-        """Return the batch size for rows of one kind and length."""
+        """Return the batch size for rows of this kind and length."""
         if not shares_passes(self._model):
             return 1
         rows, tokens = self._most

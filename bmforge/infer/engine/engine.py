@@ -53,36 +53,36 @@ __all__ = ["Engine"]
 class Engine:
     """Runs a model within a memory budget: generation, embeddings, scores and conversations.
 
-    Blocks that do not fit are streamed from the host or the disk in every pass, with the results of
-    the same model without a budget (up to rounding: `native_step`). Calls run one at a time;
-    submitted requests are batched. ``delta=`` names the adapters of a call: one, several, or () for
-    the base model alone; None is the model as it is.
+    Blocks that do not fit are streamed from host memory or disk in every pass; results equal those
+    of the model without a budget, up to rounding. Calls run one at a time; submitted requests are
+    batched. ``delta=`` names the adapters of a call: one, several, or () for the base model; None
+    uses the adapters that are active on the model.
 
     Args:
-        model: directory, hub id or short name of a model; or a module with repeated blocks, which
-            is placed as planned and stays the same object.
+        model: directory, hub id or short name of a model; or a module with repeated blocks,
+            which is placed in memory as planned and remains the same object.
         device_budget_bytes: budget of every device for weights, streaming buffers, KV cache and
             activations (default: the free memory).
-        host_budget_bytes: budget of host memory if the device is an accelerator (default: half of
-            the free memory).
-        quantize: scheme (`nn.packing.PRESETS`) to quantize the weights with; those of a directory
-            are written, one tensor at a time, into `EngineConfig.spill_directory`. To keep them,
-            call `quantize_directory`.
+        host_budget_bytes: budget of host memory if the device is an accelerator (default: half
+            of the free memory).
+        quantize: quantization scheme of the weights (`nn.packing.PRESETS`). Quantized weights
+            of a directory are written to a temporary directory in `EngineConfig.spill_directory`;
+            `quantize_directory` keeps them.
         dtype: dtype of the weights (default: fp32, or the module's).
-        devices: accelerators, by number or name, that are filled with blocks one after the other;
-            "cpu" may be one (default: one device).
+        devices: devices by number or name, filled with blocks one after the other; "cpu" may be
+            among them (default: one device).
         tokenizer: tokenizer (default: the model directory's).
         config: limits of the engine.
         options: arguments of `Model.from_pretrained`, such as `head` or `allow_unknown`.
 
     Attributes:
-        plan: placement of the blocks; prints as a table.
-        model: the plain module, in eval mode. The parameters of an opened directory do not require
+        plan: placement of the blocks; printed as a table.
+        model: the module, in eval mode. Parameters loaded from a directory do not require
             gradients.
 
     Raises:
-        ConfigError: a budget that is too small (the message names the smallest that works, before
-            anything is read) or out of range; or a model that is parallelized over processes.
+        ConfigError: a budget is too small (the message names the smallest sufficient one,
+            before weights are read) or out of range, or the model is parallelized over processes.
         CheckpointError: the weights do not fit the model, or are damaged.
     """
 
@@ -150,7 +150,7 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Return a directory's model on the meta device, and a function that loads it by a plan."""
+        """Describe a directory's model on the meta device; return it and its loading function."""
         self._directory = source = find_model(name)
         if quantize is not None:
             folder = self.config.spill_directory
@@ -168,7 +168,7 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Prepare a module in memory; return it with a function that places it by a plan."""
+        """Prepare a module in memory; return it and the function that places it by a plan."""
         check_module(model, self.config, options)
         model = model.eval() if dtype is None else model.eval().to(dtype)
         if quantize is not None:
@@ -177,7 +177,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer.
+        """Tokenizer of the model.
 
         Raises:
             ConfigError: there is no tokenizer, or it belongs to another model.
@@ -190,23 +190,23 @@ class Engine:
         return self._tokenizer
 
     def generate(self, prompts: Any, *, delta: DeltaChoice = None, **options: Any) -> Any:
-        """Continue prompts.
+        """Continue one or several prompts.
 
         Args:
-            prompts: a text or a list of texts, in the prompt format of the model's family
-                (`write_text`); a list of token ids, or of such lists; or a tensor (B, T), as
-                `bmforge.infer.generate` takes it.
-            options: fields of `GenerationConfig`; with ids `attention_mask` and `on_token` too.
+            prompts: a text or a list of texts, in the prompt format of the model family
+                (`write_text`); a list of token ids or of such lists; or a tensor (B, T) as in
+                `bmforge.infer.generate`.
+            options: fields of `GenerationConfig`; for token ids also `attention_mask` and
+                `on_token`.
 
         Returns:
-            the prompt with its continuation in the prompt's form: a text, a list of ids or a
-            tensor, and a list of them for a list. With `num_return_sequences` above 1 each text or
-            list of ids becomes a list.
+            prompts with their continuations, in the type of `prompts`. With `num_return_sequences`
+            above 1, each text or list of ids becomes a list of them.
 
         Raises:
-            ConfigError: no prompt, an empty one, more rows or tokens than were planned for, or an
-                option that does not fit.
-            ShapeError: ids outside of the vocabulary.
+            ConfigError: there is no prompt or an empty one, there are more rows or tokens than
+                planned, or an option does not apply.
+            ShapeError: ids are outside of the vocabulary.
         """
         with self.turn("generate", delta=delta) as model:
             if isinstance(prompts, Tensor):
@@ -218,7 +218,7 @@ class Engine:
 
         Args:
             prompt: prompt text.
-            options: fields of `GenerationConfig`; no beams.
+            options: fields of `GenerationConfig`, without beam search.
 
         Raises:
             ConfigError: same as in `generate`.
@@ -227,10 +227,10 @@ class Engine:
             yield from stream_text(model, self.tokenizer, prompt, **options)
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request and return a handle at once; requests are batched on a background thread.
+        """Queue a request and return its handle at once; a background thread batches requests.
 
-        May be called from any thread. While requests run, other methods work only inside `call`,
-        which waits for its turn.
+        May be called from any thread. While requests run, other methods can be used only inside
+        `call`.
 
         Args:
             request: prompt and generation options.
@@ -244,39 +244,39 @@ class Engine:
         return self._queue().submit(request)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function between two steps of the batch loop and return its result.
+        """Run a function between two steps of the batch loop, and return its result.
 
-        The function may use all other methods of the engine: ``engine.call(lambda:
+        The function may call all other methods of the engine: ``engine.call(lambda:
         engine.embed(texts))``. May be called from any thread.
         """
         self._check("call", writes=False)
         return self._queue().call(function)
 
     def weights_changed(self) -> int:
-        """Drop all cached keys and values after a change of weights; return the new version.
+        """Drop all cached keys and values after the weights changed; return the new version.
 
-        An idle engine notices changes by itself, when a request starts; a running one does not.
+        An idle engine detects changes itself when a request starts; a running engine does not.
         """
         self._check("weights_changed", writes=True)
         return self._queue().weights_changed()
 
     @property
     def weights_version(self) -> int:
-        """Number of noticed changes of the weights; every `Completion` has it."""
+        """Number of detected changes of the weights; included in every `Completion`."""
         return 0 if self._requests is None else self._requests.weights_version
 
     @property
     def failure(self) -> BaseException | None:
-        """Error that ended the thread of the batched requests; None while it works."""
+        """Error that ended the thread of batched requests; None while it runs."""
         return None if self._requests is None else self._requests.failure
 
     def requests_status(self) -> RequestsStatus:
-        """Return the number of running and waiting requests and of used pages."""
+        """Return the numbers of running and waiting requests and of used pages."""
         self._check("requests_status", writes=False)
         return self._queue().status()
 
     def _queue(self) -> Requests:
-        """Return the batch loop, created at the first request."""
+        """Return the batch loop, which the first request creates."""
         with self._making:
             if self._requests is None:
                 has_texts = self._tokenizer is not None or self._directory is not None
@@ -294,10 +294,10 @@ class Engine:
     def submit_embed(
         self, inputs: Any, *, deadline_s: float | None = None, **options: Any
     ) -> Future[Tensor]:
-        """Queue an `embed` request next to all others; threads and errors as in `submit`.
+        """Queue an `embed` request and return its future; threads and errors as in `submit`.
 
         Args:
-            inputs: texts, lists of ids of any lengths, or a tensor.
+            inputs: texts, lists of token ids of any lengths, or a tensor.
             deadline_s: deadline in seconds, after which the future raises `TimeoutError`.
             options: `pooling`, `normalize` and `delta` of `embed`.
         """
@@ -309,7 +309,7 @@ class Engine:
     def submit_documents(
         self, documents: Any, *, deadline_s: float | None = None, **options: Any
     ) -> Future[Any]:
-        """Queue a `fill_documents` request next to all others; see `submit_embed`."""
+        """Queue a `fill_documents` request and return its future; see `submit_embed`."""
         self._check("submit_documents", writes=True)
         deltas = check_names(self.model, options.pop("delta", None))
         arguments = {"batch_size": min(8, self.config.max_rows), **options}
@@ -317,40 +317,43 @@ class Engine:
         return self._queue().add(Work(self.model, fill, deadline_s, deltas))
 
     def embed(self, inputs: Any, *, delta: DeltaChoice = None, **options: Any) -> Tensor:
-        """Return an embedding of every text, (B, D); see `encode.embed`."""
+        """Return an embedding of every input, (B, D); see `encode.embed`."""
         with self.turn("embed", writes=False, delta=delta) as model:
             return embed(model, self._ids(inputs), max_rows=self.config.max_rows, **options)
 
     def fill_mask(self, texts: Any, *, top: int = 5, delta: DeltaChoice = None) -> Any:
-        """Return the most likely tokens at every mask token of texts; see `encode.fill_mask`."""
+        """Return the most likely tokens for every mask token of texts; see `encode.fill_mask`."""
         with self.turn("fill_mask", writes=False, delta=delta) as model:
             return fill_mask(model, self.tokenizer, texts, top=top)
 
     def classify(self, inputs: Any, *, delta: DeltaChoice = None) -> Tensor:
-        """Return the probabilities of a classifier's classes; see `encode.classify`."""
+        """Return the class probabilities of inputs; see `encode.classify`."""
         with self.turn("classify", writes=False, delta=delta) as model:
             return classify(model, self._ids(inputs), max_rows=self.config.max_rows)
 
     def score(self, pairs: Sequence[tuple[str, str]], *, delta: DeltaChoice = None) -> list[float]:
-        """Return the mean loss of the texts of (prompt, text) pairs, in nats per token."""
+        """Return the mean loss of the text of each (prompt, text) pair, in nats per token."""
         with self.turn("score", delta=delta) as model:
             return score_pairs(model, self.tokenizer, pairs)
 
     def fill_documents(
         self, documents: Sequence[Any], *, delta: DeltaChoice = None, **options: Any
     ) -> Any:
-        """Fill CPM-Bee's documents; see `bmforge.infer.openbmb.documents.fill_documents`."""
+        """Fill CPM-Bee documents; see `bmforge.infer.openbmb.documents.fill_documents`."""
         with self.turn("fill_documents", delta=delta) as model:
             arguments = {"batch_size": min(8, self.config.max_rows), **options}
             return fill_documents(model, self.tokenizer, documents, **arguments)
 
     def fill_blanks(self, text: str, *, delta: DeltaChoice = None, **options: Any) -> list[str]:
-        """Return the model's text for every ``<span>`` of a text; see `blanks.fill_blanks`."""
+        """Return the generated text for every ``<span>`` of a text; see `blanks.fill_blanks`."""
         with self.turn("fill_blanks", delta=delta) as model:
             return fill_blanks(model, self.tokenizer, text, **options)
 
     def chat(self, *, delta: DeltaChoice = None, **options: Any) -> Talk:
-        """Open a conversation, with fields of `TalkConfig`: an object with `reply` and `clear`."""
+        """Open a conversation, an object with `reply` and `clear`.
+
+        Its options are the fields of `TalkConfig`.
+        """
         with self.turn("chat", delta=delta) as model:
             limit = None if self._guard is None else self.config.tokens_of(model)
             talk = open_talk(
@@ -359,7 +362,7 @@ class Engine:
         return TalkInTurns(talk, lambda: self.turn("reply", delta=delta))
 
     def close(self) -> None:
-        """Release threads, files and streaming slots; weights of a module stay on their devices."""
+        """Release threads, files and streaming slots; a module's weights stay on their devices."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -380,7 +383,7 @@ class Engine:
 
     @contextmanager
     def turn(self, what: str, writes: bool = True, delta: DeltaChoice = None) -> Iterator[Any]:
-        """Hold the model for one call, with the adapters of `delta` active.
+        """Context manager: lock the model for one call and activate the adapters of `delta`.
 
         Raises:
             ConfigError: the engine is closed or busy, or the model does not support the call.
@@ -393,7 +396,7 @@ class Engine:
                 yield self.model
 
     def _check(self, what: str, writes: bool) -> None:
-        """Raise `ConfigError` if the engine is closed, or the model does not support the call."""
+        """Raise `ConfigError` if the engine is closed or the model does not support the call."""
         if self._is_closed:
             raise ConfigError(f"{what} was asked of an engine that is closed. Open it anew.")
         check_asked(self.model, what, writes)

@@ -1,4 +1,4 @@
-"""Exclusive lock on the model: held by the batch loop or by one synchronous call."""
+"""Exclusive lock on the model, held by the batch loop or by one synchronous call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the model for the batch loop; wait until it is free."""
+        """Context manager: lock the model for the batch loop, waiting until it is free."""
         with self._lock:
             self._is_shared = True
             try:
@@ -31,11 +31,11 @@ class ModelLock:
 
     @contextmanager
     def alone(self, what: str, requests: Requests | None) -> Iterator[None]:
-        """Hold the model for one call, or between two steps of the batch loop.
+        """Context manager: lock the model for one call, or between two steps of the batch loop.
 
         Args:
             what: name of the call for error messages.
-            requests: batch loop; None without one.
+            requests: batch loop; None if there is none.
 
         Raises:
             ConfigError: the model is in use.

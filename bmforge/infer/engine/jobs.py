@@ -1,4 +1,4 @@
-"""Accepted requests with their answers, and the loop of those that share model steps."""
+"""Accepted requests with their answers, and the loop of the requests that share model steps."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ KV_CACHE_DTYPES = {
 
 
 def _weigh(model: Any) -> int:
-    """Return the approximate bytes that one step of a model reads."""
+    """Return the approximate number of bytes that one step of a model reads."""
     return sum(packed_bytes(tensor) for tensor in model.parameters())
 
 
 class Job:
-    """An accepted request.
+    """Accepted request and its answers.
 
     Args:
         number: arrival number.
@@ -51,7 +51,7 @@ class Job:
 
     Attributes:
         handle: the caller's handle.
-        rows: runner of a request that cannot be batched; None otherwise.
+        rows: runner of an unbatched request; None for a batched request.
         sequences: sequences of a batched request, with their answers.
         is_running: whether the request has started.
     """
@@ -71,14 +71,14 @@ class Job:
         return self.handle.done
 
     def over(self, now_s: float) -> FinishReason | None:
-        """Return the reason if the job is cancelled or past its deadline, else None."""
+        """Return the reason why the job must end (cancelled or past its deadline), or None."""
         if self.handle.is_cancelled:
             return "cancelled"
         late = self._deadline_s is not None and now_s >= self._deadline_s
         return "deadline" if late else None
 
     def tell(self, finished: bool = False) -> None:
-        """Deliver the new output of every answer, and with `finished` end all answers."""
+        """Deliver the new output of every answer; with `finished`, end all answers."""
         for answer in self.ready.answers:
             if finished and answer.finish_reason is None:
                 answer.end("length")
@@ -93,7 +93,7 @@ class Job:
                 self.handle.fail(error)
 
     def end(self, reason: FinishReason) -> None:
-        """End every unfinished answer with a reason."""
+        """End all unfinished answers for the given reason."""
         if self.rows is not None:
             self.rows.stop()
         for answer in self.ready.answers:
@@ -108,19 +108,19 @@ class Job:
 
 
 class PackedJobs:
-    """Batched requests, whose tokens share the steps of a model.
+    """Batched requests, whose tokens share the model's steps.
 
     Args:
         model: the model.
         config: limits of batched requests.
         total_tokens: capacity of the KV cache in tokens.
-        draft: draft model; None without speculative decoding by a model.
-        is_shared: whether the caller holds the model and may write any of its weights.
+        draft: draft model for speculative decoding; None if there is none.
+        is_shared: whether the caller has a reference to the model and may change its weights.
 
     Attributes:
         jobs: unfinished jobs.
-        pages: pages of the KV cache.
-        weights_version: number of noticed changes of the model.
+        pages: page allocator of the KV cache.
+        weights_version: number of detected changes of the model.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PackedJobs:
 
     @property
     def running(self) -> int:
-        """Number of answers that have pages."""
+        """Number of answers with allocated pages."""
         return len(self._scheduler.running)
 
     @property
@@ -156,7 +156,7 @@ class PackedJobs:
         self._scheduler.check(tokens)
 
     def add(self, job: Job) -> None:
-        """Add a job."""
+        """Add a job; if there are no other jobs, check for changes of the model first."""
         if not self.jobs:  # the model may have changed while idle
             self.notice_changes()
         ready = job.ready
@@ -174,7 +174,7 @@ class PackedJobs:
         self.jobs.append(job)
 
     def remove(self, job: Job) -> None:
-        """Remove a job and free its pages; no effect for an unknown job."""
+        """Remove a job and free its pages; unknown jobs are ignored."""
         if job in self.jobs:
             self.jobs.remove(job)
             for sequence in job.sequences:
@@ -190,10 +190,10 @@ class PackedJobs:
     def notice_changes(self, has_changed: bool = False) -> None:
         """Drop the KV cache if the model changed; running sequences are recomputed.
 
-        The draft model's blocks are checked in the next step.
+        The draft model is checked in the next step.
 
         Args:
-            has_changed: the caller has changed the weights.
+            has_changed: True if the caller knows that the weights changed.
         """
         if self._changes.since_last() or has_changed:
             self._scheduler.begin_anew()
@@ -205,7 +205,7 @@ class PackedJobs:
                 step.look_again()
 
     def step(self) -> None:
-        """Run one step of the model for all sequences and advance their answers."""
+        """Run one model step for all sequences and advance their answers."""
         if not self.jobs:
             return
         if self._step is None:
@@ -253,7 +253,7 @@ class PackedJobs:
     def _go_on(
         self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, TokenChoice]
     ) -> None:
-        """Choose the next tokens of a sequence from a part's logits; errors end the job."""
+        """Choose a sequence's next tokens from a part's logits; an error ends the job."""
         if _reads_prompt(part):
             job.sequences[part.sequence].score_prompt(part.start, scores)
             scores = scores[-1:]
@@ -274,7 +274,7 @@ class PackedJobs:
     def _choose(
         self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, TokenChoice]
     ) -> None:
-        """Choose the next tokens of a sequence; after a prompt, one for each answer."""
+        """Choose a sequence's next tokens; after the prompt, one for each answer."""
         sequence, answers = part.sequence, job.ready.answers
         answer = job.sequences[sequence]
         for number, row in enumerate(scores):
@@ -304,12 +304,12 @@ class PackedJobs:
 
 
 def _reads_prompt(part: Part) -> bool:
-    """Return True if log-probabilities of prompt tokens follow from a part's logits."""
+    """Return True if a part's logits give log-probabilities of prompt tokens."""
     return part.sequence.scores_prompt and part.start < part.sequence.prompt_length
 
 
 def _count_logits(part: Part) -> int:
-    """Return the number of last tokens of a part whose logits are needed."""
+    """Return the number of trailing tokens of a part whose logits are needed."""
     if _reads_prompt(part):
         return part.end - part.start
     return 1 + len(part.guessed) if part.is_last else 0
@@ -318,7 +318,7 @@ def _count_logits(part: Part) -> int:
 def _choose_together(
     jobs: list[Job], parts: list[Part], scores: list[Tensor]
 ) -> dict[Answer, TokenChoice]:
-    """Choose the next tokens of all answers whose choice does not depend on their text."""
+    """Choose the next tokens of all answers whose options do not depend on their text."""
     answers, draws = [], []
     for job, part, rows in zip(jobs, parts, scores, strict=True):
         if not part.is_last or part.guessed:

@@ -23,10 +23,10 @@ _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_i
 def check_size(
     limit: tuple[int, int], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Forward pre-hook that refuses more rows or tokens than were planned for.
+    """Forward pre-hook that raises an error for more rows or tokens than planned.
 
     Raises:
-        ConfigError: the call exceeds the limits; the message names both.
+        ConfigError: the call exceeds the limits; the message names sizes and limits.
     """
     inputs = {"input_ids": args[0]} if args and isinstance(args[0], Tensor) else {}
     inputs |= {name: kwargs[name] for name in _ROWS_OF_TOKENS if kwargs.get(name) is not None}
@@ -46,7 +46,7 @@ def check_size(
 
 
 def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a module in memory that an engine cannot place."""
+    """Raise `ConfigError` if an engine cannot place this module in memory."""
     record = laid_out(model)
     mesh = None if record is None else record.mesh
     # A layout of one process leaves plain parameters, unless it changes their precision.
@@ -73,7 +73,7 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """Raise `ConfigError` if a tokenizer has more tokens than the model."""
+    """Raise `ConfigError` if the tokenizer has more tokens than the model."""
     size, vocab_size = len(tokenizer), getattr(getattr(model, "config", None), "vocab_size", None)
     if vocab_size is not None and size > vocab_size:
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
 
 
 def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] | None) -> int:
-    """Return the capacity of the batched requests' KV cache in tokens.
+    """Return the KV cache capacity for batched requests, in tokens.
 
     Raises:
         ConfigError: the configured capacity exceeds the planned memory.
@@ -101,7 +101,7 @@ def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] 
 
 
 def check_asked(model: nn.Module, what: str, writes: bool) -> None:
-    """Raise `ConfigError` if a model does not support a method of the engine."""
+    """Raise `ConfigError` if the model does not support a method of the engine."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"{what} is for models of bmforge, and this is a {type(model).__name__}: call "

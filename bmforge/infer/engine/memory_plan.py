@@ -1,4 +1,4 @@
-"""Placement of a model and its memory use, printable as a line or a table with bars."""
+"""Placement and memory use of a model, printed as a line or as a table with bars."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class MemoryPlan:
     """Placement of a model's blocks. All sizes are in bytes.
 
     Args:
-        device: device of the plan; with several devices, the one with the tensors outside of
-            blocks.
+        device: device of the plan; with several devices, the first, which has the tensors
+            outside of blocks.
         budget_bytes: budget of the device.
-        smallest_bytes: smallest budget that works; with several devices, one that works.
+        smallest_bytes: smallest sufficient budget; with several devices, a sufficient one.
         weights_bytes: resident weights: tensors outside of blocks, and resident blocks.
-        slots_bytes: slots through which the other blocks are streamed.
+        slots_bytes: streaming slots for the other blocks.
         cache_bytes: KV cache of the longest rows.
         step_bytes: activations of the largest step.
-        runtime_bytes: memory of the process besides tensors.
+        runtime_bytes: memory of the process without tensors.
         resident: names of resident blocks.
         moving: names of streamed blocks, in execution order.
         on_host: names of streamed blocks that are cached in host memory.
-        moved_bytes: size of all streamed blocks.
-        experts_bytes: cache for experts that are read when they are chosen.
-        beside_bytes: reserve for modules that are attached later.
+        moved_bytes: total size of the streamed blocks.
+        experts_bytes: cache of streamed experts.
+        beside_bytes: reserve for adapters that are attached later.
         others: plans of further devices.
     """
 
@@ -59,23 +59,23 @@ class MemoryPlan:
 
     @property
     def on_disk(self) -> tuple[str, ...]:
-        """Names of blocks that are read from disk whenever they run."""
+        """Names of the blocks that are read from disk in every pass."""
         return tuple(name for name in self.moving if name not in self.on_host)
 
     @property
     def elsewhere(self) -> dict[str, torch.device]:
-        """Devices of the blocks on further devices, by block name."""
+        """Device of each block that is not on the first device, by block name."""
         return {
             name: plan.device for plan in self.others for name in (*plan.resident, *plan.moving)
         }
 
     @property
     def used_bytes(self) -> int:
-        """Used part of the budget in bytes."""
+        """Used memory of the budget in bytes."""
         return sum(size for _, size in self.parts())
 
     def parts(self) -> list[tuple[str, int]]:
-        """Return the parts of the budget with their sizes in bytes."""
+        """Return the categories of the budget with their sizes in bytes."""
         return [
             ("weights that stay", self.weights_bytes),
             ("slots for blocks that move", self.slots_bytes),
@@ -87,7 +87,7 @@ class MemoryPlan:
         ]
 
     def line(self) -> str:
-        """Return the plan in one line."""
+        """Return the plan as one line of text."""
         if self.others:
             alone = (replace(device_plan, others=()) for device_plan in self.each())
             return "; ".join(f"{device_plan.device}: {device_plan.line()}" for device_plan in alone)
@@ -100,7 +100,7 @@ class MemoryPlan:
         )
 
     def table(self) -> RenderableType:
-        """Return the plan for a terminal: a line and a bar for every part, of every device."""
+        """Return the plan as a table for a terminal, one line and bar per category and device."""
         return Group(*(device_plan._own_table(bool(self.others)) for device_plan in self.each()))
 
     def _own_table(self, is_named: bool) -> Table:
@@ -119,7 +119,7 @@ class MemoryPlan:
         return table
 
     def __str__(self) -> str:
-        """The table as text."""
+        """Return the table as text."""
         console = Console(width=80, no_color=True, highlight=False)
         with console.capture() as captured:
             console.print(self.table())

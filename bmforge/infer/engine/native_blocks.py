@@ -1,7 +1,7 @@
-"""Descriptions of blocks for the native step: pointers, sizes and kinds read from the modules.
+"""Describes blocks for the native step: pointers, sizes and kinds, read from the modules.
 
-A block with anything else than the supported modules (a hook, an unknown child or class, a slot
-filled by a parallel layout) is not described and runs through torch.
+A block with anything unsupported (a hook, an unknown child or class, a hook of a parallel layout)
+is not described, and torch runs it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FORWARDS = {
 
 
 class _UnknownError(Exception):
-    """The native step does not support a module."""
+    """Raised if the native step does not support a module."""
 
 
 def _structure(name: str, fields: dict[str, Any]) -> type[ctypes.Structure]:
@@ -118,7 +118,7 @@ Layer: Any = _structure(
 
 
 class Watch:
-    """Snapshot of the described modules that detects changes.
+    """Snapshot of the described modules, used to detect changes.
 
     It records the class and all attributes of every module (hooks, children and parameters are
     attributes), and the address, size and dtype of every tensor.
@@ -151,7 +151,7 @@ class Watch:
         self._places += _places(tensors)
 
     def sees_change(self) -> bool:
-        """Return True if anything changed; takes some microseconds per block."""
+        """Return True if any recorded module or tensor changed; takes microseconds per block."""
         if any(self._empty) or _forwards_changed():
             return True
         if not all(map(is_, map(type, self._objects), self._kinds)):
@@ -184,10 +184,10 @@ def _forwards_changed() -> bool:
 
 
 def describe_block(block: nn.Module, watch: Watch) -> Any:
-    """Return a block's `Layer`; None if the native step does not support the block.
+    """Return the `Layer` of a block; None if the native step does not support the block.
 
     Args:
-        block: block of any kind.
+        block: block of a model.
         watch: snapshot to which the block's modules are added.
     """
     try:
@@ -197,7 +197,7 @@ def describe_block(block: nn.Module, watch: Watch) -> Any:
 
 
 def _know(module: Any, watch: Watch, kinds: Iterable[type], children: Iterable[str] = ()) -> None:
-    """Raise `_UnknownError` unless a module has one of these classes and exactly these children."""
+    """Record a module; raise `_UnknownError` if its class or children are not supported."""
     attributes = vars(module)
     kind: Any = type(module)
     is_known = kind in kinds and not _forwards_changed()
@@ -220,7 +220,7 @@ def _require(*conditions: bool) -> None:
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Return the address of a plain tensor on the host."""
+    """Return the address of a plain tensor in host memory; None for None."""
     if tensor is None:
         return None
     _require(type(tensor) in (Tensor, nn.Parameter), tensor.is_cpu, tensor.is_contiguous())
@@ -304,7 +304,7 @@ def _describe_feed(block: Any, watch: Watch) -> Any:
 
 
 def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
-    """Return the matrices of an MLP: gate, up, down."""
+    """Return the descriptions of an MLP's gate, up and down matrices."""
     _know(mlp, watch, (MLP,), ("gate_proj", "up_proj", "down_proj"))
     _require(mlp.enter is pass_on, mlp.thin is pass_on, mlp.activation in _ACTIVATIONS)
     gate, up, down = (
@@ -316,7 +316,7 @@ def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
 
 
 def _describe_experts(mlp: Any, watch: Watch) -> Any:
-    """Return the address of the description of an MoE layer; None for other modules."""
+    """Return the address of the description of a mixture of experts; None for other modules."""
     if type(mlp) is not MoE:
         return None
     _know(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))
@@ -341,7 +341,7 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
 
 
 def _describe_stack(experts: Any, key: str) -> Any:
-    """Return the matrices of all experts; None if they have no such projection."""
+    """Return the descriptions of all experts' matrices `key`; None if they have none."""
     sizes = experts.stack_sizes().get(key)
     if sizes is None:
         return None
@@ -376,7 +376,7 @@ def _describe_stack(experts: Any, key: str) -> Any:
 
 
 def expert_sizes(layer: Any) -> dict[str, int] | None:
-    """Return the buffer sizes of a described layer's experts; None without experts."""
+    """Return the buffer sizes for a described layer's experts; None if it has none."""
     if not layer.experts:
         return None
     experts = _Experts.from_address(layer.experts)

@@ -27,7 +27,7 @@ _WHOLE_ROW = 1 << 40
 
 
 class _Past(ctypes.Structure):
-    """`Past` of step_parts.cpp."""
+    """Mirrors the struct `Past` of step_parts.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
@@ -59,7 +59,7 @@ class _Rope(ctypes.Structure):
 
 
 class _Run(ctypes.Structure):
-    """`Run` of step.cpp."""
+    """Mirrors the struct `Run` of step.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("layers", "own", "memory", "masks", "biases")),
@@ -76,12 +76,12 @@ class _Run(ctypes.Structure):
 
 
 class Pasts(NamedTuple):
-    """Addresses of the keys and values in a `KVCache`, and the mask and bias of each block.
+    """Addresses of a `KVCache`'s keys and values, for a run of blocks.
 
     Args:
-        key: state that these addresses depend on; see `Call._key`.
-        own: self-attention keys and values of each block, and
-        memory: cross-attention keys and values, (`_Past` * blocks) each.
+        key: state on which these addresses depend; see `Call._key`.
+        own: self-attention keys and values of each block, (`_Past` * blocks).
+        memory: cross-attention keys and values of each block, (`_Past` * blocks).
         memory_length: number of encoder tokens.
         room: capacity in tokens.
     """
@@ -94,7 +94,9 @@ class Pasts(NamedTuple):
 
 
 class Segment(Protocol):
-    """Interface of a described run of blocks, as `native_step` has them.
+    """Interface of a described run of consecutive blocks.
+
+    `pasts` are the addresses of the previous call.
 
     `pasts` are those of the last call.
     """
@@ -108,7 +110,7 @@ class Segment(Protocol):
 
 
 class _AnyCall:
-    """Base class of both kinds of calls."""
+    """Base class of `Call` and `PackedCall`."""
 
     def __init__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
         self._rows, self._tokens, self._hidden = x.shape
@@ -116,7 +118,7 @@ class _AnyCall:
         self._rope = self._positions(rope)
 
     def fits(self, segment: Segment) -> bool:
-        """Return True if the hidden sizes match and heads are wide enough for rotary embedding."""
+        """Return True if hidden sizes match and heads are wide enough for rotary embedding."""
         wide = self._rope.width <= (segment.narrowest or 1 << 30)
         return wide and not segment.hidden - {self._hidden}
 
@@ -141,7 +143,7 @@ class _AnyCall:
         return _Rope(cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1])
 
     def _place(self, pages: Iterable[tuple[Tensor, int]]) -> Any:
-        """Store every token's place: the page table of its sequence, int32, and its position."""
+        """Store the page table (int32) and the position of every token."""
         page_list = list(pages)
         self._kept += [tensor for tensor, _ in page_list]
         places = (_Place * len(page_list))(
@@ -153,7 +155,10 @@ class _AnyCall:
     def _make(
         self, segment: Segment, x: Tensor, parts: Sequence[Any], masks: Sequence[Any], **more: Any
     ) -> _Run:
-        """Return the `_Run` structure; parts: self- and cross-attention keys, places, windows."""
+        """Build the `_Run` structure.
+
+        `parts` are the self- and cross-attention keys, the places and the windows.
+        """
         own, memory, places, windows = parts
         masks_and_biases = (ctypes.addressof(part) for part in masks)
         self._kept += [own, memory, places, windows]
@@ -180,13 +185,13 @@ class _AnyCall:
 
 
 class Call(_AnyCall):
-    """One call with a `KVCache`.
+    """Arguments of a call with a `KVCache`.
 
     Args:
         x: input of the first block, (B, T, D).
         masks: attention masks by window.
         biases: attention biases by number of heads.
-        inputs: further arguments of the blocks, the cache included.
+        inputs: further arguments of the blocks, including the cache.
     """
 
     def __init__(
@@ -211,7 +216,7 @@ class Call(_AnyCall):
         self._places = self._place((rows[row:], n) for row in range(self._rows) for n in new)
 
     def takes(self, segment: Segment) -> bool:
-        """Return True if the cache has the blocks' buffers and room for the new tokens."""
+        """Return True if the cache has the blocks' buffers and capacity for the new tokens."""
         if not self.fits(segment):
             return False
         if segment.pasts is None or segment.pasts.key != self._key():
@@ -219,13 +224,13 @@ class Call(_AnyCall):
         return segment.pasts is not None and self._stored + self._tokens <= segment.pasts.room
 
     def _key(self) -> tuple[Any, ...]:
-        """Return the state that `_find_pasts` depends on besides the blocks."""
+        """Return the state on which the result of `_find_pasts` depends."""
         cache = self._cache
         identity = weakref.ref(cache), cache.moves
         return *identity, self._rows, tuple(self._windows), tuple(self._heads)
 
     def _find_pasts(self, segment: Segment) -> Pasts | None:
-        """Collect the blocks' keys, values and masks; None if any is missing."""
+        """Collect the keys, values and masks of the blocks; None if any is missing."""
         count = len(segment.blocks)
         own, memory = (_Past * count)(), (_Past * count)()
         memory_length, room = 0, _WHOLE_ROW
@@ -250,7 +255,7 @@ class Call(_AnyCall):
         return pair is not None and _fits(pair, (self._rows, part.shared_heads, part.width), 1)
 
     def describe(self, segment: Segment, x: Tensor) -> _Run:
-        """Return the structure of a segment's run; x is changed in place."""
+        """Return the `_Run` structure of a segment; `x` is changed in place."""
         assert segment.pasts is not None
         _, own, memory, memory_length, _ = segment.pasts
         return self._make(
@@ -266,13 +271,13 @@ class Call(_AnyCall):
         )
 
     def finish(self) -> None:
-        """Count the new tokens."""
+        """Advance the cache by the new tokens."""
         if self._cache.stored == self._stored:
             self._cache.skip(self._tokens)
 
 
 class PackedCall(_AnyCall):
-    """One call with a `PagedCache`.
+    """Arguments of a call with a `PagedCache`.
 
     Args:
         x: input of the first block, (1, T, D): the tokens of all rows, concatenated.
@@ -300,7 +305,7 @@ class PackedCall(_AnyCall):
         self._masks, self._biases = (_Mask * 1)(), (_Bias * 1)()
 
     def takes(self, segment: Segment) -> bool:
-        """Return True if the blocks have only self-attention and fit the cache; allocate it."""
+        """Return True if all blocks have only self-attention and fit the cache; allocate it."""
         if not self.fits(segment):
             return False
         for block, layer in zip(segment.blocks, segment.layers or (), strict=True):
@@ -316,7 +321,7 @@ class PackedCall(_AnyCall):
         return True
 
     def describe(self, segment: Segment, x: Tensor) -> _Run:
-        """Return the structure of a segment's run; x is changed in place."""
+        """Return the `_Run` structure of a segment; `x` is changed in place."""
         count = len(segment.blocks)
         own, memory = (_Past * count)(), (_Past * count)()
         numbers: dict[int | None, int] = {}
@@ -345,7 +350,7 @@ def _stride(tensor: Tensor, dim: int) -> int:
 
 
 def _fits(pair: tuple[Tensor, Tensor], shape: tuple[int, int, int], tokens: int) -> bool:
-    """Return True if keys and values have this batch, head and width size and enough capacity."""
+    """Return True if keys and values have this (batch, heads, width) and enough capacity."""
     return all(
         (part.shape[0], part.shape[1], part.shape[3]) == shape
         and part.shape[2] >= tokens

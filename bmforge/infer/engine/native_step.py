@@ -1,8 +1,8 @@
-"""Native execution of all blocks for one to a few tokens, used by `Decoder` through `cache.step`.
+"""Native execution of all blocks for few tokens; used by `Decoder` through `cache.step`.
 
-For few tokens torch spends more time on dispatching operations than on computing. Here one native
-call runs all blocks, multithreaded, on the modules' own weights (fp32, bf16, fp16, packed int8 and
-int4) and the cache's own buffers; sums are in fp32. Unsupported blocks run through torch, in order.
+For few tokens torch spends more time dispatching operations than computing. One native call instead
+runs all blocks, multithreaded, on the modules' own weights (fp32, bf16, fp16, packed int8 and int4)
+and the cache's own buffers; sums are in fp32. Torch runs unsupported blocks, in order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INPUTS = frozenset({"rope", "cache", "memory", "memory_mask"})
 
 @cache
 def load_step(variant: str | None = None) -> ctypes.CDLL | None:
-    """Return the compiled step of a variant (default: the fastest); None without a compiler."""
+    """Return the compiled step of a variant (default: the fastest); None if it cannot compile."""
     if variant is None:
         kernels = load_kernels()
         return None if kernels is None else load_step(kernels.name)
@@ -44,7 +44,7 @@ def load_step(variant: str | None = None) -> ctypes.CDLL | None:
 
 
 class _Segment:
-    """Consecutive blocks that are described, or one block that is not."""
+    """Consecutive supported blocks, or a single unsupported block."""
 
     def __init__(self, first: int, blocks: list[Any], layers: list[Any]) -> None:
         self.first, self.blocks = first, blocks
@@ -68,16 +68,18 @@ class _Segment:
 
 
 class NativeStep:
-    """Runs blocks for a cache; `cache.step` of a decoder.
+    """Runs the blocks for a KV cache; `cache.step` of a decoder.
+
+    Descriptions of the blocks are rebuilt when a block has changed.
 
     The description is rebuilt whenever a block has changed.
 
     Args:
-        rests: whether blocks change only before a call of `look_again`; see `undisturbed`.
+        rests: check for changed blocks only after a call of `look_again`; see `undisturbed`.
 
     Attributes:
-        native_blocks: number of blocks that the last call ran natively, and
-        torch_blocks: number that it ran through torch; both 0 if it ran none.
+        native_blocks: number of blocks that the last call ran natively.
+        torch_blocks: number of blocks that the last call ran in torch.
     """
 
     def __init__(self, rests: bool = False) -> None:
@@ -89,15 +91,15 @@ class NativeStep:
         self._rests, self._has_looked = rests, False
 
     def look_again(self) -> None:
-        """Check in the next call whether blocks have changed."""
+        """Check for changed blocks in the next call."""
         self._has_looked = False
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Context manager in which blocks do not change: only the first call checks them.
+        """Context manager: assume that blocks do not change; only the first call checks.
 
-        The check reads about a megabyte of Python objects, which the weights have evicted from the
-        CPU cache since the last token.
+        The check reads about a megabyte of Python objects, which are no longer in the CPU cache
+        after each token.
         """
         before = self._rests
         self._rests, self._has_looked = True, False
@@ -114,14 +116,14 @@ class NativeStep:
         biases: Mapping[int, Tensor],
         inputs: dict[str, Any],
     ) -> Tensor | None:
-        """Run all blocks; return None, with nothing changed, if torch must run them.
+        """Run all blocks; return None, without side effects, if torch must run them.
 
         Args:
             layers: the blocks.
             x: input of the first block, (B, T, D).
             masks: attention masks by window, as in `run_layers`.
             biases: attention biases by number of heads.
-            inputs: further arguments of the blocks, the cache included.
+            inputs: further arguments of the blocks, including the cache.
         """
         self.native_blocks = self.torch_blocks = 0
         if not _is_usual(x, inputs) or (library := load_step()) is None:
@@ -154,7 +156,7 @@ class NativeStep:
         rows: Sequence[StepRow],
         rope: tuple[Tensor, Tensor] | None,
     ) -> Tensor | None:
-        """Run all blocks for tokens of several sequences; None if a block is not supported.
+        """Run all blocks for tokens of several sequences; None if a block is unsupported.
 
         The result of each token is bitwise independent of the other tokens in the step.
 
@@ -177,14 +179,14 @@ class NativeStep:
         return wide.to(x.dtype)
 
     def knows(self, layers: nn.ModuleDict) -> bool:
-        """Return True if all blocks, as they are now, can run natively."""
+        """Return True if all blocks, in their present state, can run natively."""
         if load_step() is None:
             return False
         self._read(layers)
         return all(segment.layers for segment in self._segments)
 
     def _read(self, layers: nn.ModuleDict) -> None:
-        """Describe the blocks if they have changed."""
+        """Update the descriptions of the blocks if blocks have changed."""
         is_known = layers is self._layers
         if is_known and self._rests and self._has_looked:
             return
@@ -229,7 +231,7 @@ def _is_usual(x: Tensor, inputs: Mapping[str, Any]) -> bool:
 
 
 def _may_run(x: Tensor) -> bool:
-    """Return True for plain host tensors without gradients, tracing, hooks or autocast."""
+    """Return True for plain CPU tensors, without gradients, tracing, hooks or autocast."""
     if torch.is_grad_enabled() or is_watched():
         return False
     plain = type(x) is Tensor and x.is_cpu and x.dtype in PLAIN_KINDS

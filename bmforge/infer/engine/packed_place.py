@@ -1,7 +1,7 @@
 """Temporary directories for quantized weights, removed when their process ends.
 
-A killed process cannot clean up. Each process therefore locks its directory while it runs, and the
-creation of a new directory removes those without a lock.
+A killed process cannot clean up. Each process therefore locks its directory while it runs, and
+creating a new directory removes all directories without a lock.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ def quantize_source(
     cleanup: ExitStack,
     options: Mapping[str, Any],
 ) -> Path:
-    """Write a model directory's quantized weights into a temporary directory; return it.
+    """Quantize a model directory into a temporary directory, and return the latter.
 
     Args:
         source: model directory.
         quantize: quantization scheme.
-        check: function that raises if the quantized model, on meta, does not fit into memory.
+        check: function that raises an error if the quantized model (on meta) does not fit into
+            memory.
         folder: parent of the temporary directory; None uses the system's.
-        cleanup: stack that removes the temporary directory when it is closed.
+        cleanup: exit stack that will remove the temporary directory.
         options: arguments of `Model.from_pretrained`.
     """
     described = PackedReader(*AutoModel.describe_pretrained(source, **options), quantize)
@@ -95,7 +96,7 @@ def quantize_source(
 
 @contextmanager
 def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[None]:
-    """Raise `ConfigError` if the disk is too small for the quantized weights, or becomes full.
+    """Context manager: raise `ConfigError` if the disk has or gets too little free space.
 
     Args:
         folder: directory of the quantized weights.
@@ -118,7 +119,7 @@ def reporting_full_disk(folder: Path, weights: Iterable[Tensor]) -> Iterator[Non
 
 
 def _hold(directory: Path, descriptor: int) -> bool:
-    """Lock a new directory; return False if another process has removed it meanwhile."""
+    """Lock a new directory; return False if another process has already removed it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:  # no locks on this file system, for other processes neither
@@ -127,7 +128,7 @@ def _hold(directory: Path, descriptor: int) -> bool:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the directories of processes that have ended."""
+    """Remove the directories of processes that have ended, recognized by their missing lock."""
     for directory in parent.glob(f"{_PREFIX}*") if fcntl is not None else ():
         try:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,9 +1,9 @@
-"""One model step for tokens of many sequences, concatenated in one row.
+"""One model step for tokens of many sequences, concatenated into one row.
 
-Results must not depend on the other sequences in the step. The native step guarantees that for
-every token; operations outside of the blocks use matrix products with a fixed summation order, or
-process one token at a time (norms). If blocks run through torch, whose products change in the last
-bits with the batch size, each sequence is computed alone, in chunks of fixed size.
+Results must not depend on the other sequences in the step. The native step guarantees this for
+every token; operations outside of the blocks use matrix products with a fixed summation order or
+process one token at a time (norms). Torch's products change in the last bits with the batch size,
+so if torch runs the blocks, each sequence is computed alone, in chunks of fixed size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _FEW_TOKENS = 16
 
 
 def can_pack(model: Any) -> bool:
-    """Return True if sequences can be concatenated in one row: true for causal decoders."""
+    """Return True if the model supports sequences concatenated into one row.
+
+    Causal decoders with bmforge's cache do.
+    """
     traits = model.traits
     reads = traits.writes and (traits.reads, traits.objective) == ("left", "next token")
     is_native = not model.keeps_foreign_cache
@@ -48,7 +51,9 @@ def can_pack(model: Any) -> bool:
 
 
 def shares_passes(model: Any) -> bool:
-    """Return True if all callers share torch's forward passes, with results equal up to rounding.
+    """Return True if requests share torch's forward passes, with results equal up to rounding.
+
+    They do if weights are streamed in every pass, or on an accelerator, which needs large batches.
 
     True if weights are streamed in every pass, or on an accelerator, which needs large batches.
     """
@@ -57,10 +62,10 @@ def shares_passes(model: Any) -> bool:
 
 
 class PackedStep:
-    """Runs a model for the rows of a step.
+    """Runs the model for the rows of a step.
 
-    If weights are streamed, or on an accelerator, sequences also share torch's forward passes;
-    results are then equal up to rounding.
+    If weights are streamed, or on an accelerator, sequences also share torch's forward passes, and
+    results are equal only up to rounding.
 
     Args:
         model: model supported by `can_pack`; call `look_again` after changing it.
@@ -79,11 +84,11 @@ class PackedStep:
         self._is_together = False
 
     def look_again(self) -> None:
-        """Check in the next step whether blocks have changed."""
+        """Check for changed blocks in the next step."""
         self._native.look_again()
 
     def cut(self) -> Cut:
-        """Return how sequences may be divided into steps for the current model; used by `run`."""
+        """Return the rules for dividing sequences into steps, for the model's present state."""
         rope = self.model.spec.rope
         by_longest = rope is not None and rope.kind in _BY_LONGEST
         can_share = self._native.knows(self.model.layers) or self._shares_passes
@@ -100,16 +105,16 @@ class PackedStep:
         num_scored: Sequence[int],
         deltas: Sequence[DeltaNames] | None = None,
     ) -> list[Tensor]:
-        """Compute tokens of sequences; return the logits of the last tokens of each row.
+        """Run the model on tokens of several sequences; return logits of each row's last tokens.
 
         Args:
             rows: sequence and positions of the tokens.
             tokens: token ids of each row.
-            num_scored: number of last tokens of each row whose logits are returned.
+            num_scored: number of trailing tokens of each row whose logits are returned.
             deltas: adapter names of each row; None uses the model's active adapters.
 
         Shape:
-            returns (wanted, V) of each row, in fp32
+            returns a list with (num_scored, V) per row, in fp32
         """
         row_inputs = list(zip(rows, tokens, num_scored, strict=True))
         names = [None] * len(row_inputs) if deltas is None else list(deltas)
@@ -121,7 +126,7 @@ class PackedStep:
         return [scores[number] for number in range(len(row_inputs))]
 
     def _divide(self, names: Sequence[DeltaNames]) -> list[list[int]]:
-        """Group rows into forward passes: rows with the same adapters, or single rows."""
+        """Group rows into forward passes: rows with equal adapters together, or single rows."""
         if not self._is_together:
             return [[number] for number in range(len(names))]
         groups: dict[DeltaNames, list[int]] = {}
@@ -157,14 +162,14 @@ class PackedStep:
         return {attn.window for attn in attentions if attn is not None}
 
     def _enter(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the input of the first block; an embedding projection runs token by token."""
+        """Return the input of the first block; embedding projections run token by token."""
         if not self.model.spec.embed_size:
             return self.model.enter(ids, positions)
         pairs = zip(ids.split(1, 1), positions.split(1, 1), strict=True)
         return torch.cat([self.model.enter(*pair) for pair in pairs], 1)
 
     def _score(self, x: Tensor) -> Tensor:
-        """Return the logits of hidden states after the last block: (M, D) -> (M, V) in fp32."""
+        """Return the logits of the last block's output: (M, D) -> (M, V) in fp32."""
         if not len(x):
             return x.new_empty(0, self.model.lm_head.out_features, dtype=torch.float32)
         if not is_host(x.device):  # one read of the head's weight for all rows
@@ -174,7 +179,7 @@ class PackedStep:
 
 
 def _score_rows(head: LMHead, x: Tensor) -> Tensor:
-    """Apply the head to hidden states, with the same bits as for each state alone.
+    """Apply the head to hidden states, bit-identical to one state at a time.
 
     Shape:
         x: (M, D) -> (M, V)

@@ -18,11 +18,11 @@ __all__ = ["PAGE_TOKENS", "PagedCache", "StepRow"]
 
 @dataclass(frozen=True)
 class StepRow:
-    """Tokens of one sequence in a step.
+    """Tokens of one sequence that a step computes.
 
     Args:
         pages: page table of the sequence.
-        start: position of the first token; the keys of all earlier ones are in the pages.
+        start: position of the first token; the keys of all earlier tokens are in the pages.
         end: position after the last token.
     """
 
@@ -39,13 +39,13 @@ class StepRow:
 class PagedCache:
     """Paged KV cache: attention writes and reads the pages of the step's rows.
 
-    A layer's buffers are allocated at its first keys. On hosts that commit memory at the first
-    write, pages that were never used cost nothing.
+    A layer's buffers are allocated when its first keys arrive. If the operating system commits
+    memory at the first write, unused pages cost nothing.
 
     Args:
         count: number of pages.
-        dtype: dtype of keys and values; int8 stores a scale per token and head.
-        device: default device; layers may be on others.
+        dtype: dtype of keys and values; int8 also stores a scale per token and head.
+        device: default device; layers may be on other devices.
 
     Attributes:
         rows: rows of the current step, in token order.
@@ -66,7 +66,7 @@ class PagedCache:
     def hold(
         self, layer: int, heads: int, width: int, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values, (pages, K, 16, H) each, allocated if needed.
+        """Return a layer's keys and values, (pages, K, 16, H) each; allocate them if needed.
 
         Args:
             layer: layer index.
@@ -88,15 +88,15 @@ class PagedCache:
         return self._pairs[layer]
 
     def held(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return a layer's keys and values; None before its first."""
+        """Return a layer's keys and values; None if not yet allocated."""
         return self._pairs.get(layer)
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return a layer's int8 scales, (pages, K, 16) each; None for floating point."""
+        """Return a layer's int8 scales, (pages, K, 16) each; None for floating-point caches."""
         return self._scales.get(layer)
 
     def _store(self, layer: int, part: int, new: Tensor) -> None:
-        """Write keys (part 0) or values (1) of the step's tokens, (K, T, H), to their pages."""
+        """Write keys (part 0) or values (part 1) of the step's tokens, (K, T, H), to pages."""
         pages, offsets = self._places(new.device)
         new = new.transpose(0, 1)
         if layer in self._scales:
@@ -106,7 +106,7 @@ class PagedCache:
         self._pairs[layer][part][pages, :, offsets] = new.to(self.dtype)
 
     def _read(self, layer: int, part: int, pages: Tensor) -> Tensor:
-        """Return the keys or values of pages, (K, tokens, H)."""
+        """Return the keys or values of the given pages, (K, tokens, H)."""
         stored = self._pairs[layer][part][pages]
         if layer in self._scales:
             stored = stored.float() * self._scales[layer][part][pages][..., None]
@@ -121,13 +121,13 @@ class PagedCache:
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Store the keys and values of the step's tokens and compute attention per sequence.
+        """Store the step's keys and values, and compute attention per sequence.
 
         Args:
             layer: layer index.
-            window: sliding window in tokens, the token itself included; None for full attention.
-            mix: attention function as in `Attention`: (query, key, value, mask, bias).
-            query: queries of the step's tokens, rows concatenated.
+            window: sliding window in tokens, including the token itself; None for full attention.
+            mix: attention function (query, key, value, mask, bias), as in `Attention`.
+            query: queries of the step's tokens, with the rows concatenated.
             key: keys of the step's tokens.
             value: values of the step's tokens.
 
@@ -153,7 +153,7 @@ class PagedCache:
         return torch.cat(out, 2)
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return page and offset of every token of the step."""
+        """Return the page and offset of every token of the step."""
         slots = [
             (row.pages[n // PAGE_TOKENS], n % PAGE_TOKENS)
             for row in self.rows
@@ -163,13 +163,13 @@ class PagedCache:
         return pages, offsets
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page to another one, in every layer."""
+        """Copy a page to another page, in every layer."""
         for pair in (*self._pairs.values(), *self._scales.values()):
             for part in pair:
                 part[target] = part[source]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Refuse: attention that does not call `attend` would mix sequences.
+        """Raise `ShapeError`: attention must call `attend`, since `append` would mix sequences.
 
         Raises:
             ShapeError: always.
@@ -181,7 +181,7 @@ class PagedCache:
     def remember(
         self, layer: int, make: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of `make`; cross-attention is not cached here."""
+        """Return the result of `make`; the paged cache does not store cross-attention."""
         return make()
 
     def skip(self, tokens: int) -> None:
@@ -189,6 +189,6 @@ class PagedCache:
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes if all pages were written."""
+        """Size of all buffers in bytes, including pages that were never written."""
         pairs = *self._pairs.values(), *self._scales.values()
         return sum(part.numel() * part.element_size() for pair in pairs for part in pair)

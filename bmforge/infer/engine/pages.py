@@ -1,8 +1,8 @@
 """Page allocator of the KV cache with reference counts and a prefix cache.
 
-A page holds `PAGE_TOKENS` tokens of every layer. Sequences with equal beginnings share pages. A
-full page may be registered under a hash of all tokens up to its end; it can be found by that hash
-after its last sequence ended, until it is evicted.
+A page stores `PAGE_TOKENS` tokens of every layer. Sequences with equal beginnings share pages. A
+full page may be registered under a hash of all tokens up to its end. It can then be found by this
+hash until it is evicted, even after its last sequence ended.
 
 Source: Kwon et al., "Efficient memory management for large language model serving with
 PagedAttention" (2023).
@@ -19,12 +19,12 @@ PAGE_TOKENS = 16
 
 
 def pages_of(tokens: int) -> int:
-    """Return the number of pages for this many tokens."""
+    """Return the number of pages needed for this many tokens."""
     return -(-tokens // PAGE_TOKENS)
 
 
 class Pages:
-    """Page allocator.
+    """Page allocator with reference counts.
 
     Args:
         count: number of pages.
@@ -50,7 +50,9 @@ class Pages:
         return self.count - self.available
 
     def take(self) -> int | None:
-        """Allocate a page, evicting the oldest cached prefix if needed; None if all are in use.
+        """Allocate a page, evicting the oldest cached prefix if needed; None if all are used.
+
+        The new page has one reference and no key.
 
         The page has one reference and no key.
         """
@@ -70,7 +72,7 @@ class Pages:
         self._references[page] += 1
 
     def give_back(self, page: int) -> None:
-        """Drop a reference; an unused page stays cached if it has a key, else it is free."""
+        """Drop a reference; an unused page stays cached if it has a key, otherwise it is freed."""
         assert self._references[page] > 0, f"page {page} is given back and nobody has it"
         self._references[page] -= 1
         if self._references[page]:
@@ -81,21 +83,21 @@ class Pages:
             heapq.heappush(self._free, page)
 
     def is_shared(self, page: int) -> bool:
-        """Return True if several sequences use a page, so that writing needs a copy."""
+        """Return True if several sequences use a page, so that writing requires a copy."""
         return self._references[page] > 1
 
     def register(self, page: int, key: bytes) -> None:
-        """Register a full page under its key, unless either is registered already."""
+        """Register a full page under a key, unless the page or the key is already registered."""
         if key not in self._by_key and page not in self._keys:
             self._by_key[key] = page
             self._keys[page] = key
 
     def find(self, key: bytes) -> int | None:
-        """Return the page of a key, or None; the caller must `share` it."""
+        """Return the page registered under a key, or None; the caller must `share` it."""
         return self._by_key.get(key)
 
     def forget(self) -> None:
-        """Drop every prefix."""
+        """Drop all cached prefixes."""
         for page in self._idle:
             heapq.heappush(self._free, page)
         self._idle.clear()

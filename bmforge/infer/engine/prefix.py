@@ -1,7 +1,7 @@
 """Prefix caching: pages are found by a hash over all tokens up to their end.
 
-The hash starts with the model and a salt, so that prompts with different salts never share pages:
-without the salt, response times reveal nothing about other prompts.
+The hash starts with the model and a salt, so that prompts with different salts never share pages,
+and response times reveal nothing about the prompts of users with other salts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PrefixKeys:
 
     Args:
         model: text that identifies the model and its adapters.
-        salt: salt as in `Request`.
+        salt: salt of the prefix cache, as in `Request`.
     """
 
     def __init__(self, model: str, salt: str) -> None:
@@ -34,7 +34,7 @@ class PrefixKeys:
         return twin
 
     def of(self, tokens: Sequence[int], page: int) -> bytes:
-        """Return the key of a full page of these tokens."""
+        """Return the key of the full page with this index in a sequence."""
         while len(self._keys) < page + 2:
             first = (len(self._keys) - 1) * PAGE_TOKENS
             numbers = array("q", tokens[first : first + PAGE_TOKENS])
@@ -45,7 +45,9 @@ class PrefixKeys:
 
 
 def find_prefix(pages: Pages, keys: PrefixKeys, tokens: Sequence[int], unit: int) -> list[int]:
-    """Return the cached pages of a sequence's beginning, with one more reference each.
+    """Return the cached pages of a sequence's beginning, adding a reference to each.
+
+    At least the last token is not taken from the cache, because its logits are needed.
 
     At least the last token is left to compute, because its logits are needed.
 

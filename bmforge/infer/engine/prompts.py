@@ -1,4 +1,4 @@
-"""Preparation and validation of requests: token ids, complete options and answers."""
+"""Prepares and validates requests: token ids, complete options and new answers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["Reader", "Ready", "is_document"]
 
 
 def is_document(model: Any, request: Request) -> bool:
-    """Return True if CPM-Bee reads the request's text as a document with an answer to fill."""
+    """Return True if the request's text is a CPM-Bee document with an answer to fill."""
     return model.traits.objective == "documents" and isinstance(request.prompt, str)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A prepared request.
+    """Prepared request.
 
     Args:
         request: original request.
         ids: token ids of the prompt or of the encoder's input; empty for a document.
-        config: generation options with end tokens and seed.
+        config: generation options, complete with end tokens and seed.
         answers: new answers.
         is_packed: whether the request is batched with others.
         deltas: adapter names, as in `Request`.
@@ -55,8 +55,8 @@ class Reader:
 
     Args:
         model: the model.
-        tokenizer: the model's tokenizer; None without one.
-        limit: planned rows and tokens; None without a budget.
+        tokenizer: the model's tokenizer; None if there is none.
+        limit: planned rows and tokens; None without a memory budget.
     """
 
     def __init__(self, model: Any, tokenizer: Any, limit: tuple[int, int] | None) -> None:
@@ -106,7 +106,7 @@ class Reader:
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
-        """Return the prompt's ids, the config with its end tokens, and the undecoded ids."""
+        """Return the prompt's ids, the config with its end tokens, and the ids without text."""
         model, tokenizer = self._model, self._tokenizer
         if not isinstance(prompt, str):
             ids = tuple(prompt)
@@ -191,7 +191,7 @@ class Reader:
     def _answers(
         self, request: Request, config: GenerationConfig, ids: Sequence[int], hidden: Sequence[int]
     ) -> tuple[Answer, ...]:
-        """Create a request's output sequences; penalties count tokens as in `generate`."""
+        """Create the answers of a request; penalties count the same tokens as in `generate`."""
         matcher = None
         if request.constraint is not None:
             if self._tokenizer is None:

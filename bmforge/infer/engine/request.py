@@ -1,4 +1,4 @@
-"""Public types of batched requests: `Request`, `Handle`, `Piece`, `Completion` and their limits.
+"""Public types of batched requests: `Request`, `Handle`, `Piece`, `Completion`, limits.
 
 `Engine.submit` takes a `Request` and returns a `Handle`, which any thread may read.
 """
@@ -34,18 +34,18 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its generation options.
+    """Prompt with its generation options.
 
     Args:
-        prompt: text, or token ids.
-        options: generation options; `num_return_sequences` answers are generated in parallel. The
-            default end token is the tokenizer's.
+        prompt: text or token ids.
+        options: generation options; `num_return_sequences` answers are generated in parallel.
+            The default end token is the tokenizer's.
         constraint: constraint on every answer; see `Constraint`.
-        salt: salt of the prefix cache; only prompts with the same salt share cached prefixes, so
-            that response times do not reveal other prompts.
-        deadline_s: deadline in seconds from now, after which answers end as they are.
-        delta: adapter name or names; () is the base model, None the model's active adapters.
-        thoughts: limit of the reasoning at the start of every answer; None without one.
+        salt: salt of the prefix cache; only prompts with the same salt share cached prefixes,
+            so that response times do not reveal the prompts of others.
+        deadline_s: deadline in seconds from now, after which unfinished answers end.
+        delta: adapter name or names; () for the base model; None for the model's active adapters.
+        thoughts: limit of the reasoning at the start of every answer; None for no limit.
     """
 
     prompt: str | Sequence[int]
@@ -57,7 +57,7 @@ class Request:
     thoughts: ThoughtBudget | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a deadline that is not positive."""
+        """Raise `ConfigError` if the deadline is not positive."""
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise ConfigError(
                 f"deadline_s={self.deadline_s} must be above 0, or None for as long as it takes."
@@ -70,8 +70,8 @@ class TokenLogprob:
 
     Args:
         id: token id.
-        logprob: log-probability, by `GenerationConfig.logprobs_mode`.
-        data: bytes of the token in UTF-8, possibly part of a character.
+        logprob: log-probability, as defined by `GenerationConfig.logprobs_mode`.
+        data: UTF-8 bytes of the token, possibly an incomplete character.
         top: most likely tokens at the same position, best first.
     """
 
@@ -83,14 +83,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """Output of one answer since its last piece.
+    """New output of one answer since its previous piece.
 
     Args:
         index: index of the answer.
-        text: whole characters that no later stop string can remove.
+        text: complete characters that no later stop string can remove.
         ids: generated tokens; their text may follow in a later piece.
         logprobs: log-probabilities of the tokens if requested.
-        finish_reason: reason why the answer ended, in its last piece.
+        finish_reason: reason why the answer ended; None before the last piece.
     """
 
     index: int
@@ -102,19 +102,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer.
+    """Complete answer.
 
     Args:
         index: index of the answer.
         text: text without the stop string.
-        ids: generated tokens, an end token included.
+        ids: generated tokens, including the end token.
         logprobs: log-probabilities of the tokens if requested.
         finish_reason: reason why the answer ended.
         prompt_tokens: number of prompt tokens.
         cached_tokens: number of prompt tokens found in the prefix cache.
         weights_version: `Engine.weights_version` when the first token was chosen.
-        prompt_logprobs: log-probabilities of the prompt tokens if requested, in the first answer;
-            None for tokens without one: the first, and rows of a soft prompt.
+        prompt_logprobs: log-probabilities of the prompt tokens if requested, in the first
+            answer; None for the first token and for soft-prompt rows, which have none.
     """
 
     index: int
@@ -133,19 +133,19 @@ class RequestsConfig:
     """Limits of an engine's batched requests.
 
     Args:
-        max_num_seqs: maximum number of answers in a batch; more wait.
-        max_queue_size: maximum number of waiting requests; more are refused.
-        max_num_batched_tokens: maximum number of tokens in a step. A longer prompt is read in
-            several steps, which other answers share.
-        total_tokens: capacity of the KV cache in tokens (default: 16 times the longest row; with a
-            budget `max_rows` times `max_tokens`).
-        enable_prefix_caching: keep the keys and values of prompts, while there is room, for prompts
-            with the same beginning.
-        speculates: speculative decoding with draft tokens from n-grams of the text so far.
-        draft: draft model of speculative decoding with the same vocabulary: a directory, hub id,
-            short name or model. It stays in memory, within the budget.
-        kv_cache_dtype: dtype of keys and values (default: the model's); int8 stores a scale per
-            token and head.
+        max_num_seqs: maximum number of answers in a batch; further answers wait.
+        max_queue_size: maximum number of waiting requests; further requests raise an error.
+        max_num_batched_tokens: maximum number of tokens in a step. A longer prompt is processed
+            in several steps (chunked prefill), which other answers share.
+        total_tokens: capacity of the KV cache in tokens (default: 16 times the longest row;
+            with a budget `max_rows` times `max_tokens`).
+        enable_prefix_caching: keep keys and values of prompts, while memory allows, and reuse
+            them for prompts with the same beginning.
+        speculates: use speculative decoding with draft tokens from n-grams of the text so far.
+        draft: draft model for speculative decoding, with the same vocabulary: a directory, hub
+            id, short name or model. It is resident and counts towards the budget.
+        kv_cache_dtype: dtype of keys and values (default: the model's); int8 also stores a
+            scale per token and head.
     """
 
     max_num_seqs: int = 16
@@ -158,7 +158,7 @@ class RequestsConfig:
     kv_cache_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for numbers out of range."""
+        """Raise `ConfigError` for values out of range."""
         for name in ("max_num_seqs", "max_queue_size", "max_num_batched_tokens", "total_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -178,13 +178,13 @@ class RequestsConfig:
 
 @dataclass(frozen=True)
 class RequestsStatus:
-    """Load of an engine.
+    """Load of an engine: answers and KV cache pages.
 
     Args:
         running: number of running answers.
         waiting: number of waiting answers.
         pages_used: number of KV cache pages in use.
-        pages_free: number of other pages, cached prefixes included.
+        pages_free: number of other pages, including cached prefixes.
     """
 
     running: int
@@ -194,15 +194,16 @@ class RequestsStatus:
 
 
 class Handle:
-    """A queued request: iterate it for its pieces, or wait for the whole answers.
+    """Handle of a queued request: iterate over its pieces, or wait for the complete answers.
 
-    Any thread may read it; the engine writes to it.
+    Any thread may read from a handle; only the engine writes to it.
 
     Args:
         answers: number of answers.
 
     Attributes:
-        started_s: time of the request's first step, of the monotonic clock; None before it.
+        started_s: time of the request's first step on the monotonic clock; None before the
+            first step.
     """
 
     def __init__(self, answers: int = 1) -> None:
@@ -216,7 +217,7 @@ class Handle:
         self.started_s: float | None = None
 
     def note_start(self, now_s: float) -> None:
-        """Record the time at which the request first got a step; called by the engine."""
+        """Record the time of the request's first step; called by the engine."""
         if self.started_s is None:
             self.started_s = now_s
 
@@ -232,7 +233,7 @@ class Handle:
 
     @property
     def unread(self) -> int:
-        """Number of pieces that were not read yet."""
+        """Number of pieces that have not been read yet."""
         return len(self._pieces)
 
     def cancel(self) -> None:
@@ -240,7 +241,7 @@ class Handle:
         self._is_cancelled = True
 
     def watch(self, call: Callable[[], object]) -> None:
-        """Register a callback; the engine's thread calls it whenever `take` has new output.
+        """Register a callback, which the engine's thread calls whenever `take` has new output.
 
         The callback must return at once; its exceptions end the request.
         """
@@ -254,7 +255,7 @@ class Handle:
         """Return the unread pieces without waiting.
 
         Raises:
-            Exception: the request failed, and all earlier pieces were read.
+            Exception: the request failed, and all pieces before the failure have been read.
         """
         with self._changed:
             pieces = list(self._pieces)
@@ -264,7 +265,7 @@ class Handle:
             return pieces
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yield pieces as they are written, until every answer has ended."""
+        """Yield pieces as they arrive, until all answers have ended."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pieces or self.done)
@@ -288,7 +289,7 @@ class Handle:
             return [self._whole[index] for index in range(self._answers)]
 
     def put(self, piece: Piece, completion: Completion | None = None) -> None:
-        """Add a piece, with an answer's last piece its completion; called by the engine."""
+        """Add a piece, and after the last piece the completion; called by the engine."""
         with self._changed:
             self._pieces.append(piece)
             if completion is not None:
@@ -298,6 +299,9 @@ class Handle:
 
     def fail(self, error: Exception) -> None:
         """Fail the request with an error; called by the engine.
+
+        The callback is called once more. Its exceptions are logged, so that they do not end other
+        requests.
 
         The callback is called a last time. Its exceptions are logged, so that they do not end other
         requests.

@@ -39,16 +39,16 @@ def open_requests(
     draft: Any = None,
     is_shared: bool = True,
 ) -> Requests:
-    """Create the batch loop of a model.
+    """Create the batch loop for a model.
 
     Args:
         model: the model.
-        open_tokenizer: returns the model's tokenizer; None without one.
+        open_tokenizer: function that returns the model's tokenizer; None if there is none.
         config: limits of the engine.
         is_limited: whether the engine has a memory budget.
-        turn: returns a context manager that locks the model.
-        draft: draft model; None without one.
-        is_shared: whether the caller holds the model and may write any of its weights.
+        turn: function that returns a context manager which locks the model.
+        draft: draft model; None if there is none.
+        is_shared: whether the caller has a reference to the model and may change its weights.
     """
     try:
         tokenizer = None if open_tokenizer is None else open_tokenizer()
@@ -67,16 +67,17 @@ def open_requests(
 
 
 class Requests:
-    """Batch loop of a model.
+    """Batch loop: runs a model for all requests on a background thread.
 
     Args:
         model: the model.
-        reader: prepares requests.
-        tokenizer: the model's tokenizer; None without one.
+        reader: object that prepares requests.
+        tokenizer: the model's tokenizer; None if there is none.
         config: limits of batched requests.
-        packed: runs requests that share steps.
-        turn: returns a context manager that locks the model; entered while there is work.
-        encodings: runs embedding requests.
+        packed: runner of the requests that share steps.
+        turn: function that returns a context manager which locks the model; active while there
+            is work.
+        encodings: runner of embedding requests.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Requests:
         return job.handle
 
     def add(self, task: Encoding | Work) -> Future[Any]:
-        """Queue an embedding request or other task; return its future.
+        """Queue an embedding request or another task; return its future.
 
         Raises:
             ConfigError: the queue is full, or the engine is closed.
@@ -141,7 +142,7 @@ class Requests:
         return task.future
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run a function between two steps on the engine's thread; return its result."""
+        """Run a function on the engine's thread between two steps; return its result."""
         if self.is_here:
             self._was_called = True
             return function()
@@ -163,39 +164,39 @@ class Requests:
 
     @property
     def weights_version(self) -> int:
-        """Number of noticed changes of the model."""
+        """Number of detected changes of the model."""
         return self._packed.weights_version
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the engine's thread."""
+        """Whether the caller runs on the engine's thread."""
         return threading.current_thread() is self._thread
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are unfinished."""
+        """Whether there are unfinished requests."""
         jobs = [*self._inbox, *self._packed.jobs, *self._rows]
         tasks = self._calls or self._encodings or self._works
         return bool(tasks) or any(not job.is_done for job in jobs)
 
     @property
     def failure(self) -> BaseException | None:
-        """Error that ended the engine's thread, also by closing; None while it works."""
+        """Error that ended the engine's thread (also set by closing); None while it runs."""
         closed = ConfigError("the engine was closed.") if self._is_closed else None
         return self._failure or closed
 
     def status(self) -> RequestsStatus:
-        """Return the number of running and waiting requests and of used pages."""
+        """Return the numbers of running and waiting requests and of used pages."""
         pages = self._packed.pages
         running = self._packed.running + sum(job.is_running for job in list(self._rows))
         return RequestsStatus(running, self._waiting(), pages.used, pages.available)
 
     def release(self) -> None:
-        """Free memory that no request needs."""
+        """Free memory that no request uses."""
         self._packed.release()
 
     def close(self) -> None:
-        """End the thread; unfinished requests fail."""
+        """End the thread; unfinished requests fail with an error."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -250,7 +251,7 @@ class Requests:
             self._end_all()
 
     def _step(self) -> None:
-        """Accept new requests, end those that are over, and run one step of all others."""
+        """Accept new requests, end cancelled and late ones, and run one step of the others."""
         if self._calls or self._was_called:
             self._was_called = False
             self._answer_calls()
@@ -288,7 +289,7 @@ class Requests:
             self._works.remove(work)
 
     def _step_rows(self) -> None:
-        """Run one step of the unbatched requests that fit, first come first served."""
+        """Run one step of as many unbatched requests as fit, in order of arrival."""
         used = 0
         for job in self._rows:
             assert job.rows is not None
@@ -337,4 +338,4 @@ class Requests:
 
 
 class _EndedError(BmforgeError, RuntimeError):
-    """The engine was closed or failed while a request was unfinished."""
+    """Raised for unfinished requests if the engine is closed or fails."""

@@ -1,6 +1,6 @@
-"""Requests that are not batched: each runs alone through `Decoder`, interleaved with the others.
+"""Unbatched requests: each runs alone through `Decoder`, interleaved with the others.
 
-These are requests to encoder-decoders, to models with a text form of their own (GLM, CPM-Ant,
+These are requests to encoder-decoders and to models with their own prompt format (GLM, CPM-Ant,
 CPM-Bee, EVA), and beam searches. Their results do not depend on other requests.
 """
 
@@ -39,11 +39,11 @@ class Rows:
         self.count = max(config.num_beams, config.num_return_sequences)
 
     def step(self) -> bool:
-        """Run up to the next model call; return True if there is more to do."""
+        """Run until the next model call; return True if there is more to do."""
         return self._turns.step()
 
     def stop(self) -> None:
-        """Stop the request; its output so far is kept."""
+        """Stop the request and keep its output so far."""
         self._turns.stop()
 
     def _work(self) -> None:
@@ -63,7 +63,7 @@ class Rows:
             handle.remove()
 
     def _start(self) -> tuple[Decoder, Tensor]:
-        """Return a new decoder and its first input tokens."""
+        """Create the decoder; return it with its first input tokens."""
         model, ready = self._model, self._ready
         if model.traits.objective == "hidden tokens" and self._tokenizer is not None:
             return start_hidden(model, self._tokenizer, ready.ids, ready.config)
@@ -72,7 +72,7 @@ class Rows:
         return start_decoder(model, ids, None, ready.config.max_new_tokens)
 
     def _write(self, decoder: Decoder, start: Tensor) -> None:
-        """Generate all answers, one token of each per step."""
+        """Generate all answers, one token per answer and step."""
         answers = self._ready.answers
         scores = decoder.repeat(len(answers), decoder.run(start))
         filling = self._ready.config.pad_token_id or 0
@@ -86,7 +86,7 @@ class Rows:
             scores = decoder.run(torch.tensor(tokens, device=start.device)[:, None])
 
     def _search(self, decoder: Decoder, start: Tensor) -> None:
-        """Run a beam search; the answers are complete at its end."""
+        """Run a beam search; all answers are complete at its end."""
         ready = self._ready
         if self._model.traits.objective == "hidden tokens" and self._tokenizer is not None:
             rows = [search_hypotheses(decoder, start, ready.config)]

@@ -1,4 +1,4 @@
-"""Estimate of the process memory besides tensors, which is part of the budget.
+"""Estimates the memory of the process without tensors, which is part of the budget.
 
 The constants were measured with `benchmarks/engine_memory.py` (docs/results/2026-11-23-runtime.md).
 Pages of library files are not counted: the system reclaims them whenever memory is short.
@@ -31,7 +31,7 @@ _ACCELERATOR_BYTES = 52 * MIB
 
 
 def runtime_bytes(model: nn.Module, work_bytes: int, device: torch.device) -> int:
-    """Return the bytes that a process needs besides a model's tensors.
+    """Return the number of bytes that the process needs besides the model's tensors.
 
     Args:
         model: model, possibly on the meta device.

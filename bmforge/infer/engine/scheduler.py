@@ -1,8 +1,8 @@
-"""Scheduler of continuous batching: selects the tokens of each step.
+"""Scheduler for continuous batching: selects the tokens of each step.
 
-First come, first served: earlier requests get tokens and pages first. If pages run out, the newest
-sequence is preempted, waits at the front of the queue and is recomputed later. The oldest sequence
-is thus never delayed by others, so that every sequence completes.
+Scheduling is first come, first served: earlier requests get tokens and pages first. If there are no
+free pages, the newest sequence is preempted, waits at the front of the queue and is recomputed
+later. The oldest sequence is never delayed by others, so every sequence completes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["Cut", "Part", "Scheduler", "Sequence"]
 
 @dataclass(frozen=True)
 class Cut:
-    """Rules for dividing a sequence into steps so that its results stay bitwise equal.
+    """Rules for dividing a sequence into steps with bitwise equal results.
 
     Args:
-        unit: chunk size of prompts in tokens, chunks starting at its multiples; generated tokens
-            are then computed one by one. None allows any division.
-        shares: whether prefixes are shared, in whole units.
+        unit: chunk size of prompts in tokens; generated tokens are then computed one by one.
+            None allows any division.
+        shares: whether sequences share prefixes, in whole units.
     """
 
     unit: int | None = None
     shares: bool = True
 
     def most(self, sequence: Sequence) -> int:
-        """Return the maximum number of a sequence's tokens in the next step."""
+        """Return the maximum number of tokens of a sequence in the next step."""
         left = len(sequence.tokens) - sequence.stored
         if self.unit is None:
             return left
@@ -42,7 +42,7 @@ class Cut:
         return min(in_prompt, self.unit - sequence.stored % self.unit)
 
     def keeps(self, sequence: Sequence) -> int:
-        """Return the maximum number of a sequence's tokens that others may share."""
+        """Return the number of leading tokens of a sequence that other sequences may share."""
         if not self.shares:
             return 0
         if self.unit is None:
@@ -53,15 +53,15 @@ class Cut:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence of prompt and generated tokens.
+    """Prompt and generated tokens of one answer.
 
     Args:
         order: arrival order; lower is earlier.
-        tokens: all tokens so far, the prompt first.
+        tokens: prompt tokens, followed by the generated tokens.
         keys: prefix cache keys of the pages.
         longest: maximum final length in tokens.
-        lookup: speculator; None without speculative decoding.
-        scores_prompt: compute the logits of every prompt token, without the prefix cache.
+        lookup: speculator that proposes draft tokens; None without speculative decoding.
+        scores_prompt: compute the logits of all prompt tokens, without using the prefix cache.
 
     Attributes:
         prompt_length: number of prompt tokens.
@@ -86,18 +86,18 @@ class Sequence:
         self.prompt_length = len(self.tokens)
 
     def __lt__(self, other: Sequence) -> bool:
-        """Order by arrival."""
+        """Compare by order of arrival."""
         return self.order < other.order
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens of a sequence that a step computes.
+    """Consecutive tokens of a sequence that one step computes.
 
     Args:
         sequence: the sequence.
-        start: position of the first token, and
-        end: position after the last one.
+        start: position of the first token.
+        end: position after the last token.
         guessed: draft tokens at the end, which are not yet in the sequence.
     """
 
@@ -108,18 +108,18 @@ class Part:
 
     @property
     def is_last(self) -> bool:
-        """Whether the next token is chosen after this part."""
+        """Whether the sequence's next token is chosen after this part."""
         return self.end - len(self.guessed) == len(self.sequence.tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids, draft tokens included."""
+        """Token ids, including draft tokens."""
         tokens = self.sequence.tokens[self.start : self.end - len(self.guessed)]
         return [*tokens, *self.guessed]
 
 
 class Scheduler:
-    """Assigns tokens of a step and pages to sequences.
+    """Assigns the tokens of each step, and pages, to sequences.
 
     Args:
         pages: page allocator.
@@ -129,7 +129,7 @@ class Scheduler:
         cut: rules for dividing sequences.
 
     Attributes:
-        running: sequences with pages, oldest first.
+        running: sequences with allocated pages, oldest first.
         waiting: other sequences, oldest first.
     """
 
@@ -165,7 +165,7 @@ class Scheduler:
             )
 
     def fork(self, sequence: Sequence, order: tuple[int, int]) -> Sequence:
-        """Return a copy of a sequence that shares its pages while it can run."""
+        """Return a copy of a sequence that shares its pages; queue it if it must wait."""
         twin = Sequence(order, list(sequence.tokens), sequence.keys.copy(), sequence.longest)
         twin.lookup = None if sequence.lookup is None else sequence.lookup.fresh()
         twin.prompt_length, twin.cached = sequence.prompt_length, sequence.cached
@@ -180,7 +180,7 @@ class Scheduler:
         return twin
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence; its pages become free or stay in the prefix cache."""
+        """Remove a sequence; its pages become free or remain in the prefix cache."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -194,13 +194,14 @@ class Scheduler:
 
     @property
     def copies(self) -> list[tuple[int, int]]:
-        """Page copies (from, to), in this order, before the last planned step."""
+        """Page copies (from, to) to perform, in this order, before the planned step."""
         return list(self._copies.values())
 
     def plan(self) -> list[Part]:
-        """Return the parts of the next step, oldest first; empty if there is no work.
+        """Plan the next step: return its parts, oldest first, or [] if there is no work.
 
-        Generated tokens come before prompts, so that a long prompt does not delay other answers.
+        Generated tokens are planned before prompts, so that a long prompt does not delay other
+        answers.
         """
         self._copies = {}
         parts: list[Part] = []
@@ -218,7 +219,7 @@ class Scheduler:
         return parts
 
     def finish(self, part: Part) -> None:
-        """Record that a part was computed and its next token appended."""
+        """Record that a part has been computed and its next token appended."""
         sequence = part.sequence
         sequence.stored = min(part.end, len(sequence.tokens) - 1)
         full = self.cut.keeps(sequence) // PAGE_TOKENS
@@ -227,7 +228,7 @@ class Scheduler:
         sequence.registered = max(sequence.registered, full)
 
     def _plan_one(self, sequence: Sequence, room: int, parts: list[Part]) -> int:
-        """Add a part of a sequence if it gets pages; return its number of tokens."""
+        """Add a part of a sequence if it gets pages; return the part's number of tokens."""
         most = self.cut.most(sequence)
         if self.cut.unit is None:
             most = min(most, room)
@@ -239,7 +240,7 @@ class Scheduler:
         return most + len(guessed)
 
     def _guess(self, sequence: Sequence, end: int, room: int) -> tuple[int, ...]:
-        """Return draft tokens after position `end`, as far as there is room."""
+        """Return draft tokens after position `end`, limited by the remaining tokens of the step."""
         is_written = sequence.stored >= sequence.prompt_length and end == len(sequence.tokens)
         if sequence.lookup is None or self.cut.unit is not None or not is_written:
             return ()
@@ -275,7 +276,7 @@ class Scheduler:
         return True
 
     def _give_pages(self, sequence: Sequence, end: int, parts: list[Part]) -> bool:
-        """Allocate pages of a sequence up to token `end`; copy its last page if it is shared."""
+        """Allocate pages for a sequence up to token `end`; copy its last page if it is shared."""
         number = sequence.stored // PAGE_TOKENS
         if number < len(sequence.pages) and self.pages.is_shared(sequence.pages[number]):
             page = self._take(sequence, parts)

@@ -1,4 +1,4 @@
-"""Likelihoods of texts without storing the logits of all their tokens."""
+"""Computes likelihoods of texts without storing the logits of all their tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
     Args:
         model: decoder with causal attention, or an encoder-decoder.
         tokenizer: the model's tokenizer.
-        pairs: (prompt, text that is scored after it).
+        pairs: pairs (prompt, text to score).
 
     Raises:
         ConfigError: there are no pairs, or the model cannot score a text.

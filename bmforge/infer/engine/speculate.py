@@ -1,7 +1,7 @@
-"""Speculators that draft tokens from n-gram lookup or with a draft model.
+"""Speculators: propose draft tokens by n-gram lookup or for a draft model.
 
-A verified token equals the token without speculation: sampling depends on the seed and the position
-only, so that draft tokens change only the speed.
+Verified tokens equal those without speculation: sampling depends only on the seed and the position,
+so draft tokens change only the speed.
 
 Source: Saxena, "Prompt lookup decoding" (2023); verification: Leviathan et al., "Fast inference
 from transformers via speculative decoding" (2023).
@@ -26,7 +26,7 @@ _TRIED, _SHARE, _PAUSE = 16, 0.4, 64
 
 
 class _Guesses(ABC):
-    """Speculator of one sequence, which pauses when too few draft tokens are accepted.
+    """Base class: speculator of one sequence, which pauses if few draft tokens are accepted.
 
     Args:
         share: minimum acceptance rate.
@@ -39,14 +39,14 @@ class _Guesses(ABC):
 
     @abstractmethod
     def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Return draft tokens, or `GUESSED_LATER` placeholders for the draft model's."""
+        """Return draft tokens, or `GUESSED_LATER` placeholders for the draft model to fill."""
 
     @abstractmethod
     def fresh(self) -> _Guesses:
         """Return a new speculator of the same kind for a forked sequence."""
 
     def learn(self, length: int, guessed: int, right: int) -> None:
-        """Record the number of proposed and accepted draft tokens at a sequence length."""
+        """Record how many draft tokens were proposed and accepted at a sequence length."""
         self._guessed += guessed
         self._right += right
         if self._guessed >= _TRIED:
@@ -56,11 +56,11 @@ class _Guesses(ABC):
 
 
 class DraftSpeculator(_Guesses):
-    """Draft tokens of a draft model; n-gram matches are preferred.
+    """Speculator for a draft model; n-gram matches take precedence.
 
     Args:
-        cost: cost of a draft step relative to a step of the target model.
-        lookup: n-gram speculator; None without one.
+        cost: cost of a draft model step, relative to a step of the target model.
+        lookup: n-gram speculator; None if there is none.
     """
 
     def __init__(self, cost: float, lookup: NgramSpeculator | None = None) -> None:
@@ -69,7 +69,7 @@ class DraftSpeculator(_Guesses):
         self._looked_up = False
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens of an n-gram match, or placeholders for the draft model's tokens."""
+        """Return tokens of an n-gram match, or placeholders for the draft model to fill."""
         draft = [] if self._lookup is None else self._lookup.guess(tokens)
         self._looked_up = bool(draft)
         if draft or len(tokens) < self._pause_until:
@@ -81,7 +81,7 @@ class DraftSpeculator(_Guesses):
         return DraftSpeculator(self._cost, None if self._lookup is None else NgramSpeculator())
 
     def learn(self, length: int, guessed: int, right: int) -> None:
-        """Record the result with the speculator that proposed the tokens."""
+        """Record the result for the speculator that proposed the tokens."""
         if self._looked_up and self._lookup is not None:
             self._lookup.learn(length, guessed, right)
         else:
@@ -89,7 +89,7 @@ class DraftSpeculator(_Guesses):
 
 
 class NgramSpeculator(_Guesses):
-    """Draft tokens from an earlier occurrence of the last n-gram."""
+    """Speculator that copies the continuation of an earlier occurrence of the last n-gram."""
 
     def __init__(self) -> None:
         super().__init__(_SHARE)
@@ -97,7 +97,7 @@ class NgramSpeculator(_Guesses):
         self._known = 0
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens that followed the last n-gram at its previous occurrence, if any."""
+        """Return the tokens that followed the previous occurrence of the last n-gram, if any."""
         self._read(tokens)
         if len(tokens) < max(_NGRAM, self._pause_until):
             return []
@@ -109,7 +109,7 @@ class NgramSpeculator(_Guesses):
         return NgramSpeculator()
 
     def _read(self, tokens: Sequence[int]) -> None:
-        """Index the end of every n-gram except the last one, which has no successor yet."""
+        """Index the end of every n-gram except the last, which has no continuation yet."""
         for end in range(max(_NGRAM, self._known), len(tokens)):
             self._places[tuple(tokens[end - _NGRAM : end])] = end
         self._known = max(self._known, len(tokens))

@@ -1,4 +1,4 @@
-"""Generation for the engine's synchronous calls: whole, or streamed in pieces."""
+"""Text generation for the engine's synchronous calls, complete or in pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def continue_prompts(
     """Continue a text, a list of token ids, or a list of either; see `Engine.generate`.
 
     Raises:
-        ConfigError: there is no prompt, one is empty, or an option does not apply.
+        ConfigError: there is no prompt, a prompt is empty, or an option does not apply.
     """
     if isinstance(prompts, str):
         texts = write_texts(model, open_tokenizer(), prompts, **options)

@@ -1,4 +1,4 @@
-"""Tasks of the batch loop that run one forward pass at a time, next to batched requests."""
+"""Tasks of the batch loop that run one forward pass at a time, interleaved with requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Task", "Work"]
 
 
 class Task:
-    """A task with a future; cancelling the future ends the task before its next pass.
+    """Task with a future; cancelling the future ends the task before its next pass.
 
     Args:
         deadline_s: deadline in seconds from now, after which the task fails with `TimeoutError`;
@@ -32,7 +32,7 @@ class Task:
 
     @property
     def is_over(self) -> bool:
-        """Whether the task has ended; a task past its deadline fails now."""
+        """Whether the task has ended; fails the task if it is past its deadline."""
         if self.future.cancelled() and not self._is_answered:
             self.stop()
         elif self._deadline_s is not None and time.monotonic() >= self._deadline_s:
@@ -40,7 +40,7 @@ class Task:
         return self._is_answered or self.future.cancelled()
 
     def finish(self, result: Any) -> None:
-        """Set the result."""
+        """Set the result of the future."""
         if self._begin_answer():
             self.future.set_result(result)
 
@@ -54,7 +54,7 @@ class Task:
         """Stop the work in progress."""
 
     def _begin_answer(self) -> bool:
-        """Return True if the result may be set; the future can no longer be cancelled then."""
+        """Return True if the result may be set; afterwards the future cannot be cancelled."""
         if self._is_answered or not self.future.set_running_or_notify_cancel():
             return False
         self._is_answered = True
@@ -62,13 +62,13 @@ class Task:
 
 
 class Work(Task):
-    """A blocking function that waits for its turn before every forward pass.
+    """Blocking function that waits for its turn before every forward pass.
 
     Args:
         model: model that the function calls.
         function: the function.
         deadline_s: deadline in seconds, as in `Task`.
-        deltas: adapter names during the function, as in `Request`.
+        deltas: adapters that are active during the function, as in `Request`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Work(Task):
         self._result: Any = None
 
     def step(self) -> None:
-        """Run up to the next forward pass, or to the end."""
+        """Run the function until its next forward pass or its end."""
         try:
             if not self._turns.step():
                 self.finish(self._result)

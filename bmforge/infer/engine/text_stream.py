@@ -1,7 +1,7 @@
-"""Incremental detokenization: emits only text that later tokens cannot change.
+"""Incremental detokenization that emits only text that later tokens cannot change.
 
-Incomplete characters and a possible beginning of a stop string are held back; the concatenated
-pieces are the whole text.
+Incomplete characters and a possible beginning of a stop string are held back. The concatenated
+pieces equal the whole text.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class TextStream:
 
     Args:
         tokenizer: the model's tokenizer.
-        stops: stop strings; the text ends in front of the first one.
-        hidden: ids without text.
-        before: prompt ids. The text is the difference that the new ids make to the text of all ids,
-            because a SentencePiece decoder drops the space in front of the first token.
+        stops: stop strings; the text ends before the first occurrence of one.
+        hidden: ids whose text is omitted.
+        before: prompt ids. They are decoded together with the new ids, because a SentencePiece
+            decoder drops the space before the first token.
 
     Attributes:
         text: text emitted so far.
-        is_stopped: whether a stop string was met; no more text is emitted then.
+        is_stopped: whether a stop string has occurred, after which no text is emitted.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class TextStream:
         self.text, self.is_stopped = "", False
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], int]:
-        """Return the last prompt ids and how many of them form whole characters.
+        """Return the last prompt ids, and how many of them form complete characters.
+
+        If possible, the ids start at a character boundary.
 
         The ids start at a character boundary if one of the last tokens does.
         """
@@ -72,12 +74,12 @@ class TextStream:
         return ids[begin:], boundary - begin
 
     def _is_broken(self, ids: Sequence[int], edge: int) -> bool:
-        """Return True if the text of ids begins (0) or ends (-1) with part of a character."""
+        """Return True if the ids' text begins (0) or ends (-1) with an incomplete character."""
         text: str = self._tokenizer.decode_written(ids)
         return bool(text) and text[edge] == _BROKEN
 
     def add(self, ids: Sequence[int]) -> str:
-        """Add tokens; return the text that can be emitted now."""
+        """Add tokens; return the text that can now be emitted."""
         if self.is_stopped:
             return ""
         self._ids += [id for id in ids if id not in self._hidden]
@@ -88,14 +90,14 @@ class TextStream:
         return self._show(is_last=False)
 
     def finish(self) -> str:
-        """Return the remaining text after the last token."""
+        """Return the remaining text; call it after the last token."""
         if self.is_stopped:
             return ""
         self._take(self._decode())
         return self._show(is_last=True)
 
     def _decode(self) -> str:
-        """Return the text of the ids that were not decoded yet."""
+        """Return the text of the ids that have not been decoded yet."""
         if self._known == len(self._ids):
             return ""
         both: str = self._tokenizer.decode_written(self._ids[self._ends[0] :])
@@ -111,7 +113,7 @@ class TextStream:
         self._before = self._tokenizer.decode_written(self._ids[self._ends[0] :])
 
     def _show(self, is_last: bool) -> str:
-        """Return the text up to a stop string or its possible beginning."""
+        """Return the new text up to a stop string or a possible beginning of one."""
         stops_at = [at for stop in self._stops if (at := self._written.find(stop)) >= 0]
         withheld = 0
         if stops_at:
@@ -125,16 +127,16 @@ class TextStream:
         return shown
 
     def _overlap(self, stop: str) -> int:
-        """Return the number of last characters that may begin a stop string."""
+        """Return the number of trailing characters that may begin a stop string."""
         most = min(len(stop) - 1, len(self._written))
         return next((n for n in range(most, 0, -1) if self._written.endswith(stop[:n])), 0)
 
 
 def token_data(tokenizer: Any, token: str, id: int) -> bytes:
-    """Return the bytes that a token adds to a text, as far as the token alone determines them.
+    """Return the bytes of a token, as far as they do not depend on neighboring tokens.
 
     Args:
-        tokenizer: the tokenizer.
+        tokenizer: tokenizer with this token.
         token: token text in the vocabulary.
         id: token id.
     """
@@ -154,8 +156,8 @@ def token_data(tokenizer: Any, token: str, id: int) -> bytes:
 def _byte_characters() -> dict[str, int]:
     """Return the mapping of byte-level vocabularies from characters to bytes.
 
-    Source: Radford et al., "Language models are unsupervised multitask learners" (2019): a
-    printable byte is itself, the others are the characters from 256 on.
+    Source: Radford et al., "Language models are unsupervised multitask learners" (2019): printable
+    bytes map to themselves, others to the characters from 256 on.
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]

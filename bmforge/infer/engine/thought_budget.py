@@ -1,4 +1,4 @@
-"""Limits the length of a model's reasoning by forcing the tokens that end it."""
+"""Limits the length of a model's reasoning by forcing its end tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ThoughtBudget:
     Args:
         max_tokens: maximum number of tokens before the end of the reasoning.
         end: token ids of the text that ends the reasoning, such as ``</think>``.
-        start: token ids of the text that begins it; empty if the prompt has begun it.
+        start: token ids of the text that begins the reasoning; empty if the prompt contains them.
     """
 
     max_tokens: int
@@ -33,7 +33,7 @@ class ThoughtBudget:
             )
 
     def next_token(self, ids: Sequence[int]) -> int | None:
-        """Return the token that must follow an answer's tokens so far; None if any may."""
+        """Return the token that must follow the given answer tokens; None if any token may."""
         limit, size = self.max_tokens, len(self.end)
         if len(ids) < limit or tuple(ids[: len(self.start)]) != self.start:
             return None

@@ -1,4 +1,4 @@
-"""Coroutine on a thread: runs a blocking function up to its next `pause`."""
+"""Runs a blocking function on a thread, step by step, from one `pause` to the next."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ __all__ = ["Turns"]
 
 
 class _Stopped(BaseException):
-    """Ends the function; a BaseException, so that the function does not handle it as an error."""
+    """Raised in the function to end it; a BaseException, so that `except Exception` ignores it."""
 
 
 class Turns:
     """Runs a blocking function from one `pause` to the next.
+
+    Either the function's thread or the caller's thread runs, never both.
 
     Only one of the two threads runs at a time.
 
@@ -29,7 +31,7 @@ class Turns:
         self._thread = threading.Thread(target=self._run, name="bmforge-turns", daemon=True)
 
     def step(self) -> bool:
-        """Run up to the next `pause`; return True if there is more to do.
+        """Run the function until its next `pause`; return True if it has not ended.
 
         Raises:
             Exception: the function raised it.
@@ -47,7 +49,7 @@ class Turns:
         return not self._is_over
 
     def stop(self) -> None:
-        """End the function at its `pause`; its context managers and finally blocks run."""
+        """End the function at its `pause`; context managers and finally blocks are executed."""
         self._is_stopped = True
         if self._thread.ident is None:
             self._is_over = True

@@ -1,4 +1,4 @@
-"""Loading and placement of an engine's weights: read, streamed, or spilled to disk."""
+"""Loads and places an engine's weights: resident, streamed, or spilled to disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_weights_(
     """Load the weights of a meta model according to a plan.
 
     Returns:
-        the streamers, and a function that ends streaming and leaves blocks where they are.
+        streamers, and a function that ends streaming and leaves blocks on their present device
 
     Raises:
         CheckpointError: the files do not fit the model.
@@ -61,21 +61,21 @@ def place_(
     plan: MemoryPlan,
     directory: Path | None,
 ) -> tuple[Sequence[Streamer], Callable[[], None]]:
-    """Place a model that is in memory according to a plan.
+    """Place a model that is already in memory according to a plan.
 
     Streamed blocks are moved to the host, or to an unnamed file if the device is the host.
 
     Args:
         model: the model.
         plan: placement.
-        directory: directory of the file; None uses the system's temporary directory.
+        directory: directory for the unnamed file; None uses the system's temporary directory.
 
     Returns:
-        the streamers, and a function that ends streaming, deletes the file and leaves blocks where
-        they are.
+        streamers, and a function that ends streaming, deletes the file and leaves blocks on their
+        present device
 
     Raises:
-        ConfigError: the directory cannot be used, or its disk is too small.
+        ConfigError: the directory is not writable, or its disk is too small.
     """
     with ExitStack() as cleanup:
         reads = [_keep(model, device_plan, directory, cleanup) for device_plan in plan.each()]
@@ -91,13 +91,13 @@ def place_(
 def _keep(
     model: nn.Module, plan: MemoryPlan, directory: Path | None, cleanup: ExitStack
 ) -> ReadWeights:
-    """Move one device's streamed blocks to the host or the file; return their reader.
+    """Move one device's streamed blocks to the host or a file; return a reader of them.
 
     Args:
         model: the model.
         plan: plan of the device.
-        directory: directory of the file.
-        cleanup: exit stack that receives the deletion of the file.
+        directory: directory for the unnamed file.
+        cleanup: exit stack that will delete the file.
     """
     stays = find_staying(model)
     streamed = {
@@ -135,7 +135,7 @@ def _stream_(
 
 
 def _spread_(model: nn.Module, plan: MemoryPlan, cleanup: ExitStack) -> None:
-    """Make blocks on several devices move their inputs to their own device."""
+    """If there are several devices, make blocks move their inputs to their own device."""
     if elsewhere := plan.elsewhere:
         blocks = (unit.name for unit in units_of(model) if unit.is_block)
         places = {name: elsewhere.get(name, plan.device) for name in blocks}
@@ -147,14 +147,14 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _move_(module: nn.Module, device: torch.device, but: Collection[int] = ()) -> None:
-    """Move resident tensors in place, except those with these ids."""
+    """Move resident tensors to a device in place, except those with the ids `but`."""
     for tensor in _tensors_of(module):
         if id(tensor) not in but and not is_streamed(tensor):
             tensor.data = tensor.data.to(device)
 
 
 class _Kept:
-    """Reader of tensors in host memory, by name."""
+    """Reads tensors from host memory by name."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._kept = tensors
@@ -164,7 +164,7 @@ class _Kept:
 
 
 class _Spilled:
-    """Reader of tensors in an unnamed file, by name."""
+    """Reads tensors from an unnamed file by name."""
 
     def __init__(self, file: SpillFile, tensors: dict[str, Tensor]) -> None:
         self._reads = DirectReads()

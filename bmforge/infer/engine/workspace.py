@@ -1,4 +1,4 @@
-"""Estimate of a model's KV cache and largest step before any memory is allocated.
+"""Estimates a model's KV cache and largest step before memory is allocated.
 
 The model runs on the meta device, which computes nothing, while the lifetime of every storage is
 tracked. Attention is replaced by the fused kernel's allocations, without score matrices.
@@ -33,7 +33,7 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory of a model besides its weights.
+    """Memory that a model needs besides its weights.
 
     Args:
         cache_bytes: KV cache of the longest rows.
@@ -45,12 +45,12 @@ class Workspace:
 
 
 def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Return the memory that a model needs for rows of tokens.
+    """Return the memory, besides weights, that a model needs for the given rows and tokens.
 
     Args:
-        model: model on any device; a meta copy runs instead.
+        model: model on any device; a copy on the meta device is run.
         rows: maximum number of rows at once.
-        tokens: maximum row length, new tokens included.
+        tokens: maximum row length, including new tokens.
     """
     described = copy_to_meta(model)
     if not isinstance(described, Model) or not described.traces_memory:
@@ -67,13 +67,15 @@ _Run = Callable[[Any, Tensor], int]
 
 
 def largest_runs(model: Model) -> list[_Run]:
-    """Return the largest calls of a model with this head; each returns the KV cache's bytes.
+    """Return the functions that run the largest calls of a model with this head.
+
+    Each function returns the size of the KV cache in bytes.
 
     Args:
         model: model on the meta device, or of tensors without values.
 
     Returns:
-        functions of the model and token ids (B, T), of which only the shape counts.
+        functions of the model and token ids (B, T); only the shape of the ids matters
     """
     if model.traits.has_images:
         return [_look]
@@ -82,7 +84,7 @@ def largest_runs(model: Model) -> list[_Run]:
 
 
 def _generate(model: Any, ids: Tensor) -> int:
-    """Run a prompt and then one token, or a source and a target of the same length."""
+    """Run a prompt and one new token, or (encoder-decoder) source and target of equal length."""
     new_tokens = ids.shape[1] - 1 if model.traits.reads == "apart" else 1
     decoder, start = start_decoder(model, ids[:, :-1], None, new_tokens)
     decoder.run(start)
@@ -126,7 +128,7 @@ def _follow(model: Model, run: _Run, rows: int, tokens: int) -> Workspace:
 
 
 class _Follower(TorchDispatchMode):
-    """Tracks the total size of live storages.
+    """Dispatch mode that tracks the total size of live storages.
 
     Args:
         known: tensors whose storages are not counted.
@@ -168,7 +170,7 @@ class _Follower(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Replaces attention by the fused kernel's allocations (meta allocates scores)."""
+    """Replaces attention by the allocations of the fused kernel (meta would allocate scores)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -188,7 +190,11 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _guess(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Return an upper estimate for a module that may not run on the meta device.
+    """Return an upper estimate for a module that cannot run on the meta device.
+
+    It adds the outputs of all matrices of the largest block for all tokens, times `_COPIES`, the
+    output
+    of the largest matrix outside of blocks, and two cache tensors of hidden size per block.
 
     It counts the outputs of all matrices of the largest block for all tokens, `_COPIES` times, the
     output of the largest matrix outside of blocks, and two cache tensors of hidden size per block.

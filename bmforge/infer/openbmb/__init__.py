@@ -1,1 +1,1 @@
-"""Generation in the forms of OpenBMB's models: conversations (EVA) and documents (CPM-Bee)."""
+"""Generation in the formats of OpenBMB's models: conversations (EVA), documents (CPM-Bee)."""

@@ -1,4 +1,4 @@
-"""Conversations with EVA: as much of the history as fits into the window precedes every answer.
+"""Conversations with EVA; the prompt of each answer is the recent history.
 
 Source: ``src/eva_interactive.py`` and ``src/eva_datasets.py`` of thu-coai/EVA. Its hand-written
 rules (antonyms, fixed answers) and its ranking of several answers by a BERT are not implemented.
@@ -27,19 +27,19 @@ __all__ = ["Chat", "ChatConfig", "join_history"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Generation options of EVA's answers; the defaults are the original's.
+    """Generation options for EVA; the defaults are those of the original code.
 
     Args:
         window: maximum history length in tokens.
-        no_repeat_ngram: length in tokens of n-grams that may occur only once in an answer; 0 for no
-            limit.
+        no_repeat_ngram: length in tokens of n-grams that may occur only once per answer; 0 for
+            no limit.
         max_new_tokens: maximum answer length in tokens.
         min_new_tokens: minimum answer length in tokens.
         num_beams: number of beams; above 1, beam search replaces sampling.
         temperature: sampling temperature.
         top_p: total probability of the most likely tokens to sample from.
         repetition_penalty: factor above 1 that makes generated tokens less likely.
-        length_penalty: length penalty of a beam search.
+        length_penalty: exponent of the length in beam scores.
         seed: random seed of sampling; None uses torch's global generator.
     """
 
@@ -55,7 +55,7 @@ class ChatConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a number out of range."""
+        """Raise `ConfigError` for values out of range."""
         if self.window < 3 or self.no_repeat_ngram < 0:
             raise ConfigError(
                 f"ChatConfig: window={self.window} must be at least 3, and no_repeat_ngram="
@@ -63,7 +63,7 @@ class ChatConfig:
             )
 
     def options(self, end: int, padding: int) -> GenerationConfig:
-        """Return the `GenerationConfig` of a beam search or of sampling."""
+        """Return the corresponding `GenerationConfig`, for beam search or sampling."""
         kind: dict[str, Any] = {"num_beams": self.num_beams, "length_penalty": self.length_penalty}
         if self.num_beams == 1:
             drawn = ("temperature", "top_p", "seed")
@@ -81,14 +81,14 @@ class ChatConfig:
 def join_history(
     utterances: Sequence[Sequence[int]], end: int, answer: int, window: int
 ) -> list[int]:
-    """Return the encoder's input: the last utterances that fit, and the blank for the answer.
+    """Return the encoder's input: the last utterances that fit, then the blank for the answer.
 
     Args:
         utterances: token ids of each utterance, oldest first.
         end: id that follows every utterance.
         answer: sentinel id of the answer.
-        window: maximum number of returned ids; older utterances are dropped whole, and a single
-            utterance that is longer is truncated on the left.
+        window: maximum number of returned ids; old utterances are dropped, and a single longer
+            utterance is truncated on the left.
     """
     ids = [answer]
     for utterance in reversed(utterances):
@@ -101,15 +101,15 @@ def join_history(
 
 
 class Chat:
-    """A conversation with EVA.
+    """Conversation with EVA.
 
     Args:
-        model: EVA, or another encoder-decoder that was trained on the same form.
+        model: EVA, or another encoder-decoder trained on the same format.
         tokenizer: the model's tokenizer.
         config: generation options.
 
     Attributes:
-        history: utterances of the person and the model, oldest first.
+        history: utterances of user and model, oldest first.
 
     Raises:
         ConfigError: the tokenizer belongs to another model.
@@ -167,7 +167,9 @@ class Chat:
 
 
 class _NoRepeatDecoder(Seq2SeqDecoder):
-    """Decoder that forbids every token that would repeat an n-gram of its row.
+    """Decoder that forbids tokens that would repeat an n-gram of their row.
+
+    The start token is part of a row; n-gram length 0 allows all tokens.
 
     The start token is part of a row; n-gram length 0 forbids no token.
     """
@@ -188,6 +190,6 @@ class _NoRepeatDecoder(Seq2SeqDecoder):
         return scores
 
     def reorder(self, rows: Tensor) -> None:
-        """Reorder the rows as the base class does, and their token histories."""
+        """Reorder the rows and their token histories."""
         super().reorder(rows)
         self._written = [list(self._written[row]) for row in rows.tolist()]

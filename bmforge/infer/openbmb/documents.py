@@ -1,12 +1,12 @@
-"""Filling of CPM-Bee documents: `fill_documents` generates the answers under ``<ans>``.
+"""Fills CPM-Bee documents: generates the answers under ``<ans>``.
 
 The model writes one answer after the other, each in its own segment from ``<s>`` at position 0. The
 beam search or sampling of `generate` runs over all answers of a document together, as in the
 original: a row ends with the end of its last answer.
 
-Source: ``CPMBeeBeamSearch`` in ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. Here the limit of
-new tokens holds per answer, so that no answer is left out, and answers can be constrained to a list
-of texts.
+Source: ``CPMBeeBeamSearch`` in ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. Differences: the
+limit of new tokens applies to each answer, so that no answer is omitted, and answers can be
+constrained to a list of texts.
 """
 
 from __future__ import annotations
@@ -64,19 +64,20 @@ def fill_documents(
         model: CPM-Bee model.
         tokenizer: the model's tokenizer.
         documents: nested dicts of texts with ``<ans>``; existing answers are overwritten.
-        config: generation options. Default: 3 beams, or none with ``do_sample=True``, and at most
-            100 tokens per answer. `max_new_tokens` is the limit of one answer.
+        config: generation options. Default: 3 beams, or none with ``do_sample=True``, and at
+            most 100 tokens per answer. `max_new_tokens` is the limit of one answer.
         examples: documents with their answers as few-shot examples.
-        constraints: allowed answers by key under ``<ans>``; None reads options and ratings such as
-            (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
-        max_length: maximum length of a document with its examples, in tokens; None for no limit.
+        constraints: allowed answers by key under ``<ans>``; None reads options and ratings such
+            as (1-5) from each document; see `tokenizers.cpm_bee_tasks`.
+        max_length: maximum length of a document including its examples, in tokens; None for no
+            limit.
         batch_size: documents per batch.
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Raises:
         ConfigError: the tokenizer belongs to another model, or an option does not apply to
             documents.
-        DataError: a document cannot be read; its number is named.
+        DataError: a document is invalid; the message names its number.
     """
     config = _check(model, tokenizer, config, options, batch_size)
     prompts = []
@@ -107,7 +108,8 @@ def fill_each(
 ) -> Iterator[dict[str, Any] | DataError]:
     """Yield the filled copy of each document, or its error, in order.
 
-    Documents are filled and yielded batch by batch. None may be longer than `longest_document`.
+    Documents are filled and yielded batch by batch. A document longer than `longest_document`
+    yields an error.
 
     Args:
         model: CPM-Bee model.
@@ -157,7 +159,7 @@ def _check(
     options: dict[str, Any],
     batch_size: int,
 ) -> GenerationConfig:
-    """Return the complete generation config after checking tokenizer, options and batch size."""
+    """Validate tokenizer, options and batch size; return the complete generation config."""
     if len(tokenizer) != model.config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size="
@@ -169,7 +171,7 @@ def _check(
 
 
 def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-    """Return the generation config with the original's defaults filled in."""
+    """Return the generation config with the defaults of the original code."""
     if config is None:
         beams = 1 if options.get("do_sample") else _NUM_BEAMS
         config = GenerationConfig(max_new_tokens=_MAX_NEW_TOKENS, num_beams=beams)
@@ -206,7 +208,7 @@ def _fill(
 
 
 class _Row(NamedTuple):
-    """State of a row: its document, its current answer's index and tokens so far."""
+    """State of a row: its document, the index of its current answer, and that answer's tokens."""
 
     document: int
     slot: int
@@ -216,9 +218,9 @@ class _Row(NamedTuple):
 class _DocumentDecoder(Decoder):
     """Decoder of a batch of documents.
 
-    The model's logits are extended by one output that ends a row, and one that ends each answer
-    before the last: each occurs at most once in a row, so that repetition penalties cannot keep an
-    answer from ending.
+    The model's logits are extended by one output that ends a row, and by one output for each answer
+    but the last that ends this answer. Each of them occurs at most once in a row, so that
+    repetition penalties cannot prevent an answer from ending.
 
     Attributes:
         finish: id of the output that ends a row.
@@ -257,7 +259,7 @@ class _DocumentDecoder(Decoder):
         model(ids, input_sub=sub, cache=self.cache, logits_to_keep=1, **self._seen, **self._tables)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Feed the outputs chosen last, or ``<s>`` at first; return the scores of the next outputs.
+        """Run the last chosen outputs (at first ``<s>``); return the scores of the next outputs.
 
         Shape:
             tokens: (R, 1) -> (R, outputs) in fp32
@@ -287,7 +289,7 @@ class _DocumentDecoder(Decoder):
         return self._choose_among(out.logits[:, -1].float())
 
     def _advance(self, row: _Row, token: int) -> _Row:
-        """Return the state of a row after an output."""
+        """Return the state of a row after it chose `token`."""
         if token > self.finish:
             return _Row(row.document, row.slot + 1, ())
         if token in (self.finish, self._tokenizer.bos_id):
@@ -305,7 +307,7 @@ class _DocumentDecoder(Decoder):
         return *token, *place_ids
 
     def _choose_among(self, logits: Tensor) -> Tensor:
-        """Return the logits with -inf for forbidden outputs, and scores for the end outputs."""
+        """Extend the logits by the end outputs, with -inf for all forbidden outputs."""
         rows, vocabulary = self._rows, logits.shape[1]
         scores = logits.new_full((len(rows), self._columns), -torch.inf)
         scores[:, :vocabulary] = logits
@@ -324,19 +326,19 @@ class _DocumentDecoder(Decoder):
         return scores
 
     def _allowed(self, row: _Row) -> set[int] | None:
-        """Return the outputs that may follow in a row; None if the answer is not constrained."""
+        """Return the outputs allowed next in a row; None if the answer is not constrained."""
         texts, done = self._batch.allowed[row.document][row.slot], len(row.written)
         if texts is None:
             return {self._tokenizer.eos_id} if done >= self._limit else None
         return {text[done] for text in texts if len(text) > done and text[:done] == row.written}
 
     def _end(self, row: _Row) -> int:
-        """Return the output that ends the current answer; for the last answer it ends the row."""
+        """Return the output that ends the current answer (for the last answer, the row)."""
         last = len(self._batch.prompts[row.document].encoded.answers) - 1
         return self.finish if row.slot == last else self.finish + 1 + row.slot
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace the rows by copies of the old rows with these indices."""
+        """Replace the rows by copies of the old rows with the given indices."""
         self.cache.reorder(rows)
         self._seen = {name: seen.index_select(0, rows) for name, seen in self._seen.items()}
         relations = self._tables["segment_rel"].index_select(0, rows)
@@ -344,7 +346,7 @@ class _DocumentDecoder(Decoder):
         self._rows = [self._rows[number] for number in rows.tolist()]
 
     def split(self, outputs: list[int], document: int) -> list[list[int] | None]:
-        """Return the answers of a finished row; None for those that were not reached."""
+        """Split the outputs of a finished row into answers; None for answers not reached."""
         answers: list[list[int] | None] = [[]]
         for output in outputs:
             if output == self.finish:

@@ -1,11 +1,11 @@
-"""CPM-Ant's beam search, equal to the original step by step.
+"""CPM-Ant's beam search, equal to the original code step by step.
 
-It differs from `beam_search`, which is transformers': the end token does not count in the length,
-any of the candidates may end a row, and the repetition penalty is applied to logits and to
-generated tokens only.
+It differs from `beam_search` (transformers' algorithm): the end token does not count towards the
+length, any candidate may end a row, and the repetition penalty applies to logits (not
+log-probabilities) and to generated tokens only.
 
 Source: ``CPMAntBeamSearch`` and ``BeamHypotheses`` in ``cpm_live/generation`` of OpenBMB/CPM-Live.
-Its `max_length` is one below the number of tokens that a row may have.
+Its `max_length` is one less than the allowed number of tokens of a row.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _UNKNOWN = (
 
 
 def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig) -> list[int]:
-    """Return a prompt's ids with the best continuation, without its end token.
+    """Return a prompt's ids with their best continuation, without its end token.
 
     Args:
         decoder: new decoder whose cache is empty.
         prompt: token ids.
-        config: generation options, with end tokens filled in.
+        config: generation options, complete with end tokens.
 
     Shape:
         prompt: (1, T)
@@ -88,7 +88,7 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
 def _keep_best(
     ended: list[tuple[float, list[int]]], ended_row: tuple[float, list[int]], count: int
 ) -> None:
-    """Add an ended row to the `count` best; drop the worst if there are more."""
+    """Add an ended row to the list of the `count` best rows; drop the worst if it is full."""
     if len(ended) == count:
         worst = min(ended, key=_score)
         if ended_row[0] <= worst[0]:

@@ -1,9 +1,10 @@
-"""Text generation with the prompt form and the defaults of each model family's original code.
+"""Text generation with the prompt format and defaults of each model family's original code.
 
-CPM-Ant reads ``<s>`` and the text without unknown tokens, does not begin with an end token or a
-line break, and uses 3 beams, or samples at temperature 0.9 with top-p 0.9. CPM-1 samples at
-temperature 0.9. EVA answers one utterance, CPM-2 writes the rest of a text as one masked span, and
-CPM-Bee fills the answer of a document. All other models continue the text.
+CPM-Ant's prompt is ``<s>`` and the text without unknown tokens; its continuation does not begin
+with an end token or a line break, and comes from 3 beams, or from sampling at temperature 0.9 with
+top-p 0.9. CPM-1 samples at temperature 0.9. EVA answers one utterance, CPM-2 writes the rest of a
+text as one masked span, and CPM-Bee fills the answer of a document. All other models continue the
+text.
 
 Source: ``cpm_live/generation/ant.py`` and ``text_generation.py`` of OpenBMB/CPM-Live (branch
 cpm-ant), ``generate_samples.py`` of TsinghuaAI/CPM-1-Generate, ``src/eva_interactive.py`` of
@@ -52,14 +53,14 @@ _DRAWS = ("CPM1Tokenizer",)
 
 
 def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
-    """Return a prompt with its continuation, or the answer of a model that answers.
+    """Return a prompt with its continuation, or for EVA, CPM-2 and CPM-Bee the answer alone.
 
     Args:
         model: model that generates text.
         tokenizer: the model's tokenizer.
-        prompt: text; names of CPM-Bee's languages and special tokens in it are plain characters.
-        options: fields of `GenerationConfig`; the defaults are those of the family's original code,
-            or else of the model's generation_config.json.
+        prompt: text; special tokens of CPM-Bee in it are read as plain characters.
+        options: fields of `GenerationConfig`; the defaults are those of the family's original
+            code or, without one, of the model's generation_config.json.
 
     Raises:
         ConfigError: an option does not apply, or the prompt has no tokens.
@@ -70,7 +71,7 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
 
 
 def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list[str]:
-    """Return a prompt with each of ``num_return_sequences`` continuations; see `write_text`."""
+    """Return ``num_return_sequences`` texts for a prompt; see `write_text`."""
     traits = model.traits
     if traits.objective == "documents":
         return [answer_document(model, tokenizer, prompt, options)]
@@ -103,12 +104,12 @@ def continue_ids(
     config: GenerationConfig,
     on_text: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Return the text of each continuation, which ends in front of the first stop string.
+    """Return the text of each continuation, up to its first stop string.
 
     Args:
         model: model that generates text.
         tokenizer: the model's tokenizer.
-        ids: token ids of the prompt, or of an encoder's text.
+        ids: token ids of the prompt, or of the encoder's input.
         config: generation options.
         on_text: called with each piece of the first continuation's text.
 
@@ -143,7 +144,7 @@ class _RowTexts:
     Args:
         tokenizer, stops, hidden, before: arguments of `TextStream`, the same for every row.
         ends: end tokens; all later tokens of a row are padding.
-        on_text: called with the pieces of the first row's text.
+        on_text: function called with each piece of the first row's text.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class _RowTexts:
         self._ended: list[bool] = []
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Decode one step's tokens, (R,); return the rows that met a stop string, (R,)."""
+        """Decode one step's tokens, (R,); return which rows have reached a stop string, (R,)."""
         while len(self._streams) < len(tokens):
             self._streams.append(self._make())
             self._ended.append(False)
@@ -173,7 +174,7 @@ class _RowTexts:
         return torch.tensor(stopped, device=tokens.device)
 
     def finish(self) -> list[str]:
-        """Return the whole texts after the last step."""
+        """Return the complete texts; call it after the last step."""
         for row, stream in enumerate(self._streams):
             self._show(row, stream.finish())
         return [stream.text for stream in self._streams]
@@ -202,7 +203,7 @@ def _show(tokenizer: Any, ids: Sequence[int]) -> str:
 def answer_document(
     model: Any, tokenizer: CPMBeeTokenizer, prompt: str, options: dict[str, Any]
 ) -> str:
-    """Fill the answer of a CPM-Bee document that asks for the rest of a text."""
+    """Return the continuation of a text, generated as the answer of a CPM-Bee document."""
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give --prompt TEXT or pipe a text in.")
     document = {"input": tokenizer.escape(prompt), "prompt": _CONTINUE, "<ans>": ""}
@@ -227,7 +228,7 @@ def _continue_hidden(
 
 
 def read_hidden(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """Return a text's ids as CPM-Ant reads them: begin token first, unknown tokens removed."""
+    """Return the ids of a CPM-Ant prompt: begin token first, unknown tokens removed."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return [*begin, *(id for id in ids if id != tokenizer.unk_id)]
 
@@ -235,7 +236,7 @@ def read_hidden(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 def start_hidden(
     model: CausalLM, tokenizer: Any, ids: Sequence[int], config: GenerationConfig
 ) -> tuple[Decoder, Tensor]:
-    """Return the decoder for a text in CPM-Ant's form and its first input tokens, (1, T)."""
+    """Create the decoder for a CPM-Ant prompt; return it with its first input, (1, T)."""
     start = torch.tensor([ids])
     mask = torch.ones_like(start)
     check_prompt(model, start, mask, config)
@@ -247,12 +248,14 @@ def start_hidden(
 
 
 class _TextDecoder(Decoder):
-    """Decoder that forbids ids outside the tokenizer (CPM-Ant+'s prompts) and some first tokens.
+    """CPM-Ant decoder that forbids ids outside the tokenizer, and certain first tokens.
+
+    CPM-Ant+ uses such ids for its prompts.
 
     Args:
         model: model that computes the logits.
-        mask: mask as in `Decoder`.
-        max_length: maximum length as in `Decoder`.
+        mask: attention mask, as in `Decoder`.
+        max_length: maximum final length of a row in tokens.
         vocab_size: number of tokens of the tokenizer.
         banned: tokens that may not begin the continuation; None entries are ignored.
     """
@@ -282,7 +285,7 @@ class _TextDecoder(Decoder):
 def _write_span(
     model: Any, tokenizer: CPM2Tokenizer, ids: Sequence[int], options: dict[str, Any]
 ) -> str:
-    """Generate the span at the end of a text: EVA's answer, or CPM-2's first masked span."""
+    """Generate the span at the end of a text: EVA's answer or CPM-2's first masked span."""
     source, ends = read_span(model, tokenizer, ids)
     options["eos_token_id"] = (*GenerationConfig(**options).eos_tokens, *ends)
     out = generate(model, torch.tensor([source]), **options)[0, 1:].tolist()
@@ -292,7 +295,7 @@ def _write_span(
 def read_span(
     model: Any, tokenizer: CPM2Tokenizer, ids: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the encoder's input and further ids that end an answer."""
+    """Return the encoder's input for a text, and additional ids that end the answer."""
     blank, end = tokenizer.sentinel_id(0), tokenizer.role_id("sep")
     if model.traits.objective == "dialogues" and end is not None:
         return join_history([ids], end, blank, len(ids) + 2), []
