@@ -3,7 +3,8 @@
 The shards of a stage are distributed over the tasks of a datatrove run; each task writes its
 results next to its files. After each such run, one process adds the results to the journal and runs
 the stages over all documents. So the output is byte-identical to that of `prepare` on one machine,
-and after a kill the same call resumes. All machines must see the same files under the same paths.
+and the same call resumes after an interruption. All machines must see the same files under the same
+paths.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class ClusterConfig:
         prepare: settings of the preparation; if its `workers` is above 0, each task runs a worker
             process, so that the time and memory limits apply.
         steps: additional steps, run after those of `prepare`.
-        tasks: largest number of tasks of a run; a task processes several shards if there are more.
-        at_once: number of concurrent tasks; -1 is the number of cores, or no limit in a queue.
+        tasks: largest number of tasks of a run; a task processes several shards if there are more
+            shards than tasks.
+        at_once: number of concurrent tasks; -1 is the number of cores, or unlimited for a job
+            queue.
         options: further arguments of the executor, such as partition, time and mem_per_cpu_gb for
             Slurm.
     """
@@ -73,7 +76,7 @@ def run_on_cluster(
         the report; None for Slurm, where `prepare` with the same settings returns it afterwards.
 
     Raises:
-        ConfigError: an unknown executor, or settings that do not fit.
+        ConfigError: an unknown executor, or settings that do not fit together.
         MissingDependencyError: the extra ``cluster`` is not installed.
         DataError: a task failed; its log is in ``OUT.cluster``.
     """
@@ -129,7 +132,7 @@ def _make(
 
 
 def _log_dir(config: ClusterConfig) -> Path:
-    """Return the directory of logs, next to the corpus, as the work directory is removed."""
+    """Return the log directory: it is next to the corpus, because the work directory is removed."""
     out = Path(config.out_dir)
     return out.with_name(f"{out.name}.cluster")
 
@@ -153,7 +156,7 @@ def _find_executor(name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Job:
-    """Description of the work for the tasks, from which each derives the same plan and keys."""
+    """Description of the preparation, from which every task derives the same plan and keys."""
 
     config: ClusterConfig
 
@@ -162,18 +165,16 @@ class _Job:
         return plan_work(config.inputs, config.out_dir, config.prepare, config.steps)
 
     def keys(self) -> Keys:
-        """Return the keys of all parts; the plan is saved, so that tasks do not read the inputs for
-        it.
-        """
+        """Return the keys of all stages, computed from the plan that was saved."""
         plan, steps, tokenizer = self._open()
         return make_keys(plan, self.config.prepare, steps, tokenizer)
 
     def name(self, stage: str) -> str:
-        """Return a key that changes with the settings that a stage depends on."""
+        """Return a name for the run of a stage; it changes with the settings of the stage."""
         return self.keys().of(stage)[-1][:12]
 
     def spread(self, stage: str, rank: int, world: int) -> None:
-        """Run the parts of a stage that belong to one task, and write their results."""
+        """Run one task's share of the parts of a stage, and write their results."""
         plan, steps, tokenizer = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, tokenizer)
@@ -185,7 +186,7 @@ class _Job:
                 return
 
     def join(self) -> None:
-        """Add the results of tasks to the journal, and run stages up to the next parallel one."""
+        """Add the tasks' results to the journal, and run the stages up to the next parallel one."""
         plan, steps, tokenizer = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, tokenizer)
@@ -201,7 +202,7 @@ class _Job:
                 return
 
     def check(self, stage: str) -> None:
-        """Raise `DataError` if a part of a stage is not finished."""
+        """Raise `DataError` if a stage has unfinished parts."""
         keys = self.keys().of(stage)
         with Journal(work_dir(self.config.out_dir), for_reading=True, trusting=True) as journal:
             left = [n for n, key in enumerate(keys) if journal.find(stage, n, key) is None]
@@ -214,26 +215,26 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Spread:
-    """A datatrove pipeline step that runs the parts of a stage."""
+    """Pipeline step for datatrove that runs the parts of a stage."""
 
     job: _Job
     stage: str
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Run the parts of one rank."""
+        """Run the parts that belong to one rank."""
         self.job.spread(self.stage, rank, world_size)
 
 
 @dataclass(frozen=True)
 class _Join:
-    """A datatrove pipeline step that collects the results of a stage."""
+    """Pipeline step for datatrove that collects the results of a stage."""
 
     job: _Job
     stage: str
     is_last: bool = False
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Collect the results; after the last stage, finish the preparation."""
+        """Collect the tasks' results; after the last stage, finish the preparation."""
         self.job.join()
         if self.is_last:
             config = self.job.config
@@ -241,7 +242,7 @@ class _Join:
 
 
 class _StoppedError(Exception):
-    """Raised to stop the stages at parts that belong to other tasks."""
+    """Internal signal: stop at a stage whose remaining parts belong to other tasks."""
 
 
 def _stop(
@@ -258,7 +259,7 @@ def _stop(
 
 @dataclass(frozen=True)
 class _Some:
-    """Runner that runs a task's parts of one stage, and stops there."""
+    """Runs the parts of one stage that belong to this task, and then stops the preparation."""
 
     stage: str
     rank: int
@@ -295,11 +296,11 @@ class _Some:
 
 
 def _forget(number: int, blame: Blame) -> None:
-    """Ignore the blame: the same task runs the part again without that entry."""
+    """Do nothing about a skipped entry: the task itself runs the part again without the entry."""
 
 
 def _read_done(folder: Path, number: int, key: str) -> Any | None:
-    """Return the result that a task wrote for a part, if its key matches and its files exist."""
+    """Read the result that a task wrote for a part; None if it is outdated or files are missing."""
     path = folder / _DONE.format(number)
     try:
         record = json.loads(path.read_bytes())
@@ -340,7 +341,7 @@ class _Filter:
 
 
 def make_filter(rules: str = "mixed") -> Callable[..., Iterator[Any]]:
-    """Convert filter rules to a datatrove pipeline step; the reasons of drops are not recorded.
+    """Convert filter rules to a pipeline step for datatrove; drop reasons are not recorded.
 
     Args:
         rules: ``"english"``, ``"chinese"`` or ``"mixed"``.
@@ -353,7 +354,7 @@ class _Rules:
     judge: JudgeByRules
 
     def __call__(self, data: Iterable[Any], rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        """Yield the documents that pass the rules, with the remaining text."""
+        """Yield the documents that pass the rules, with the text that the rules keep."""
         for item in data:
             judged = self.judge(Document(item.text, str(item.id)))
             if isinstance(judged, Document):

@@ -1,4 +1,4 @@
-"""Single-document steps: normalize, tidy, detect the language, filter, mask, score.
+"""Cleaning steps that work on one document: normalize, detect language, filter, mask, score.
 
 Start reading at `judge.py`. `rule.py` defines filter rules, `rules/` has the published ones, and
 `statistics.py` computes the text statistics that they use. `tidy.py`, `languages.py`, `private.py`,

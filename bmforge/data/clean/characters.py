@@ -1,4 +1,4 @@
-"""Tables of characters: punctuation, ends of sentences, Chinese characters."""
+"""Character tables: punctuation, sentence-ending marks, and Chinese characters."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates by U+FFFD, since native libraries reject them."""
+    """Replace lone surrogates with U+FFFD, since native libraries reject them."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""Record of a dropped document: the rule, the measured value, the bound, and an excerpt."""
+"""`Drop`: the reason why a document was removed (rule, value, limit, and an excerpt)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ EXCERPT_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Drop:
-    """Reason why a document is dropped.
+    """Reason why a document was removed from the corpus.
 
     Attributes:
-        rule: name of the rule, such as ``gopher_quality.too_short``.
+        rule: name of the violated rule, such as ``gopher_quality.too_short``.
         value: measured or detected value; None if the rule measures nothing.
-        bound: allowed value; None if the rule has no bound.
-        excerpt: the beginning of the text, or the place that violates the rule.
+        bound: limit that the value violated; None if the rule has no limit.
+        excerpt: beginning of the text, or the passage that violates the rule.
     """
 
     rule: str

@@ -1,4 +1,4 @@
-"""Applies filter rules as a step that returns the document, a rewritten one, or a `Drop`."""
+"""Filter step that keeps, rewrites or drops a document by published filter rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DocumentStep = Callable[[Document], Document | Drop]
 
 @dataclass(frozen=True)
 class JudgeByRules:
-    """Filter documents by the rules for their language.
+    """A step that filters documents with the rule sets for their language.
 
     Attributes:
         rules: ``"english"``, ``"chinese"``, ``"mixed"`` or ``"none"``.
@@ -34,7 +34,7 @@ class JudgeByRules:
     more: tuple[RuleSet, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for an unknown name."""
+        """Raise `ConfigError` if `rules` is not a known name."""
         if self.rules not in RULES:
             raise ConfigError(
                 f"rules={self.rules!r} are unknown.{suggest(self.rules, RULES)} "
@@ -43,18 +43,18 @@ class JudgeByRules:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be judged differently."""
+        """Version string, which changes whenever the step may decide differently."""
         own = "".join(f" {extra.name}={extra.version}" for extra in self.more)
         return f"{self.rules}: {rules_version(self.rules)}{own}"
 
     def sets_for(self, document: Document) -> list[RuleSet]:
-        """Return the rule sets for a document, in order."""
+        """Return the rule sets that apply to a document, in the order of evaluation."""
         table = RULES[self.rules]
         names = table.get(_language_of(document), table.get("*", ()))
         return [*(RULE_SETS[name] for name in names), *self.more]
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, possibly with lines removed, or a `Drop`."""
+        """Apply the rules; return the document, possibly with lines removed, or a `Drop`."""
         figures = _read(document, document.text)
         for rules in self.sets_for(document):
             if (drop := check_text(figures, rules)) is not None:
@@ -66,7 +66,7 @@ class JudgeByRules:
 
 
 def _language_of(document: Document) -> str:
-    """Return the document's recorded language, else guess ``"zh"`` or ``"en"`` from its characters.
+    """Return the recorded language, or guess ``"zh"`` or ``"en"`` from the characters.
 
     The guess needs no model.
     """
@@ -80,7 +80,7 @@ def _read(document: Document, text: str) -> TextStatistics:
 
 
 def explain(document: Document, rules: str = "mixed") -> list[Explained]:
-    """Return each rule's value and bounds for a document, including rules after a violated one.
+    """Return the measured value and limits of every rule, not only of the violated one.
 
     If a rule set removes lines, the next set is evaluated on the remaining ones.
     """
@@ -96,7 +96,7 @@ def explain(document: Document, rules: str = "mixed") -> list[Explained]:
 def clean_documents(
     documents: Iterable[Document], steps: Sequence[DocumentStep]
 ) -> Iterator[Document | Drop]:
-    """Yield each document after all steps, or the `Drop` of the first step that drops it."""
+    """Apply the steps to each document; yield the result, or the first `Drop`."""
     for document in documents:
         result: Document | Drop = document
         for step in steps:

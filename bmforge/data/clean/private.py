@@ -1,4 +1,4 @@
-"""Finds private data by pattern and checksum, and masks it by kind or drops the document.
+"""Finds private data with patterns and checksums, and masks it or drops the document.
 
 The mask depends on the kind alone: every e-mail address becomes the same ``<EMAIL>``.
 """
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Found:
-    """A piece of private data: its kind, and its offsets in the text."""
+    """One match of private data: its kind, and its start and end offset in the text."""
 
     kind: str
     start: int
@@ -43,7 +43,8 @@ class Kind:
     Attributes:
         check: function that returns True for a valid match; None accepts all matches.
         meaning: description for users.
-        sign: cheap pattern that occurs in every text with a match; the full pattern is slower.
+        sign: cheap pattern that matches in every text with private data of this kind; the full
+            pattern is searched only if it does.
     """
 
     pattern: re.Pattern[str]
@@ -81,7 +82,7 @@ def is_chinese_id(number: str) -> bool:
 
 
 def is_bank_card(number: str) -> bool:
-    """Return True for 13 to 19 digits, grouped or not, with a valid Luhn check digit."""
+    """Return True for 13 to 19 digits, perhaps with separators, with a valid Luhn check digit."""
     digits = [int(character) for character in number if character.isdigit()]
     if not 13 <= len(digits) <= 19 or len(set(digits)) < 2:
         return False
@@ -90,7 +91,7 @@ def is_bank_card(number: str) -> bool:
 
 
 def is_iban(number: str) -> bool:
-    """Return True for an IBAN with a known length and valid check digits.
+    """Return True for an IBAN with the correct length of its country and valid check digits.
 
     Source: ISO 13616 (ISO 7064, MOD 97-10).
     """
@@ -102,7 +103,7 @@ def is_iban(number: str) -> bool:
 
 
 def is_us_ssn(number: str) -> bool:
-    """Return True for a US social security number in a range that is issued.
+    """Return True for a US social security number from a range that is in use.
 
     Source: SSA, 20 CFR 422.103: no area 000, 666 or 900 and above, no group 00, no serial 0000.
     """
@@ -121,7 +122,10 @@ def _is_public_address(text: str) -> bool:
 
 
 def _is_secret(text: str) -> bool:
-    """Return True for a value that looks random: two character classes, 8 distinct characters."""
+    """Return True if a value looks like a random secret, such as an API key.
+
+    It must have two character classes (lower case, upper case, digits) and 8 distinct characters.
+    """
     value = re.split(r"[:=\s'\"]+", text)[-1] or text
     kinds = (str.islower, str.isupper, str.isdigit)
     return sum(any(map(kind, value)) for kind in kinds) >= 2 and len(set(value)) >= 8
@@ -232,15 +236,16 @@ _LIKE_PHONE = re.compile(r"\+\d|\(\d{2,5}\)|\d[\d .-]{6,}\d", re.ASCII)
 def find_private(
     text: str, kinds: tuple[str, ...] = tuple(KINDS), regions: tuple[str, ...] = ()
 ) -> list[Found]:
-    """Return the private data in a text, in order, without overlaps.
+    """Find the private data in a text, in order and without overlaps.
 
     Args:
         text: text to search.
-        kinds: kinds to look for.
+        kinds: kinds of private data to search for.
         regions: country codes, such as ``"US"``, whose national phone numbers are also found.
 
     Raises:
-        MissingDependencyError: ``phonenumbers`` is not installed and something looks like a phone.
+        MissingDependencyError: ``phonenumbers`` is not installed and something looks like a phone
+            number.
     """
     folded = text.translate(_FULL_WIDTH)
     starts: list[int] = []
@@ -290,12 +295,12 @@ def _check_regions(regions: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class MaskPrivate:
-    """A step that masks private data by kind, or drops documents with much of it.
+    """A step that masks private data, or drops documents that contain much of it.
 
     Attributes:
-        kinds: kinds to mask.
+        kinds: kinds of private data to mask.
         regions: country codes whose national phone numbers are also masked.
-        most: number of pieces from which on a document is dropped; None only masks.
+        most: smallest number of matches for which the document is dropped; None never drops.
 
     Raises:
         ConfigError: a kind or region is unknown.
@@ -317,11 +322,11 @@ class MaskPrivate:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a text may be masked differently."""
+        """Version string, which changes whenever the step may mask a text differently."""
         return f"private=2 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the masked document, or a `Drop`; no excerpt contains private data."""
+        """Return the masked document, or a `Drop`, whose excerpt contains no private data."""
         private = find_private(document.text, self.kinds, self.regions)
         if not private:
             return document

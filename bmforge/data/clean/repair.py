@@ -1,4 +1,4 @@
-"""Repairs mojibake: text that was decoded with a wrong encoding, if this can be undone reliably.
+"""Repairs mojibake (text decoded with a wrong encoding) if this is reliably possible.
 
 A table lists which encodings are mistaken for which others. A valid UTF-8 result is accepted; a
 result in a Chinese encoding must have frequent Chinese characters. Other lines go to ftfy one by
@@ -37,7 +37,7 @@ _FEWEST = 3  # characters that are not ASCII, from which on UTF-8 that fits is n
 
 
 def repair_text(text: str) -> str:
-    """Return a text decoded with its true encoding.
+    """Repair mojibake in a text; intact text is returned unchanged.
 
     Raises:
         MissingDependencyError: ``ftfy`` is not installed and the text is not ASCII.
@@ -60,7 +60,10 @@ def repair_text(text: str) -> str:
 
 
 def _read_again(text: str) -> str:
-    """Return the first redecoding with clearly more frequent characters; "" if there is none."""
+    """Decode the text with other encodings; return the first clearly better result, else "".
+
+    A result is better if its share of frequent Chinese characters is clearly higher.
+    """
     best, best_share = "", max(_SHARE, 1.5 * _share(text))
     for wrong, right in READINGS:
         try:
@@ -79,7 +82,7 @@ def _read_again(text: str) -> str:
 
 
 def _is_sure(text: str, decoded: str, wrong: str) -> bool:
-    """Return True if the redecoded text is not UTF-8 by chance."""
+    """Return True if the new decoding is long enough that it cannot be valid by chance."""
     high = sum(character > "\x7f" for character in decoded)
     if wrong != "gb18030":
         return high >= _FEWEST
@@ -89,12 +92,12 @@ def _is_sure(text: str, decoded: str, wrong: str) -> bool:
 
 
 def _stands_together(text: str) -> bool:
-    """Return True if most Chinese characters are in runs, unlike accents among plain letters."""
+    """Return True if most Chinese characters are next to others, unlike accents in Latin text."""
     runs = [len(run) for run in HAN_RUN.findall(text)]
     return 2 * sum(length for length in runs if length > 1) > sum(runs)
 
 
 def _share(text: str) -> float:
-    """Return the share of frequent Chinese characters among the non-ASCII characters."""
+    """Return the share of frequent Chinese characters among the non-ASCII characters of a text."""
     high = [character for character in text if character > "\x7f"]
     return sum(map(_FREQUENT.__contains__, high)) / len(high) if high else 0.0

@@ -1,4 +1,4 @@
-"""Filter rules as table entries: measured value, bounds, and source."""
+"""Filter rules as table entries: a measured value, its limits, and their source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Measure = Callable[[TextStatistics], float]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Allowed range of a value: from `low` to `high`, both included; None is no bound."""
+    """Allowed range of a value, `low` to `high` inclusive; None means no limit."""
 
     low: float | None = None
     high: float | None = None
 
     def broken_by(self, value: float) -> float | None:
-        """Return the bound that `value` violates, or None; NaN violates every bound."""
+        """Return the limit that `value` violates, or None; NaN violates every limit."""
         if self.low is not None and not value >= self.low:
             return self.low
         if self.high is not None and not value <= self.high:
@@ -31,16 +31,16 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: a text whose value is out of bounds is dropped.
+    """One filter rule: a text whose value is out of bounds is dropped.
 
     Attributes:
         name: name within the rule set.
         measure: function from text statistics to the value.
         bounds: allowed range of the value.
         meaning: description of the value.
-        source: publication or code with the bounds.
-        example: a text that violates the rule, or a description of one.
-        forms: bounds for texts of other forms, such as ``"poem"``.
+        source: publication or code from which the bounds are taken.
+        example: text that violates the rule, or a description of one.
+        forms: bounds for texts of a particular form, such as ``"poem"``.
     """
 
     name: str
@@ -59,8 +59,8 @@ class RuleSet:
     Attributes:
         version: number that increases whenever a text may be judged or changed differently.
         form: function that classifies the form of a text, for rules with bounds by form.
-        rewrite: function that returns the remaining text of a text that passes; None keeps the
-            text.
+        rewrite: function that returns the text to keep of a text that passes, for example without
+            boilerplate lines; None keeps the whole text.
     """
 
     name: str
@@ -71,7 +71,7 @@ class RuleSet:
     rewrite: Callable[[TextStatistics], str] | None = None
 
     def bounds_of(self, rule: Rule, statistics: TextStatistics) -> Bounds:
-        """Return the bounds of a rule for this text."""
+        """Return the bounds of a rule for a text, which may depend on the form of the text."""
         if self.form is None or not rule.forms:
             return rule.bounds
         return rule.forms.get(statistics.once(self.form), rule.bounds)
@@ -79,7 +79,7 @@ class RuleSet:
 
 @dataclass(frozen=True)
 class Explained:
-    """The value of one rule for a text, and the rule's bounds."""
+    """Measured value of one rule for a text, with the rule's bounds."""
 
     rule: str
     value: float

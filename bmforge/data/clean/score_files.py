@@ -1,4 +1,7 @@
-"""Scoring with model files of `data quality`: ``quality.npz>=0.5``, ``perplexity.npz=head``."""
+"""Scores documents with the model files that `bmforge data quality` writes.
+
+Options have forms such as ``quality.npz>=0.5`` or ``perplexity.npz=head``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _FORM = re.compile(r"(.+?)(?:(>=|<=|=)([^=<>]+))?")
 
 
 def save_perplexity(path: Path, model: Perplexity, bounds: tuple[float, float]) -> None:
-    """Write a perplexity model to an .npz file, with the bounds of its buckets."""
+    """Write a perplexity model and its bucket bounds to an .npz file."""
     with path.open("wb") as file:
         np.savez_compressed(
             file,
@@ -40,7 +43,7 @@ def save_perplexity(path: Path, model: Perplexity, bounds: tuple[float, float]) 
 
 
 def load_scorer(path: Path) -> tuple[Scorer, tuple[float, float] | None]:
-    """Load a classifier, or a perplexity model with the bounds of its buckets.
+    """Load a classifier, or a perplexity model with its bucket bounds, from an .npz file.
 
     Raises:
         DataError: the file is missing, or neither a classifier nor a perplexity model.
@@ -58,14 +61,14 @@ def load_scorer(path: Path) -> tuple[Scorer, tuple[float, float] | None]:
 
 @dataclass(frozen=True)
 class ScoreByFile:
-    """A step that stores the score of a model file in the document and drops documents by bounds.
+    """A step that stores a model's score in the document, and drops documents out of bounds.
 
-    A worker opens the file itself.
+    Each worker process loads the model file itself.
 
     Attributes:
         path: path of the model file.
         digest: hash of the file at the start of the work.
-        low, high: bounds of the scores to keep; None is no bound.
+        low, high: bounds of the scores to keep; None means no bound.
     """
 
     path: str
@@ -75,11 +78,11 @@ class ScoreByFile:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be judged differently."""
+        """Version string, which changes whenever the step may decide differently."""
         return f"score=1 {Path(self.path).stem} {self.low} {self.high} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with its score, or a `Drop`."""
+        """Return the document with its score, or a `Drop` if the score is out of bounds."""
         scorer = _open(self.path, self.digest)
         return ScoreText(Path(self.path).stem, scorer, self.low, self.high)(document)
 
@@ -127,7 +130,7 @@ def read_score(option: str) -> ScoreByFile:
 def _bucket_bounds(
     option: str, names: Sequence[str], bounds: tuple[float, float] | None
 ) -> tuple[float | None, float | None]:
-    """Return the joint bounds of adjacent buckets."""
+    """Return the lower and upper perplexity bound of one bucket or of several adjacent ones."""
     if bounds is None:
         raise ConfigError(f"scores={option!r}: a classifier has no buckets. Write FILE>=0.5.")
     for name in names:

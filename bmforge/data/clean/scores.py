@@ -1,8 +1,7 @@
-"""Text scores: a linear classifier on hashed n-grams, and the perplexity of a hashed trigram model.
+"""Text scores: a linear classifier on hashed n-grams, and the perplexity of a trigram model.
 
 Both are trained from texts in seconds; the score of any other model can be added as a function
 from texts to numbers. Buckets follow CCNet: thirds of the perplexities of a sample.
-
 Source: Wenzek et al. 2020, arXiv:1911.00359 (perplexity, thirds); Jelinek and Mercer 1980.
 """
 
@@ -40,7 +39,7 @@ _RATE = 0.5
 
 
 def _features(text: str, size: int) -> NDArray[np.int64]:
-    """Return the distinct hashed unigrams and bigrams of a text."""
+    """Return the distinct hashes of a text's unigrams and bigrams, in the range 0 to `size` - 1."""
     tokens = hash_tokens(split_tokens(text))
     both = np.concatenate((hash_runs(tokens, 1), hash_runs(tokens, 2)))
     return np.unique(both % np.uint64(size)).astype(np.int64)
@@ -48,7 +47,7 @@ def _features(text: str, size: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class LinearScorer:
-    """A logistic regression: 1 for texts like the good ones, 0 for texts like the bad ones.
+    """Logistic regression that scores texts: near 1 for high quality, near 0 for low quality.
 
     Shape: weights (size,).
     """
@@ -57,7 +56,7 @@ class LinearScorer:
     bias: float
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
-        """Return the probability that each text is a good one."""
+        """Return the probability of high quality for each text."""
         return [self._score(_features(text, len(self.weights))) for text in texts]
 
     def _score(self, features: NDArray[np.int64]) -> float:
@@ -70,7 +69,7 @@ class LinearScorer:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> LinearScorer:
-        """Load a classifier that `save` wrote.
+        """Load a classifier from a file that `save` wrote.
 
         Raises:
             DataError: the file is missing or not a classifier.
@@ -90,14 +89,14 @@ def train_linear(
     epochs: int = 5,
     seed: int = 0,
 ) -> LinearScorer:
-    """Train a classifier by stochastic gradient descent, with both classes weighted equally.
+    """Train a quality classifier by stochastic gradient descent; both classes have equal weight.
 
     Args:
-        good: positive examples.
-        bad: negative examples.
+        good: texts of high quality (positive examples).
+        bad: texts of low quality (negative examples).
         size: number of weights; features with the same hash share a weight.
         epochs: passes over the texts.
-        seed: random seed of the order.
+        seed: random seed of the order of the texts.
 
     Raises:
         ConfigError: there is no good or no bad text.
@@ -125,7 +124,9 @@ def train_linear(
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A trigram model: counts of hashed n-grams (n = 1 to 3) of words, or Chinese characters.
+    """Trigram language model that computes the perplexity of texts.
+
+    It counts hashed n-grams (n = 1 to 3) of words, or of Chinese characters.
 
     Shape: counts (3, size). Hash collisions add up, so probabilities are slightly too large.
     """
@@ -155,13 +156,13 @@ def _hashed_runs(text: str, size: int) -> list[NDArray[np.int64]]:
 
 
 def train_perplexity(texts: Iterable[str], *, size: int = 1 << 20) -> Perplexity:
-    """Train a trigram model on good texts.
+    """Train a trigram model on texts of high quality.
 
     Args:
         texts: training texts.
-        size: number of hash buckets per n.
+        size: number of hash buckets for each n.
 
-    Memory: 12 bytes for each of `size`.
+    Memory: 12 bytes per hash bucket.
 
     Raises:
         ConfigError: the texts have no words.
@@ -177,10 +178,10 @@ def train_perplexity(texts: Iterable[str], *, size: int = 1 << 20) -> Perplexity
 
 
 def find_buckets(perplexities: Iterable[float]) -> tuple[float, float]:
-    """Return the bounds that divide perplexities into thirds.
+    """Return the two bounds that divide perplexities into thirds.
 
     Raises:
-        ConfigError: there are fewer than three finite ones.
+        ConfigError: there are fewer than three finite perplexities.
     """
     finite = [value for value in perplexities if np.isfinite(value)]
     if len(finite) < 3:
@@ -190,7 +191,7 @@ def find_buckets(perplexities: Iterable[float]) -> tuple[float, float]:
 
 
 def bucket_of(perplexity: float, bounds: tuple[float, float]) -> str:
-    """Return ``"head"``, ``"middle"`` or ``"tail"``."""
+    """Return the bucket of a perplexity: ``"head"``, ``"middle"`` or ``"tail"``."""
     return BUCKETS[sum(perplexity > bound for bound in bounds)]
 
 
@@ -201,7 +202,7 @@ class ScoreText:
     Attributes:
         name: key of the score in `Document.scores`.
         scorer: function from texts to numbers.
-        low, high: bounds of the scores to keep; None is no bound.
+        low, high: bounds of the scores to keep; None means no bound.
     """
 
     name: str
@@ -210,7 +211,7 @@ class ScoreText:
     high: float | None = None
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with its score, or a `Drop`."""
+        """Return the document with its score, or a `Drop` if the score is out of bounds."""
         [value] = self.scorer([document.text])
         for bound, broken in (
             (self.low, self.low is not None and not value >= self.low),

@@ -1,4 +1,4 @@
-"""Scripts: detection, conversion between traditional and simplified Chinese, character width."""
+"""Writing systems: script detection, traditional/simplified Chinese, and character width."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _INVISIBLE = re.compile(
 
 
 def detect_script(text: str) -> str:
-    """Return the ISO 15924 code of most letters: ``"Latn"``, ``"Hans"``, ``"Jpan"``, ...
+    """Return the ISO 15924 code of most letters' script: ``"Latn"``, ``"Hans"``, ``"Jpan"``, ...
 
-    Chinese text is ``"Hans"`` or ``"Hant"`` by the characters that only one of the two has, and
-    ``"Hani"`` if these are equally many; with a tenth of kana it is ``"Jpan"``, with Hangul
-    ``"Kore"``. The result is ``""`` if the text has no letters.
+    Chinese text is ``"Hans"`` (simplified) or ``"Hant"`` (traditional) by the characters that only
+    occur in one of the two, and ``"Hani"`` if these are equally many. Text with a tenth of kana is
+    ``"Jpan"``, with Hangul ``"Kore"``. The result is ``""`` if the text has no letters.
 
     Raises:
         MissingDependencyError: the text is Chinese and ``opencc`` is not installed.
@@ -85,7 +85,7 @@ def _tell_chinese(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _only_in() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the characters that occur only in traditional and only in simplified Chinese."""
+    """Return the characters that only traditional Chinese has, and those only simplified has."""
     ideographs = [chr(code) for code in range(0x4E00, 0xA000)]
     lines = "\n".join(ideographs)
     to_simplified = _converter("t2s").convert(lines).split("\n")
@@ -114,7 +114,7 @@ def convert_chinese(text: str, script: str) -> str:
     """Convert a text to simplified (``"Hans"``) or traditional (``"Hant"``) characters.
 
     Raises:
-        ConfigError: `script` is neither.
+        ConfigError: `script` is neither ``"Hans"`` nor ``"Hant"``.
     """
     if script not in _CONVERSIONS:
         raise ConfigError(f"script={script!r} (needed: one of {', '.join(_CONVERSIONS)}).")
@@ -133,5 +133,5 @@ def fold_width(text: str) -> str:
 
 
 def strip_invisible(text: str) -> str:
-    """Remove zero-width characters, except joiners that a script needs."""
+    """Remove zero-width characters, except the joiners that some scripts need."""
     return text if text.isascii() else _INVISIBLE.sub("", text)

@@ -1,4 +1,4 @@
-"""Statistics of a text that filter rules use, computed on demand and cached."""
+"""Text statistics for the filter rules, computed on demand and cached."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _LINE_BREAK = re.compile("\n+")
 
 
 def find_repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """Return the number of parts that repeat earlier ones, and their total characters."""
+    """Return how many of the strings repeat earlier ones, and the characters in these repeats."""
     if len(distinct := set(parts)) == len(parts):
         return 0, 0
     return len(parts) - len(distinct), sum(map(len, parts)) - sum(map(len, distinct))
 
 
 class TextStatistics:
-    """Statistics of one text.
+    """Statistics of one text, computed on first use and cached.
 
     Args:
         text: the text.
-        split: function that splits the text, or a line, into words (default: the splitter that fits
-            the text's script).
+        split: function that splits the text, or a line, into words (default: the splitter for the
+            text's script).
         count: function that counts the sentences of a line.
     """
 
@@ -49,7 +49,7 @@ class TextStatistics:
         self._found: dict[object, object] = {}
 
     def once(self, find: Callable[[TextStatistics], Value]) -> Value:
-        """Return ``find(self)``, cached after the first call; for values that rules share."""
+        """Return ``find(self)``, cached after the first call so that rules can share it."""
         if find not in self._found:
             self._found[find] = find(self)
         return self._found[find]  # type: ignore[return-value]
@@ -71,7 +71,7 @@ class TextStatistics:
 
     @cached_property
     def filled_lines(self) -> list[str]:
-        """Lines that are not blank, divided at newlines only."""
+        """Nonblank lines, divided at newlines only."""
         return [line for line in self.text.split("\n") if line.strip()]
 
     @cached_property
@@ -86,20 +86,20 @@ class TextStatistics:
 
     @cached_property
     def repeated_paragraphs(self) -> tuple[float, float]:
-        """Share of repeated paragraphs, by number and by characters."""
+        """Share of the paragraphs that are repeats, and share of the characters in them."""
         parts = _PARAGRAPH_BREAK.split(self.text.strip())
         number, characters = find_repeated(parts)
         return number / len(parts), characters / max(len(self.text), 1)
 
     @cached_property
     def repeated_lines(self) -> tuple[float, float]:
-        """Share of repeated lines, by number and by characters."""
+        """Share of the lines that are repeats, and share of the characters in them."""
         parts = _LINE_BREAK.split(self.text)
         number, characters = find_repeated(parts)
         return number / len(parts), characters / max(len(self.text), 1)
 
     def top_ngram_share(self, n: int) -> float:
-        """Share of the text's characters in its most frequent word n-gram (including spaces)."""
+        """Return the share of characters in the most frequent word n-gram, including spaces."""
         words = self.words
         if len(words) < n:
             return 0.0
@@ -108,11 +108,11 @@ class TextStatistics:
 
     @cached_property
     def _joined(self) -> tuple[str, list[int]]:
-        """All words joined without spaces, and the offset of each."""
+        """All words joined without spaces, and the offset of each word."""
         return "".join(self.words), list(accumulate(map(len, self.words), initial=0))
 
     def repeated_ngram_share(self, n: int) -> float:
-        """Share of the text's characters in word n-grams that occurred before.
+        """Return the share of characters in word n-grams that repeat an earlier one.
 
         After a repeated n-gram the search continues behind its end, so that n-grams do not overlap.
         """
@@ -132,6 +132,6 @@ class TextStatistics:
         return repeated / len(self.text)
 
     def ends_sentence_share(self) -> float:
-        """Share of nonblank lines that end with a sentence end."""
+        """Share of nonblank lines that end with a sentence-ending mark."""
         lines = self.filled_lines
         return sum(line.endswith(SENTENCE_ENDS) for line in lines) / max(len(lines), 1)

@@ -1,4 +1,4 @@
-"""A step with switches for text repairs: encoding, width, script, invisible characters, lines."""
+"""Optional text repairs as one step: encoding, width, script, invisible characters, lines."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ __all__ = ["TidyText"]
 
 @dataclass(frozen=True)
 class TidyText:
-    """Tidy texts; all switches are off except `repair`, which does not change intact texts.
+    """A step that repairs texts; all repairs are off by default except `repair`.
+
+    `repair` does not change intact texts.
 
     Attributes:
-        repair: undo decoding with a wrong encoding.
-        invisible: remove zero-width characters.
-        width: convert letters and digits to half width, kana to full width.
-        chinese: script to convert Chinese to: ``"Hans"`` or ``"Hant"``.
-        boilerplate: remove lines of menus, cookie notices, copyrights, ICP numbers.
-        wrapped: join the lines of hard-wrapped paragraphs.
+        repair: True to undo decoding with a wrong encoding.
+        invisible: True to remove zero-width characters.
+        width: True to convert letters and digits to half width, and kana to full width.
+        chinese: target script of Chinese text: ``"Hans"``, ``"Hant"``, or "" to keep it.
+        boilerplate: True to remove lines of menus, cookie notices, copyrights, and ICP numbers.
+        wrapped: True to join the lines of hard-wrapped paragraphs.
 
     Raises:
-        ConfigError: `chinese` is neither.
+        ConfigError: `chinese` has another value.
     """
 
     repair: bool = True
@@ -44,11 +46,11 @@ class TidyText:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a text may be changed differently."""
+        """Version string, which changes whenever the step may change a text differently."""
         return f"tidy=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document with its text tidied, or a `Drop` if no text is left."""
+        """Return the document with its text repaired, or a `Drop` if no text is left."""
         text = document.text
         if self.repair:
             text = repair_text(text)
@@ -68,7 +70,7 @@ class TidyText:
 
 
 def _may_be_chinese(document: Document) -> bool:
-    """Return True if the text may be Chinese, and not Japanese or Korean."""
+    """Return True if the text may be Chinese, that is, is not known to be in another language."""
     if document.language:
         return primary_subtag(document.language) == "zh"
     return detect_script(document.text) not in ("Jpan", "Kore")

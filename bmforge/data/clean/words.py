@@ -1,10 +1,10 @@
-"""Splits text into words and counts sentences: own rules for spaced scripts, rjieba for Chinese.
+"""Splits text into words and counts sentences; Chinese text is split by rjieba.
 
-The splitter follows spaCy's rules for English (punctuation before and after a word is a word of its
-own, so are ``n't`` and ``'s``; hyphens and slashes inside a word divide it), without spaCy's tables
-of abbreviations. The classes of letters and sentence ends are Unicode's, so that other scripts are
-split alike. The words of each string between two spaces are cached, as most strings are frequent.
-
+The splitter follows spaCy's rules for English (punctuation before and after a word is a separate
+token, so are ``n't`` and ``'s``; hyphens and slashes inside a word divide it), without spaCy's
+tables of abbreviations. The classes of letters and sentence ends are Unicode's, so that other
+scripts are split alike. The words of each whitespace-separated string are cached, as most strings
+are frequent.
 Source: github.com/explosion/spaCy, spacy/lang/punctuation.py and spacy/lang/en/ (rules, no code).
 """
 
@@ -42,7 +42,7 @@ _ICON = r"[\u00a6\u00a9\u00ae\u00b0\u2100-\u214f\u2195-\u2bff\U0001f000-\U0001fa
 
 
 class _Rules(NamedTuple):
-    """Patterns that divide a string without spaces."""
+    """Patterns that split a whitespace-free string into words and punctuation marks."""
 
     prefix: regex.Pattern[str] | re.Pattern[str]
     suffix: regex.Pattern[str] | re.Pattern[str]
@@ -50,7 +50,7 @@ class _Rules(NamedTuple):
 
 
 class _Classes(NamedTuple):
-    """Character classes of the patterns: lower case (with scripts without case), upper case, ..."""
+    """Character classes in the patterns: lower case (with caseless scripts), upper case, ..."""
 
     lower: str
     upper: str
@@ -125,7 +125,7 @@ _ENDS = frozenset(SENTENCE_ENDS)
 
 
 def split_words(text: str) -> list[str]:
-    """Split a text whose words are divided by spaces into words and marks."""
+    """Split a text with spaces between words into words and punctuation marks."""
     words: list[str] = []
     for run in text.split():
         if len(run) <= _LONGEST_RUN:
@@ -138,7 +138,7 @@ def split_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def _split_run(run: str) -> tuple[str, ...]:
-    """Split a string without spaces into words and marks."""
+    """Split a whitespace-free string into words and punctuation marks."""
     if run.isalpha() and run.isascii() and not _NOT.fullmatch(run):
         return (run,)
     before: list[str] = []
@@ -160,7 +160,7 @@ def _split_run(run: str) -> tuple[str, ...]:
 
 
 def _join_faces(parts: list[str]) -> list[str]:
-    """Join two marks that spaCy treats as an emoticon, such as a colon and a bracket."""
+    """Join adjacent marks that form an emoticon in spaCy's rules, such as a colon and a bracket."""
     joined: list[str] = []
     for part in parts:
         if joined and len(part) == 1 and joined[-1] + part in _FACES:
@@ -171,7 +171,7 @@ def _join_faces(parts: list[str]) -> list[str]:
 
 
 def _find_special(run: str) -> list[str]:
-    """Return the parts of a string with a rule of its own, such as an abbreviation; else []."""
+    """Split a string that has its own rule, such as an abbreviation; [] for other strings."""
     if run in _ABBREVIATIONS or run in _FACES:
         return [run]
     if match := _NOT.fullmatch(run):
@@ -182,7 +182,7 @@ def _find_special(run: str) -> list[str]:
 
 
 def _split_inside(run: str, rules: _Rules) -> list[str]:
-    """Split a string at hyphens, slashes and dots inside."""
+    """Split a string at the hyphens, slashes and dots inside it."""
     parts, start = [], 0
     for mark in rules.infix.finditer(run):
         parts += [run[start : mark.start()], mark[0]]
@@ -191,7 +191,10 @@ def _split_inside(run: str, rules: _Rules) -> list[str]:
 
 
 def count_sentences(words: Iterable[str]) -> int:
-    """Count the sentences of a list of words; one begins after a full stop and closing marks."""
+    """Count the sentences in a list of words.
+
+    A sentence begins after a full stop and its closing quotation marks or brackets.
+    """
     count, ended = 0, False
     for word in words:
         if word in _ENDS:
@@ -207,7 +210,7 @@ def _is_punctuation(word: str) -> bool:
 
 
 def split_chinese_words(text: str) -> list[str]:
-    """Return the words and marks of a Chinese text, without spaces.
+    """Split a Chinese text into words and punctuation marks; spaces are left out.
 
     Raises:
         MissingDependencyError: ``rjieba`` is not installed.
@@ -227,5 +230,5 @@ def is_chinese(text: str) -> bool:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text with the splitter for its script."""
+    """Split a text into words with the splitter for its script."""
     return split_chinese_words(text) if is_chinese(text) else split_words(text)

@@ -1,6 +1,6 @@
 """Web crawler that writes web archives, and respects robots.txt, delays and budgets.
 
-Start reading at `run.py`; `robots.py` reads robots.txt, `fetch.py` sends one request,
+Start reading at `run.py`; `robots.py` parses robots.txt, `fetch.py` sends one request,
 `sitemaps.py` finds URLs in sitemaps and feeds, `archive.py` stores the pages.
 """
 

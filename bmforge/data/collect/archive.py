@@ -1,7 +1,8 @@
-"""Stores collected pages in a web archive, and the outcome of each URL in a journal.
+"""Stores crawled pages in a web archive, and the outcome of each URL in a journal.
 
-A page is written and synced, then recorded in the journal with the end offset of its record. After
-a kill, bytes after the last recorded end are truncated, and unrecorded URLs are requested again.
+A page is written and synced, then recorded in the journal with the end offset of its record. When
+an interrupted crawl continues, bytes after the last recorded end are truncated, and unrecorded URLs
+are requested again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ except ImportError:  # Windows has none
 
 
 class Archive:
-    """The archive in a directory; use as a context manager.
+    """Web archive with a journal, in one directory; use as a context manager.
 
     Attributes:
         known: last journal record of each URL.
@@ -67,7 +68,7 @@ class Archive:
             raise ConfigError(f"another process collects in {str(folder)!r}.") from error
 
     def _read_journal(self, path: Path) -> int:
-        """Load the journal; return the end offset of the last record."""
+        """Load the journal; return the end offset of the last archived page."""
         lines = path.read_bytes()
         complete = lines.rfind(b"\n") + 1
         self._journal.truncate(complete)
@@ -85,7 +86,7 @@ class Archive:
         return end
 
     def add_page(self, url: str, response: Response, date: str) -> None:
-        """Append a response as a separately compressed record."""
+        """Append a response to the archive as a separately compressed WARC record."""
         block = response.head + response.body
         head = (
             "WARC/1.1\r\nWARC-Type: response\r\n"
@@ -100,7 +101,7 @@ class Archive:
         _sync(self._pages)
 
     def note(self, url: str, outcome: str, **metadata: Any) -> None:
-        """Record the outcome and the metadata of a URL in the journal."""
+        """Record the outcome of a URL, and metadata, in the journal."""
         record = {"url": url, "outcome": outcome, "end": self._pages.tell(), **metadata}
         self._journal.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         _sync(self._journal)

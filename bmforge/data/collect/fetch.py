@@ -1,4 +1,4 @@
-"""Sends one HTTP request to a checked address, within limits of time and size."""
+"""Sends one HTTP request to a checked IP address, with limits on time and size."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _OF_THE_WAY = ("transfer-encoding", "content-length", "connection")  # the body 
 
 
 class FetchError(Exception):
-    """A request without a usable response; the message has the reason."""
+    """Raised if a request has no usable response; the message contains the reason."""
 
 
 class PrivateAddressError(FetchError):
-    """A host that resolves to an address which is not public."""
+    """Raised if a host resolves to an IP address that is not public."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """Response of a server.
+    """HTTP response of a server.
 
     Attributes:
         head: status line and headers, as written to an archive.
@@ -69,7 +69,7 @@ def _is_public(address: str) -> bool:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """HTTP connection to the checked IP address, even if the name now resolves to another one."""
+    """HTTP connection to the IP address that was checked, even if the name now has another one."""
 
     address = ""
 
@@ -151,7 +151,7 @@ def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
 
 
 class _Watch:
-    """Closes a connection after a timeout."""
+    """Timer that closes a connection after a timeout."""
 
     def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:
         self._connection, self._seconds, self._is_over = connection, seconds, False

@@ -1,4 +1,4 @@
-"""Reads robots.txt files: the paths that an agent may request.
+"""Parses robots.txt files: which paths a crawler may request.
 
 Source: RFC 9309. ``Crawl-delay`` and the preferences against training (``Content-Signal:
 ai-train=no``, ``Content-Usage: train-ai=n``), which the RFC does not define, are obeyed as well.
@@ -29,7 +29,7 @@ _TYPOS = {
 
 @dataclass(frozen=True)
 class Robots:
-    """Rules of one host for one agent.
+    """Crawling rules of one host for one user agent.
 
     Attributes:
         rules: pairs of a flag (True to allow) and a path pattern.
@@ -44,7 +44,7 @@ class Robots:
     no_training: str = ""
 
     def allows(self, path: str) -> bool:
-        """Return True if a path with its query may be requested: the longest pattern decides."""
+        """Return True if a path with its query may be requested; the longest pattern decides."""
         if path == "/robots.txt":
             return True
         path = _normalize(path.replace("$", "%24").replace("*", "%2A"))
@@ -53,7 +53,7 @@ class Robots:
 
 
 def parse_robots(text: str, agent: str) -> Robots:
-    """Return the rules of a robots.txt for an agent: its own groups, else those for all agents.
+    """Parse a robots.txt; return the rules for an agent, or those for all agents if it has none.
 
     Args:
         text: content of the file.
@@ -86,7 +86,7 @@ def parse_robots(text: str, agent: str) -> Robots:
 
 
 def _split_line(line: str) -> tuple[str, str]:
-    """Return the field and value of a line; a missing colon is tolerated."""
+    """Split a line into field and value; a missing colon is tolerated."""
     line = line.partition("#")[0].strip()
     field, mark, value = line.partition(":")
     if not mark:
@@ -96,7 +96,7 @@ def _split_line(line: str) -> tuple[str, str]:
 
 
 def _product_token(value: str) -> str:
-    """Return the product token of an agent without its version: ``bmforge`` for ``bmforge/1.0``."""
+    """Return an agent's product token without the version: ``bmforge`` for ``bmforge/1.0``."""
     if value.startswith("*"):
         return "*"
     token = _TOKEN.match(value)
@@ -114,18 +114,17 @@ def _seconds(value: str) -> float | None:
 def _normalize(path: str) -> str:
     """Return a path in canonical percent-encoding.
 
-    Escaped ``*`` and ``$`` are literal characters, unescaped ones are wildcards, so escapes of
-    these
-    stay.
+    Escaped ``*`` and ``$`` remain escaped, since the unescaped characters are wildcards.
     """
     path = _ESCAPED_SIGNS.sub(lambda sign: f"%25{sign[1].upper()}", path)
     return quote(unquote(path, errors="surrogateescape"), "/*$?=&;:@+!,~", errors="surrogateescape")
 
 
 def _fits(rule: str, path: str) -> bool:
-    """Return True if a pattern with ``*`` and an optional final ``$`` matches a path prefix.
+    """Return True if a robots.txt pattern matches the beginning of a path.
 
-    Each piece is searched for after the previous one, which takes linear time.
+    The pattern may contain ``*`` and end with ``$``. Each piece is searched for after the previous
+    one, which takes linear time.
     """
     is_whole = rule.endswith("$")
     first, *pieces = rule.removesuffix("$").split("*")

@@ -1,7 +1,7 @@
-"""Collects pages, and those listed in sitemaps and feeds, within a set of hosts and a budget.
+"""Crawls given pages, sitemaps and feeds, within a set of allowed hosts and a budget.
 
 Requests are sequential, with the delay of each host. robots.txt is obeyed; if it cannot be fetched,
-all pages of the host are refused. A page with a directive against AI use is not archived.
+no page of the host is requested. A page with a directive against AI use is not archived.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _HOST = re.compile(r"[\w.-]+|[0-9a-f:.]+", re.ASCII)
 
 @dataclass
 class CollectReport:
-    """Outcome of a run: number of URLs per outcome, requests and bytes."""
+    """Result of a crawl: number of URLs per outcome, requests, and bytes."""
 
     out_dir: Path
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -59,7 +59,7 @@ class CollectReport:
 
 @dataclass
 class _Host:
-    """State of one host: robots rules or reason of refusal, earliest next request, queued URLs."""
+    """State of one host: robots rules, reason of refusal, time of the next request, URL queue."""
 
     robots: Robots | None = None
     refused: str = ""
@@ -75,11 +75,11 @@ def collect(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> CollectReport:
-    """Collect pages into ``OUT/pages.warc.gz``, or continue an earlier collection.
+    """Crawl pages into ``OUT/pages.warc.gz``, or continue an earlier crawl.
 
     ``OUT/collected.jsonl`` has a line for each URL with its outcome. A recorded URL is not
-    requested
-    again, unless `config` asks for it; then conditional requests download only changed pages.
+    requested again, unless `config` asks for it; then conditional requests download only changed
+    pages.
 
     Args:
         urls: URLs of pages, sitemaps and feeds; their hosts, and those of `config`, are allowed.
@@ -145,7 +145,7 @@ def clean_url(url: str) -> str:
 
 @dataclass
 class _Collection:
-    """State of a collection: queued URLs per host, seen URLs, and counts."""
+    """State of a crawl: queued URLs per host, known URLs, and counts."""
 
     config: CollectConfig
     archive: Archive
@@ -175,7 +175,7 @@ class _Collection:
         self.hosts.setdefault(key, _Host()).waiting.append((url, redirects))
 
     def add_found(self, address: str, base: str, redirects: int) -> None:
-        """Queue a URL that a page links to."""
+        """Queue a URL that was found in a page or sitemap, resolved against the base URL."""
         try:
             url = clean_url(urljoin(base, address))
         except (ConfigError, ValueError):
@@ -189,9 +189,7 @@ class _Collection:
         return report.requests < config.most_pages and report.body_bytes < config.most_bytes
 
     def next(self) -> tuple[str, str, int] | None:
-        """Wait for the next host that may be requested; return the host, a URL, and its redirect
-        count.
-        """
+        """Wait for the next available host; return it, its next URL, and the redirect count."""
         ready = [(host.next_s, key) for key, host in self.hosts.items() if host.waiting]
         if not ready:
             return None
@@ -255,7 +253,7 @@ class _Collection:
         self.archive.note(url, outcome, **metadata)
 
     def _conditions(self, url: str) -> dict[str, str]:
-        """Return the headers of a conditional request, from the recorded ETag and date."""
+        """Return the conditional request headers of a URL, from its recorded ETag and date."""
         previous = self.archive.known.get(url, {})
         named = {
             "If-None-Match": previous.get("etag"),
@@ -264,7 +262,7 @@ class _Collection:
         return {name: str(value) for name, value in named.items() if value}
 
     def _ask_robots(self, key: str, host: _Host) -> Robots:
-        """Return the rules of a host: allow all if it has no robots.txt, refuse all on an error."""
+        """Return the robots rules of a host: allow all if it has none, refuse all on errors."""
         if host.refused:
             raise FetchError(host.refused)
         try:
@@ -331,17 +329,17 @@ class _Collection:
 
 
 def _is_passing(record: Mapping[str, Any]) -> bool:
-    """Return True for a temporary failure, after which a URL is requested again."""
+    """Return True if a recorded failure is temporary, so that the URL is requested again."""
     return record["outcome"] == "failed" or record.get("status") in _LATER
 
 
 def _find_addresses(response: Response) -> list[str] | None:
-    """Return the URLs in a sitemap or feed; None for an ordinary page."""
+    """Return the URLs in a sitemap or feed; None if the response is an ordinary page."""
     return find_addresses(response.body, response.headers.get("content-type", "").lower())
 
 
 def _retry_after(response: Response, otherwise: float) -> float:
-    """Return the ``Retry-After`` delay of a response in seconds, else `otherwise`."""
+    """Return the ``Retry-After`` delay of a response in seconds, or `otherwise` if it has none."""
     value = response.headers.get("retry-after", "")
     if value.isdigit():
         return float(value)
@@ -352,7 +350,7 @@ def _retry_after(response: Response, otherwise: float) -> float:
 
 
 def find_directive(response: Response) -> str:
-    """Return a page's directive against archiving or training, "" if there is none.
+    """Return a page's directive against archiving or training, or "" if it has none.
 
     Checks the headers ``X-Robots-Tag``, ``TDM-Reservation: 1`` (W3C TDMRep), ``Content-Usage`` and
     ``Content-Signal``, and the equivalent meta tags.

@@ -65,7 +65,7 @@ def _unpack(body: bytes) -> bytes | None:
 
 
 def _find_lines(body: bytes) -> list[str] | None:
-    """Return the URLs of a text sitemap: one per line, and nothing else."""
+    """Return the URLs of a plain-text sitemap (one per line); None if other text is present."""
     lines = body.decode("utf-8-sig", "replace").split()
     if not lines or not all(_ADDRESS.fullmatch(line) for line in lines):
         return None

@@ -1,4 +1,4 @@
-"""Clusters of duplicates: union-find whose root is the surviving text."""
+"""Clusters of duplicate documents: a union-find whose root is the document to keep."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MOST_COMPARED = 128  # texts of other clusters that one is compared with in a g
 
 
 class Clusters:
-    """Union-find over the numbers 0 to `size` - 1; the smallest number of a set is its root."""
+    """Union-find over the integers 0 to `size` - 1; the smallest integer of a set is its root."""
 
     def __init__(self, size: int) -> None:
         self._parent = np.arange(size, dtype=np.int64)
 
     def find(self, number: int) -> int:
-        """Return the root of the set that a number is in."""
+        """Return the root of the set that contains a number."""
         parent = self._parent
         while (above := int(parent[number])) != number:
             parent[number] = parent[above]
@@ -35,14 +35,17 @@ class Clusters:
         return first_root != other
 
     def members(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the numbers that are not roots, in order, and their roots: (M,) each."""
+        """Return all numbers that are not roots, in ascending order, and their roots: (M,) each."""
         numbers = np.flatnonzero(self._parent != np.arange(len(self._parent)))
         roots = np.fromiter((self.find(int(n)) for n in numbers), np.int64, len(numbers))
         return numbers, roots
 
 
 def place_source(source: str, preferred: Sequence[str]) -> int:
-    """Return the index of the first preferred name that is a prefix of the source."""
+    """Return the priority of a source: the index of the first preferred prefix that matches it.
+
+    A source without a matching prefix gets the number of prefixes, the lowest priority.
+    """
     places = (index for index, name in enumerate(preferred) if source.startswith(name))
     return next(places, len(preferred))
 
@@ -53,13 +56,13 @@ def rank_documents(
     texts: NDArray[np.uint64],
     ids: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
-    """Return the survival rank of each document: the lowest rank of a cluster survives.
+    """Rank documents for deduplication; of each cluster, the lowest rank is kept.
 
     Args:
-        sources: indexes from `place_source`; the lowest survives.
-        sizes: lengths; among equal sources the longest text survives.
-        texts: hashes of the texts; tie-breaker that does not depend on positions.
-        ids: hashes of the ids; tie-breaker between exact copies.
+        sources: priorities from `place_source`; the lowest number is kept.
+        sizes: lengths; among equal sources the longest text is kept.
+        texts: hashes of the texts, a tie-breaker that does not depend on positions.
+        ids: hashes of the ids, a tie-breaker between exact copies.
 
     Shape: each (N,), ids (N, 2); returned (N,), a permutation.
     """
@@ -72,11 +75,11 @@ def rank_documents(
 def equal_groups(
     keys: Hashes, numbers: NDArray[np.int64], least: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the entry numbers of all groups of at least two entries with equal keys.
+    """Group entries by equal keys; return the members of all groups of at least two entries.
 
     Args:
         keys, numbers: key and number of each entry.
-        least: groups in which every entry number is below this value are omitted.
+        least: smallest relevant entry number; groups with smaller numbers only are omitted.
 
     Shape: keys, numbers (N,); returned the members (M,), sorted in each group, and the group sizes
         (G,).
@@ -94,10 +97,11 @@ def equal_groups(
 def join_group(
     clusters: Clusters, group: Iterable[int], similar: Callable[[int, int], bool] | None
 ) -> None:
-    """Join the similar texts of a group of candidates; all of them if `similar` is None.
+    """Put the similar documents of a group of candidates into one cluster.
 
-    A text is compared with at most 128 earlier ones of other clusters, the first of each cluster
-    before the rest, so that a group of many thousands of different texts takes linear time.
+    A document is compared with at most 128 earlier ones of other clusters, the first of each
+    cluster before the rest, so that a group of many thousands of different texts takes linear time.
+    If `similar` is None, the whole group becomes one cluster.
     """
     first: list[int] = []  # of each cluster
     others: list[int] = []

@@ -1,4 +1,4 @@
-"""Exact copies of documents and paragraphs; the surviving copy does not depend on the order."""
+"""Finds exact copies of documents and paragraphs, independent of the document order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BREAK = re.compile("(\n{2,})")
 
 
 def find_copies(documents: Iterable[Document], config: DedupConfig | None = None) -> dict[str, str]:
-    """Return the id of each document that is an exact copy, and the id of its survivor.
+    """Map the id of each document that is an exact copy to the id of the document to keep.
 
     Memory: about 250 bytes a document.
     """
@@ -45,17 +45,15 @@ def find_repeated_paragraphs(
     min_characters: int = 50,
     config: DedupConfig | None = None,
 ) -> dict[str, list[int]]:
-    """Return the numbers of each document's paragraphs that repeat another occurrence.
+    """Find paragraphs that occur elsewhere too; return their numbers by document id.
 
-    The kept occurrence is the first one in the document that survives by
-    `DedupConfig.source_order`,
-    length, and hashes of text and id. Paragraphs are divided by blank lines; short ones are
-    ignored, as
-    they repeat by chance.
+    One occurrence is kept: the first one in the document with the highest priority by
+    `DedupConfig.source_order`, then length, then hashes of text and id. Paragraphs are separated by
+    blank lines; short ones are ignored, as they repeat by chance.
 
     Args:
         documents: function called for each of two passes over the documents.
-        min_characters: shortest paragraph that is compared, in characters.
+        min_characters: length of the shortest paragraph to compare, in characters.
         config: settings; only `source_order` is used.
     """
     order = (config or DedupConfig()).source_order

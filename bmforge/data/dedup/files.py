@@ -1,4 +1,4 @@
-"""Keeps intermediate data of near-duplicate detection in files, so that memory stays bounded."""
+"""Temporary files for near-duplicate detection, which keep its memory use bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Groups", "Shingles"]
 
 
 class Shingles:
-    """N-gram hashes of candidates, in an anonymous temporary file.
+    """Temporary file with the n-gram hashes of the candidate documents.
 
     Args:
         count: number of candidates, which are numbered from 0.
@@ -46,7 +46,7 @@ class Shingles:
 
 
 class Groups:
-    """Groups of documents with equal keys in a band, in two files per band.
+    """Groups of documents that share a MinHash key, stored in two files per band.
 
     Args:
         folder: folder of the files.
@@ -57,7 +57,7 @@ class Groups:
         self._folder, self._bands = folder, bands
 
     def add(self, band: int, members: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Append groups of a band."""
+        """Append groups of documents to the files of a band."""
         for name, array in (("members", members), ("sizes", sizes)):
             with self._path(band, name).open("ab") as file:
                 file.write(array.tobytes())

@@ -1,4 +1,4 @@
-"""On-disk index of a finished corpus's sketches and n-grams, for comparison with later ones."""
+"""On-disk index of a corpus's MinHash keys and n-grams, for deduplicating later corpora."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_index(
     documents: Iterable[Document],
     config: DedupConfig | None = None,
 ) -> int:
-    """Write the index of surviving documents; return their number.
+    """Write the index of the kept documents; return their number.
 
     The index is about as large as the text: 8 bytes for each distinct n-gram.
 
@@ -55,7 +55,7 @@ def write_index(
 
 
 def _settings_of(config: DedupConfig) -> dict[str, float]:
-    """Return the settings that two indexes must share to be compared."""
+    """Return the settings that must be equal for two indexes to be comparable."""
     return {
         "threshold": config.threshold,
         "ngram": config.ngram,
@@ -65,7 +65,7 @@ def _settings_of(config: DedupConfig) -> dict[str, float]:
 
 
 class SketchIndex:
-    """Reader of an index that `write_index` wrote.
+    """Index of an earlier corpus, read from a folder that `write_index` wrote.
 
     Raises:
         DataError: the index is incomplete, or one of its files is too short.

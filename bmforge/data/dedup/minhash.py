@@ -1,4 +1,4 @@
-"""MinHash with banding: similar texts probably have an equal key in at least one band.
+"""MinHash with banding: similar texts most likely have an equal key in at least one band.
 
 Source: Broder 1997 (MinHash); the permutations ``(a x + b) mod (2^61 - 1)`` on 64-bit words are
 those of datasketch and datatrove, so that equal n-gram hashes give equal clusters.
@@ -28,13 +28,13 @@ class DedupConfig:
 
     Attributes:
         threshold: smallest Jaccard similarity of the n-gram sets of duplicates.
-        ngram: words, or Chinese characters, in an n-gram.
-        hashes: number of hashes in a sketch; divided into bands by `choose_bands`.
+        ngram: number of words, or Chinese characters, in an n-gram.
+        hashes: number of MinHash permutations; divided into bands by `choose_bands`.
         seed: random seed of the permutations.
-        verify: compare candidates exactly; otherwise all texts that share a band are duplicates.
-        source_order: source prefixes by priority of survival; ties are decided by the longer
-            text, then
-            the smaller hash of the text, then of the id.
+        verify: True to compare candidates exactly; otherwise all texts that share a band are
+            duplicates.
+        source_order: source prefixes in order of priority; a document of the first one is kept.
+            Ties are decided by the longer text, then the smaller hash of the text, then of the id.
 
     Raises:
         ConfigError: a value is out of range.
@@ -48,7 +48,7 @@ class DedupConfig:
     source_order: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Raise `ConfigError` if a setting is out of range."""
         if not 0.3 <= self.threshold <= 1:
             raise ConfigError(f"threshold={self.threshold} (needed: 0.3 <= threshold <= 1).")
         if self.ngram < 1 or self.hashes < 1:
@@ -56,16 +56,15 @@ class DedupConfig:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever other duplicates may be found."""
+        """Version string, which changes whenever other duplicates may be found."""
         return f"near=2 {self!r}"
 
 
 def choose_bands(threshold: float, hashes: int) -> tuple[int, int]:
     """Return the number of bands and the hashes per band for a similarity threshold.
 
-    The choice is the longest band that finds 98.5 % of the pairs 0.05 above the threshold, or else
-    one
-    hash per band: longer bands give fewer false candidates.
+    Chooses the longest band that finds 98.5 % of the pairs with a similarity 0.05 above the
+    threshold, or else one hash per band. Longer bands give fewer false candidates.
     """
     similar = min(threshold + _MARGIN, 1.0)
     for rows in range(hashes, 1, -1):
@@ -75,7 +74,7 @@ def choose_bands(threshold: float, hashes: int) -> tuple[int, int]:
 
 
 def hash_shingles(text: str, ngram: int) -> Hashes:
-    """Return the distinct hashes of a text's n-grams, sorted.
+    """Return the sorted distinct hashes of a text's n-grams.
 
     A text with fewer than `ngram` words gives one shorter n-gram; a text without words gives none.
     """
@@ -90,7 +89,7 @@ def jaccard(first: Hashes, second: Hashes) -> float:
 
 
 class MinHasher:
-    """Computes MinHash sketches.
+    """Computes the MinHash signatures and band keys of documents.
 
     Args:
         config: number of hashes, threshold and seed.
@@ -108,7 +107,7 @@ class MinHasher:
         self._b = draw.randint(0, _PRIME, dtype=np.uint64, size=config.hashes)[:size, None]
 
     def sign(self, shingles: Hashes) -> Hashes:
-        """Return the smallest hash under each permutation.
+        """Return the MinHash signature of a document: the smallest hash under each permutation.
 
         Shape: `shingles` (N,), N at least 1; returned (bands * rows,).
         """
@@ -123,7 +122,7 @@ class MinHasher:
         return smallest
 
     def sketch(self, shingles: Hashes) -> Hashes:
-        """Return one key per band; texts with an equal key are candidates.
+        """Return one key per band; documents with an equal key are candidate duplicates.
 
         Shape: returned (bands,).
         """

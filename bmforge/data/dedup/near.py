@@ -1,10 +1,10 @@
-"""Near duplicates across documents: sketches, candidates, exact comparison, clusters.
+"""Finds near duplicates: MinHash keys, candidate pairs, exact comparison, and clusters.
 
-Two passes over the documents. The first makes sketches (144 bytes per document at the default
-threshold), which may be stored in files; one band at a time is sorted, with an external sort above
-a memory bound. The second stores the n-grams of candidates, and their groups, in files. So memory
-grows with the candidates alone, by some hundred bytes each, and nothing depends on the order of
-the documents.
+Two passes over the documents. The first computes the band keys (144 bytes per document at the
+default threshold), which may be stored in files; one band at a time is sorted, with an external
+sort above a memory bound. The second stores the n-grams of candidates, and their groups, in files.
+So memory grows only with the number of candidates (some hundred bytes each). The result does not
+depend on the order of the documents.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class NearDuplicates:
     """Documents to drop as near duplicates, by id.
 
     Attributes:
-        survivor: survivor's id by the id of each dropped document.
-        similarity: similarity by the id of each dropped document, to the member that it matched.
-        place: position by the id of each dropped document.
+        survivor: id of the kept document, by the id of each dropped one.
+        similarity: similarity to the document that it matched, by the id of each dropped document.
+        place: position in the corpus, by the id of each dropped document.
         compared: number of pairs that were compared exactly.
     """
 
@@ -76,11 +76,10 @@ class NearDuplicates:
 
 
 class NearPlaces(NamedTuple):
-    """Documents to drop as near duplicates, by position.
+    """Documents to drop as near duplicates, by position in the corpus.
 
-    Shape: each (D,), sorted by position; the similarity is NaN if nothing was compared, and
-    survivors
-        are cluster numbers: equal within a cluster and different between clusters.
+    Shape: each (D,), sorted by position. The similarity is NaN if nothing was compared. `survivors`
+    are cluster numbers: equal within a cluster and different between clusters.
     """
 
     places: NDArray[np.int64]
@@ -91,7 +90,7 @@ class NearPlaces(NamedTuple):
 
 @dataclass
 class Sketches:
-    """Sketches and ranking data of the documents of a part of the corpus, from the first pass.
+    """Band keys and ranking data of a range of documents, from the first pass.
 
     Shape: keys (N, bands), in Fortran order if mapped from a file; sources, sizes, texts (N,);
     ids (N, 2). A document without words has unique keys.
@@ -105,7 +104,7 @@ class Sketches:
 
 
 def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
-    """Return the sketches of documents; a worker can do this for one shard."""
+    """Compute the band keys and ranking data of documents, for example of one shard."""
     keys, sources, sizes, texts, ids = [], [], [], [], []
     for document in documents:
         shingles = hasher.shingle(document.text)
@@ -127,12 +126,11 @@ def read_sketches(documents: Iterable[Document], hasher: MinHasher) -> Sketches:
 def find_near_duplicates(
     documents: Callable[[], Iterable[Document]], config: DedupConfig | None = None, **options: Any
 ) -> NearDuplicates:
-    """Find the documents that nearly repeat another one, and the survivor of each cluster.
+    """Find near-duplicate documents; one document of each cluster is kept.
 
     Args:
-        documents: function called for each of two passes; both must give the same documents in
-            the same
-            order.
+        documents: function called for each of two passes; both must give the same documents in the
+            same order.
         config: settings (default: `DedupConfig()`).
         options: options of `find_near_places` except `names`.
     """
@@ -166,23 +164,19 @@ def find_near_places(
     """Find near duplicates like `find_near_duplicates`, but by position and in bounded memory.
 
     Args:
-        documents: function called for each of two passes; both must give the same documents in
-            the same
-            order.
+        documents: function called for each of two passes; both must give the same documents in the
+            same order.
         config: settings (default: `DedupConfig()`).
         index_folders: folders of `write_index`; documents that repeat one of these corpora are
             dropped.
-        sketches: function that returns the precomputed sketches of the corpus's parts in order;
-            called
-            once per band.
+        sketches: function that returns the precomputed sketches of the shards in order; called once
+            per band.
         shingle: function that returns sorted distinct n-gram hashes (default: `hash_shingles`).
-        work_dir: folder of temporary files: a band's keys, the candidates' n-grams.
-        bound_bytes: largest size of a band's keys in memory, at 32 bytes a document; above it
-            they are
-            sorted in files.
+        work_dir: folder of temporary files: a band's keys, and the candidates' n-grams.
+        bound_bytes: largest size of a band's keys in memory, at 32 bytes a document; larger ones
+            are sorted in files.
         names: dict to fill with the id of each candidate by position, and with ``~number`` for
-            possible
-            survivors in corpora of `index_folders`.
+            documents of the corpora in `index_folders`.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)
@@ -210,7 +204,7 @@ def find_near_places(
 def _equal_groups(
     keys: Iterable[Hashes], band: int, folder: Path, bound_bytes: int, old: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield groups of documents with equal keys in a band; each has a document of this corpus."""
+    """Yield groups of documents with equal keys in a band, if one of them is in this corpus."""
     rows, first = SortedRows(folder, bound_bytes), 0
     for part in keys:
         new = np.zeros(len(part), ROW)
@@ -224,9 +218,9 @@ def _equal_groups(
 
 @dataclass
 class _Candidates:
-    """Documents that share a band with another one, numbered by survival.
+    """Documents that share a band key with another one, numbered by survival rank.
 
-    Documents of earlier corpora come first, then those of this corpus in the order of survival.
+    Documents of earlier corpora come first, then those of this corpus in the order of their rank.
 
     Attributes:
         places: sorted positions of all candidates; this corpus's follow the earlier corpora's.
@@ -244,7 +238,7 @@ class _Candidates:
 
     @classmethod
     def find(cls, groups: Groups, bands: int, parts: Iterable[Sketches], old: int) -> _Candidates:
-        """Return the candidates in all groups, ranked with the data of their sketches."""
+        """Collect the candidates of all groups, and rank them by the data of their sketches."""
         places = np.zeros(0, np.int64)
         for band in range(bands):
             places = np.union1d(places, groups.members(band))
@@ -256,7 +250,7 @@ class _Candidates:
         return cls(places, numbers, order, old, num_earlier)
 
     def number(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sorted candidate numbers of positions."""
+        """Return the candidate numbers of some positions, sorted."""
         return np.sort(self.numbers[np.searchsorted(self.places, places)])
 
 
@@ -281,7 +275,7 @@ def _read_candidates(
     shingles: Shingles,
     names: dict[int, str] | None,
 ) -> None:
-    """Read the documents again; store the candidates' n-grams, and fill `names` with their ids."""
+    """Read the candidates again; store their n-grams, and add their ids to `names`."""
     places = candidates.places[candidates.num_earlier :] - candidates.old
     at = 0
     for position, document in enumerate(documents() if len(places) else ()):
@@ -302,7 +296,7 @@ def _read_known(
     shingles: Shingles,
     names: dict[int, str] | None,
 ) -> None:
-    """Store the n-grams of candidates of earlier corpora, and fill `names` with their ids."""
+    """Store the n-grams of candidates from earlier corpora, and add their ids to `names`."""
     first, number = 0, 0
     for index in indexes:
         for position in candidates.places[number : candidates.num_earlier].tolist():
@@ -321,7 +315,7 @@ def _cluster(
     shingles: Shingles,
     config: DedupConfig,
 ) -> NearPlaces:
-    """Compare the candidates of every group; return the near duplicates."""
+    """Compare the candidates of every group, and return the near duplicates."""
     num_earlier, compared = candidates.num_earlier, 0
     clusters = Clusters(len(candidates.order))
     similarity = np.full(len(candidates.order), np.nan)

@@ -1,4 +1,4 @@
-"""Finds test examples in training text by shared runs of 13 words or 30 Chinese characters.
+"""Finds test examples in training text by common runs of 13 words or 30 Chinese characters.
 
 Source: Brown et al. 2020, arXiv:2005.14165, appendix C (13 words). A shorter example must occur as
 a whole, and have at least 8 words or 15 characters.
@@ -38,7 +38,7 @@ RULE = "test_example"
 
 @dataclass(frozen=True)
 class Overlap:
-    """A span of a document that also occurs in a test example."""
+    """Span of a document that also occurs in a test example."""
 
     example: str
     start: int
@@ -47,7 +47,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapLengths:
-    """Run lengths in words and Chinese characters, and minimum lengths of whole short examples."""
+    """Smallest length of a match, in words and Chinese characters, and of a whole short example."""
 
     words: int = 13
     characters: int = 30
@@ -56,7 +56,7 @@ class OverlapLengths:
 
 
 class OverlapIndex:
-    """Index of the token runs of test examples.
+    """Index of the token sequences of test examples.
 
     Args:
         examples: pairs of name and text.
@@ -81,7 +81,7 @@ class OverlapIndex:
         self._runs = {length: _sort_runs(hashed) for length, hashed in sorted(runs.items())}
 
     def _length_for(self, tokens: list[str]) -> int:
-        """Return the run length for this example; 0 if it is too short to be matched."""
+        """Return the match length in tokens for an example; 0 if the example is too short."""
         chinese = 2 * sum(HAN_RUN.fullmatch(token) is not None for token in tokens) > len(tokens)
         lengths = self.lengths
         long = lengths.characters if chinese else lengths.words
@@ -89,7 +89,7 @@ class OverlapIndex:
         return min(long, len(tokens)) if len(tokens) >= least else 0
 
     def digest(self) -> str:
-        """Return a hash of all runs and names."""
+        """Return a hash of the whole index (token sequences and example names)."""
         state = blake2b(digest_size=16)
         for length, (hashes, owners) in self._runs.items():
             state.update(f"{length} ".encode() + hashes.tobytes() + owners.tobytes())
@@ -97,7 +97,7 @@ class OverlapIndex:
         return state.hexdigest()
 
     def find(self, tokens: Hashes) -> Iterator[tuple[int, int, int]]:
-        """Yield example, first token and length of every token run that an example contains."""
+        """Yield each match: example number, first token, and length in tokens."""
         for length, (hashes, owners) in self._runs.items():
             runs = hash_runs(tokens, length)
             at = np.minimum(np.searchsorted(hashes, runs), len(hashes) - 1)
@@ -106,7 +106,7 @@ class OverlapIndex:
 
 
 def _sort_runs(hashed: list[tuple[Hashes, int]]) -> tuple[Hashes, NDArray[np.int64]]:
-    """Return the distinct hashes, sorted, and the first example of each."""
+    """Return the distinct hashes, sorted, and the first example that contains each."""
     hashes = np.concatenate([part for part, _ in hashed])
     owners = np.concatenate([np.full(len(part), owner) for part, owner in hashed])
     hashes, first = np.unique(hashes, return_index=True)
@@ -114,7 +114,7 @@ def _sort_runs(hashed: list[tuple[Hashes, int]]) -> tuple[Hashes, NDArray[np.int
 
 
 def find_overlap(text: str, index: OverlapIndex) -> list[Overlap]:
-    """Return the spans of a text that occur in test examples, adjacent runs merged."""
+    """Return the spans of a text that occur in test examples; adjacent matches are merged."""
     tokens, spots = locate_tokens(text)
     runs: dict[tuple[int, int], list[int]] = {}
     for owner, first, length in index.find(hash_tokens(tokens)):
@@ -132,7 +132,7 @@ class Decontaminate:
     """A step that drops documents containing test examples, or cuts the examples out.
 
     Attributes:
-        cut: remove only the matching spans; a document that becomes empty is dropped.
+        cut: True to remove only the matching spans; a document that becomes empty is dropped.
     """
 
     index: OverlapIndex
@@ -140,11 +140,11 @@ class Decontaminate:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be judged differently."""
+        """Version string, which changes whenever the step may decide differently."""
         return f"overlap=1 cut={self.cut} {self.index.digest()}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, or a `Drop` with the matching example and span."""
+        """Return the document, without matches if `cut`, or a `Drop` naming the test example."""
         hits = find_overlap(document.text, self.index)
         if not hits:
             return document
@@ -167,11 +167,11 @@ class Decontaminate:
 def examples_of(
     source: str | os.PathLike[str] | Iterable[Mapping[str, Any]], name: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield name and text of every string in the rows of a test set, including nested ones.
+    """Yield the name and text of every string in the rows of a test set, including nested ones.
 
     Args:
         source: path of a .jsonl file, or rows from `bmforge.data.tasks`.
-        name: name of the set (default: the file's).
+        name: name of the set (default: the file's name).
 
     Raises:
         DataError: a line is not JSON.

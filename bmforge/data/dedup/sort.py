@@ -18,7 +18,7 @@ _BUCKETS = 256  # by the first byte of the key; keys are hashes, so they fill ev
 def make_rows(
     keys: Sequence[bytes] | bytes, positions: NDArray[np.int64], sizes_bytes: NDArray[np.int64]
 ) -> NDArray[np.void]:
-    """Build the sort rows of documents.
+    """Build the rows to sort from keys, positions and sizes.
 
     Args:
         keys: 16-byte keys, as a list or concatenated.
@@ -33,16 +33,13 @@ def make_rows(
 
 
 class SortedRows:
-    """Collection of rows that are added in any order and yielded in the order of key, then
-    position.
+    """Collects rows in any order, and yields them sorted by key, then position.
 
     Args:
-        folder: folder of the files written above `bound_bytes`, created and removed here; None
-            if the
-            size is not bounded.
-        bound_bytes: largest size of rows in memory, in bytes. Above it, rows are written to 256
-            files
-            by the first byte of their keys, and one file is sorted at a time.
+        folder: folder of temporary files, created and removed here; None if the size is not
+            bounded.
+        bound_bytes: largest size of rows in memory, in bytes. Larger data is written to 256 files
+            by the first byte of the keys, and one file is sorted at a time.
 
     Memory: twice the bound, or twice the largest file.
     """
@@ -55,14 +52,14 @@ class SortedRows:
         self.close()
 
     def add(self, rows: NDArray[np.void]) -> None:
-        """Add rows."""
+        """Add rows to the collection; write them to files if they exceed the memory bound."""
         self._held.append(rows)
         self._held_bytes += rows.nbytes
         if self._held_bytes > self._bound_bytes:
             self._spill()
 
     def __iter__(self) -> Iterator[NDArray[np.void]]:
-        """Yield all rows in chunks; repeatable."""
+        """Yield all rows, sorted, in chunks; may be repeated."""
         if not self._is_spilled:
             self._held = [_sort(np.concatenate(self._held))] if self._held else []
             yield from self._held
@@ -73,7 +70,7 @@ class SortedRows:
                 yield _sort(np.fromfile(path, dtype=ROW))
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove the temporary files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -1,9 +1,9 @@
 """Finds long spans of text that occurred before, in another document or in the same one.
 
-A repeated run of 50 tokens starts a span; overlapping runs are merged. Equal runs are found by
-sorting their 64-bit hashes, so no suffix array is needed, and with partitions on disk the memory
-does not grow with the text. Among 200 million runs, the probability of any hash collision is 0.1 %.
-
+A repeated sequence of 50 tokens starts a span; overlapping sequences are merged. Equal sequences
+are found by sorting their 64-bit hashes, so no suffix array is needed, and with partitions on disk
+the memory does not grow with the text. Among 200 million sequences, the probability of any hash
+collision is 0.1 %.
 Source: Lee et al. 2022, arXiv:2107.06499 (definition of repeats; found there by a suffix array).
 """
 
@@ -37,15 +37,14 @@ def find_repeated_spans(
     min_tokens: int = 50,
     work_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, Spans]:
-    """Return the spans of each document that occurred before, as offsets in its text.
+    """Find spans that occurred before; return their start and end offsets by document id.
 
     The first occurrence, in the order of reading, is kept.
 
     Args:
-        documents: function called for each of two passes; both must give the same documents in
-            the same
-            order.
-        min_tokens: shortest span in words, or Chinese characters.
+        documents: function called for each of two passes; both must give the same documents in the
+            same order.
+        min_tokens: length of the shortest span, in words or Chinese characters.
         work_dir: folder of temporary files, 16 bytes per token.
 
     Raises:
@@ -69,8 +68,9 @@ def find_repeated_spans(
 
 
 def _write_runs(documents: Iterable[Document], length: int, folder: Path) -> list[int]:
-    """Write hash and position of every run to files partitioned by hash; return the documents'
-    ends.
+    """Write the hash and position of every token n-gram to files partitioned by hash.
+
+    Return the position after the last n-gram of each document.
     """
     ends, end = [], 0
     with _open_parts(folder) as files:
@@ -97,7 +97,7 @@ def _open_parts(folder: Path) -> Iterator[list[BinaryIO]]:
 
 
 def _repeated_places(path: Path) -> NDArray[np.int64]:
-    """Return the positions of all runs except the first with each hash."""
+    """Return the positions of all n-grams that repeat an earlier one with the same hash."""
     entries = np.fromfile(path, _ENTRY)
     entries = entries[np.lexsort((entries["place"], entries["hash"]))]
     same = entries["hash"][1:] == entries["hash"][:-1]
@@ -107,12 +107,12 @@ def _repeated_places(path: Path) -> NDArray[np.int64]:
 def cover_runs(
     spots: Sequence[tuple[int, int]], starts: Iterable[int] | NDArray[np.int64], length: int
 ) -> Spans:
-    """Return the text spans covered by runs of `length` tokens, adjacent ones merged.
+    """Return the text spans covered by sequences of `length` tokens; adjacent spans are merged.
 
     Args:
         spots: start and end offsets of each token.
-        starts: first tokens of the runs, sorted.
-        length: tokens per run.
+        starts: first tokens of the sequences, sorted.
+        length: number of tokens per sequence.
     """
     covered: list[list[int]] = []  # in tokens
     for first in map(int, starts):
@@ -124,7 +124,7 @@ def cover_runs(
 
 
 def cut_spans(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Return a text without the given spans, which must not overlap."""
+    """Remove the given spans, which must not overlap, from a text."""
     remaining, at = [], 0
     for start, end in sorted(spans):
         remaining.append(text[at:start])

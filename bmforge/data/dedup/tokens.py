@@ -1,9 +1,9 @@
 """Tokens that deduplication and decontamination compare, and hashes of token n-grams.
 
-A token is a word as Unicode's text segmentation (UAX 29) sees it, combining marks included. Scripts
+A token is a word by Unicode's text segmentation (UAX 29), combining marks included. Scripts
 without spaces between words (Han, kana, Thai, Lao, Burmese, Khmer) give one token per grapheme
-cluster. Case, width, punctuation and invisible format characters do not count. Hashes depend on the
-text alone, not on the process.
+cluster. Case, width, punctuation and invisible format characters are ignored. Hashes depend only on
+the text, not on the process.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def split_tokens(text: str) -> list[str]:
 
 
 def locate_tokens(text: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Return the tokens of a text and the start and end of each in the unchanged text.
+    """Return the tokens of a text, and the start and end offset of each in the original text.
 
-    Each token is normalized by itself, so that the offsets are those of `text`.
+    Each token is normalized by itself, so that the offsets refer to `text`.
     """
     if text.isascii():
         matches = list(_TOKEN.finditer(text))
@@ -65,7 +65,7 @@ def locate_tokens(text: str) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def _strip_invisible(text: str) -> tuple[str, Sequence[int]]:
-    """Return a text without invisible characters, and the offset of each of its characters."""
+    """Remove invisible characters; return the text and the original offset of each character."""
     gaps = [match.span() for match in _INVISIBLE.finditer(text)]
     if not gaps:
         return text, range(len(text))
@@ -76,7 +76,7 @@ def _strip_invisible(text: str) -> tuple[str, Sequence[int]]:
 
 
 def digest_string(text: str) -> bytes:
-    """Return a 128-bit digest that identifies a text or an id."""
+    """Return the 128-bit digest of a string, which identifies a text or a document id."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -87,7 +87,7 @@ def _hash_token(token: str) -> int:
 
 
 def hash_tokens(tokens: list[str]) -> Hashes:
-    """Return a 64-bit hash per token."""
+    """Return the 64-bit hash of each token."""
     return np.fromiter(map(_hash_token, tokens), np.uint64, len(tokens))
 
 
@@ -102,7 +102,7 @@ def mix(values: Hashes) -> Hashes:
 
 
 def hash_runs(tokens: Hashes, length: int) -> Hashes:
-    """Return a hash of every run of `length` consecutive tokens; empty if there are fewer.
+    """Return the hash of every n-gram of `length` tokens; empty if there are fewer tokens.
 
     Shape: `tokens` (N,); returned (max(N - length + 1, 0),).
     """

@@ -1,4 +1,4 @@
-"""One example of a task, before examples become batches."""
+"""A single training example of a task, before it is batched."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Loads micro-batches of token rows; the order is a function of (seed, epoch, sample number).
+"""Loads micro-batches of token rows in an order given by (seed, epoch, sample number).
 
 Optimizer step s trains on the global sample numbers s G .. s G + G - 1, where G is the global batch
 size. They are assigned to slots [micro-batch][rank][row]; slots beyond G hold padding rows whose
-labels are all -100. So all ranks have the same shapes, and together the same rows for any world
-size.
+labels are all -100. So all ranks have batches of the same shape, and the rows of a step do not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EARLIER = (
 
 
 class DataLoader:
-    """Yield this rank's micro-batches of one optimizer step after another, endlessly.
+    """Yields this rank's micro-batches of one optimizer step after another, endlessly.
 
     An item is a list of ceil(G / (micro_batch_size * world)) batches, each a dict of int64 tensors
     of shape (B, T): ``input_ids``; ``labels``, equal to them (the model shifts) but -100 in
@@ -54,9 +54,9 @@ class DataLoader:
         rank: this data-parallel rank.
         world: number of data-parallel ranks.
         seed: random seed of the sample order.
-        reset_at_documents: add position and document ids per document; the dataset needs its
-            eos_id.
-        prefetch_steps: steps prepared ahead in a thread; 0 prepares in the caller.
+        reset_at_documents: True to add position and document ids per document; the dataset needs
+            its eos_id.
+        prefetch_steps: number of steps prepared ahead in a thread; 0 prepares in the caller.
 
     Raises:
         ConfigError: a number is out of range, or the eos_id is needed and missing.
@@ -133,12 +133,11 @@ class DataLoader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume exactly at `state`, with any world size and batch size.
+        """Resume exactly at `state`; the world size and batch size may differ.
 
         Raises:
             ConfigError: the state has another seed or corpus, so the order would differ, or it
-                lacks an
-                entry other than `content`, which states of earlier versions do not have.
+                lacks an entry other than `content`, which states of earlier versions do not have.
         """
         own_state = self.state_dict()
         missing = [key for key in own_state if key not in state and key not in ("content", "rows")]
@@ -180,9 +179,7 @@ class DataLoader:
 
 @dataclass(frozen=True)
 class _StepMaker:
-    """Makes the micro-batches of a step; separate, so that the thread holds no reference to the
-    loader.
-    """
+    """Builds the micro-batches of a step; the prefetch thread holds this instead of the loader."""
 
     dataset: Dataset
     global_batch_size: int
@@ -211,7 +208,7 @@ class _StepMaker:
 
 
 def _mask_rows(lengths: NDArray[np.int64], seq_len: int) -> Any:
-    """Return the attention mask of rows with these lengths.
+    """Return the attention mask of rows with the given lengths.
 
     Padding rows are masked, so that the load-balancing loss of a mixture of experts ignores them.
     """
@@ -229,7 +226,7 @@ def iter_once(
     *,
     reset_at_documents: bool = False,
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of one pass in stream order: every token is predicted once.
+    """Yield this rank's batches of one pass in stream order; every token is predicted once.
 
     All ranks get equally many batches of equal shape, filled up with padding whose labels are -100.
     Only the very first token of a stream, which has no context, is not predicted.
@@ -240,13 +237,13 @@ def iter_once(
         rank: this data-parallel rank.
         world: number of data-parallel ranks.
         max_batches: largest number of batches over all ranks, so that the rows do not depend on the
-            world size; None reads all.
-        reset_at_documents: add position and document ids per document; the dataset needs its
-            eos_id.
+            world size; None reads the whole corpus.
+        reset_at_documents: True to add position and document ids per document; the dataset needs
+            its eos_id.
 
     Raises:
         ConfigError: a number is out of range.
-        DataError: there is nothing to predict.
+        DataError: the corpus has too few tokens to predict one.
     """
     _check_at_least(1, batch_size=batch_size)
     _check_rank(rank, world)
@@ -266,7 +263,7 @@ def iter_once(
 def _held_out_batches(
     dataset: Dataset, batch_size: int, rank: int, world: int, total: int, eos_id: int | None
 ) -> Iterator[Batch]:
-    """Yield the batches of `iter_once` without checking the arguments."""
+    """Yield the batches of `iter_once`, without checking the arguments."""
     for first in range(rank * batch_size, total + rank * batch_size, batch_size * world):
         numbers = np.arange(first, max(first, min(first + batch_size, total)))
         rows = np.zeros((batch_size, dataset.seq_len), dtype=np.int64)
@@ -276,7 +273,7 @@ def _held_out_batches(
 
 
 def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
-    """Build the tensors of rows; `eos_id` is not None if documents are to be separated."""
+    """Convert rows to a batch of tensors; with an `eos_id`, documents are separated."""
     import torch  # here, as a preparation imports this room and needs no tensors
 
     labels = rows.copy()

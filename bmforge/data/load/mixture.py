@@ -1,9 +1,8 @@
-"""Mixes weighted corpora so that every range of samples holds each corpus in proportion.
+"""Mixes weighted corpora so that every range of samples contains each corpus in proportion.
 
 The corpus of global sample number n is read from a periodic table, made once by Tijdeman's rule:
 among the corpora that are not ahead of their share, take the one with the earliest deadline. After
 every n samples, the number of samples from a corpus differs from share * n by less than one.
-
 Source: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
 """
 
@@ -26,16 +25,17 @@ _LONGEST_PERIOD = 1 << 16
 
 
 class Mixture:
-    """Mixes several packed corpora in fixed proportions; each one restarts when it ends.
+    """Mixes packed corpora in fixed proportions; a corpus starts again when it is exhausted.
 
     Args:
-        parts: name -> (dataset, weight); weights are relative. All have one seq_len and one eos_id.
+        parts: dict from name to (dataset, weight); weights are relative. All datasets have the same
+            seq_len and eos_id.
 
     Attributes:
         shares: samples of each corpus per period, integers; the exact long-run proportions.
 
     Raises:
-        ConfigError: no part, a weight that is not above 0, or parts with different settings.
+        ConfigError: no dataset, a weight that is not above 0, or datasets with different settings.
     """
 
     def __init__(self, parts: Mapping[str, tuple[PackedDataset, float]]) -> None:
@@ -61,7 +61,7 @@ class Mixture:
             self._ranks[self._sources == i] = np.arange(count)
 
     def source_of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (index into `names`, sample number in that corpus) of global sample numbers."""
+        """Map global sample numbers to (corpus index, sample number in that corpus)."""
         periods, at = np.divmod(numbers, len(self._sources))
         sources = self._sources[at]
         return sources, periods * self._counts[sources] + self._ranks[at]
@@ -72,7 +72,7 @@ class Mixture:
             dataset.check_trainable()
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the rows of these global sample numbers; shapes (B,) and (B, T)."""
+        """Return the token rows of global sample numbers; shapes (B,) and (B, T)."""
         rows = np.empty((len(numbers), self.seq_len), dtype=np.int64)
         sources, own = self.source_of(numbers)
         for i in np.unique(sources).tolist():
@@ -81,13 +81,16 @@ class Mixture:
         return rows
 
     def num_held_out_rows(self) -> int:
-        """Return the number of rows of one pass through every corpus, regardless of weights."""
+        """Return the number of rows in one pass through every corpus; weights do not matter."""
         return sum(dataset.num_held_out_rows() for dataset in self._datasets)
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the pass, corpora ordered by name, and their lengths; (B, T) and (B,)."""
+        """Return rows of the held-out pass and their lengths, shapes (B, T) and (B,).
+
+        The corpora follow one another, ordered by name.
+        """
         rows = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
         lengths = np.zeros(len(numbers), dtype=np.int64)
         first = 0
@@ -101,18 +104,18 @@ class Mixture:
         return rows, lengths
 
     def fingerprint(self) -> int:
-        """Return a 63-bit hash of the corpora and their shares."""
+        """Return a 63-bit hash of the corpora and shares, which determine the order."""
         return _hash(([d.fingerprint() for d in self._datasets], self.shares))
 
     def content(self) -> int:
-        """Return a 63-bit hash of the contents of the corpora."""
+        """Return a 63-bit hash of the text in all corpora."""
         return _hash([d.content() for d in self._datasets])
 
 
 def integer_shares(weights: Mapping[str, float]) -> list[int]:
-    """Return the smallest integers in the proportion of `weights`.
+    """Convert weights to the smallest integers in the same proportion.
 
-    If their sum would exceed 65536 (weights such as pi), they are rounded to 65536 parts.
+    If their sum would exceed 65536 (weights such as pi), they are rounded to a sum of 65536.
 
     Raises:
         ConfigError: a weight is not a finite number above 0, or is rounded to zero.
@@ -143,7 +146,10 @@ def integer_shares(weights: Mapping[str, float]) -> list[int]:
 
 
 def assign_sources(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Return one period: source i appears counts[i] times, each prefix within 1 of its share."""
+    """Return one period of source indexes, in which source i appears counts[i] times.
+
+    In each prefix of the period, the count of a source differs from its share by at most 1.
+    """
     period, kinds = sum(counts), len(counts)
     chosen = np.zeros(period, dtype=np.int64)
     if kinds == 1:
@@ -166,7 +172,7 @@ def assign_sources(counts: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _round_to_sum(shares: Sequence[Fraction], total: int) -> list[int]:
-    """Round shares * total to whole numbers that still add up to it (largest remainders first)."""
+    """Round shares * total to integers with the sum `total`, by the largest-remainder method."""
     counts = [int(share * total) for share in shares]
     order = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * total)
     for i in order[: total - sum(counts)]:

@@ -34,7 +34,7 @@ def draw_below(n: int, key: bytes) -> int:
 
 
 def permute(indices: NDArray[np.int64], n: int, key: bytes) -> NDArray[np.int64]:
-    """Apply the permutation of [0, n) that `key` selects to `indices`.
+    """Apply a pseudorandom permutation of [0, n), selected by `key`, to `indices`.
 
     Args:
         indices: numbers in [0, n), any shape.
@@ -58,7 +58,7 @@ def permute(indices: NDArray[np.int64], n: int, key: bytes) -> NDArray[np.int64]
 def _feistel(
     values: NDArray[np.uint64], a: int, b: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Permute [0, a b) by one pass through the Feistel network."""
+    """Permute numbers in [0, a b) by one pass through the Feistel network."""
     size_left, size_right = np.uint64(a), np.uint64(b)
     left, right = np.divmod(values, size_right)
     for key_left, key_right in keys.reshape(-1, 2):
@@ -68,7 +68,7 @@ def _feistel(
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash 64-bit numbers (multiplication wraps around intentionally)."""
+    """Hash 64-bit numbers; the multiplications overflow intentionally."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))

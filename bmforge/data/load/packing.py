@@ -1,7 +1,7 @@
 """Packs a token store into rows of `seq_len` tokens, and marks the documents inside a row.
 
 All documents are concatenated in the store; a row is a window on that stream and may span
-documents. Adjacent windows share one token, so no prediction is lost: a row of T tokens makes
+documents. Adjacent windows share one token, so every token is predicted: a row of T tokens makes
 T - 1 predictions, as the model shifts the labels itself (Hugging Face's convention).
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Dataset", "PackedDataset", "document_starts", "reset_positions"]
 
 
 class Dataset(Protocol):
-    """Interface of a corpus for the loader: rows by global sample number, and a held-out pass."""
+    """Interface of a corpus for `DataLoader`: training rows by number, and a held-out pass."""
 
     seq_len: int
     eos_id: int | None
@@ -30,15 +30,15 @@ class Dataset(Protocol):
         """Raise DataError if the corpus is shorter than one row."""
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the rows of these global sample numbers, shape (len(numbers), seq_len)."""
+        """Return the token rows of global sample numbers, shape (len(numbers), seq_len)."""
 
     def num_held_out_rows(self) -> int:
-        """Return the number of rows of one pass in stream order, including a short last one."""
+        """Return the number of rows in one pass in stream order; the last row may be shorter."""
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the pass in stream order, and the number of true tokens of each."""
+        """Return rows of the held-out pass in stream order, and the real tokens in each."""
 
     def fingerprint(self) -> int:
         """Return a 63-bit hash that changes whenever the order of samples would change."""
@@ -48,13 +48,12 @@ class Dataset(Protocol):
 
 
 class PackedDataset:
-    """Fixed-length rows of one token store.
+    """Fixed-length token rows of one token store.
 
-    Training reads the stream as a ring that is cut anew in every epoch: epoch e starts at a random
-    offset o(seed, e), its windows begin at (o + i (T - 1)) mod num_tokens for i in
-    [0, samples_per_epoch), in an order that is a keyed permutation of i. Nothing is stored,
-    whatever
-    the size.
+    Training reads the stream as a ring that is cut at a new offset in every epoch. Epoch e starts
+    at a random offset o(seed, e), its windows begin at (o + i (T - 1)) mod num_tokens for i in [0,
+    samples_per_epoch), in an order that is a keyed permutation of i. No index is stored, however
+    large the corpus is.
 
     Args:
         store: token store whose documents end with the end-of-document token.
@@ -94,7 +93,7 @@ class PackedDataset:
             )
 
     def training_rows(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the rows of these global sample numbers.
+        """Return the token rows of global sample numbers.
 
         Shape: numbers (B,), result (B, T) int64.
         """
@@ -104,7 +103,7 @@ class PackedDataset:
         return rows
 
     def training_starts(self, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the offset of each global sample number's first token; shapes (B,) and (B,)."""
+        """Return the token offset at which each sample begins; shapes (B,) and (B,)."""
         per_epoch, stride = self.samples_per_epoch, self.seq_len - 1
         epochs, indices = np.divmod(numbers, per_epoch)
         starts = np.empty(len(numbers), dtype=np.int64)
@@ -116,21 +115,21 @@ class PackedDataset:
         return starts % self.store.num_tokens
 
     def _copy_ring(self, start: int, row: NDArray[np.int64]) -> None:
-        """Fill `row` with the tokens from `start` on, wrapping around at the end."""
+        """Fill `row` with the tokens from `start` on, wrapping around at the end of the corpus."""
         head = self._tokens[start : start + len(row)]
         row[: len(head)] = head
         row[len(head) :] = self._tokens[: len(row) - len(head)]
 
     def num_held_out_rows(self) -> int:
-        """Return the number of rows of one pass in stream order, including a short last one."""
+        """Return the number of rows in one pass in stream order; the last row may be shorter."""
         return -(-max(self.store.num_tokens - 1, 0) // (self.seq_len - 1))
 
     def held_out_rows(
         self, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows of the pass in stream order, zero-padded after the end of the stream.
+        """Return rows in stream order, zero-padded after the end of the stream, and their lengths.
 
-        Shape: numbers (B,), rows (B, T), true tokens per row (B,).
+        Shape: numbers (B,), rows (B, T), real tokens per row (B,).
         """
         rows = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
         lengths = np.empty(len(numbers), dtype=np.int64)
@@ -142,19 +141,21 @@ class PackedDataset:
         return rows, lengths
 
     def fingerprint(self) -> int:
-        """Return a 63-bit hash of (tokens in the store, seq_len, name)."""
+        """Return a 63-bit hash of the number of tokens, `seq_len` and the name."""
         text = repr((self.store.num_tokens, self.seq_len, self.name))
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def content(self) -> int:
-        """Return a 63-bit hash of the store; see `TokenStore.digest`."""
+        """Return a 63-bit hash of the stored tokens; see `TokenStore.digest`."""
         return self.store.digest()
 
 
 def document_starts(
     rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int
 ) -> NDArray[np.bool_]:
-    """Return a mask of the positions after each eos, where a document begins; padding is False.
+    """Return a mask of the positions after an eos token, where a new document begins.
+
+    Padding positions are False.
 
     Shape: rows (B, T), lengths (B,), result (B, T); column 0 is False.
     """
@@ -168,7 +169,7 @@ def document_starts(
 def reset_positions(
     starts: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (position_ids, document_ids), which restart and increase at each document start.
+    """Return position ids, which restart at each document, and document numbers as ids.
 
     Shape: starts (B, T), both results (B, T) int64.
     """

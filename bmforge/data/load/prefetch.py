@@ -1,4 +1,4 @@
-"""Prepares the next items in one background thread while the caller works on the current one."""
+"""Prepares the next items in a background thread while the caller uses the current one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Call ``make(first)``, ``make(first + 1)``, ... ahead of ``take()``, at most `depth` ahead.
+    """Computes ``make(first)``, ``make(first + 1)``, ... in a thread, ahead of `take`.
 
     Args:
         make: pure function of the item number; it runs in the thread.
@@ -34,7 +34,7 @@ class Prefetcher(Generic[T]):
         self._thread = start_thread("bmforge-prefetch", self._run, end=self.stop)
 
     def take(self) -> T:
-        """Return the next item; an exception of `make` is raised here when its item is taken."""
+        """Return the next item; if `make` raised an exception for it, raise that exception."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._stopped)
             if self._ready:

@@ -1,1 +1,1 @@
-"""Prepares token stores from raw text; start reading at `run.py`."""
+"""Converts raw text to token stores: clean, deduplicate, split, tokenize; start at `run.py`."""

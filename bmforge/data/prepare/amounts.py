@@ -1,4 +1,4 @@
-"""Checks on the amounts of read and dropped documents."""
+"""Checks that a preparation read most of its input and kept at least one document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_any_left", "check_unread_members"]
 
 
 def check_unread_members(results: Sequence[Any], is_allowed: bool) -> None:
-    """Raise an error for archives most of whose bytes are members of unsupported formats."""
+    """Raise an error if most bytes of the archives belong to members of unsupported formats."""
     funnel = Funnel()
     for result in results:
         funnel.merge(Funnel.from_record(result["funnel"]))
@@ -26,7 +26,7 @@ def check_unread_members(results: Sequence[Any], is_allowed: bool) -> None:
 
 
 def check_any_left(results: Sequence[Any]) -> None:
-    """Raise `DataError`, with the rules that dropped the documents, if no document is left."""
+    """Raise `DataError` if no document is left; the message lists the rules that dropped them."""
     if any(result["documents"] for result in results):
         return
     funnel = Funnel()

@@ -1,4 +1,4 @@
-"""Stages that need all documents at once: exact deduplication and the validation split."""
+"""Stages that process all documents together: exact deduplication and the validation split."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def find_copies(
     bound_bytes: int,
     earlier: Sequence[Earlier] = (),
 ) -> dict[str, Any]:
-    """Write the mask ``mask``: False for documents whose text occurs earlier or in an earlier
-    corpus.
+    """Write the mask ``kept``, which is False for texts that occurred before.
 
     Args:
         documents: folder of the first stage.
@@ -45,8 +44,7 @@ def find_copies(
 
     Returns:
         ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
-        the
-        remaining ``text_bytes``.
+        the remaining ``text_bytes``.
     """
     total = sum(counts)
     rows = SortedRows(folder / "rows", bound_bytes)
@@ -89,7 +87,7 @@ def choose_split(
     seed: int,
     bound_bytes: int,
 ) -> dict[str, Any]:
-    """Write the mask ``held_out`` of the documents that `split_documents` holds out.
+    """Write the mask ``held_out`` of the documents that `split_documents` assigns to validation.
 
     Returns:
         ``files`` with their hashes, and ``cut`` and ``cut_bytes`` of the `Split`.
@@ -114,7 +112,7 @@ def choose_split(
 
 
 def _each_shard(documents: Path, counts: Sequence[int]) -> Iterator[tuple[int, NDArray[np.void]]]:
-    """Yield the position of each shard's first document and the digests of the shard."""
+    """Yield the position of the first document, and the text digests, of each shard."""
     first = 0
     for number, count in enumerate(counts):
         yield first, read_digests(documents, number)
@@ -125,7 +123,7 @@ def _each_shard(documents: Path, counts: Sequence[int]) -> Iterator[tuple[int, N
 def new_mask(
     folder: Path, name: str, total: int, files: dict[str, str]
 ) -> Iterator[NDArray[np.bool_]]:
-    """Yield a memory-mapped mask with one byte per document; sync and rename it on exit."""
+    """Create a memory-mapped mask with one byte per document; sync and rename the file on exit."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f"{name}.{os.getpid()}.partial"
     mask = np.memmap(beside, dtype=np.bool_, mode="w+", shape=(total,))

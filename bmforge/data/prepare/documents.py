@@ -1,4 +1,4 @@
-"""The first stage: applies all single-document steps to one shard of the input."""
+"""First stage of a preparation: applies all single-document steps to one shard of the input."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ DIGESTS = np.dtype([("digest", "S16"), ("text_bytes", "<i8"), ("read_bytes", "<i
 
 @dataclass(frozen=True)
 class Step:
-    """One step over single documents.
+    """A named processing step on single documents.
 
     Attributes:
-        name: name in the funnel and the journal.
+        name: name in the report and the journal.
         run: module-level function (so that it can be pickled) that returns the document, changed or
             not, or a `Drop`.
         version: string that changes with the behavior of the function, settings included.
-        hides: True if the text that the step masks must also be hidden in the samples of documents
+        hides: True if the text that the step masks must also be masked in the samples of documents
             that another step drops.
     """
 
@@ -72,11 +72,11 @@ NORMALISE = Step("normalise", _normalise)
 
 @dataclass(frozen=True)
 class DocumentsTask:
-    """Input of a worker of the first stage: its shard, the steps and the options.
+    """Input of a worker of the first stage: a shard, the steps, and the reader options.
 
     Attributes:
         folder: output folder of the stage's files.
-        seen: size and modification time per file when the shards were cut.
+        seen: size and modification time of each file when the shards were planned.
         by: grouping of sources, from `choose_grouping`.
     """
 
@@ -91,12 +91,11 @@ class DocumentsTask:
 
 
 def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
-    """Read one shard, apply the steps to its documents, and write the remaining ones.
+    """Read one shard, apply the steps to its documents, and write the remaining documents.
 
     Returns:
         ``files`` with their hashes; the remaining ``documents`` and ``text_bytes``; the ``funnel``;
-        the
-        counts of dropped documents per group in ``sources``.
+        the counts of dropped documents per group in ``sources``.
 
     Raises:
         DataError: an entry is damaged and `skip_bad` is False, or a file changed meanwhile.
@@ -133,7 +132,7 @@ def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
 
 
 def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document, int, Drop | None]]:
-    """Yield the document of each entry, its size in bytes when read, and its `Drop` or None."""
+    """Yield the document of each input entry, its raw size in bytes, and its `Drop` or None."""
     task: DocumentsTask = part.task
     blamed = {blame.entry: blame for blame in part.blamed}
     for entry, source, record in _entries(part, blamed, beat):
@@ -179,7 +178,7 @@ def _take_steps(
 
 
 def _hide(steps: tuple[Step, ...], document: Document, drop: Drop) -> tuple[Document, Drop]:
-    """Return a dropped document and its `Drop` with private text masked by the hiding steps."""
+    """Mask private text in a dropped document and its `Drop`, with the steps that hide text."""
     for step in steps:
         if step.hides:
             text, excerpt = _changed(step, document.text), _changed(step, drop.excerpt)
@@ -195,7 +194,7 @@ def _changed(step: Step, text: str) -> str:
 
 
 def _entries(part: Part, blamed: dict[int, Blame], beat: Beat) -> Iterator[tuple[int, str, Record]]:
-    """Yield number, file and record of all entries, plus an error entry where a read fails."""
+    """Yield the number, file and record of all entries; a failed read gives an error record."""
     task: DocumentsTask = part.task
     entry = 0
     for piece in task.shard.pieces:
@@ -250,7 +249,7 @@ def _check_unchanged(task: DocumentsTask) -> None:
 
 
 def _pack(stack: ExitStack, out: Any) -> Callable[[bytes], Any]:
-    """Return a function that writes to `out`, compressed if zstandard is installed."""
+    """Return a function that writes to `out`, with compression if zstandard is installed."""
     try:
         import zstandard
     except ImportError:
@@ -260,7 +259,7 @@ def _pack(stack: ExitStack, out: Any) -> Callable[[bytes], Any]:
 
 
 def shard_file(folder: Path, number: int) -> Path:
-    """Return the path of the documents of a shard."""
+    """Return the path of the file with a shard's documents."""
     try:
         import zstandard  # noqa: F401
     except ImportError:
@@ -269,12 +268,12 @@ def shard_file(folder: Path, number: int) -> Path:
 
 
 def read_shard(folder: Path, number: int) -> Iterator[Document]:
-    """Yield the documents that `make_documents` wrote."""
+    """Yield the documents of a shard, as written by `make_documents`."""
     with open_unpacked(shard_file(folder, number)) as file:
         for line in io.BufferedReader(file):  # type: ignore[type-var]
             yield from_record(json.loads(line))
 
 
 def read_digests(folder: Path, number: int) -> np.ndarray:
-    """Return digest, size and size as read (bytes) of each document that `make_documents` wrote."""
+    """Return digest, size and raw size (bytes) of each document of a shard."""
     return np.fromfile(folder / f"{number:06d}.digests", dtype=DIGESTS)

@@ -1,4 +1,4 @@
-"""Index of the texts of a corpus, with which later corpora drop documents that it contains.
+"""Index of a corpus's texts, used to drop the same documents from later corpora.
 
 ``index/digests.bin`` has the digest of every text, sorted; ``index/near/`` has the sketches and
 n-grams of `dedup.index` if near duplicates were searched.
@@ -33,7 +33,7 @@ _ROW = np.dtype([("high", "<u8"), ("low", "<u8")])
 
 @dataclass(frozen=True)
 class Earlier:
-    """The index of an earlier corpus.
+    """Index of the texts of an earlier corpus.
 
     Attributes:
         folder: folder of the index.
@@ -45,11 +45,11 @@ class Earlier:
 
     @property
     def near(self) -> Path:
-        """Folder of the sketches; None if the index has none."""
+        """Folder of the index for near duplicates; None if there is none."""
         return self.folder / _NEAR
 
     def holds(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return a mask of the rows (`dedup.sort.ROW`) whose text the index contains."""
+        """Return a mask of the rows (`dedup.sort.ROW`) whose text occurs in the earlier corpus."""
         digests = np.memmap(self.folder / _DIGESTS, dtype=_ROW, mode="r")
         holds = np.zeros(len(rows), dtype=np.bool_)
         first = np.searchsorted(digests["high"], rows["high"], side="left")
@@ -61,7 +61,7 @@ class Earlier:
 
 
 def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earlier, ...]:
-    """Open the indexes of prepared directories.
+    """Open the indexes of earlier prepared corpora.
 
     Raises:
         ConfigError: a directory has no index, or no near-duplicate index although `near` is given.
@@ -102,7 +102,7 @@ def write_earlier(
     near: DedupConfig | None,
     bound_bytes: int,
 ) -> None:
-    """Write the index of the documents that a preparation keeps.
+    """Write the index of the documents that are kept, for use by later preparations.
 
     Args:
         finished: folder of the corpus until it is complete.

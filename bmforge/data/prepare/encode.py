@@ -1,4 +1,4 @@
-"""The last stages: train a tokenizer on the training texts, and write two stores per shard."""
+"""Last stages: train a tokenizer on the training texts, and encode each shard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIDES = ("train", "validation")
 
 @dataclass(frozen=True)
 class Chosen:
-    """Paths of the first stage's documents and of the masks of kept and held-out documents.
+    """Documents of the first stage, with the masks of kept and held-out documents.
 
     Attributes:
         near: near duplicates among the dropped documents; the other dropped ones are exact copies.
@@ -54,7 +54,7 @@ class Chosen:
     def read(self, number: int) -> Iterator[tuple[Document, tuple[str, str] | None]]:
         """Yield a shard's documents, each with its training text and its validation text.
 
-        The texts are None for a dropped document; one of the two may be empty.
+        Both texts are None for a dropped document; one of the two may be empty.
         """
         mask = open_mask(self.kept)
         split = Split(open_mask(self.held_out), self.cut, self.cut_bytes)
@@ -68,7 +68,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """Input of a worker that encodes a shard.
+    """Input of a worker that encodes one shard.
 
     Attributes:
         tokenizer: a tokenizer, or its directory.
@@ -85,7 +85,7 @@ class EncodeTask:
 
 
 def training_texts(chosen: Chosen, train_bytes: int, most_bytes: int) -> Iterator[str]:
-    """Yield the training texts; sample them by their hash if they exceed `most_bytes`."""
+    """Yield the training texts, or a sample if they have more than `most_bytes` in total."""
     limit = min(int(2**64 * most_bytes / max(train_bytes, 1)), 2**64)
     for number in range(len(chosen.counts)):
         for _, texts in chosen.read(number):
@@ -96,7 +96,7 @@ def training_texts(chosen: Chosen, train_bytes: int, most_bytes: int) -> Iterato
 
 
 def encode_shard(part: Part, beat: Beat) -> dict[str, Any]:
-    """Encode one shard into two stores; a store without documents is not written.
+    """Encode one shard into a training and a validation store; an empty store is not written.
 
     Returns:
         ``files`` with their hashes, an `EncodeCount` as a dict for each of `SIDES`, and the
@@ -141,10 +141,13 @@ def _chain(first: Document, others: Iterator[Document]) -> Iterator[Document]:
 
 
 def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped, Summary]:
-    """Return the documents dropped in this stage and the summary; write the per-document metadata.
+    """Summarize the shard's documents, and write their metadata next to the stores.
 
     Args:
         prefixes: prefixes of the stores; None for a store without documents.
+
+    Returns:
+        the documents dropped in this stage, and the summary.
     """
     dropped, near, summary = Dropped(task.keep_dropped), task.chosen.near, Summary()
     first, count = sum(task.chosen.counts[: task.number]), task.chosen.counts[task.number]
@@ -186,7 +189,7 @@ def _licence(document: Document) -> str:
 
 
 def _move_out(beside: Path, folder: Path, files: dict[str, str]) -> None:
-    """Rename the stores' files to their final names, synced, and record their hashes in `files`."""
+    """Sync and rename the stores' files, and record their hashes in `files`."""
     if not beside.exists():
         return
     for path in sorted(beside.iterdir()):

@@ -1,10 +1,10 @@
-"""Runs the parts of a stage in this process or in worker processes that a bad document may crash.
+"""Runs the parts of a stage, here or in worker processes that a bad document may crash.
 
 Only the parent writes the journal; a worker only writes files. Each worker publishes the entry that
 it processes in shared memory. The parent kills a worker that exceeds the time limit of one entry
-or the memory limit, and runs the part again without that entry. A worker that dies by itself gets a
-second try, since the entry may not be the cause; if it dies again at the same entry, the entry is
-left out.
+or the memory limit, and runs the part again without that entry. If a worker dies by itself, its
+part is tried once more, since the entry may not be the cause; if it dies again at the same entry,
+the entry is skipped.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Beat = Callable[[int, bool, str], None]
 
 
 class Limits(NamedTuple):
-    """Limits of one entry: seconds of processing, and resident bytes of the worker process."""
+    """Limits per input entry: seconds of processing, and resident bytes of the worker process."""
 
     seconds: float
     memory_bytes: int
 
 
 class Blame(NamedTuple):
-    """An entry that is left out because it exceeded a limit or crashed a worker.
+    """An input entry that is skipped because it exceeded a limit or crashed a worker.
 
     Attributes:
         entry: number of the entry in the part.
         in_reading: True if reading the entry from the source failed.
         rule: ``time``, ``memory`` or ``crash``.
         value, bound: measured cost, and its limit.
-        name: source and place, as far as the worker got.
+        name: source file and location of the entry, if known.
     """
 
     entry: int
@@ -62,7 +62,7 @@ class Blame(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a stage: its number, its task, and the entries to leave out."""
+    """One part of a stage: its number, its task, and the entries to skip."""
 
     number: int
     task: Any
@@ -79,18 +79,17 @@ def run_parts(
     limits: Limits,
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
-    """Run `parts` in any order; yield the number and the result of each.
+    """Run the parts of a stage in any order; yield the number and the result of each.
 
     Args:
-        work: module-level function of a part and a `Beat`; it calls the `Beat` with an entry's
-            number,
-            whether the entry is still being read, and its name.
+        work: module-level function of a part and a `Beat` callback; it calls the `Beat` with each
+            entry's number, whether the entry is still being read, and its name.
         workers: number of processes; 0 runs in this process, without limits.
         limits: limits of one entry.
-        on_blame: callback for each entry that is left out, called before the part runs again.
+        on_blame: callback for each skipped entry, called before the part runs again.
 
     Raises:
-        BmforgeError: error of a part; of several errors the first, after the other parts ended.
+        BmforgeError: the first error of a part, raised after the other parts have ended.
     """
     if workers == 0:
         for part in parts:
@@ -104,7 +103,7 @@ def run_parts(
 
 
 class _Worker:
-    """A worker process, its pipe, and the shared memory with its current entry."""
+    """A worker process with its pipe, and shared memory that contains its current entry."""
 
     def __init__(self, context: Any, work: Work, number_of_workers: int) -> None:
         self.pipe, child_end = context.Pipe()
@@ -127,12 +126,12 @@ class _Worker:
         self.pipe.send(part)
 
     def blame(self, rule: str, value: float, bound: float | None) -> Blame:
-        """Return a `Blame` of the worker's current entry."""
+        """Return a `Blame` for the entry that the worker is processing."""
         name = self._name.value.decode("utf-8", "replace")
         return Blame(int(self._at[0]), bool(self._at[1]), rule, value, bound, name)
 
     def exceeded(self, limits: Limits) -> Blame | None:
-        """Return a `Blame` of the current entry if it exceeded a limit, else None."""
+        """Return a `Blame` if the current entry exceeded a limit, else None."""
         now, at = time.monotonic(), (int(self._at[0]), int(self._at[1]))
         if at != self._seen:
             self._seen, self._since = at, now
@@ -190,7 +189,7 @@ class _Pool:
     def _look_at(
         self, worker: _Worker, on_blame: Callable[[int, Blame], None]
     ) -> Iterator[tuple[int, Any]]:
-        """Receive the message of a worker, or replace a worker that has ended."""
+        """Receive a result from a worker, or replace the worker if it has died."""
         part = worker.part
         assert part is not None
         if worker.pipe.poll():
@@ -209,7 +208,7 @@ class _Pool:
             self._replace(worker, blame, on_blame)
 
     def _judge_death(self, worker: _Worker) -> Blame | None:
-        """Return the `Blame` of a worker that died by itself; None to repeat its part once."""
+        """Return a `Blame` if a worker died at the same entry for the second time, else None."""
         assert worker.part is not None
         worker.process.join()
         code = worker.process.exitcode
@@ -228,7 +227,7 @@ class _Pool:
     def _replace(
         self, worker: _Worker, blame: Blame | None, on_blame: Callable[[int, Blame], None]
     ) -> None:
-        """Kill a worker, start another, and queue its part again without the blamed entry."""
+        """Kill a worker, start a new one, and queue its part again without the blamed entry."""
         part = worker.part
         assert part is not None
         worker.end()
@@ -254,7 +253,7 @@ class _Pool:
 
 
 def describe_blame(blame: Blame) -> str:
-    """Describe the limit that an entry exceeded."""
+    """Describe the limit that a skipped entry exceeded."""
     if blame.rule == "time":
         return f"it took over {blame.bound:g} s"
     if blame.rule == "memory":
@@ -294,7 +293,7 @@ def _serve(pipe: Any, work: Work, at: Any, name: Any, number_of_workers: int) ->
 
 
 def _portable(error: Exception) -> Exception:
-    """Return `error` if it can be pickled, else a `DataError` with its message."""
+    """Return `error` if it can be pickled, else a `DataError` with the same message."""
     error.add_note(traceback.format_exc())
     try:
         pickle.dumps(error)

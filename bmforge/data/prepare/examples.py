@@ -1,4 +1,4 @@
-"""Decontamination: reads test sets, and drops or cuts documents that contain their examples."""
+"""Decontamination step: drops or cuts documents that contain examples of given test sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DropExamples", "read_examples"]
 
 
 def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of every example of test sets.
+    """Yield the name and text of every example in some test sets.
 
     Args:
         sets: paths of .jsonl files, all strings of which are used, or ``TASK=FOLDER``.
@@ -40,7 +40,7 @@ def read_examples(sets: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _read_task(name: str, folder: str) -> Iterator[tuple[str, str]]:
-    """Yield the texts of all splits that exist."""
+    """Yield the texts of all existing splits of a task."""
     has_split, errors = False, []
     for split in find_task(name).files:
         try:
@@ -60,11 +60,11 @@ def _read_task(name: str, folder: str) -> Iterator[tuple[str, str]]:
 class DropExamples:
     """A step that drops documents containing test examples, or cuts the examples out.
 
-    A worker opens the sets itself, so the pickled step is small.
+    Each worker process reads the test sets itself, so the pickled step is small.
 
     Attributes:
-        sets: test sets as `read_examples` takes them.
-        cut: cut the examples out instead of dropping the document.
+        sets: test sets in the form that `read_examples` accepts.
+        cut: True to cut the examples out instead of dropping the document.
         digest: hash of the examples at the start of the work.
     """
 
@@ -73,7 +73,7 @@ class DropExamples:
     digest: str = ""
 
     def opened(self) -> DropExamples:
-        """Return a copy of the step with the digest of the current test sets.
+        """Return a copy of the step that records the digest of the current test sets.
 
         Raises:
             ConfigError: no example is long enough to be matched.
@@ -88,11 +88,11 @@ class DropExamples:
 
     @property
     def version(self) -> str:
-        """Version string that changes whenever a document may be judged differently."""
+        """Version string, which changes whenever the step may decide differently."""
         return f"overlap=1 cut={self.cut} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Return the document, with examples cut out if `cut`, or a `Drop` naming the example."""
+        """Return the document, without examples if `cut`, or a `Drop` naming the example."""
         return _step(self.sets, self.cut, self.digest)(document)
 
 

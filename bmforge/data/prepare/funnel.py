@@ -1,4 +1,4 @@
-"""Exact counts of documents and bytes read, kept, and dropped by each rule."""
+"""Filter funnel: exact counts of documents and bytes read, kept, and dropped by each rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLES = 20
 
 @dataclass
 class Amount:
-    """Number of documents and their UTF-8 bytes as read."""
+    """Number of documents, and of their UTF-8 bytes before cleaning."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -31,14 +31,13 @@ class Amount:
 
 @dataclass
 class Funnel:
-    """How many documents were read, kept, and dropped by each rule.
+    """Counts of documents read, kept, and dropped by each rule.
 
     Attributes:
         read: all entries of the inputs; an unreadable entry counts with its raw bytes.
         dropped: amount per rule name.
         changed: per step name, the number of changed documents and the total change of their
-            lengths
-            in characters.
+            lengths in characters.
     """
 
     read: Amount = field(default_factory=Amount)
@@ -66,9 +65,7 @@ class Funnel:
             self.change(step, documents, characters)
 
     def missing(self) -> Amount:
-        """Return the documents that are neither kept nor dropped; zero if the counts are
-        consistent.
-        """
+        """Return the documents neither kept nor dropped: none if the counts are consistent."""
         gone = [self.kept, *self.dropped.values()]
         return Amount(
             self.read.documents - sum(amount.documents for amount in gone),
@@ -76,7 +73,7 @@ class Funnel:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Return the counts as a table for JSON and TOML, rules sorted by name."""
+        """Return the counts as a dict for JSON and TOML, with rules sorted by name."""
         record = asdict(self)
         for name in ("dropped", "changed"):
             record[name] = dict(sorted(record[name].items()))
@@ -84,7 +81,7 @@ class Funnel:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Funnel:
-        """Build a funnel from a table that `to_record` returned."""
+        """Build a funnel from a dict that `to_record` returned."""
         return Funnel(
             read=Amount(**record["read"]),
             kept=Amount(**record["kept"]),
@@ -104,7 +101,7 @@ class Dropped:
         self._lines: dict[str, list[tuple[int, str]]] = {}
 
     def add(self, document: Document, drop: Drop) -> None:
-        """Add a dropped document."""
+        """Add a dropped document if it belongs to the sample of its rule."""
         entry = {
             "rule": drop.rule,
             "value": drop.value,
@@ -131,7 +128,7 @@ class Dropped:
             heapq.heappop(num_tokens)
 
     def lines(self) -> str:
-        """Return the dropped documents as lines of JSON, sorted by rule and id."""
+        """Return the sampled documents as JSON lines, sorted by rule and id."""
         lines = [
             line
             for rule in sorted(self._lines)

@@ -1,4 +1,4 @@
-"""Joins the token stores of the shards into one, or keeps them side by side with a list."""
+"""Combines the token stores of the shards: merged into one, or listed as a sharded store."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Cuts = dict[str, list[tuple[int, int, str]]]
 def join_stores(
     plan: Plan, results: Sequence[Any], encoded: Path, finished: Path, into_one: bool
 ) -> tuple[dict[str, EncodeCount], Cuts]:
-    """Join the token stores of the shards into those of the corpus.
+    """Combine the shards' token stores into the training and validation stores of the corpus.
 
     Args:
         plan: the inputs and shards.
         results: results of encoding each shard.
         encoded: folder of the shards' stores.
         finished: folder of the corpus until it is complete.
-        into_one: copy the stores into one; otherwise keep them separate, with a list.
+        into_one: True to copy the stores into one; False keeps them separate, with a list.
 
     Returns:
         the counts of each side, and the end offset of each shard in the files.
@@ -80,7 +80,7 @@ def _files(prefix: Path) -> tuple[Path, ...]:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-link a file; copy it where the file system has no hard links."""
+    """Hard-link a file, or copy it if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

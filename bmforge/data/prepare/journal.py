@@ -32,18 +32,18 @@ except ImportError:  # Windows has none
 
 
 def make_key(*parts: Any) -> str:
-    """Return the hash of the inputs that a stage's result depends on; `parts` are plain data."""
+    """Return a hash of the inputs that a stage's result depends on; `parts` must be plain data."""
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def digest_file(path: Path) -> str:
-    """Return the hash of a file's bytes in the journal's format."""
+    """Return the hash of a file's content, as recorded in the journal."""
     with path.open("rb") as file:
         return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
 
 
 class HashedFile:
-    """Writable file that also hashes all bytes written to it."""
+    """Writable file that computes the hash of all bytes written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._hash = file, blake2b(digest_size=16)
@@ -54,7 +54,7 @@ class HashedFile:
         return self._file.write(data)
 
     def flush(self) -> None:
-        """Do nothing; compressors call it, but the file is synced once at its end."""
+        """Do nothing: compressors call this, but the file is synced once, at its end."""
 
     def hexdigest(self) -> str:
         """Return the hash of all bytes written."""
@@ -63,7 +63,7 @@ class HashedFile:
 
 @contextmanager
 def write_hashed(path: Path, files: dict[str, str]) -> Iterator[HashedFile]:
-    """Yield a writable file; on success sync and rename it, and record its hash in `files`."""
+    """Open a file for writing; on success sync and rename it, and record its hash in `files`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A worker of a killed preparation may still be writing, so the name has this process's id.
     beside = path.with_name(f"{path.name}.{os.getpid()}{_PARTIAL}")
@@ -77,9 +77,9 @@ class Journal:
     """Journal of the work in a directory, locked while open; use as a context manager.
 
     Args:
-        work: the directory.
-        for_reading: open read-only, without the lock.
-        trusting: skip the check of existing files' hashes, as the caller has compared them.
+        work: work directory.
+        for_reading: True to open read-only, without the lock.
+        trusting: True to skip the check of existing files' hashes, as the caller has compared them.
 
     Raises:
         ConfigError: another process works in the directory.
@@ -122,7 +122,7 @@ class Journal:
             ) from error
 
     def find(self, stage: str, part: int, key: str) -> Any | None:
-        """Return the result of a finished part whose files are intact, else None."""
+        """Return the recorded result of a part; None if it is unfinished or has changed files."""
         record = self._found.get((stage, part))
         if record is None or record["key"] != key:
             return None
@@ -141,7 +141,7 @@ class Journal:
         return True
 
     def add(self, stage: str, part: int, key: str, files: Mapping[str, str], result: Any) -> None:
-        """Record a finished part, the hashes of its files in the stage's folder, and its result."""
+        """Record a finished part with the hashes of its files and its result."""
         assert self._file is not None
         record = {"stage": stage, "part": part, "key": key, "files": dict(files), "result": result}
         self._file.write(json.dumps(record).encode() + b"\n")
@@ -155,7 +155,7 @@ class Journal:
         return not self._found
 
     def folder(self, stage: str) -> Path:
-        """Return the folder of a stage's files."""
+        """Return the folder that contains a stage's files."""
         return self.work / "stages" / stage
 
     def __enter__(self) -> Journal:

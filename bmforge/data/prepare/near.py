@@ -1,8 +1,7 @@
-"""Near duplicates among the documents that are not exact copies: sketches per shard, then clusters.
+"""Drops near duplicates: workers sketch the shards, then one stage clusters all documents.
 
-Workers make the sketches; the barrier stage finds candidate pairs, reads these documents again, and
-drops all documents of a cluster but one. The dropped ones are written to a list that the encoding
-stage reads.
+The clustering stage finds candidate pairs, reads these documents again, and drops all documents of
+a cluster but one. The dropped ones are written to a list that the encoding stage reads.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _NAMES = tuple(field.name for field in fields(Sketches))
 
 
 def dedup_config(config: PrepareConfig) -> DedupConfig | None:
-    """Return the settings of near-duplicate detection; None if it is off.
+    """Return the settings of near-duplicate detection, or None if it is off.
 
     Raises:
         ConfigError: the threshold is out of range.
@@ -59,26 +58,31 @@ def dedup_config(config: PrepareConfig) -> DedupConfig | None:
 
 @dataclass(frozen=True)
 class NearDrops:
-    """The list of near duplicates that `choose_survivors` wrote, and its similarity threshold."""
+    """List of the near duplicates to drop, written by `choose_survivors`, with the threshold."""
 
     path: Path
     threshold: float
 
     def read(self, first: int, count: int) -> dict[int, float]:
-        """Return similarity by position, for `count` documents from the position `first` on."""
+        """Return the similarity of each near duplicate by its position.
+
+        Args:
+            first: first position of the range.
+            count: number of documents in the range.
+        """
         rows = np.fromfile(self.path, dtype=_ROW)
         begin, end = np.searchsorted(rows["position"], [first, first + count])
         return {int(position): float(value) for position, value in rows[begin:end]}
 
     def describe(self, document: Document, similarity: float) -> Drop:
-        """Return the `Drop` of a near duplicate with its similarity."""
+        """Return the `Drop` record of a near duplicate with its similarity."""
         value = round(similarity, 4)
         return Drop(NEAR_DUPLICATE, value, self.threshold, cut_excerpt(document.text))
 
 
 @dataclass(frozen=True)
 class SketchTask:
-    """Input of a worker that makes the sketches of a shard.
+    """Input of a worker that computes the MinHash sketches of a shard.
 
     Attributes:
         documents: folder of the first stage.
@@ -96,7 +100,7 @@ class SketchTask:
 
 
 def sketch_shard(part: Part, beat: Beat) -> dict[str, Any]:
-    """Write the sketches of one shard's documents, without exact copies.
+    """Compute and write the MinHash sketches of a shard's documents, without exact copies.
 
     Returns:
         ``files`` with their hashes.
@@ -150,7 +154,9 @@ def choose_survivors(
     bound_bytes: int,
     index_folders: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Write the mask ``mask``, which also excludes near duplicates, and their list ``drops``.
+    """Find near duplicates; write the mask ``kept`` and the list ``drops``.
+
+    The mask also excludes exact copies.
 
     Args:
         documents: folder of the first stage.
@@ -164,8 +170,7 @@ def choose_survivors(
 
     Returns:
         ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
-        the
-        remaining ``text_bytes``; the number of ``clusters`` by size.
+        the remaining ``text_bytes``; the number of ``clusters`` by size.
     """
     before = open_mask(copies)
 
@@ -210,10 +215,10 @@ def choose_survivors(
 def _locate(
     near: NearPlaces, compared: NDArray[np.bool_], counts: Sequence[int]
 ) -> NDArray[np.void]:
-    """Return position and similarity of the dropped documents, sorted by position.
+    """Return the corpus position and similarity of each dropped document, sorted by position.
 
     Args:
-        near: the dropped documents, numbered among the compared ones.
+        near: dropped documents, numbered among the compared ones.
         compared: mask of the compared documents among all documents.
         counts: documents per shard.
     """

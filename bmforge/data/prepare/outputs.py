@@ -1,4 +1,4 @@
-"""Digests of a prepared corpus's files; token files have one digest per shard to locate damage."""
+"""Digests of a prepared corpus's files; token files have one per shard to locate damage."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class OutputPart:
-    """The part of a file that one shard wrote: its end offset in bytes, its BLAKE2b digest, its
-    inputs.
-    """
+    """Part of an output file that one shard wrote: end offset in bytes, digest, and inputs."""
 
     shard: int
     end: int
@@ -37,10 +35,10 @@ class OutputPart:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One output file: its path in the directory, size, and BLAKE2b digest.
+    """One output file: relative path, size, and BLAKE2b digest.
 
     Attributes:
-        parts: parts of a token file in shard order; empty for other files.
+        parts: byte ranges of a token file by shard; empty for other files.
     """
 
     path: str
@@ -50,7 +48,7 @@ class OutputFile:
 
 
 def output_to_record(output: OutputFile) -> dict[str, Any]:
-    """Return an output file as a table for TOML."""
+    """Convert an output file to a dict for TOML."""
     record = asdict(output)
     record["parts"] = list(record["parts"])
     if not output.parts:
@@ -59,7 +57,7 @@ def output_to_record(output: OutputFile) -> dict[str, Any]:
 
 
 def output_from_record(record: Mapping[str, Any]) -> OutputFile:
-    """Build an output file from a table that `output_to_record` returned."""
+    """Build an output file from a dict that `output_to_record` returned."""
     parts = tuple(OutputPart(**part) for part in record.get("parts", ()))
     return OutputFile(record["path"], record["size_bytes"], record["digest"], parts)
 
@@ -67,10 +65,10 @@ def output_from_record(record: Mapping[str, Any]) -> OutputFile:
 def read_outputs(
     folder: Path, cuts: Mapping[str, Sequence[tuple[int, int, str]]]
 ) -> list[OutputFile]:
-    """Return all files below `folder`, sorted.
+    """Return size and digests of all files below `folder`, sorted by path.
 
     Args:
-        cuts: per path of a joined file, the parts as (shard number, end in bytes, inputs).
+        cuts: per path of a merged file, its parts as (shard number, end in bytes, inputs).
     """
     files = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -90,7 +88,7 @@ def read_outputs(
 
 
 def digest_part(path: Path, begin: int, end: int) -> str:
-    """Return the digest of the bytes from `begin` to `end`."""
+    """Return the digest of a file's bytes from `begin` to `end`."""
     digest = blake2b(digest_size=16)
     for chunk in _chunks(path, begin, end):
         digest.update(chunk)
@@ -106,7 +104,7 @@ def _chunks(path: Path, begin: int, end: int) -> Iterator[bytes]:
 
 
 def name_shard(shard: Shard) -> str:
-    """Describe the input pieces of a shard."""
+    """Describe the input files of a shard for messages."""
     first = shard.pieces[0]
     part = "" if first.end < 0 else f" from line {first.line}"
     more = f" and {len(shard.pieces) - 1} more" if len(shard.pieces) > 1 else ""

@@ -1,4 +1,4 @@
-"""The record of a finished preparation, ``prepared.toml``: settings, inputs and counts."""
+"""Record of a finished preparation, ``prepared.toml``: settings, inputs and counts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _NORMALISE_ONLY = ["normalise 1"]
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """Report of a preparation.
+    """Report of a finished preparation.
 
     Attributes:
-        documents: kept documents; a document that was cut is in both splits.
-        duplicates, empty: documents dropped as exact copies, or without text.
-        skipped: bad lines and files left out (`skip_bad`).
+        documents: number of kept documents; a document cut by the split is in both splits.
+        duplicates, empty: numbers of documents dropped as exact copies, or without text.
+        skipped: number of bad lines and files that were skipped (`skip_bad`).
         vocab_size: vocabulary size of the trained tokenizer.
-        eos_id: id of the token after each document: ``<|endoftext|>``, or else the tokenizer's end.
+        eos_id: id of the token after each document: ``<|endoftext|>``, or else the tokenizer's EOS.
         train, validation: documents, bytes of UTF-8 text, and tokens per split.
         funnel: documents read, kept, and dropped per rule; None for a corpus of an older format.
         steps: name and version of each step that was applied.
@@ -72,17 +72,17 @@ class PrepareReport:
 
     @property
     def held_out_ratio(self) -> float:
-        """Held-out share of the text in bytes."""
+        """Share of the text, in bytes, that is held out for validation."""
         return self.validation.text_bytes / (self.train.text_bytes + self.validation.text_bytes)
 
     @property
     def train_prefix(self) -> Path:
-        """Prefix of the training store."""
+        """Path prefix of the training store."""
         return self.out_dir / "train" / "tokens"
 
     @property
     def validation_prefix(self) -> Path | None:
-        """Prefix of the validation store; None if no document was held out."""
+        """Path prefix of the validation store; None if no document was held out."""
         held_out = self.validation.documents > 0
         return self.out_dir / "validation" / "tokens" if held_out else None
 
@@ -93,7 +93,7 @@ class PrepareReport:
 
 
 def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile]) -> None:
-    """Write `report` and `inputs` as TOML."""
+    """Write a report and the list of inputs as TOML."""
     counts = {f.name: getattr(report, f.name) for f in fields(report)}
     for name in (*_OF_THE_WORK, *_TABLES):
         del counts[name]
@@ -115,7 +115,7 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
 
 
 def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return nested settings without None values, which TOML cannot represent."""
+    """Remove None values from nested settings, since TOML cannot represent them."""
     return {
         name: _without_none(value) if isinstance(value, dict) else value
         for name, value in settings.items()
@@ -124,7 +124,7 @@ def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _printable(value: Any) -> Any:
-    """Return nested tables with file names escaped so that they can be written as UTF-8."""
+    """Escape file names in nested tables so that they can be written as UTF-8."""
     if isinstance(value, str):
         return show_name(value)
     if isinstance(value, dict):
@@ -164,11 +164,11 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
 
 
 def _read_settings(settings: dict[str, Any]) -> PrepareConfig:
-    """Return the settings of a record; records of earlier versions have no tokenizer options."""
+    """Parse the settings of a record; records of earlier versions have no tokenizer options."""
     bpe = BpeConfig(**_with_tuples(settings.pop("bpe", {})))
     return PrepareConfig(bpe=bpe, **_with_tuples(settings))
 
 
 def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with TOML's lists converted to tuples."""
+    """Convert the lists in settings, which come from TOML, to tuples."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

@@ -17,9 +17,9 @@ _NEED_RATIO = 1.5
 
 
 def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
-    """Raise `ConfigError` if the disk has less free space than the preparation of `files` needs.
+    """Raise `ConfigError` if the disk has too little free space to prepare `files`.
 
-    Files of an interrupted preparation in `work` count as free space.
+    The files of an interrupted preparation in `work` count as free space.
     """
     sizes = {path: path.stat().st_size for path in files or ()}
     text_bytes = sum(

@@ -1,8 +1,8 @@
-"""Prepares a corpus: read, normalize, deduplicate, split, train BPE, encode, write the record.
+"""Prepares a corpus: read, normalize, deduplicate, split, train BPE, encode, and record.
 
 All work happens in ``OUT/preparing.tmp``, in shards and stages recorded in a journal. The complete
-corpus is moved into place, with ``prepared.toml`` last, so a directory with that file is finished.
-After a kill or an error, the next run resumes from the last complete shard.
+corpus is moved to its final location, with ``prepared.toml`` last, so a directory with that file is
+finished. After a kill or an error, the next run resumes from the last complete shard.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def prepare(
     overwrite: bool = False,
     steps: Sequence[Step] = (),
 ) -> PrepareReport:
-    """Prepare a corpus in `out_dir`, or return the report of the same work done before.
+    """Prepare a corpus in `out_dir`, or return the report if the same corpus is already there.
 
     Writes ``tokenizer/``, ``train/tokens.*``, ``validation/tokens.*``, ``prepared.toml``, and
     ``dropped.jsonl`` with samples of dropped documents. An interrupted preparation is resumed.
@@ -84,7 +84,9 @@ def prepare(
     Args:
         inputs: files or directories (`read_documents`), or ``-`` for standard input; None uses
             Python's own help topics.
-        overwrite: replace the output of an earlier preparation.
+        out_dir: output directory.
+        config: settings (default: `PrepareConfig()`).
+        overwrite: True to replace the output of an earlier preparation.
         steps: additional steps, run after those of `config`.
 
     Raises:
@@ -138,7 +140,7 @@ def _prepare(
 
 
 def _remove_finished_work(work: Path, is_kept: bool) -> None:
-    """Remove the work directory that a kill left after the corpus was complete."""
+    """Remove the work directory if the process was killed after the corpus was complete."""
     if is_kept or not work.exists():
         return
     try:
@@ -155,7 +157,7 @@ def show_preparation(
     config: PrepareConfig | None = None,
     steps: Sequence[Step] = (),
 ) -> list[StageState]:
-    """Return the state of each stage that `prepare` with overwrite would run; write nothing."""
+    """Return the progress of each stage that `prepare` would run; nothing is written."""
     config = config or PrepareConfig()
     all_steps = choose_steps(config, steps)
     _check_settings(out_dir, config)
@@ -168,7 +170,7 @@ def show_preparation(
 
 
 def work_dir(out_dir: str | os.PathLike[str]) -> Path:
-    """Return the work directory of a preparation, which is removed at the end."""
+    """Return the work directory of a preparation, which is removed when it is finished."""
     return Path(out_dir) / _WORK_NAME
 
 
@@ -178,8 +180,9 @@ def plan_work(
     config: PrepareConfig,
     steps: Sequence[Step] = (),
 ) -> tuple[Plan, tuple[Step, ...], Tokenizer | None]:
-    """Return the plan, which is also saved in the work directory, all steps, and the given
-    tokenizer.
+    """Plan a preparation; return the plan, all steps, and the given tokenizer.
+
+    The plan is also saved in the work directory.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -214,7 +217,7 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
 
 
 def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | None:
-    """Return the input files, and report the files among them that are not read."""
+    """Return the input files, and report files of unsupported formats."""
     unread: list[Path] = []
     files = None if inputs is None else list_files(inputs, unread)
     check_unread(files or (), unread, config.skip_unread)
@@ -222,7 +225,7 @@ def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | No
 
 
 def _open_tokenizer(config: PrepareConfig) -> Tokenizer | None:
-    """Open the given tokenizer, so that an unsuitable one fails before any text is read."""
+    """Open the tokenizer of the settings, so that an unsuitable one fails before work begins."""
     if not config.tokenizer:
         return None
     tokenizer = load_tokenizer(config.tokenizer)
@@ -270,7 +273,7 @@ def _check_same(
 
 
 def _check_free(out: Path) -> None:
-    """Raise `ConfigError` if the directory contains files that no preparation wrote."""
+    """Raise `ConfigError` if the output directory contains files of other origin."""
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
     own_names = {_WORK_NAME, _TOKENIZER, _DROPPED, INDEX, *SIDES}
     if _WORK_NAME in names and own_names.issuperset(names):
@@ -291,7 +294,7 @@ def _finish(
     steps: Sequence[Step],
     journal: Journal,
 ) -> PrepareReport:
-    """Join the results of the shards in a temporary directory, and return the report."""
+    """Combine the shards' results in a temporary directory, and return the report."""
     finished = journal.work / _FINISHED
     shutil.rmtree(finished, ignore_errors=True)
     shutil.copytree(journal.folder("tokenizer"), finished / _TOKENIZER)
@@ -323,7 +326,7 @@ def _finish(
 
 
 def _sum_up(results: dict[str, list[Any]]) -> tuple[Funnel, Summary]:
-    """Return the funnel and the summary of all shards and of the stages across shards."""
+    """Sum up the funnels and summaries of all shards and stages."""
     funnel, summary = Funnel(), Summary()
     for result in results["documents"]:
         funnel.merge(Funnel.from_record(result["funnel"]))
@@ -370,7 +373,7 @@ def _step_names(steps: Sequence[Step]) -> tuple[str, ...]:
 
 
 def _move_into_place(work: Path, out: Path) -> None:
-    """Move the finished files out of `work`, the record last."""
+    """Move the finished files from `work` to their final location, the record last."""
     for name in (RECORD_NAME, *_files(out), _DROPPED, _OLD_REPORT):
         (out / name).unlink(missing_ok=True)
     for name in (*_files(work), _DROPPED, RECORD_NAME):
@@ -380,6 +383,6 @@ def _move_into_place(work: Path, out: Path) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names, relative to `folder`, of the files that a preparation writes."""
+    """Return the relative names of the files in `folder` that belong to a prepared corpus."""
     paths = (path for pattern in _PATTERNS for path in sorted(folder.glob(pattern)))
     return [path.relative_to(folder).as_posix() for path in paths]

@@ -1,4 +1,4 @@
-"""Divides inputs into shards by bytes; the same files give the same shards on any worker."""
+"""Divides inputs into shards by bytes; the same files always give the same shards."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file from byte (or row) `begin` to `end` (-1: to the end); `line` is its first
-    line.
-    """
+    """Range of a file: bytes (or rows) `begin` to `end` (-1: to the end), from line `line` on."""
 
     path: str
     begin: int = 0
@@ -49,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces of files that one worker processes; `key` is the hash of their content."""
+    """File ranges that one worker processes; `key` is the hash of their content."""
 
     number: int
     key: str
@@ -59,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """The input files, and the shards they are divided into."""
+    """Input files of a preparation, and the shards into which they are divided."""
 
     inputs: list[InputFile]
     shards: list[Shard]
@@ -67,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Cut:
-    """An input, and the offsets where it may be cut, from `Parts`."""
+    """An input file, and the offsets at which it may be cut (from `Parts`)."""
 
     file: InputFile
     at: tuple[tuple[int, int], ...] = ()
@@ -82,19 +80,17 @@ def plan_shards(
     *,
     recorded: Sequence[InputFile] = (),
 ) -> Plan:
-    """Examine the inputs and divide them into shards; None means Python's help topics.
+    """Divide the input files into shards; None means Python's help topics.
 
     A large file of lines, compressed or not, is cut at line ends, Parquet between row groups,
-    archives
-    between members; small files are grouped. A file whose size and modification time match an
-    earlier
-    plan in `work` is not read again.
+    archives between members; small files are grouped. A file whose size and modification time match
+    an earlier plan in `work` is not read again.
 
     Args:
         files: input files.
         shard_bytes: approximate input bytes per shard.
         work: folder where the plan is saved; None saves none.
-        recorded: inputs with known digests, if only these are needed.
+        recorded: inputs with known digests, which are not read again.
 
     Raises:
         ConfigError: `shard_bytes` is below 1.
@@ -122,7 +118,7 @@ def _identity(file: InputFile) -> tuple[str, int, int]:
 
 
 def _read_plan(work: Path | None, shard_bytes: int) -> list[_Cut]:
-    """Return the files of an earlier plan; empty if it had another shard size or is damaged."""
+    """Load the input files of an earlier plan; empty if it is damaged or has another shard size."""
     if work is None or not (work / _PLAN_NAME).exists():
         return []
     try:
@@ -169,7 +165,7 @@ def _digest(path: Path, feed: Callable[[bytes], None] | None) -> str:
 
 
 def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
-    """Group pieces in order into shards of about `shard_bytes`."""
+    """Group file ranges, in order, into shards of about `shard_bytes`."""
     shards: list[Shard] = []
     pieces: list[Piece] = []
     key_parts: list[object] = []

@@ -29,9 +29,7 @@ _ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
 
 
 class LeastRepeats(NamedTuple):
-    """Minimum lengths of repeats: spans in tokens, paragraphs in characters; None disables the
-    check.
-    """
+    """Minimum lengths of repeats: spans in tokens, paragraphs in characters; None is off."""
 
     tokens: int | None
     characters: int | None
@@ -52,13 +50,18 @@ def check_spans(config: PrepareConfig) -> None:
 
 @dataclass(frozen=True)
 class Repeats:
-    """The list of spans that `choose_spans` wrote, and their minimum lengths."""
+    """List of the repeated spans to cut, written by `choose_spans`, with their minimum lengths."""
 
     path: Path
     least: LeastRepeats
 
     def read(self, first: int, count: int) -> dict[int, Spans]:
-        """Return the spans by position, for `count` documents from the position `first` on."""
+        """Return the spans to cut, by document position.
+
+        Args:
+            first: first position of the range.
+            count: number of documents in the range.
+        """
         rows = np.fromfile(self.path, dtype=_ROW)
         begin, end = np.searchsorted(rows["position"], [first, first + count])
         spans: dict[int, Spans] = {}
@@ -67,20 +70,20 @@ class Repeats:
         return spans
 
     def describe(self, document: Document) -> Drop:
-        """Return the `Drop` of a document that consists of repeats only."""
+        """Return the `Drop` record of a document that consists only of repeated text."""
         bound = self.least.tokens or self.least.characters
         return Drop(REPEATED, None, bound, cut_excerpt(document.text))
 
 
 def without(document: Document, spans: Spans) -> Document:
-    """Return a document with some spans of its text cut out."""
+    """Return the document with the given spans cut from its text."""
     return replace(document, text=normalise(cut_spans(document.text, spans)))
 
 
 def choose_spans(
     documents: Path, counts: Sequence[int], before: Path, folder: Path, least: LeastRepeats
 ) -> dict[str, Any]:
-    """Write the list ``spans``, and the mask ``kept`` without documents that become empty.
+    """Find repeats; write the list ``spans``, and the mask ``kept`` without emptied documents.
 
     Args:
         documents: folder of the first stage.
@@ -91,8 +94,8 @@ def choose_spans(
 
     Returns:
         ``files`` with their hashes; the number of dropped ``documents`` and their ``read_bytes``;
-        the
-        remaining ``text_bytes``; ``changed``: number of cut documents and of characters removed.
+        the remaining ``text_bytes``; ``changed``: number of cut documents and of characters
+        removed.
     """
     mask = open_mask(before)
 
@@ -132,7 +135,7 @@ def choose_spans(
 def _find_repeats(
     documents: Callable[[], Iterator[Document]], least: LeastRepeats, folder: Path
 ) -> Callable[[Document], Spans]:
-    """Return a function from a document to its spans to cut."""
+    """Find the repeats in all documents; return a function from a document to the spans to cut."""
     spans: dict[str, Spans] = {}
     paragraphs: dict[str, list[int]] = {}
     if least.tokens:
@@ -159,7 +162,7 @@ def _merge(spans: Spans) -> Spans:
 
 
 def _sum_read(documents: Path, counts: Sequence[int], gone: Sequence[int]) -> int:
-    """Return the total bytes as read of the documents at the positions `gone`."""
+    """Return the total raw size, in bytes, of the documents at the positions `gone`."""
     total, first, places = 0, 0, np.array(gone, dtype=np.int64)
     for number, count in enumerate(counts):
         in_shard = places[(places >= first) & (places < first + count)] - first

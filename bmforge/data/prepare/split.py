@@ -1,4 +1,4 @@
-"""Divides documents into training and validation by bytes; of few documents, one is cut in two."""
+"""Splits documents into training and validation by bytes; one document may be cut in two."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BREAKS = (b"\n\n", b"\n", "\u3002".encode(), b". ", b" ")
 
 @dataclass(frozen=True)
 class Split:
-    """The held-out documents.
+    """Documents that are held out for validation.
 
     Attributes:
         held_out: mask of whole documents that are held out.
@@ -52,14 +52,12 @@ class Split:
 def split_documents(
     digests: Sequence[bytes], sizes_bytes: Sequence[int], fraction: float, seed: int
 ) -> Split:
-    """Choose the held-out documents: about `fraction` of all bytes.
+    """Choose documents with about `fraction` of all bytes for validation.
 
     The documents are visited in the order of a hash of (seed, digest); each is taken if it still
-    fits.
-    If a tenth of the bytes or more is then missing, as with few documents, the end of a document
-    that
-    did not fit is held out too. So the choice depends on the set of documents and the seed, not on
-    their order.
+    fits. If a tenth of the bytes or more is then missing, as with few documents, the end of a
+    document that did not fit is held out too. So the choice depends on the set of documents and the
+    seed, not on their order.
 
     Args:
         digests: one `text_digest` per document, all different.
@@ -94,8 +92,7 @@ def split_keys(digests: Iterable[bytes], seed: int) -> list[bytes]:
 def choose_held_out(
     ordered: Iterable[NDArray[np.void]], total_bytes: int, fraction: float, held_out: NDArray
 ) -> tuple[int | None, int]:
-    """Set `held_out` to True at the chosen positions; return the document to cut and the bytes to
-    cut.
+    """Choose held-out documents; return the document to cut in two and the bytes to cut.
 
     Args:
         ordered: rows (`sort.ROW`) in the order of `split_keys`; read once or twice.

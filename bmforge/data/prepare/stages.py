@@ -118,7 +118,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class StageState:
-    """Number of finished parts of a stage."""
+    """Progress of a stage: the number of finished parts and of all parts."""
 
     stage: str
     done: int
@@ -128,7 +128,7 @@ class StageState:
 def make_keys(
     plan: Plan, config: PrepareConfig, steps: Sequence[Step], own_tokenizer: Tokenizer | None
 ) -> Keys:
-    """Return the keys of all stages: hashes of everything that their results depend on."""
+    """Return the keys of all stages: hashes of all inputs and settings that affect the results."""
     read = [_VERSION, config.text_field, config.errors, config.skip_bad, config.keep_dropped]
     read += [config.html_reader, choose_grouping(plan.inputs)]
     taken = [[step.name, step.version] for step in steps]
@@ -162,7 +162,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def stage_states(journal: Journal, keys: Keys) -> list[StageState]:
-    """Return how many parts of each stage are finished for these settings and inputs."""
+    """Return the progress of each stage, for the given settings and inputs."""
     return [
         StageState(
             stage,
@@ -182,7 +182,7 @@ def run_stages(
     journal: Journal,
     runner: Runner = run_here,
 ) -> dict[str, list[Any]]:
-    """Run the unfinished parts; return the results of each stage's parts.
+    """Run the unfinished parts of all stages; return the results of every part by stage.
 
     Args:
         plan: the inputs and shards.
@@ -225,9 +225,7 @@ def run_stages(
 
 
 def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]]) -> Chosen:
-    """Run the deduplication and the split; return a `Chosen`, and add the stages' results to
-    `results`.
-    """
+    """Deduplicate and split the documents; add the stages' results to `results`."""
     journal, keys, config = work.journal, work.keys, work.config
     documents = journal.folder("documents")
     mask_path = journal.folder("duplicates") / "kept"
@@ -284,9 +282,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
 def _drop_near(
     counts: tuple[int, ...], near: DedupConfig, work: _Work, earlier: Sequence[Earlier]
 ) -> dict[str, Any]:
-    """Find near duplicates among the documents that are not exact copies; return the stage's
-    result.
-    """
+    """Find near duplicates among the documents that are not exact copies; return the result."""
     journal, keys = work.journal, work.keys
     documents, sketches = journal.folder("documents"), journal.folder("sketches")
     copies = journal.folder("duplicates") / "kept"
@@ -358,7 +354,7 @@ def _encode(chosen: Chosen, work: _Work, by: str) -> list[Any]:
 
 
 def _once(journal: Journal, stage: str, keys: Keys, work: Callable[[], Any]) -> Any:
-    """Return the result of a stage over all documents, from the journal or by calling `work`."""
+    """Return the result of a whole-corpus stage, from the journal or by calling `work`."""
     (key,) = keys.of(stage)
     licences = journal.find(stage, 0, key)
     if licences is None:
@@ -368,7 +364,7 @@ def _once(journal: Journal, stage: str, keys: Keys, work: Callable[[], Any]) -> 
 
 
 def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) -> list[Any]:
-    """Return the results of a stage's parts, from the journal or by running `run` in workers."""
+    """Return the results of a per-shard stage, from the journal or by running `run` in workers."""
     journal, keys = work.journal, work.keys
     results = [journal.find(stage, n, key) for n, key in enumerate(keys.of(stage))]
     parts = [

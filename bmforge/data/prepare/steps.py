@@ -1,4 +1,4 @@
-"""Selects the single-document steps from the settings."""
+"""Selects the single-document steps of a preparation from its settings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ _TIDY = ("repair", "invisible", "width", *_SCRIPTS, "boilerplate", "wrapped")
 
 
 def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step, ...]:
-    """Return the steps in order of execution, the user's own last.
+    """Return the single-document steps in the order of execution, with the user's steps last.
 
     The encoding repair runs before `normalise`, which would drop control characters of wrongly
-    decoded
-    text. The rest of tidying runs after language detection, as it depends on the language. Filter
-    rules
-    run before private data is masked.
+    decoded text. The other repairs run after language detection, as they depend on the language.
+    Filter rules run before private data is masked.
 
     Raises:
         ConfigError: a setting of a step has an unknown value.
@@ -89,12 +87,12 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
 
 
 def _short(version: str) -> str:
-    """Return a short hash of a version string that contains a whole list."""
+    """Hash a version string that contains a whole list, to keep it short."""
     return blake2b(version.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _choose_tidy(names: Sequence[str]) -> TidyText:
-    """Return the tidying step without the repair, which runs earlier."""
+    """Return the text repairs that the settings name, except `repair`, which runs earlier."""
     for name in names:
         if name not in _TIDY:
             raise ConfigError(
@@ -123,7 +121,7 @@ def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Tidy:
-    """A step that tidies a text and normalizes the result again."""
+    """A step that repairs a text and normalizes the result again."""
 
     tidy: TidyText
 

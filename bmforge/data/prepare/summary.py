@@ -1,4 +1,4 @@
-"""Counts documents of a corpus by source, language, script, license, year and length."""
+"""Composition of a corpus: counts by source, language, script, license, year and length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Counts = dict[str, list[int]]
 
 
 def choose_grouping(inputs: Iterable[InputFile]) -> str:
-    """Return the grouping of sources for counting: ``"file"``, ``"folder"`` or ``"all"``.
+    """Return how sources are grouped for counting: by ``"file"``, by ``"folder"``, or ``"all"``.
 
     It is the finest one that gives at most 40 groups, and depends on the inputs alone.
     """
@@ -41,7 +41,7 @@ def choose_grouping(inputs: Iterable[InputFile]) -> str:
 
 
 def group_of(source: str, by: str) -> str:
-    """Return the group of a document's source."""
+    """Return the name of the group to which a document's source belongs."""
     if by == "all":
         return "all inputs"
     return source if by == "file" else str(PurePath(source).parent)
@@ -49,14 +49,13 @@ def group_of(source: str, by: str) -> str:
 
 @dataclass
 class Summary:
-    """Counts of documents, bytes and tokens of a corpus or of a part of it.
+    """Counts of documents, bytes and tokens in a corpus or in some of its shards.
 
     Attributes:
-        sources: per source group and outcome (the rule that dropped, or ``kept``): documents, and
-            their bytes as read.
+        sources: per source group and outcome (name of the rule that dropped the document, or
+            ``kept``): number of documents, and their raw bytes.
         languages, scripts, licences, terms, years: per value of the metadata, kept documents:
-            number,
-            bytes of text, tokens.
+            number, bytes of text, tokens.
         origins: per license and host (or file): number of kept documents, bytes.
         lengths: per k, kept documents of 2^(k-1) to 2^k - 1 tokens: number, bytes, tokens.
         clusters: number of near-duplicate clusters per size.
@@ -73,11 +72,11 @@ class Summary:
     clusters: Counts = field(default_factory=dict)
 
     def add_source(self, group: str, outcome: str, read_bytes: int) -> None:
-        """Count one document by its source and outcome."""
+        """Count one document under its source group and outcome."""
         _add(self.sources.setdefault(group, {}), outcome, (1, read_bytes))
 
     def add_kept(self, document: Document, text_bytes: int, tokens: int) -> None:
-        """Count one kept document by its metadata."""
+        """Count one kept document under each value of its metadata."""
         counts, licence = (1, text_bytes, tokens), _cut(licence_name(document.licence))
         for table, value in (
             (self.languages, document.language),
@@ -103,7 +102,7 @@ class Summary:
                     _add(getattr(self, item.name), value, counts)
 
     def to_record(self) -> dict[str, Any]:
-        """Return the counts as a table for JSON and TOML, sorted by name."""
+        """Return the counts as a dict for JSON and TOML, sorted by name."""
         record = asdict(self)
         for name in _NESTED:
             for group, outcomes in record[name].items():
@@ -113,7 +112,7 @@ class Summary:
         return record
 
     def shortened(self) -> Summary:
-        """Return the summary with rare values merged into ``others``."""
+        """Return a copy of the summary in which rare values are merged into ``others``."""
         short = Summary.from_record(self.to_record())
         for name in _SHORTENED:
             _shorten_(getattr(short, name))
@@ -126,7 +125,7 @@ class Summary:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Summary:
-        """Build a summary from a table that `to_record` returned."""
+        """Build a summary from a dict that `to_record` returned."""
         return Summary(**record)
 
 
@@ -141,7 +140,7 @@ def _cut(value: str) -> str:
 
 
 def origin_of(document: Document) -> str:
-    """Return the host of the document's URL, else the name of its file, for attribution."""
+    """Return the origin of a document for attribution: the host of its URL, else its file name."""
     try:
         host = urlsplit(document.url).hostname
     except ValueError:

@@ -43,7 +43,7 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass
 class EncodeCount:
-    """Size of a store: documents, UTF-8 bytes of their text, tokens including end-of-text."""
+    """Size of a token store: documents, UTF-8 bytes of text, and tokens, end-of-text included."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -53,7 +53,7 @@ class EncodeCount:
 def train_bpe(
     texts: Iterable[str], vocab_size: int, config: BpeConfig | None = None
 ) -> FastTokenizer:
-    """Train a byte-level BPE tokenizer; it encodes any text without an unknown token.
+    """Train a byte-level BPE tokenizer, which can encode any text without unknown tokens.
 
     ``<|endoftext|>`` gets id 0, other special tokens follow. A small corpus may give fewer than
     `vocab_size` tokens.
@@ -87,7 +87,7 @@ def train_bpe(
 
 
 def check_bpe(vocab_size: int, config: BpeConfig) -> None:
-    """Check the options of BPE training.
+    """Check the options of BPE training before training begins.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -134,7 +134,7 @@ load_tokenizer = AutoTokenizer.from_pretrained
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that ends a document: ``<|endoftext|>``, else the tokenizer's EOS.
+    """Return the id of the end-of-document token: ``<|endoftext|>``, else the tokenizer's EOS.
 
     Raises:
         DataError: the tokenizer has no such token.
@@ -157,19 +157,18 @@ def encode_to_store(
     num_documents: int | None = None,
     overwrite: bool = False,
 ) -> EncodeCount:
-    """Encode documents in batches and write them as a token store, with an EOS token after each
-    document.
+    """Encode documents and write them as a token store, with an EOS token after each document.
 
     A special token's name inside a text is encoded as ordinary text, so that no text can forge the
-    end of a document. Empty documents are kept as their EOS alone.
+    end of a document. An empty document is stored as a single EOS token.
 
     Args:
         documents: documents to encode.
         tokenizer: tokenizer of the texts.
         prefix: path of the store without ``.bin`` or ``.idx``.
         eos_id: id of the end-of-document token (default: `end_of_text_id`).
-        num_documents: total of the progress bar.
-        overwrite: replace an existing store.
+        num_documents: total number of documents, for the progress bar.
+        overwrite: True to replace an existing store.
 
     Memory: about a million characters of text at a time, or one document if that is longer.
     """
@@ -186,7 +185,7 @@ def encode_quietly(
     overwrite: bool = False,
     advance: Callable[[int, str], None] = lambda documents, text: None,
 ) -> EncodeCount:
-    """Encode like `encode_to_store` without a progress bar; call `advance` instead."""
+    """Encode like `encode_to_store`, but call `advance` instead of showing a progress bar."""
     count = EncodeCount()
     vocab_size = max(tokenizer.vocab_size, eos + 1)
     with TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=overwrite) as writer:
@@ -203,7 +202,7 @@ def encode_quietly(
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Yield lists of texts, closed at 256 documents or a million characters."""
+    """Yield batches of texts, with at most 256 documents or about a million characters."""
     texts: list[str] = []
     characters = 0
     for document in documents:

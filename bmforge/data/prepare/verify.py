@@ -1,4 +1,4 @@
-"""Verifies a prepared corpus against its record: digests of files and shards, sums of counts."""
+"""Verifies a prepared corpus against its record: file and shard digests, sums of counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DROPPED = "dropped.jsonl"
 
 
 def verify_store(out_dir: str | os.PathLike[str]) -> list[str]:
-    """Return the faults of a prepared corpus, a sentence each.
+    """Check a prepared corpus; return one sentence for each fault.
 
     Every file is read and compared with its digest in ``prepared.toml``; for a token file, the
     shards with changed bytes are named. For corpora without digests the counts are compared.
@@ -118,7 +118,7 @@ def _check_sums(report: PrepareReport) -> Iterator[str]:
 
 
 def _check_dropped(path: Path, funnel: Funnel) -> Iterator[str]:
-    """Compare the rules in the samples of dropped documents with the funnel's."""
+    """Check that the samples of dropped documents match the counts of the funnel."""
     shown: Counter[str] = Counter()
     if path.is_file():
         for number, line in enumerate(path.read_bytes().splitlines(), 1):

@@ -1,4 +1,4 @@
-"""Reports on a prepared corpus: an HTML page with the funnel, and samples of documents.
+"""Reports on a prepared corpus: an HTML page with the filter funnel, and document samples.
 
 Start reading at `page.py`; `drawings.py` has its charts, `samples.py` reads the samples.
 """

@@ -1,4 +1,4 @@
-"""Charts of a corpus as inline SVG: the funnel, bars, and lengths."""
+"""Charts of a corpus as inline SVG: the filter funnel, and bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BAR_ROOM = _WIDTH - _BAR_LEFT - _BAR_WIDEST
 
 
 def draw_funnel(stages: Sequence[tuple[str, int, int]]) -> str:
-    """Draw the documents that remain after each stage, with widths relative to the first.
+    """Draw the filter funnel: the documents that remain after each stage, relative to the first.
 
     Args:
         stages: name, remaining documents and dropped documents of each stage.
@@ -45,7 +45,11 @@ def draw_funnel(stages: Sequence[tuple[str, int, int]]) -> str:
 
 
 def draw_bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    """Draw a bar for each row: name, value, and the label of the bar."""
+    """Draw a horizontal bar chart.
+
+    Args:
+        rows: name, value, and label of each bar.
+    """
     most = max((value for _, value, _ in rows), default=0) or 1
     parts = []
     for number, (name, value, label) in enumerate(rows):

@@ -1,4 +1,4 @@
-"""HTML report of a prepared corpus: one page in English and Chinese, without network access."""
+"""HTML report of a prepared corpus: one page in English and Chinese that works offline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ svg .part{fill:var(--part);opacity:.45}
 
 
 def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` into a prepared directory; return its path.
+    """Write ``report.html`` into a prepared corpus directory; return its path.
 
     Raises:
         DataError: the directory has no record, or one of an older format, without a funnel.
@@ -70,7 +70,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
 
 
 def funnel_stages(funnel: Funnel) -> list[tuple[str, int, int]]:
-    """Return name, remaining and dropped documents of each stage, rules grouped by rule set."""
+    """Return name, remaining and dropped documents of each stage; a rule set is one stage."""
     gone: dict[str, int] = {}
     for rule, amount in funnel.dropped.items():
         name = rule.partition(".")[0]
@@ -93,7 +93,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an HTML table with right-aligned numbers."""
+    """Return an HTML table; columns of numbers are right-aligned."""
     numbers = [False] * len(heads)
     body = ""
     for row in rows:
@@ -184,7 +184,7 @@ def _values(table: dict[str, list[int]], by_name: bool = False) -> str:
 
 
 def _known(table: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return the table, or an empty one if it only has unknown values."""
+    """Return the table, or an empty one if all of its values are unknown."""
     return table if set(table) - {UNKNOWN} else {}
 
 
@@ -204,7 +204,7 @@ def _changes(funnel: Funnel) -> str:
 
 
 def _samples(out: Path, funnel: Funnel) -> str:
-    """Return the viewer of kept and dropped documents."""
+    """Return the HTML viewer with samples of kept and dropped documents."""
     dropped = read_dropped(out, most=_SHOWN)[:_MOST_SHOWN]
     kept = read_kept(out, _SHOWN)
     counts = {rule: amount.documents for rule, amount in funnel.dropped.items()}
@@ -212,7 +212,7 @@ def _samples(out: Path, funnel: Funnel) -> str:
 
 
 def _stages(funnel: Funnel) -> str:
-    """Return the drawing of the funnel and its table."""
+    """Return the chart and the table of the filter funnel."""
     stages = funnel_stages(funnel)
     read = max(funnel.read.documents, 1)
     rows = [(name, left, gone, 100 * left / read) for name, left, gone in stages]

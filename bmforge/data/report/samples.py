@@ -1,4 +1,4 @@
-"""Samples of a prepared corpus: dropped documents by rule, and kept documents."""
+"""Reads samples of a prepared corpus: dropped documents by rule, and kept documents."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ALL = "all"
 def read_dropped(
     out_dir: str | os.PathLike[str], rule: str = _ALL, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return dropped documents from ``dropped.jsonl``.
+    """Return samples of dropped documents from ``dropped.jsonl``.
 
     Args:
-        out_dir: prepared directory.
+        out_dir: directory of a prepared corpus.
         rule: name of a rule or of a rule set (``gopher_quality``), or ``all``.
         most: largest number of documents per rule; None returns all.
 
@@ -67,7 +67,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_kept(out_dir: str | os.PathLike[str], most: int) -> list[str]:
-    """Return the beginnings of `most` evenly spaced kept documents, decoded from the tokens.
+    """Return the decoded beginnings of `most` kept documents, evenly spaced in the corpus.
 
     Raises:
         DataError: the directory has no record, or its store is damaged.

@@ -1,4 +1,4 @@
-"""Viewer of sample documents for the corpus report: kept and dropped ones, by rule, with search.
+"""HTML viewer of sample documents, kept and dropped, with search and selection by rule.
 
 Every text comes from the corpus, so it is escaped here, and the page's script reads it as text
 only. Without scripts the page shows all samples.
@@ -19,12 +19,13 @@ _KEPT = "kept · 保留"
 def draw_viewer(
     kept: Sequence[str], dropped: Sequence[Mapping[str, Any]], counts: Mapping[str, int]
 ) -> str:
-    """Return the viewer as HTML.
+    """Return the sample viewer as HTML.
 
     Args:
         kept: texts of kept documents.
         dropped: entries of ``dropped.jsonl``.
-        counts: rule -> number of documents that it dropped; "kept" -> number of kept documents.
+        counts: number of documents that each rule dropped, by rule; "kept" has the number of kept
+            documents.
     """
     samples = [_sample(_KEPT, "", text) for text in kept]
     samples += [
@@ -49,7 +50,7 @@ def _plain(name: str) -> str:
 
 
 def _sample(rule: str, origin: str, text: str) -> str:
-    """Return a sample; its text keeps its own direction of writing."""
+    """Return the HTML of one sample; the browser chooses its writing direction."""
     rule, origin = clean_text(rule), clean_text(origin)
     shown = clean_text(text[:_MOST_CHARACTERS]) + (" …" if len(text) > _MOST_CHARACTERS else "")
     return (
@@ -59,7 +60,7 @@ def _sample(rule: str, origin: str, text: str) -> str:
 
 
 def _origin(entry: Mapping[str, Any]) -> str:
-    """Return the value and the bound of a rule, and where the document was."""
+    """Describe the measured value and limit of a rule, and the location of the document."""
     value, bound = entry["value"], entry["bound"]
     said = ""
     if value is not None:
@@ -69,9 +70,9 @@ def _origin(entry: Mapping[str, Any]) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Return a text with control characters, surrogates and bidirectional overrides replaced.
+    """Replace control characters, surrogates and bidirectional overrides in a text.
 
-    HTML has no form for the first two, and an override would reorder the text that follows.
+    HTML cannot represent the first two, and an override would reorder the text that follows.
     """
     return "".join(_visible(text))
 

@@ -1,1 +1,1 @@
-"""Reads text from files of many formats; start at `files.py`, the table is in `kinds.py`."""
+"""Readers of text from many file formats; `files.py` is the entry, `kinds.py` the table."""

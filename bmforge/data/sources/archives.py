@@ -1,4 +1,4 @@
-"""Lists the members of .zip and .tar archives and opens each in memory."""
+"""Lists the members of .zip and .tar archives and reads each into memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
 
 
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
-    """Yield name and stream of each file in a zip archive, or a record of the failure."""
+    """Yield the name and stream of each file in a zip archive; unreadable ones yield a record."""
     archive = open_zip(stream, where)
     for count, member in enumerate(archive.infolist()):
         if 0 <= where.end <= count:  # of a part
@@ -73,7 +73,7 @@ def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
 
 
 def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
-    """Yield name and stream of each regular file in a tar archive; links are skipped."""
+    """Yield the name and stream of each regular file in a tar archive; links are skipped."""
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for count, member in enumerate(archive, where.line - 1):
@@ -102,7 +102,7 @@ def _join(where: Where, name: str) -> str:
 
 
 def _open(opener: Callable[[], object], inside: Where) -> BinaryIO | Record:
-    """Return the content of a member, in memory; fail if it is larger than its header states."""
+    """Read a member into memory; return a failed record if it is larger than its header states."""
     try:
         with opener() as member:  # type: ignore[attr-defined]
             raw = member.read(inside.budget_bytes + 1)
@@ -116,5 +116,5 @@ def _open(opener: Callable[[], object], inside: Where) -> BinaryIO | Record:
 def drop_member(
     where: Where, rule: str, value: float | str, bound: float | None = None, size_bytes: int = 0
 ) -> Record:
-    """Return a record that drops an unread member, with its size."""
+    """Return a record that counts an archive member as dropped, with its size."""
     return Record(where.whole(), size_bytes, lambda: Drop(rule, value, bound, str(where)))

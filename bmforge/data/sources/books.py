@@ -1,4 +1,4 @@
-"""Reads books: .epub, chapter by chapter in the order of the spine."""
+"""Reads .epub books, chapter by chapter in the order of the spine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAGES = ("application/xhtml+xml", "text/html", "application/x-dtbook+xml", "")
 
 
 def read_epub(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole book as one entry; damaged chapters are skipped."""
+    """Yield the whole book as one record; damaged chapters are skipped."""
     raw = stream.read(LARGEST_BYTES + 1)
     yield Record(where.whole(), len(raw), partial(parse_zip_document, raw, where, _epub_text))
 
@@ -39,7 +39,7 @@ def _epub_text(parts: ZipParts) -> str:
 
 
 def _spine(parts: ZipParts) -> list[str]:
-    """Return the names of the chapters; without a usable spine, all pages sorted by name."""
+    """Return the file names of the chapters; without a usable spine, all pages sorted by name."""
     try:
         package = _find_package(parts)
         items, order = _read_package(parts.read(package))
@@ -70,7 +70,7 @@ def _find_package(parts: ZipParts) -> str:
 
 
 def _read_package(raw: bytes) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return the path and type of each item by its id, and the ids of the spine."""
+    """Parse the package file: path and type of each item by id, and the item ids of the spine."""
     items: dict[str, tuple[str, str]] = {}
     order: list[str] = []
 

@@ -1,9 +1,8 @@
-"""Turns one record of a conversation data set into messages, whatever published form it has.
+"""Converts records of conversation data sets, in all published formats, to messages.
 
-Forms: OpenAI's `messages`; ShareGPT's `conversations` with `from` and `value`, function calls and
+Formats: OpenAI's `messages`; ShareGPT's `conversations` with `from` and `value`, function calls and
 observations included; TRL's `prompt` and `completion`; Alpaca's `instruction`, `input`, `output`
 with `history`; and pairs such as `question` and `answer`.
-
 Sources of the field names: platform.openai.com/docs/guides/fine-tuning, github.com/lm-sys/FastChat,
 huggingface.co/docs/trl/dataset_formats, github.com/tatsu-lab/stanford_alpaca.
 """
@@ -47,14 +46,14 @@ _SHARED = frozenset({"tools", "functions", "system"})
 
 
 def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[str]]:
-    """Return the messages of a record, and the names of the fields that were read.
+    """Convert a record to messages; also return the names of the fields that were used.
 
     Args:
         record: the parsed JSON value or table row.
         location: file and line, for error messages.
 
     Raises:
-        DataError: the record has none of the known forms.
+        DataError: the record has none of the known formats.
     """
     values = record if isinstance(record, dict) else {}
     for name in ("messages", "conversations"):
@@ -75,7 +74,7 @@ def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[
 
 
 def _find_name(values: Mapping[str, Any], name: str) -> str:
-    """Return the name of a form's field in the record, which may be an alias."""
+    """Return the record's name for a standard field, which may be an alias."""
     return name if name in values else _ALSO.get(name, name)
 
 
@@ -88,14 +87,14 @@ def _unknown_form(location: str) -> DataError:
 
 
 def read_turns(turns: Sequence[Any], location: str) -> list[Message]:
-    """Return messages in OpenAI's form, from OpenAI's or ShareGPT's.
+    """Convert messages in OpenAI's or ShareGPT's format to OpenAI's.
 
     Args:
         turns: objects with ``role`` and ``content``, or ``from`` and ``value``.
         location: file and line, for error messages.
 
     Raises:
-        DataError: an object has neither form.
+        DataError: an object has neither format.
     """
     return [_read_turn(turn, location) for turn in turns]
 
@@ -116,7 +115,7 @@ def _read_turn(turn: Any, location: str) -> Message:
 
 
 def _read_calls(text: str, location: str) -> list[dict[str, Any]]:
-    """Parse the value of ShareGPT's ``function_call``: a JSON object, or a list of them."""
+    """Parse the value of ShareGPT's ``function_call``: one JSON object, or a list of objects."""
     calls = parse_arguments(text)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -127,7 +126,7 @@ def _read_calls(text: str, location: str) -> list[dict[str, Any]]:
 
 
 def with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Put the record's ``system`` field before the messages, unless they begin with one."""
+    """Prepend the record's ``system`` field as a message, unless there is a system message."""
     text = values.get("system")
     has_own = bool(messages) and messages[0]["role"] == "system"
     if not isinstance(text, str) or not text or has_own:
@@ -136,11 +135,11 @@ def with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Mess
 
 
 def _read_pair(values: Mapping[str, Any], names: Sequence[str], location: str) -> list[Message]:
-    """Read a question and an answer, each a text or a list of messages; earlier rounds first.
+    """Convert a question and an answer to messages, after the record's ``history``, if any.
 
     Args:
         values: the record.
-        names: fields of the question, of the answer, and of a further input of the question.
+        names: fields of the question, of the answer, and of an additional input of the question.
         location: file and line, for error messages.
     """
     question, answer, more = (values.get(name) for name in (*names, "")[:3])
@@ -165,11 +164,11 @@ def read_tools(values: Mapping[str, Any], location: str) -> list[dict[str, Any]]
     """Return a record's ``tools`` (or OpenAI's older ``functions``) as OpenAI's tool objects.
 
     Args:
-        values: the record; its tools are a list, or a JSON text of one.
+        values: the record; its tools are a list, or a list serialized as JSON.
         location: file and line, for error messages.
 
     Raises:
-        DataError: the field is neither.
+        DataError: the field has another type.
     """
     tools = values.get("tools") or values.get("functions")
     if not tools:

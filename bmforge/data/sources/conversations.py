@@ -1,7 +1,7 @@
-"""Reads conversations from .jsonl, .json and .parquet files, in all published forms.
+"""Reads conversations from .jsonl, .json and .parquet files, in all published formats.
 
-`read_conversations` is the entry point; `conversation_forms.py` turns one record into messages.
-Text files may be in any encoding that `bmforge prepare` detects, and packed (.gz, .zst, ...).
+`read_conversations` is the entry point; `conversation_forms.py` converts one record to messages.
+Text files may be in any encoding that `bmforge prepare` detects, and compressed (.gz, .zst, ...).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PARQUET = ".parquet"
 
 @dataclass(frozen=True)
 class ChatExample:
-    """One conversation of a file.
+    """One conversation from a file.
 
     Args:
         place: file and line, entry or row, for error messages.
-        messages: the messages in OpenAI's form, tool calls with parsed arguments.
+        messages: messages in OpenAI's format, tool calls with parsed arguments.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         fields: the record's other top-level fields, such as ``documents`` or ``id``.
     """
@@ -43,7 +43,7 @@ class ChatExample:
 
 
 def read_conversations(path: str | os.PathLike[str]) -> list[ChatExample]:
-    """Read every conversation of a file, or of all files of a folder.
+    """Read every conversation from a file, or from all files of a folder.
 
     Args:
         path: a file with one JSON object a line, with a JSON list of objects, or a Parquet table;
@@ -52,7 +52,7 @@ def read_conversations(path: str | os.PathLike[str]) -> list[ChatExample]:
     Raises:
         DataError: the path does not exist, a file cannot be decoded, or an entry is not a
             conversation with an answer of the assistant.
-        MissingDependencyError: a Parquet file, and pyarrow is not installed.
+        MissingDependencyError: a Parquet file is read, and pyarrow is not installed.
     """
     return [
         _read_record(location, record)
@@ -62,10 +62,10 @@ def read_conversations(path: str | os.PathLike[str]) -> list[ChatExample]:
 
 
 def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
-    """List the conversation files that a path names: the file itself, or those of a folder.
+    """List the conversation files at a path: the file itself, or all such files of a folder.
 
     Raises:
-        DataError: the path does not exist, or the folder holds no such file.
+        DataError: the path does not exist, or the folder contains no such file.
     """
     folder = Path(path)
     if folder.is_file():
@@ -85,7 +85,7 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _suffix_of(file: Path) -> str:
-    """Return the suffix without that of a compression format."""
+    """Return a file's suffix, ignoring that of a compression format."""
     return (file.with_suffix("") if file.suffix in PACKED else file).suffix.lower()
 
 
@@ -102,7 +102,7 @@ def _read_record(location: str, record: Any) -> ChatExample:
 
 
 def read_records(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the parsed value of every entry of a file."""
+    """Yield the location and the parsed value of every entry in a file."""
     if _suffix_of(file) == _PARQUET:
         yield from _read_parquet(file)
         return
@@ -155,7 +155,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null fields: Arrow gives every struct of a column the union of all fields."""
+    """Remove null fields, which Arrow adds to structs so that all rows have the same fields."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

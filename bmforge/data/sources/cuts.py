@@ -1,7 +1,7 @@
-"""Divides large files among shards, and reads a part of a file.
+"""Divides large files into ranges for shards, and reads one range of a file.
 
 Text files are cut at line ends; compressed ones at line ends of the decompressed data, so that each
-part decompresses everything before it; Parquet between row groups; archives between members.
+range decompresses everything before it; Parquet between row groups; archives between members.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 class Parts(NamedTuple):
-    """Cut points of a file.
+    """Offsets at which a file may be cut.
 
     Attributes:
-        at: pairs of the offset of a cut (decompressed byte, row, or member position) and the
-            number of
-            the line, row or member that begins there.
+        at: pairs of the offset of a cut (decompressed byte, row, or member position) and the number
+            of the line, row or member that begins there.
         units: size of the whole file in decompressed bytes, rows, or members.
         size_bytes: decompressed size of the whole file.
     """
@@ -45,8 +44,9 @@ class Parts(NamedTuple):
 
 
 def how_to_cut(path: Path) -> str:
-    """Return how a file may be cut: at ``"lines"``, as ``"packed"`` lines, at ``"rows"``, at
-    ``"members"``, or "" if it may not.
+    """Return how a file may be cut: ``"lines"``, ``"packed"``, ``"rows"``, ``"members"`` or "".
+
+    ``"packed"`` means line ends of a compressed file; "" means that the file cannot be cut.
     """
     with path.open("rb") as file:
         head = file.read(SAMPLE_BYTES)
@@ -74,7 +74,7 @@ def how_to_cut(path: Path) -> str:
 
 
 class LineCutter:
-    """Finds the first line end after every `every_bytes` bytes of a stream fed in chunks."""
+    """Finds the first line end after every `every_bytes` bytes of a stream, chunk by chunk."""
 
     def __init__(self, every_bytes: int) -> None:
         self._every, self._wanted, self._line = every_bytes, every_bytes, 1
@@ -82,7 +82,7 @@ class LineCutter:
         self._cuts: list[tuple[int, int]] = []
 
     def feed(self, chunk: bytes) -> None:
-        """Process the next chunk of bytes."""
+        """Search the next chunk of the stream for line ends."""
         start = 0
         while self._wanted < self.offset + len(chunk):
             end = chunk.find(b"\n", max(self._wanted - 1 - self.offset, start)) + 1
@@ -100,9 +100,9 @@ class LineCutter:
 
 
 def find_parts(path: Path, how: str, every_bytes: int) -> Parts:
-    """Return the parts of a compressed text file (at most 16), of Parquet, or of an archive.
+    """Find the cut offsets of a compressed text file (at most 16), Parquet file, or archive.
 
-    A damaged file is not cut, as its reader reports the error.
+    A damaged file is not cut, so that its reader reports the error.
     """
     if how == "members":
         return Parts(*find_members(path, _kind(path), every_bytes))
@@ -152,7 +152,7 @@ def _cut_rows(path: Path, every_bytes: int) -> Parts:
 def read_part(
     stream: BinaryIO, path: Path, options: ReadOptions, begin: int, end: int, line: int
 ) -> Iterator[Record]:
-    """Yield the entries of a part that does not begin at the file's start.
+    """Yield the records in a range of a file that does not start at the beginning.
 
     Args:
         stream: stream of the whole file.

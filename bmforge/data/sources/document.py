@@ -1,4 +1,4 @@
-"""A document: a text with its source and metadata, passed from step to step."""
+"""`Document`: a text with its source and metadata, which the cleaning steps process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Document:
     Attributes:
         source: path of the input file.
         place: location in the file: a line, the name of a member, a page; ``"1"`` for a whole file.
-        id: hash of source, place and original text, kept by every step.
+        id: hash of source, place and original text, unchanged by every step.
         url, licence: URL and license of the page or the data set, as stated by the source.
         terms: other conditions of the source, or the URL of them.
         date: ISO 8601, as far as known: ``"2024"``, ``"2024-05-01"``.
@@ -41,7 +41,7 @@ class Document:
     terms: str = ""
 
     def __post_init__(self) -> None:
-        """Compute the id if none was given."""
+        """Compute the id if none is given."""
         if not self.id:
             parts = (self.source, self.place, self.text)
             hashed = "\0".join(parts).encode("utf-8", "surrogatepass")
@@ -49,7 +49,7 @@ class Document:
 
 
 def primary_subtag(tag: str) -> str:
-    """Return the language of a tag, without region and script: ``"zh"`` for ``"zh-Hant-TW"``.
+    """Return the language of a language tag: ``"zh"`` for ``"zh-Hant-TW"``.
 
     Source: BCP 47, RFC 5646, section 2.2.1; underscores are also accepted, as in locale names.
     """
@@ -57,7 +57,7 @@ def primary_subtag(tag: str) -> str:
 
 
 def to_record(document: Document) -> dict[str, Any]:
-    """Return a document as a dict for JSON, without unknown fields."""
+    """Convert a document to a dict for JSON, without unknown fields."""
     record = {item.name: getattr(document, item.name) for item in fields(Document)}
     record["scores"] = dict(record["scores"])
     return {name: value for name, value in record.items() if value or name in _ALWAYS}

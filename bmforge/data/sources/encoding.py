@@ -1,9 +1,9 @@
-"""Decodes bytes to text: by byte order mark, as UTF-8, by label, else by detection.
+"""Decodes bytes to text by byte order mark, as UTF-8, by declared encoding, or by detection.
 
-Nearly all bytes decode as something, so detection compares the share of frequent characters.
-For Chinese these are the first levels of GB 2312 and Big5, which both standards order by
-frequency of use. Bytes with several valid multi-byte UTF-8 characters are UTF-8 whatever the label:
-in another encoding such a sequence is extremely unlikely.
+Nearly all bytes can be decoded in some encoding, so detection compares the share of frequent
+characters. For Chinese these are the first levels of GB 2312 and Big5, which both standards order
+by frequency of use. Bytes with several valid multi-byte UTF-8 characters are UTF-8 whatever the
+label: in another encoding such a sequence is extremely unlikely.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _WEB_LABELS = {
 
 @dataclass(frozen=True)
 class Decoded:
-    """Text that was decoded from bytes.
+    """Text decoded from bytes, with the encoding that was used.
 
     Attributes:
         encoding: Python's name of the encoding.
-        replaced: number of characters that were damaged and are U+FFFD in the text.
+        replaced: number of damaged characters, which are U+FFFD in the text.
     """
 
     text: str
@@ -82,7 +82,7 @@ class Decoded:
     replaced: int = 0
 
     def scores(self) -> Mapping[str, float]:
-        """Return the number of replaced characters as document scores."""
+        """Return the number of replaced characters as a document score; empty if there are none."""
         return {"replaced_characters": self.replaced} if self.replaced else {}
 
 
@@ -96,9 +96,10 @@ def decode(
     """Decode bytes to text, without a byte order mark.
 
     Args:
+        raw: bytes to decode.
         location: name of the source for error messages.
         labels: encodings that a protocol or page declares.
-        expected: encoding of the whole file of which `raw` is a part.
+        expected: encoding of the whole file that contains `raw`.
         errors: "replace" puts U+FFFD for single damaged characters; "strict" refuses them.
 
     Raises:
@@ -139,7 +140,7 @@ def _explain(raw: bytes, location: str, damaged: Decoded | None) -> DataError:
 
 
 def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded | None:
-    """Decode bytes with the first encoding in which they are valid; None if there is none."""
+    """Decode bytes with the first candidate encoding in which they are valid; None if none is."""
     for mark, name in _MARKS:
         if raw.startswith(mark) and (text := _try(raw, name)) is not None:
             return Decoded(text, name)
@@ -167,18 +168,17 @@ def _decode_intact(raw: bytes, labels: Sequence[str], expected: str) -> Decoded 
 
 
 def _known_labels(labels: Sequence[str]) -> list[str]:
-    """Return the known encodings among labels, Latin-1 last, as servers declare it by default."""
+    """Return the supported encodings among labels; Latin-1 is last, as it is a server default."""
     names = [_WEB_LABELS.get(label.lower(), label.lower()) for label in labels]
     supported = [name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _knows(name)]
     return sorted(supported, key=lambda name: name == "cp1252")
 
 
 def _is_surely_utf8(text: str, raw: bytes, names: Sequence[str]) -> bool:
-    """Return True if the bytes are UTF-8 regardless of the labels.
+    """Return True if the bytes are UTF-8, whatever encoding is declared.
 
     ASCII bytes may be a 7-bit encoding if the label names one, and a few multi-byte characters may
-    be
-    Chinese or Japanese by chance.
+    be Chinese or Japanese by chance.
     """
     if text.isascii():
         return not any(name == "hz" for name in names)
@@ -191,9 +191,9 @@ def _is_single_byte(name: str) -> bool:
 
 
 def _put_detected_first(raw: bytes, names: Sequence[str], detected: str) -> Sequence[str]:
-    """Return the labels' encodings, preceded by a confidently detected Chinese or Japanese one.
+    """Return the declared encodings, after a confidently detected Chinese or Japanese one.
 
-    A single-byte label is valid for any bytes, and a server's default is no evidence.
+    A declared single-byte encoding is valid for any bytes, and a server's default is no evidence.
     """
     if detected not in _WIDE or detected in names or not names:
         return names
@@ -219,20 +219,20 @@ def _decode_damaged(raw: bytes, labels: Sequence[str], expected: str) -> Decoded
 
 
 def may_replace(bad: int, characters: int) -> bool:
-    """Return True if few enough characters of a text are damaged that it can be used.
+    """Return True if so few characters of a text are damaged that the text is usable.
 
-    One bad byte inside a multi-byte character damages up to three.
+    One bad byte inside a multi-byte character damages up to three characters.
     """
     return 0 < bad <= _MOST_BAD * characters or (0 < bad <= 3 and characters >= 50)
 
 
 def _is_common(text: str, name: str) -> bool:
-    """Return False if a Chinese or Japanese text lost byte synchronization after damage."""
+    """Return False if a Chinese or Japanese text lost byte synchronization after a damaged byte."""
     return name not in _WIDE or _share_of_common(text) >= _SURE
 
 
 def detect_encoding(raw: bytes) -> str:
-    """Detect the encoding of a sample of the bytes; "" if it cannot be detected."""
+    """Detect the encoding of bytes from their beginning; "" if it cannot be detected."""
     for mark, name in _MARKS:
         if raw.startswith(mark):
             return name
@@ -269,7 +269,7 @@ _WINDOWS_CONTROLS = {0xDC00 + byte: byte for byte in (0x81, 0x8D, 0x8F, 0x90, 0x
 
 
 def _cut(raw: bytes, name: str) -> str | None:
-    """Decode a sample whose last character may be incomplete; None if it is invalid."""
+    """Decode bytes whose last character may be incomplete; None if they are invalid."""
     try:
         return codecs.getincrementaldecoder(name)("strict").decode(raw, final=False)
     except UnicodeDecodeError:
@@ -289,7 +289,7 @@ def _is_damaged_utf8(sample: bytes) -> bool:
 
 
 def _detect_utf16(sample: bytes) -> str:
-    """Detect UTF-16 without a byte order mark: frequent characters, and no control characters."""
+    """Detect UTF-16 without a byte order mark by its frequent characters; "" if it is not."""
     scores = {}
     for name in ("utf-16-le", "utf-16-be"):
         text = _cut(sample, name) or ""
@@ -301,7 +301,7 @@ def _detect_utf16(sample: bytes) -> str:
 
 @cache
 def _common() -> frozenset[str]:
-    """Return the frequent characters of Chinese and Japanese, with their punctuation."""
+    """Return the set of frequent Chinese and Japanese characters, with their punctuation."""
     # Rows and cells: GB 2312's level 1, Big5's, and the punctuation, kana and full width of both.
     characters = {
         _pair(row, cell, "gb2312") for row in range(0xB0, 0xD8) for cell in range(0xA1, 0xFF)
@@ -319,7 +319,7 @@ def _pair(row: int, cell: int, name: str) -> str:
 
 
 def _score(sample: bytes, name: str) -> float:
-    """Return the share of frequent characters among the non-ASCII ones; 0 if invalid in `name`."""
+    """Return the share of frequent characters in the non-ASCII text; 0 if it is invalid."""
     text = codecs.getincrementaldecoder(name)("replace").decode(sample, final=False)
     bad = text.count(_REPLACEMENT)
     return 0.0 if bad > max(1, _MOST_BAD * len(text)) else _share_of_common(text)
@@ -331,7 +331,7 @@ def _share_of_common(text: str) -> float:
 
 
 def _is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its share of kana; all of its bytes would be frequent in GB 2312."""
+    """Detect EUC-JP by its share of kana; in GB 2312, all its characters would be frequent."""
     text = _cut(sample, "euc_jp") or ""
     wide = sum(c > "\x7f" for c in text)
     return (
@@ -340,7 +340,7 @@ def _is_japanese_euc(sample: bytes) -> bool:
 
 
 def _is_korean(sample: bytes) -> bool:
-    """Detect Korean by its share of Hangul; all of its bytes would be frequent in GB 2312."""
+    """Detect Korean by its share of Hangul; in GB 2312, its characters would be frequent."""
     text = _cut(sample, "euc_kr")  # cp949's other syllables are rare, and Shift-JIS looks so
     wide = [c for c in text or "" if c > "\x7f"]
     hangul = sum("\uac00" <= c <= "\ud7a3" for c in wide)
@@ -348,7 +348,7 @@ def _is_korean(sample: bytes) -> bool:
 
 
 def _ask_library(sample: bytes) -> str:
-    """Detect the encoding with resiliparse, which knows Windows code pages."""
+    """Detect the encoding with resiliparse, which also knows Windows code pages."""
     try:
         from resiliparse.parse.encoding import detect_encoding as ask
     except ImportError:

@@ -1,4 +1,4 @@
-"""Reads documents, one at a time, from files of every format in `kinds.py`.
+"""Reads documents from files of every format in `kinds.py`, one at a time.
 
 A bad file or line raises a `DataError` that names it; with ``skip_bad=True`` it is counted and
 skipped.
@@ -40,13 +40,13 @@ _HIGHEST_RATIO = 100
 
 @dataclass
 class SkipCount:
-    """Number of skipped lines and files, and the first few messages."""
+    """Number of skipped lines and files, and the first few error messages."""
 
     count: int = 0
     messages: list[str] = field(default_factory=list)
 
     def add(self, message: str) -> None:
-        """Count a skipped entry, and keep its message if it is among the first few."""
+        """Count a skipped entry, and store its error message if it is among the first few."""
         self.count += 1
         if len(self.messages) < _KEPT_MESSAGES:
             self.messages.append(message)
@@ -60,19 +60,18 @@ def read_documents(
     errors: str = "replace",
     skipped: SkipCount | None = None,
 ) -> Iterator[Document]:
-    """Yield every document of `paths`, files in order, directories recursively and sorted.
+    """Yield every document in `paths`, files in order, directories recursively and sorted.
 
-    The unit of a document depends on the format: a whole text or page, a line of .jsonl, a row
-    of a table, a record of a web archive. Any file may be compressed or in an archive. A path that
-    does
+    The unit of a document depends on the format: a whole text or page, a line of .jsonl, a row of a
+    table, a record of a web archive. Any file may be compressed or in an archive. A path that does
     not exist is an error even with `skip_bad`.
 
     Args:
         paths: files and directories.
-        skip_bad: skip damaged entries, count them, and report the count at the end.
+        skip_bad: True to skip damaged entries, count them, and report the count at the end.
         text_field: field of a .jsonl line that contains the text.
-        errors: "replace" puts U+FFFD for single bytes that do not decode, "strict" refuses them.
-        skipped: counter to update, for a caller that needs it.
+        errors: "replace" puts U+FFFD for single undecodable bytes, "strict" refuses them.
+        skipped: counter to update (default: a new one).
 
     Raises:
         DataError: a file is missing, empty, binary, not UTF-8 or damaged, or a line does not parse.
@@ -95,7 +94,7 @@ def read_documents(
 
 
 def _parse(record: Record, skipped: SkipCount | None) -> Iterator[Document]:
-    """Yield the document of an entry; `skipped` is None if a bad entry is an error."""
+    """Yield the document of a record; a bad record is counted in `skipped`, if given."""
     try:
         parsed = parse_record(record)
     except DataError as error:
@@ -111,7 +110,7 @@ def list_files(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     unread: list[Path] | None = None,
 ) -> list[Path]:
-    """Return the input files of paths and directories, in reading order.
+    """List the input files in paths and directories, in reading order.
 
     Args:
         paths: files and directories.
@@ -145,7 +144,7 @@ def list_files(
 
 
 def python_topics() -> Iterator[Document]:
-    """Yield the help topics included in CPython (465 kB of English), sorted by name."""
+    """Yield the help topics that CPython includes (465 kB of English), sorted by name."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
@@ -183,7 +182,7 @@ def _raise_unlistable(error: OSError) -> None:
 
 
 def _is_input(path: Path) -> bool:
-    """Return True if the name, or else the first bytes, of a file indicate a supported format."""
+    """Return True if a file has a supported format, judged by its name or else its first bytes."""
     if kind_of(b"", path.name):
         return True
     try:
@@ -196,18 +195,17 @@ def _is_input(path: Path) -> bool:
 def read_records(
     path: Path, options: ReadOptions, *, begin: int = 0, end: int = -1, line: int = 1
 ) -> Iterator[Record]:
-    """Yield the entries of one file, or of a part of it.
+    """Yield the records of one file, or of a range of it.
 
     Args:
         path: path of the file.
         options: reader options.
-        begin, end: range in decompressed bytes at line ends, or in rows (`cuts.Parts`); the end
-            -1 is
-            the end of the file.
+        begin, end: range in decompressed bytes at line ends, or in rows (`cuts.Parts`); the end -1
+            is the end of the file.
         line: number of the line or row at `begin`.
 
     Raises:
-        DataError: the file cannot be read, or not beyond some point.
+        DataError: the file cannot be read, or only up to some point.
     """
     try:
         with path.open("rb") as stream:
@@ -228,7 +226,7 @@ def read_records(
 
 
 def parse_record(record: Record) -> Document | Drop:
-    """Return the document of an entry, or the `Drop` with the reason why it has none.
+    """Parse a record to a document, or to a `Drop` with the reason why it has no document.
 
     Raises:
         DataError: the entry is damaged.

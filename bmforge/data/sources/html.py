@@ -1,4 +1,4 @@
-"""Reads web pages: the main text and the metadata."""
+"""Reads web pages: extracts their main text and metadata."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TERMS = (
 
 
 def read_html(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the page as one entry."""
+    """Yield the page as one record."""
     raw = stream.read(_LARGEST_BYTES + 1)
     yield Record(where.whole(), len(raw), partial(parse_page, raw, where, options))
 
@@ -55,7 +55,7 @@ def read_html(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
 def parse_page(
     raw: bytes, where: Where, options: ReadOptions, *, charset: str = "", url: str = ""
 ) -> Document | Drop:
-    """Return the main text of a page.
+    """Extract the main text and metadata of a page.
 
     Args:
         raw: the HTML.
@@ -117,7 +117,7 @@ def _parse(page: str, where: Where) -> Any:
 
 
 def _find(tree: Any, selectors: tuple[tuple[str, str], ...]) -> str:
-    """Return the first attribute that exists, "" if none does."""
+    """Return the first nonempty attribute that some CSS selectors match, or ""."""
     for selector, attribute in selectors:
         element = tree.document.query_selector(selector)
         value = element.getattr(attribute, "") if element is not None else ""

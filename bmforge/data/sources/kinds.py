@@ -1,4 +1,4 @@
-"""Table of the supported file formats; detects a format by first bytes, then by name."""
+"""Table of the supported file formats, which are detected by first bytes, then by name."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ _TAR_MAGIC = 257, b"ustar"
 
 @dataclass(frozen=True)
 class Source:
-    """Reader of one file format.
+    """Description of a file format and its reader.
 
     Attributes:
         suffixes: file name suffixes of the format.
         magic: first bytes that identify the format whatever the name.
-        read: function that yields the entries; None if `members` yields streams to read in turn.
-        in_memory: the reader needs random access, so a compressed file is decompressed in memory.
+        read: function that yields the records; None if `members` yields streams to read in turn.
+        in_memory: True if the reader needs random access, so that a compressed file is decompressed
+            in memory.
         unpacks: compression suffix that the reader handles itself, record by record.
     """
 
@@ -126,7 +127,7 @@ def kind_of(head: bytes, name: str) -> str:
 def read_stream(
     stream: BinaryIO, name: str, where: Where, options: ReadOptions, depth: int = 0
 ) -> Iterator[Record]:
-    """Yield the entries of a stream of any format, compressed or not, archives member by member.
+    """Yield the records of a stream of any format; it may be compressed or an archive.
 
     Args:
         stream: buffered stream, whose first bytes can be peeked.
@@ -136,7 +137,7 @@ def read_stream(
         depth: nesting depth of archives and compressions around the stream.
 
     Raises:
-        DataError: the stream cannot be read, or not beyond some point.
+        DataError: the stream cannot be read, or only up to some point.
     """
     head = _peek(stream, _HEAD_BYTES)
     packing = packing_of(head, name)
@@ -178,7 +179,7 @@ def read_stream(
 def _read_members(
     stream: BinaryIO, source: Source, where: Where, options: ReadOptions, depth: int
 ) -> Iterator[Record]:
-    """Yield the entries of each member of an archive; a damaged member does not affect others."""
+    """Yield the records of each archive member; a damaged member does not affect others."""
     assert source.members is not None
     for member, content in source.members(stream, where, options):
         if isinstance(content, Record):
@@ -199,7 +200,7 @@ def _read_members(
 
 
 def _count_bytes(stream: BinaryIO) -> int:
-    """Return the number of remaining bytes in a stream."""
+    """Read a stream to its end and return the number of bytes."""
     count = 0
     while chunk := stream.read(_COUNT_BYTES):
         count += len(chunk)

@@ -1,4 +1,4 @@
-"""Reads text files and notebooks, one document each, and JSON, one document per line or object."""
+"""Reads text files and notebooks as one document each, and JSON line by line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _KNOWN = {
 
 
 def read_text_file(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole file as one entry."""
+    """Yield the whole text file as one record."""
     raw = stream.read()
     yield Record(where.whole(), len(raw), partial(_parse_text, raw, where, options))
 
@@ -60,7 +60,7 @@ def _parse_text(raw: bytes, where: Where, options: ReadOptions) -> Document:
 
 
 def read_subtitles(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole file as one entry: the spoken lines, without numbers and times."""
+    """Yield a subtitle file as one record: the spoken lines, without numbers and times."""
     raw = stream.read()
     yield Record(where.whole(), len(raw), partial(_parse_subtitles, raw, where, options))
 
@@ -73,7 +73,7 @@ def _parse_subtitles(raw: bytes, where: Where, options: ReadOptions) -> Document
 
 
 def read_notebook(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole notebook as one entry: the sources of its cells, without outputs."""
+    """Yield a notebook as one record: the sources of its cells, without outputs."""
     raw = stream.read(_LARGEST_JSON_BYTES + 1)
     yield Record(where.whole(), len(raw), partial(_parse_notebook, raw, where, options))
 
@@ -91,7 +91,7 @@ def _parse_notebook(raw: bytes, where: Where, options: ReadOptions) -> Document:
 
 
 def is_json_lines(sample: bytes) -> bool:
-    """Return True if a .json file has an object on each line, as many data sets do."""
+    """Return True if a .json file has an object on each line (JSON lines), as many data sets do."""
     first, newline, _ = sample.lstrip(b"\xef\xbb\xbf \t\r\n").partition(b"\n")
     if not first.startswith(b"{"):
         return False
@@ -104,7 +104,7 @@ def is_json_lines(sample: bytes) -> bool:
 
 
 def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per line, per element of a list, or the one object of a .json file."""
+    """Yield one record per line, per list element, or for the single object of a .json file."""
     if is_json_lines(stream.peek(_SAMPLE_BYTES)[:_SAMPLE_BYTES]):  # type: ignore[attr-defined]
         yield from read_jsonl(stream, where, options)
         return
@@ -137,7 +137,7 @@ def _parse_object(
 
 
 def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per line; blank lines are skipped."""
+    """Yield one record per line; blank lines are skipped."""
     position, lines = stream.tell() if where.end >= 0 else 0, 0
     for number, raw in enumerate(_each_line(stream, where.encoding), start=where.line):
         if len(raw) > _LONGEST_LINE_BYTES:
@@ -182,7 +182,9 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
 
 
 def find_text(record: Any, field: str, location: str) -> str:
-    """Return the text in a record's field; `a.b.0` is the first element of field b of a.
+    """Return the text in a record's field; a name such as `a.b.0` addresses a nested value.
+
+    `a.b.0` is the first element of field b of field a.
 
     Raises:
         DataError: the field is missing, not a string, or contains a lone surrogate.
@@ -218,7 +220,7 @@ def find_text(record: Any, field: str, location: str) -> str:
 
 
 def find_known(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the URL, license, terms, date and language of a record, if present."""
+    """Return the metadata in a record: URL, license, terms, date and language, if present."""
     metadata: dict[str, Any] = {}
     for name, fields in _KNOWN.items():
         values = (record.get(field) for field in fields)
@@ -232,5 +234,5 @@ def find_known(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_cut_by_bytes(head: bytes) -> bool:
-    """Return True if, judging by the first bytes, a newline is always the single byte 0x0A."""
+    """Return True if lines end with the single byte 0x0A, judging by the first bytes of a file."""
     return b"\0" not in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

@@ -1,9 +1,9 @@
-"""Finds the main text of a web page, and checks it against the text that a visitor sees.
+"""Extracts the main text of a web page, and checks it against the visible text.
 
-A reader (resiliparse or trafilatura) decides which blocks are main text. Both lose some: a list
+An extractor (resiliparse or trafilatura) decides which blocks are main text. Both lose some: a list
 close to the body, a page without an article element. So the lines of the visible text are compared
-with the reader's. A lost sentence between two lines that the reader kept is restored. If much text
-before or after them is lost, the lines that the other reader keeps are taken as well.
+with the extractor's. A lost sentence between two lines that the extractor kept is restored. If much
+text before or after them is lost, the lines that the other extractor keeps are added.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MOST_SEARCHES = 2000  # of lines that no line of the reader equals: each reads 
 
 @dataclass(frozen=True)
 class MainText:
-    """Main text of a page.
+    """Main text of a page, with measures of its quality.
 
     Attributes:
         lost_ratio: share of the characters of visible sentences that are not in the text.
@@ -64,22 +64,22 @@ class MainText:
 
 
 def unwrap_ruby(page: str) -> str:
-    """Replace each ruby element by its base text, without the readings above it."""
+    """Replace each HTML ruby element with its base text, without the readings above it."""
     if "<ruby" not in page and "<RUBY" not in page:
         return page
     return _RUBY.sub(lambda ruby: _TAG.sub("", _READING.sub("", ruby[1])), page)
 
 
 def find_main_text(tree: Any, page: str, reader: str) -> MainText:
-    """Return the main text of a page.
+    """Extract the main text of a page.
 
     Args:
         tree: resiliparse's tree of the page.
         page: the HTML.
-        reader: the reader whose result is checked, ``resiliparse`` or ``trafilatura``.
+        reader: extractor whose result is checked, ``resiliparse`` or ``trafilatura``.
 
     Raises:
-        MissingDependencyError: trafilatura was asked for and is not installed.
+        MissingDependencyError: trafilatura is selected but not installed.
     """
     readers: dict[str, Callable[[], str]] = {
         "resiliparse": lambda: _plain_text(tree, main_content=True),
@@ -119,7 +119,7 @@ def _trafilatura_text(page: str) -> str:
 
 
 def _ask(reader: Callable[[], str]) -> str:
-    """Return the text of the second reader; "" if it is not installed, as it is optional."""
+    """Return the text of the second extractor; "" if it is not installed, as it is optional."""
     try:
         return reader()
     except MissingDependencyError:
@@ -128,7 +128,7 @@ def _ask(reader: Callable[[], str]) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of the visible text.
+    """One line of a page's visible text.
 
     Attributes:
         raw: the line with its indentation and bullet.
@@ -146,7 +146,7 @@ class _Line:
 
 
 def _visible_lines(page: str) -> tuple[list[_Line], float]:
-    """Return the lines that a visitor sees, without navigation, and the share of links.
+    """Return the lines of the visible text, without navigation, and the share of links.
 
     Marker characters for the start and end of links are inserted in the page before it is parsed.
     """
@@ -170,7 +170,7 @@ def _mark_link(tag: re.Match[str]) -> str:
 
 
 def _split_links(marked: str) -> Iterator[tuple[str, int]]:
-    """Yield each line without markers, and the number of its characters in links."""
+    """Yield each line without link markers, and the number of its characters in links."""
     inside = False
     for line in marked.split("\n"):
         if not inside and _LINK_BEGIN not in line:
@@ -197,7 +197,7 @@ def _make_line(raw: str, linked: int) -> _Line:
 
 
 def _lines_in(lines: list[_Line], text: str) -> list[bool]:
-    """Return for each visible line whether a reader's text contains it."""
+    """Return, for each visible line, whether the extractor's text contains it."""
     reader_lines = {_SPACE.sub("", _BULLET.sub("", line)) for line in text.split("\n")}
     joined, searches, flags = _SPACE.sub("", text), 0, []
     for line in lines:
@@ -210,7 +210,7 @@ def _lines_in(lines: list[_Line], text: str) -> list[bool]:
 
 
 def _restore(lines: list[_Line], by_reader: list[bool]) -> list[bool]:
-    """Add lost sentences and lists between the first and the last line that a reader kept."""
+    """Add lost sentences and lists between the first and the last line that the extractor kept."""
     places = [at for at, line in enumerate(lines) if by_reader[at] and line.is_sentence]
     chosen = list(by_reader)
     if not places:
@@ -226,7 +226,7 @@ def _restore(lines: list[_Line], by_reader: list[bool]) -> list[bool]:
 
 
 def _item_runs(lines: list[_Line], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each list, which may contain blank lines."""
+    """Yield the first and last line index of each list; a list may contain blank lines."""
     at = begin
     while at < end:
         if not lines[at].is_item:
@@ -249,7 +249,7 @@ def _lost_ratio(lines: list[_Line], chosen: list[bool]) -> float:
 
 
 def _join(lines: list[_Line], chosen: list[bool]) -> str:
-    """Join the chosen lines; keep one blank line where the page has one between two of them."""
+    """Join the chosen lines, with a blank line wherever the page has one between two of them."""
     parts: list[str] = []
     is_apart = False
     for line, is_chosen in zip(lines, chosen, strict=True):

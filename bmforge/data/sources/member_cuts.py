@@ -1,4 +1,4 @@
-"""Divides archives at members of .zip and .tar, and at records of web archives."""
+"""Divides archives between members (.zip, .tar), or between records (web archives)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, int]:
-    """Return the cuts of an archive, its number of units, and its decompressed size in bytes.
+    """Return the cut offsets of an archive, its number of units, and its decompressed size.
 
     The units are members for .zip, which has a directory, and bytes for other formats. A damaged
-    archive is not cut, as its reader reports the error.
+    archive is not cut, so that its reader reports the error.
     """
     try:
         with path.open("rb") as file:
@@ -41,7 +41,7 @@ def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, in
 
 
 def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
-    """Return some of the positions at which members begin, with their numbers from 1 on.
+    """Choose member positions at which to cut; return them with member numbers, counted from 1.
 
     Args:
         places: position of each member (-1 if it cannot be cut there) and its size.
@@ -67,7 +67,7 @@ def _tar_places(file: BinaryIO) -> Iterator[tuple[int, int]]:
 def read_members(
     stream: BinaryIO, kind: str, where: Where, options: ReadOptions, begin: int
 ) -> Iterator[Record]:
-    """Yield the entries of a part of an archive that does not begin at its start.
+    """Yield the records in a range of an archive that does not start at the beginning.
 
     Args:
         stream: stream of the archive.

@@ -1,4 +1,4 @@
-"""Reads office files that are zip archives of XML: .docx, .pptx, .xlsx, and .odt, .ods, .odp."""
+"""Reads office files (zip archives of XML): .docx, .pptx, .xlsx, .odt, .ods, .odp."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ Find = Callable[["ZipParts"], str]
 
 
 class ZipParts:
-    """The parts of a zip archive, with a limit on the total size read.
+    """Reads the files inside a zip archive, with a limit on their total size.
 
     Attributes:
-        names: names of all parts.
-        damaged: number of parts that could not be read.
+        names: names of all files.
+        damaged: number of files that could not be read.
     """
 
     def __init__(self, archive: zipfile.ZipFile, most_bytes: int) -> None:
@@ -62,11 +62,11 @@ class ZipParts:
         self.damaged = 0
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a part.
+        """Return the bytes of one file.
 
         Raises:
-            KeyError: the part does not exist.
-            ValueError: the parts are too large.
+            KeyError: the file does not exist.
+            ValueError: the files are too large.
         """
         with self._archive.open(name) as part:
             raw = part.read(self._left_bytes + 1)
@@ -77,7 +77,7 @@ class ZipParts:
 
 
 def office_kind(archive: zipfile.ZipFile) -> str:
-    """Return the document format of a zip archive, "" for a plain archive."""
+    """Return the document format of a zip archive; "" for a plain archive."""
     names = set(archive.namelist())
     if "mimetype" in names:
         try:
@@ -91,22 +91,22 @@ def office_kind(archive: zipfile.ZipFile) -> str:
 
 
 def read_docx(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole file as one entry: its paragraphs, and the rows of its tables."""
+    """Yield the whole file as one record: its paragraphs, and the rows of its tables."""
     yield from _read(stream, where, _docx_text)
 
 
 def read_pptx(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole file as one entry: the text of its slides, in order."""
+    """Yield the whole file as one record: the text of its slides, in order."""
     yield from _read(stream, where, _pptx_text)
 
 
 def read_xlsx(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole file as one entry: the rows of its sheets, with tabs between cells."""
+    """Yield the whole file as one record: the rows of its sheets, with tabs between cells."""
     yield from _read(stream, where, _xlsx_text)
 
 
 def read_open_document(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole file as one entry: the paragraphs of its content."""
+    """Yield the whole file as one record: the paragraphs of its content."""
     yield from _read(stream, where, lambda parts: read_xml_text(parts.read("content.xml"), _OPEN))
 
 
@@ -116,10 +116,10 @@ def _read(stream: BinaryIO, where: Where, find: Find) -> Iterator[Record]:
 
 
 def parse_zip_document(raw: bytes, where: Where, find: Find) -> Document | Drop:
-    """Return the document that `find` extracts from the parts of a zip archive.
+    """Parse a zip archive to a document, whose text `find` extracts from the archive's files.
 
     Raises:
-        DataError: the archive or a required part is damaged.
+        DataError: the archive or a required file is damaged.
     """
     if len(raw) > LARGEST_BYTES:
         return Drop("book_too_large", len(raw), LARGEST_BYTES, str(where))
@@ -144,7 +144,7 @@ def _docx_text(parts: ZipParts) -> str:
 
 
 class _DocxLines:
-    """Collects the paragraphs of a .docx, and its table rows with tabs between cells.
+    """Collects the paragraphs of a .docx file, and its table rows with tabs between cells.
 
     A paragraph may contain a text box with its own paragraphs, which follow it.
     """
@@ -156,7 +156,7 @@ class _DocxLines:
         self._is_text = False
 
     def begin(self, name: str, _: Attributes) -> None:
-        """Open a paragraph or row."""
+        """Handle the start of an element: open a paragraph or table row."""
         self._hidden += name in _WORD_HIDDEN
         if self._hidden:
             return
@@ -170,7 +170,7 @@ class _DocxLines:
         self._is_text = name == "t"
 
     def end(self, name: str) -> None:
-        """Close a paragraph, cell or row."""
+        """Handle the end of an element: close a paragraph, cell or row."""
         if self._hidden:
             self._hidden -= name in _WORD_HIDDEN
             return
@@ -199,7 +199,7 @@ def _pptx_text(parts: ZipParts) -> str:
 
 
 def _each_part(parts: ZipParts, names: list[str], read: Callable[[bytes], str]) -> Iterator[str]:
-    """Yield the text of each part; damaged parts are counted and skipped."""
+    """Yield the text of each file in the archive; damaged files are counted and skipped."""
     for name in names:
         try:
             text = read(parts.read(name)).strip("\n")
@@ -223,7 +223,7 @@ def _shared_strings(parts: ZipParts) -> list[str]:
 
 
 def _sheet_text(raw: bytes, shared: list[str]) -> str:
-    """Return the rows of a sheet, with the values of formulas."""
+    """Return the rows of a spreadsheet as text, with the values of formulas."""
     parts: list[str] = []
     cell: dict[str, str] = {"type": "", "inside": ""}
 

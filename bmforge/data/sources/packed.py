@@ -1,4 +1,4 @@
-"""Decompresses gz, bz2, xz and zst streams while they are read."""
+"""Decompresses gz, bz2, xz and zst streams while reading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inner_name(name: str) -> str:
 
 
 def packing_of(head: bytes, name: str) -> str:
-    """Return a stream's compression, by its first bytes, then by its name; "" if there is none."""
+    """Detect a stream's compression by its first bytes, then its name; "" if it has none."""
     for suffix, magic in _MAGIC.items():
         if head.startswith(magic):
             return suffix
@@ -44,11 +44,10 @@ def packing_of(head: bytes, name: str) -> str:
 
 
 def unpack(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> BinaryIO:
-    """Return the decompressed form of a stream.
+    """Return a stream of the decompressed bytes.
 
     Reading raises `OSError` if the compression ratio is implausible for text, or if the output
-    exceeds
-    `most_bytes` (0: no limit).
+    exceeds `most_bytes` (0: no limit).
     """
     raw: Any
     if packing == ".gz":
@@ -63,14 +62,14 @@ def unpack(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> Bi
 
 
 def open_unpacked(path: Path) -> BinaryIO:
-    """Open a file for reading bytes, decompressed according to its name."""
+    """Open a file for reading; compressed files are decompressed according to their name."""
     file = io.BufferedReader(io.FileIO(path))
     packing = packing_of(b"", path.name)
     return unpack(file, packing, str(path)) if packing else file  # type: ignore[return-value]
 
 
 class _Guarded(io.RawIOBase):
-    """Decompressed stream that fails if its output is out of proportion to its input."""
+    """Decompressed stream that fails if its output is implausibly large for its input."""
 
     def __init__(self, unpacked: Any, packed: BinaryIO, most_bytes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Reads PDF: text in reading order, with hyphenated words joined and running heads removed."""
+"""Reads PDF: text in reading order, with hyphenated words joined and page headers removed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _LINE = re.compile("[^\r\n\ufffe\x02]*[\ufffe\x02]?")
 
 
 def read_pdf(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield the whole file as one entry."""
+    """Yield the whole file as one record."""
     raw = stream.read(_LARGEST_BYTES + 1)
     yield Record(where.whole(), len(raw), partial(parse_pdf, raw, where))
 
 
 def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
-    """Return the text of a PDF; scans without text and encrypted files give a `Drop`.
+    """Parse the text of a PDF; scans without text and encrypted files give a `Drop`.
 
     Raises:
         DataError: the file is damaged.
@@ -67,7 +67,7 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
 
 
 def _read_page(page: Any) -> str:
-    """Return the text of a pdfium page, its lines in reading order."""
+    """Return the text of a pdfium page, with lines in reading order."""
     drawn = page.get_text_range()
     if len(drawn) == page.count_chars():  # else positions are unknown
         lines = [
@@ -83,7 +83,7 @@ def _read_page(page: Any) -> str:
 
 
 def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
-    """Yield a line with its position, split where it continues in another column.
+    """Yield a line with its bounding box; a line that spans two columns is split.
 
     Positions are those of characters in the file, not of characters that pdfium generated.
     """
@@ -105,7 +105,7 @@ def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
 
 
 def join_pages(pages: list[str]) -> str:
-    """Join pages to one text, without running heads and feet."""
+    """Join the pages to one text, without running headers and footers."""
     texts = [_SIGN.sub("-\n", page).strip() for page in pages]
     split = [[line.rstrip() for line in page.split("\n")] for page in texts]
     seen: Counter[tuple[bool, str]] = Counter()
@@ -125,7 +125,7 @@ def join_pages(pages: list[str]) -> str:
 
 
 def _shapes(lines: list[str], at: int, page: int) -> set[tuple[bool, str]]:
-    """Return the forms in which a head or foot line may recur on other pages; empty for body lines.
+    """Return the forms in which a header or footer may recur on other pages; else empty.
 
     The forms are the line itself, and the line with one number replaced by its difference from the
     page number.

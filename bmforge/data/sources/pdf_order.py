@@ -1,7 +1,7 @@
 """Sorts the lines of a PDF page into reading order.
 
 Most files draw lines in reading order, and that order is kept. Lines are sorted by position if the
-drawing order jumps up the page repeatedly, or if two columns of prose are drawn row by row, as OCR
+drawing order repeatedly jumps up the page, or if two columns of prose are drawn row by row, as OCR
 programs do. The page is then cut at its widest gaps, between columns first, then between blocks.
 """
 
@@ -25,7 +25,7 @@ _PROSE = 18  # characters of a line of prose, on average
 
 
 class PlacedLine(NamedTuple):
-    """A line and its bounding box; `bottom` is less than `top`, as PDF's y axis points up."""
+    """A line and its bounding box; `bottom` is below `top` in value, as PDF's y axis points up."""
 
     text: str
     left: float
@@ -35,7 +35,7 @@ class PlacedLine(NamedTuple):
 
 
 def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
-    """Return the lines as drawn, or sorted by position if the drawing order is not readable."""
+    """Return the lines in reading order: as drawn, or else sorted by position."""
     upward = sum(_goes_up(lines, at) for at in range(1, len(lines)))
     if upward > max(2, _UPWARD * len(lines)) or _is_drawn_by_rows(lines):
         return _cut_page(list(lines))
@@ -87,7 +87,7 @@ def _share_column(first: PlacedLine, second: PlacedLine) -> bool:
 
 
 def _cut_page(lines: list[PlacedLine]) -> list[PlacedLine]:
-    """Return the lines column by column, and blocks from the top down.
+    """Sort lines column by column, and the blocks of a column from top to bottom.
 
     A stack is used instead of recursion, as a page may have thousands of lines.
     """
@@ -112,12 +112,12 @@ def _cut_page(lines: list[PlacedLine]) -> list[PlacedLine]:
 
 
 def _is_gutter(block: list[PlacedLine], x: float) -> bool:
-    """Return True for a gap between columns: both sides have several lines."""
+    """Return True if a gap lies between two columns, that is, has several lines on both sides."""
     return min(sum(b.left < x for b in block), sum(b.left >= x for b in block)) > 1
 
 
 def _find_gaps(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the width and the end of each gap between spans; (0, 0) if there is none."""
+    """Return the width and the end of each gap between intervals; [(0, 0)] if there is none."""
     gaps, reached = [], None
     for begin, end in sorted(spans):
         if reached is not None and begin > reached:

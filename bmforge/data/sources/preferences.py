@@ -1,10 +1,9 @@
-"""Reads preference data: pairs of a chosen and a rejected answer, and answers marked good or bad.
+"""Reads preference data: pairs of chosen and rejected answers, and single rated answers.
 
-`read_preferences` is the entry point. Forms: TRL's explicit (``prompt``, ``chosen``, ``rejected``)
-and implicit prompts (whole texts or conversations), its unpaired ``prompt``, ``completion`` and
-``label``, rated ``completions`` with ``scores``; LLaMA-Factory's Alpaca and ShareGPT forms with
-``chosen`` and ``rejected``, and its ``kto_tag``.
-
+`read_preferences` is the entry point. Formats: TRL's explicit (``prompt``, ``chosen``,
+``rejected``) and implicit prompts (whole texts or conversations), its unpaired ``prompt``,
+``completion`` and ``label``, rated ``completions`` with ``scores``; LLaMA-Factory's Alpaca and
+ShareGPT formats with ``chosen`` and ``rejected``, and its ``kto_tag``.
 Sources of the field names: huggingface.co/docs/trl/dataset_formats,
 github.com/hiyouga/LLaMA-Factory (data/README.md).
 """
@@ -37,15 +36,15 @@ _REJECTED_SCORES = ("rejected_score", "score_rejected")
 
 @dataclass(frozen=True)
 class PreferenceExample:
-    """A prompt with a chosen and a rejected answer, or with one of the two.
+    """A prompt with a chosen and a rejected answer, or with only one of them.
 
     Args:
         location: file and line, entry or row, for error messages.
         prompt: text, or messages; None if `chosen` and `rejected` are whole texts that begin with
             the prompt.
-        chosen: preferred answer: text, or the messages after the prompt; None for an answer that is
-            marked bad.
-        rejected: the other answer; None for an answer that is marked good.
+        chosen: preferred answer: text, or the messages after the prompt; None for an answer rated
+            bad.
+        rejected: the other answer; None for an answer rated good.
         margin: difference of the answers' scores; None without scores.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         fields: the record's other top-level fields.
@@ -61,14 +60,14 @@ class PreferenceExample:
 
 
 def read_preferences(path: str | os.PathLike[str]) -> list[PreferenceExample]:
-    """Read every preference of a file, or of all files of a folder.
+    """Read every preference example from a file, or from all files of a folder.
 
     Args:
         path: a .jsonl, .json or .parquet file, or a folder of such files.
 
     Raises:
         DataError: the path does not exist, a file cannot be decoded, or a record is no preference.
-        MissingDependencyError: a Parquet file, and pyarrow is not installed.
+        MissingDependencyError: a Parquet file is read, and pyarrow is not installed.
     """
     return [
         example
@@ -128,7 +127,7 @@ def _answer(text: Any) -> Message:
 
 
 def _read_content(value: Any, location: str, name: str) -> Content:
-    """Return a text, or the messages of a list or of a single message."""
+    """Parse a field that contains a text, one message, or a list of messages."""
     if isinstance(value, str):
         return value
     turns = [value] if isinstance(value, dict) else value
@@ -138,7 +137,7 @@ def _read_content(value: Any, location: str, name: str) -> Content:
 
 
 def _read_prompt(values: Mapping[str, Any], location: str) -> Content | None:
-    """Return the prompt of a record in any form; None if it has none."""
+    """Return the prompt of a record in any format; None if the record has none."""
     for name in ("messages", "conversations"):
         if isinstance(values.get(name), list) and values[name]:
             return with_system(values, read_turns(values[name], location))
@@ -170,10 +169,10 @@ def _repeats_prompt(prompt: Content | None, chosen: Sequence[Message]) -> bool:
 def _split_messages(
     chosen: list[Message], rejected: list[Message], location: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """Return the common beginning of two conversations, and the answers after it.
+    """Split two conversations into their common prompt and their different answers.
 
-    The beginning ends before an answer of the assistant that both have: that in which the
-    conversations differ, or the last one if one conversation continues the other.
+    The prompt ends before an assistant message that both conversations have: the first one that
+    differs, or the last one if one conversation continues the other.
     """
     length = min(len(chosen), len(rejected)) - 1
     end = next((n for n in range(length) if chosen[n] != rejected[n]), length)
@@ -194,7 +193,7 @@ def _check_answer(messages: Content, location: str) -> None:
 
 
 def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
-    """Return the field ``margin``, or the difference of the answers' scores."""
+    """Return the preference margin: the field ``margin``, or the difference of the scores."""
     chosen, rejected = (
         next((values[name] for name in names if values.get(name) is not None), None)
         for names in (_CHOSEN_SCORES, _REJECTED_SCORES)
@@ -209,7 +208,7 @@ def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
 
 
 def _read_rated(values: Mapping[str, Any], location: str, shared: Any) -> PreferenceExample:
-    """Return the best and the worst of several rated answers."""
+    """Build a preference from the best and the worst of several answers with scores."""
     answers, scores = values["completions"], values["scores"]
     fits = isinstance(answers, list) and isinstance(scores, list) and len(answers) == len(scores)
     if not fits or len(answers) < 2 or not all(isinstance(s, (int, float)) for s in scores):
@@ -226,7 +225,7 @@ def _read_rated(values: Mapping[str, Any], location: str, shared: Any) -> Prefer
 def _read_marked(
     values: Mapping[str, Any], mark: str, location: str, shared: Any
 ) -> PreferenceExample:
-    """Return an answer that is marked good (true) or bad (false)."""
+    """Build an example from an answer that is labelled good (true) or bad (false)."""
     label = values[mark]
     if not isinstance(label, bool) and label not in (0, 1):
         raise DataError(f"{location}: {mark}={label!r} must be true or false.")

@@ -1,7 +1,8 @@
-"""Reads prompts for reinforcement learning and distillation from .jsonl, .json and .parquet files.
+"""Reads prompts for reinforcement learning and distillation from JSON and Parquet files.
 
-A record has a ``prompt``, a text or a list of messages, and columns that reach reward functions.
-verl's form is read as well: its ``reward_model.ground_truth`` becomes the column ``ground_truth``.
+A record has a ``prompt`` (a text or a list of messages), and columns that reward functions receive.
+verl's format is supported as well: its ``reward_model.ground_truth`` becomes the column
+``ground_truth``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _RESERVED = frozenset(("prompts", "completions", "completion_ids"))
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt of a file.
+    """One prompt from a file.
 
     Args:
         source: file and line, entry or row, for error messages.
@@ -40,7 +41,7 @@ class PromptRecord:
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[PromptRecord]:
-    """Read every prompt of a file, or of all files of a folder.
+    """Read every prompt from a file, or from all files of a folder.
 
     Args:
         path: a file with one JSON object a line, with a JSON list of objects, or a Parquet table;

@@ -1,4 +1,4 @@
-"""Entries of a source, which are read first and parsed on demand."""
+"""Records of input files, which are read first and parsed to documents on demand."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Reader", "ReadOptions", "Record", "Where", "fail", "show_name"]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of the readers.
+    """Options of the file readers.
 
     Attributes:
         text_field: field of a table or of .jsonl that contains the text.
         html_reader: extractor of a page's main text, ``resiliparse`` or ``trafilatura``.
-        errors: "replace" puts U+FFFD for single bytes that do not decode, "strict" refuses them.
+        errors: "replace" puts U+FFFD for single undecodable bytes, "strict" refuses them.
     """
 
     text_field: str = "text"
@@ -30,10 +30,10 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Where:
-    """Location of an entry.
+    """Location of a stream or record: the file, the archive member, and the range to read.
 
     Attributes:
-        source: the file on disk.
+        source: file on disk.
         inside: path of archive members inside the file; empty for the file itself.
         end: one past the last byte to read, or the last row for Parquet; -1 reads all.
         line: number of the first line or row.
@@ -49,11 +49,11 @@ class Where:
     budget_bytes: int = 1 << 28
 
     def place(self, number: int | str) -> str:
-        """Return the place of an entry for `Document.place`."""
+        """Return the location string of a numbered record, for `Document.place`."""
         return f"{self.inside}:{number}" if self.inside else str(number)
 
     def whole(self) -> str:
-        """Return the place of a document that is the whole file or member."""
+        """Return the location string of a document that is the whole file or member."""
         return self.inside or "1"
 
     def __str__(self) -> str:
@@ -62,11 +62,11 @@ class Where:
 
 @dataclass(frozen=True)
 class Record:
-    """One entry of a source.
+    """One unparsed record of an input file.
 
     Attributes:
         place: location for `Document.place`.
-        size_bytes: raw size of the entry.
+        size_bytes: raw size of the record.
         parse: function that returns the document or a `Drop`, or raises `DataError` for damage.
     """
 
@@ -79,12 +79,12 @@ Reader = Callable[[BinaryIO, Where, ReadOptions], Iterator[Record]]
 
 
 def show_name(name: str) -> str:
-    r"""Return a printable file name, with invalid UTF-8 bytes escaped as ``\xe9``."""
+    r"""Return a file name in printable form, with invalid UTF-8 bytes escaped as ``\xe9``."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def fail(position: str, size_bytes: int, error: DataError) -> Record:
-    """Return a record of a damaged entry, whose parsing raises `error`."""
+    """Return a record for damaged input; parsing it raises `error`."""
 
     def parse() -> Document:
         raise error

@@ -1,4 +1,4 @@
-"""Copies standard input and named pipes to files, as inputs are read more than once."""
+"""Copies standard input and named pipes to files, since inputs are read more than once."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ Name = str | os.PathLike[str]
 def keep_standard_input(
     inputs: Name | Iterable[Name] | None, folder: Path
 ) -> Iterator[list[Name] | None]:
-    """Replace ``-``, named pipes and ``<(...)`` by copies in `folder`, removed at the end.
+    """Replace ``-``, named pipes and ``<(...)`` with temporary copies in `folder`.
 
-    If the first bytes do not identify a format, a stream is JSON lines if it begins with ``{`` or
-    is
-    compressed, else one text.
+    If the first bytes do not identify a format, a stream is read as JSON lines if it begins with
+    ``{`` or is compressed, else as one text.
 
     Raises:
         ConfigError: ``-`` is named twice, or standard input is a terminal.

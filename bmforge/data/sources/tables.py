@@ -23,12 +23,12 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 def read_csv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per row; the first row has the column names."""
+    """Yield one record per row; the first row contains the column names."""
     yield from _read_rows(stream, where, options, "excel")
 
 
 def read_tsv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per tab-separated row; the first row has the column names."""
+    """Yield one record per tab-separated row; the first row contains the column names."""
     yield from _read_rows(stream, where, options, "excel-tab")
 
 
@@ -72,7 +72,7 @@ def _parse_row(
 
 
 def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per row, from `where.line` to `where.end`; only needed columns are read."""
+    """Yield one record per row from `where.line` to `where.end`; only needed columns are read."""
     arrow = _import_arrow(where)
     import pyarrow.parquet
 
@@ -87,7 +87,7 @@ def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterat
 
 
 def _groups_of(metadata: Any, where: Where) -> list[int]:
-    """Return the row groups in a part that is cut between row groups."""
+    """Return the numbers of the row groups in the range of `where`."""
     groups, row = [], 0
     for number in range(metadata.num_row_groups):
         if row >= where.line - 1 and (where.end < 0 or row < where.end):
@@ -97,7 +97,7 @@ def _groups_of(metadata: Any, where: Where) -> list[int]:
 
 
 def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per row of an Arrow file or stream."""
+    """Yield one record per row of an Arrow file or stream."""
     arrow = _import_arrow(where)
     import pyarrow.ipc
 
@@ -115,7 +115,7 @@ def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
 
 
 def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
-    """Return the columns to read: the text column and the metadata columns."""
+    """Return the names of the columns to read: the text column and the metadata columns."""
     top = options.text_field if options.text_field in names else options.text_field.split(".")[0]
     if top not in names:
         raise DataError(

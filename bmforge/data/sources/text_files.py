@@ -1,4 +1,4 @@
-"""Reads whole text files."""
+"""Reads whole UTF-8 text files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["read_lines", "read_text"]
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    r"""Return a UTF-8 file's text with ``\n`` line ends and without a byte order mark.
+    r"""Read a UTF-8 file; line ends become ``\n``, and a byte order mark is removed.
 
     Raises:
         DataError: the file cannot be read, or is not UTF-8.

@@ -1,4 +1,4 @@
-"""Reports input files of unsupported formats, and raises an error if they are too many."""
+"""Reports input files of unsupported formats; too many of them are an error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NAMED = 5
 
 
 def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -> None:
-    """Log the unsupported files, by format and size.
+    """Log the input files of unsupported formats, by format and size.
 
     Args:
         files: files to be read.
         unread: files of unsupported formats among the inputs.
-        allowed: allow more than half of the bytes to be unsupported.
+        allowed: True to allow more than half of the bytes to be unsupported.
 
     Raises:
         DataError: more than half of the bytes are unsupported, and `allowed` is False.
@@ -42,7 +42,7 @@ def check_unread(files: Sequence[Path], unread: Sequence[Path], allowed: bool) -
 
 
 def _describe(paths: Sequence[Path]) -> str:
-    """Describe the largest formats, each with its size and an example file."""
+    """Describe the most common formats of some files, each with its size and an example."""
     kinds: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         kinds[path.suffix.lower()].append(path)

@@ -32,7 +32,7 @@ _BINARY_TYPES = ("image/", "video/", "audio/", "font/")
 
 
 def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per response, resource or conversion; a damaged one affects only itself."""
+    """Yield one record per WARC response, resource or conversion; skip only damaged ones."""
     _import(where)
     for number, (at, raw, error) in enumerate(_parts(stream), where.line):
         if 0 <= where.end <= at:  # of a part
@@ -53,7 +53,7 @@ def _return(drop: Drop) -> Drop:
 
 
 def list_records(stream: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield the position of each record in the stream, and its decompressed length.
+    """Yield the position of each WARC record in the stream, and its decompressed length.
 
     A record that begins inside a compressed member has the position -1.
     """
@@ -61,13 +61,13 @@ def list_records(stream: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield position, bytes and error (if damaged) of each record."""
+    """Yield the position, bytes and error (if it is damaged) of each WARC record."""
     packed = stream.peek(3)[:3] == _MEMBER  # type: ignore[attr-defined]
     return _members(stream) if packed else _plain_records(stream)
 
 
 def _place(stream: BinaryIO, buffered: bytes) -> int:
-    """Return the position of buffered bytes; -1 if the stream is not seekable."""
+    """Return the stream position of the first buffered byte; -1 if the stream is not seekable."""
     return stream.tell() - len(buffered) if stream.seekable() else -1
 
 
@@ -80,7 +80,7 @@ def _import(where: Where) -> Any:
 
 
 def _header(lines: Iterable[bytes], header_name: bytes) -> str:
-    """Return the value of a record's header in lower case, "" if it is missing."""
+    """Return the value of a WARC header in lower case; "" if it is missing."""
     for line in lines:
         name, _, value = line.partition(b":")
         if name.strip().lower() == header_name:
@@ -93,7 +93,7 @@ def _kind(raw: bytes) -> str:
 
 
 class _MemberReader(io.RawIOBase):
-    """Decompresses one gzip member of a stream, and keeps the compressed bytes for recovery."""
+    """Decompresses one gzip member of a stream; keeps its compressed bytes for recovery."""
 
     def __init__(self, stream: BinaryIO, packed: bytes) -> None:
         super().__init__()
@@ -122,12 +122,12 @@ class _MemberReader(io.RawIOBase):
         return 0
 
     def rest(self) -> bytes:
-        """Return the bytes that were read from the stream and follow the member."""
+        """Return the bytes already read from the stream that belong to the next member."""
         return self._unpacker.unused_data
 
 
 def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the records of each gzip member; after a damaged one, search for the next."""
+    """Yield the WARC records of each gzip member; after a damaged member, search for the next."""
     packed = b""
     while True:
         packed = (packed or stream.read(_CHUNK_BYTES)).lstrip(b"\0")
@@ -149,7 +149,7 @@ def _members(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
 
 
 def _find_next(stream: BinaryIO, buffered: bytes) -> bytes:
-    """Return the bytes from the next start of a gzip member on."""
+    """Skip damaged data: return the buffered bytes from the next start of a gzip member on."""
     while (at := buffered.find(_MEMBER)) < 0:
         more = stream.read(_CHUNK_BYTES)
         if not more:
@@ -159,7 +159,7 @@ def _find_next(stream: BinaryIO, buffered: bytes) -> bytes:
 
 
 def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
-    """Yield the records of an uncompressed archive, by their lengths."""
+    """Yield the WARC records of an uncompressed archive, using their stated lengths."""
     line = b""
     while True:
         line = line or stream.readline(_CHUNK_BYTES)
@@ -243,7 +243,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
 def parse_payload(
     body: bytes, kind: str, charset: str, url: str, where: Where, options: ReadOptions
 ) -> Document | Drop:
-    """Return the document of a server's response body, by its content type."""
+    """Parse the body of an HTTP response to a document, by its content type."""
     kind = kind.partition(";")[0].strip().lower()
     if kind.startswith(_BINARY_TYPES):
         return Drop("content_type", kind, None, url)
@@ -261,7 +261,7 @@ def parse_payload(
 
 
 def _looks_like_page(body: bytes) -> bool:
-    """Return True for HTML that a server sent with another content type, or with none."""
+    """Return True if a body is HTML although its content type is missing or says otherwise."""
     return (
         body[:200].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html"))
     )
@@ -270,7 +270,7 @@ def _looks_like_page(body: bytes) -> bool:
 def _parse_json(
     body: bytes, charset: str, url: str, where: Where, options: ReadOptions
 ) -> Document | Drop:
-    """Return the text field of a JSON response."""
+    """Build a document from the text field of a JSON response."""
     decoded = decode(body, str(where), [charset], errors=options.errors)
     try:
         record = json.loads(decoded.text)
@@ -282,7 +282,7 @@ def _parse_json(
 
 
 def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield one entry per page of an ARC file.
+    """Yield one record per page of an ARC file.
 
     Source: archive.org's ARC file format, version 1: a line of URL, address, date, type and length,
     followed by that many bytes of the response.

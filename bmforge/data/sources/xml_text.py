@@ -1,4 +1,4 @@
-"""Reads the text of XML with a streaming parser, so that memory is small for any file size."""
+"""Extracts text from XML with a streaming parser, so that memory is small for any file size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def walk_xml(
     end: Callable[[str], None],
     text: Callable[[str], None],
 ) -> None:
-    """Call functions for the start, end and text of each element; names are without namespace.
+    """Parse XML; call the functions for each element start, element end, and text.
+
+    Element names are passed without their namespace.
 
     Raises:
         DataError: the XML is not well-formed, or defines entities, which may expand without bound.
@@ -52,11 +54,11 @@ def walk_xml(
 
 
 class TextRules:
-    """Rules of an XML format: elements with text, and separators between them.
+    """Rules to extract the text of an XML format: elements with text, and separators.
 
     Args:
         shown: elements whose text is included; None includes all text.
-        before, after: string inserted before and after each element, by name.
+        before, after: string inserted before and after each element, by element name.
         hidden: elements whose content is excluded.
     """
 
@@ -71,7 +73,7 @@ class TextRules:
 
 
 def read_xml_text(raw: bytes, rules: TextRules) -> str:
-    """Return the text of an XML file by the rules of its format."""
+    """Extract the text of an XML file by the rules of its format."""
     parts: list[str] = []
     state = {"shown": 0, "hidden": 0}
 
@@ -96,7 +98,7 @@ def read_xml_text(raw: bytes, rules: TextRules) -> str:
 
 
 def read_page_text(raw: bytes) -> str:
-    """Return the text of an XHTML page, a line per block; malformed XML is parsed as HTML."""
+    """Extract the text of an XHTML page, a line per block; malformed XML is parsed as HTML."""
     parts: list[str] = []
     hidden = 0
 
@@ -125,7 +127,7 @@ def read_page_text(raw: bytes) -> str:
 
 
 class _HtmlWalker(HTMLParser):
-    """HTML parser that calls the same functions as `walk_xml`, for malformed XHTML."""
+    """HTML parser with the same callbacks as `walk_xml`, for malformed XHTML."""
 
     def __init__(
         self,
@@ -137,17 +139,17 @@ class _HtmlWalker(HTMLParser):
         self._begin, self._end, self.handle_data = begin, end, text  # type: ignore[method-assign, assignment]
 
     def walk(self, page: str) -> None:
-        """Parse a whole page."""
+        """Parse a whole page, calling the callbacks."""
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Start an element, and end it at once if it is a void element."""
+        """Handle a start tag; a void element also ends here."""
         self._begin(tag, attrs)
         if tag in _VOID:
             self._end(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        """End an element."""
+        """Handle an end tag, except of void elements, which have ended already."""
         if tag not in _VOID:
             self._end(tag)

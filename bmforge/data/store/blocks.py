@@ -1,4 +1,4 @@
-"""Block datasets of BMTrain, ModelCenter and CPM-Live: safe reader and conversion to token stores.
+"""Block datasets of BMTrain, ModelCenter and CPM-Live: safe reader and converter.
 
 A dataset is a directory. ``meta.bin`` has one JSON object a line for each data file: file_name,
 block_begin, block_end, nbytes, nlines, mask and sometimes block_size. A data file consists of
@@ -41,17 +41,17 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class BlockFile:
-    """One line of ``meta.bin``.
+    """One data file of a block dataset, as listed in ``meta.bin``.
 
     Args:
-        file_name: data file in the directory of ``meta.bin``.
+        file_name: name of the data file, in the directory of ``meta.bin``.
         block_begin: number of its first block in the dataset.
         block_end: number of the block after its last.
         nbytes: total bytes of its records including their lengths.
         nlines: number of its records.
-        mask: leave this file out.
+        mask: True to leave this file out.
         block_size: size of a block in bytes.
-        has_lengths: records are prefixed with their lengths.
+        has_lengths: True if records are prefixed with their lengths.
     """
 
     file_name: str
@@ -65,7 +65,7 @@ class BlockFile:
 
 
 class BlockDataset:
-    """The records of a block dataset, file by file and block by block, in the order of writing.
+    """Records of a block dataset, in the order in which they were written.
 
     Args:
         directory: directory with ``meta.bin``.
@@ -111,16 +111,15 @@ class BlockDataset:
             )
 
     def __len__(self) -> int:
-        """Return the number of records that are not masked."""
+        """Return the number of records in all files that are not masked."""
         return sum(file.nlines for file in self.files if not file.mask)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield every record of every file that is not masked.
 
         Raises:
-            DataError: a damaged record, or one that would run code; the message has the file,
-                block and
-                record.
+            DataError: a damaged record, or one that would run code; the message has the file, block
+                and record.
         """
         for file in self.files:
             if not file.mask:
@@ -139,11 +138,11 @@ class BlockDataset:
             )
 
     def file_of(self, block: int) -> BlockFile:
-        """Return the file that contains a block of the dataset."""
+        """Return the data file that contains a block of the dataset."""
         return next(file for file in self.files if block < file.block_end)
 
     def read_block(self, block: int) -> Iterator[tuple[int, Any]]:
-        """Yield the records of a block, each with its end offset in the block.
+        """Yield the records of one block, each with its end offset in the block.
 
         Raises:
             DataError: a damaged record, or one that would run code.
@@ -164,7 +163,7 @@ class BlockDataset:
                 raise DataError(f"{_place(path, block, number)}: {error}") from error
 
     def _split_old(self, content: bytes, path: Path, block: int) -> Iterator[tuple[int, Any]]:
-        """Split a block like `_split`, for records without lengths, which end with their pickle."""
+        """Split a block of the older form, which has no record lengths."""
         stream = io.BytesIO(content)
         for number in itertools.count():
             mark = stream.read(1)
@@ -189,7 +188,7 @@ def blocks_to_store(
     form: str = "pickle",
     overwrite: bool = False,
 ) -> int:
-    """Convert a block dataset to a token store, each record to one document.
+    """Convert a block dataset to a token store; each record becomes one document.
 
     Args:
         directory: the block dataset.
@@ -199,7 +198,7 @@ def blocks_to_store(
         vocab_size: vocabulary size, which determines the store's dtype.
         block_bytes: size of a block in bytes, if ``meta.bin`` does not have it.
         form: "pickle", "json" or "raw".
-        overwrite: replace an existing store.
+        overwrite: True to replace an existing store.
 
     Returns:
         The number of records.
@@ -222,7 +221,7 @@ def blocks_to_store(
 
 
 def _token_ids(record: Any, number: int) -> Sequence[int] | np.ndarray:
-    """Return `record` if it is a list or array of token ids."""
+    """Return `record` if it is a list or array of token ids; else raise `DataError`."""
     if isinstance(record, np.ndarray) and record.ndim == 1 and record.dtype.kind in "iu":
         return record
     if isinstance(record, list | tuple) and all(type(id) is int for id in record):
@@ -248,7 +247,7 @@ _FORMS: dict[str, Callable[[bytes], Any]] = {
 
 
 def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
-    """Return the files of a ``meta.bin``, after checking that their blocks are contiguous."""
+    """Read the file list ``meta.bin``, and check that the blocks of its files are contiguous."""
     try:
         content = path.read_bytes()
         lines = _old_lines(content) if content[:1] == _PICKLE else content.decode().splitlines()
@@ -302,7 +301,7 @@ def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
 
 
 def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of the payload of each record of a block."""
+    """Yield the start and end offset of each record's payload in a block."""
     at = number = 0
     while at < len(content) and content[at] != _END:
         start = at + 1 + _LENGTH.size
@@ -322,5 +321,5 @@ def _records(content: bytes, path: Path, block: int) -> Iterator[tuple[int, int]
 
 
 def _place(path: Path, block: int, number: int) -> str:
-    """Return the location of a record for messages; all counts from 0, blocks within the file."""
+    """Describe the location of a record for messages; all numbers count from 0."""
     return f"{str(path)!r}, block {block}, record {number}"

@@ -1,4 +1,4 @@
-"""Metadata of a store's documents, 16 bytes each: source, language, license, date, quality.
+"""Document metadata of a token store: source, language, license, date, and quality.
 
 ``PREFIX.doc`` has a line of JSON with the name of each number, then the rows in the order of the
 documents. The file is optional; without it documents cannot be selected.
@@ -56,10 +56,10 @@ def columns_path(prefix: str | os.PathLike[str]) -> Path:
 
 @dataclass
 class Columns:
-    """Metadata of documents in order; 0 and NaN mean unknown.
+    """Metadata of a store's documents, in order; 0 and NaN mean unknown.
 
     Attributes:
-        names: per column, the names of its numbers; number 0 is "".
+        names: per column, the names that the numbers in it represent; number 0 is "".
         rows: a row for each document, in the layout above; the date is year x 10000 + month x 100
             + day, with 0 for unknown parts.
     """
@@ -80,14 +80,14 @@ class Columns:
 
 
 class ColumnsBuilder:
-    """Builds `Columns` from documents one by one."""
+    """Builds `Columns` by adding one document after another."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[str, int]] = {name: {"": 0} for name in NAMED}
         self._rows: list[tuple[float, ...]] = []
 
     def add(self, document: Document, source: str, licence: str) -> None:
-        """Append a document with its source and short license name."""
+        """Append the metadata of a document, with its source and short license name."""
         values = {"source": source, "language": document.language, "licence": licence}
         numbers = [_number(self._numbers[name], values[name], _MOST[name]) for name in NAMED]
         quality = document.scores.get(QUALITY, math.nan)
@@ -100,20 +100,20 @@ class ColumnsBuilder:
 
 
 def _number(table: dict[str, int], name: str, most: int) -> int:
-    """Return the number of a name; 0 (unknown) if all numbers are used."""
+    """Return the number that represents a name; 0 (unknown) if all numbers are used."""
     if name not in table and len(table) > most:
         return 0
     return table.setdefault(name, len(table))
 
 
 def number_of_date(date: str) -> int:
-    """Return the number of a date such as ``"2024-05"``; 0 if it is not a date."""
+    """Convert a date such as ``"2024-05"`` to a number; 0 if it is not a date."""
     match = _DATE.match(date)
     return int("".join((match[1], match[2] or "00", match[3] or "00"))) if match else 0
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
-    """Concatenate the columns of several stores."""
+    """Concatenate the document metadata of several stores."""
     numbers: dict[str, dict[str, int]] = {name: {"": 0} for name in NAMED}
     joined = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Lazy arrays that read on access: concatenations of arrays, or of spans of one array.
+"""Lazy arrays, whose elements are read on access: joined arrays, or spans of one array.
 
 They support the part of numpy's interface that readers of a token store use: length, dtype, and
 indexing with an integer, a slice, or an array. Results are plain arrays.
@@ -17,7 +17,7 @@ __all__ = ["JoinedArray", "LazyArray", "PickedArray"]
 
 
 class LazyArray(ABC):
-    """Base class of lazy one-dimensional arrays.
+    """Base class of lazy one-dimensional arrays, which consist of pieces.
 
     Attributes:
         dtype: dtype of the results.
@@ -40,11 +40,11 @@ class LazyArray(ABC):
 
     @abstractmethod
     def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
-        """Return the elements `start` to `end` of piece `number`."""
+        """Read the elements `start` to `end` of piece `number`."""
 
     @abstractmethod
     def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the elements at some positions of piece `number`."""
+        """Read the elements at the positions `places` of piece `number`."""
 
     def __getitem__(self, key: Any) -> Any:
         """Return an element, a slice with step 1, or the elements at an array of positions."""
@@ -96,12 +96,12 @@ class LazyArray(ABC):
 
 
 class JoinedArray(LazyArray):
-    """Concatenation of several arrays.
+    """Lazy concatenation of several arrays.
 
     Args:
         parts: one-dimensional arrays, memory-mapped or not.
         dtype: dtype of the results.
-        offsets: value added to the elements of each part; empty adds nothing.
+        offsets: value added to the elements of each array; empty adds nothing.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class JoinedArray(LazyArray):
 
 
 class PickedArray(LazyArray):
-    """Concatenation of spans of one array; adjacent spans are merged.
+    """Lazy concatenation of spans of one array; adjacent spans are merged.
 
     Args:
         base: plain or lazy array.

@@ -36,7 +36,7 @@ _UNREADABLE = (
 
 
 def load_plain(content: bytes) -> Any:
-    """Return the record in a pickle: None, bool, int, float, str, bytes, list, tuple, dict, set.
+    """Load a pickle that contains plain data: None, numbers, strings, bytes, lists, dicts, sets.
 
     Numpy arrays and scalars of plain numbers are also supported.
 
@@ -49,7 +49,7 @@ def load_plain(content: bytes) -> Any:
 
 
 def read_plain(stream: io.BytesIO) -> Any:
-    """Return the record in the pickle at the current position of a stream, and advance the stream.
+    """Load the pickle at the current position of a stream, and advance the stream to its end.
 
     Types and errors are those of `load_plain`.
     """
@@ -66,7 +66,7 @@ def read_plain(stream: io.BytesIO) -> Any:
 
 
 class _Name:
-    """Immutable stand-in for a global name in a pickle."""
+    """Immutable stand-in for a global name that a pickle refers to."""
 
     __slots__ = ()
 
@@ -153,7 +153,7 @@ class _Set(_Name):
 
 
 class _Dtype:
-    """A numeric dtype for the construction of an array."""
+    """Numeric dtype of an array under construction."""
 
     __slots__ = ("name", "order")
 
@@ -173,7 +173,7 @@ class _Dtype:
 
 
 class _Array:
-    """An array under construction; its contents arrive as state."""
+    """Array under construction, whose contents arrive later as pickle state."""
 
     __slots__ = ("value",)
 
@@ -186,7 +186,7 @@ class _Array:
 
 
 def _make_array(content: Any, dtype: Any, shape: Any, is_fortran: bool) -> np.ndarray:
-    """Return a new array after validating dtype, shape and content size."""
+    """Build an array, after checking dtype, shape and content size."""
     if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
         raise DataError("an array that does not hold plain numbers is refused.")
     kind = np.dtype(dtype.name).newbyteorder(dtype.order)
@@ -242,7 +242,7 @@ class _FileRow(_Name):
 
 
 class _FileInfo(_Name):
-    """Stand-in for ``FileInfo`` of old block datasets; valid only as argument of ``getattr``."""
+    """Stand-in for ``FileInfo`` of old block datasets, valid only as argument of ``getattr``."""
 
     __slots__ = ()
 
@@ -290,11 +290,11 @@ _OPEN = object()
 
 
 def _finish(record: Any, done: dict[int, Any]) -> Any:
-    """Return `record` with stand-ins replaced by arrays, as a copy; raise for anything else.
+    """Return a copy of `record` with stand-ins replaced by arrays; raise for unsupported values.
 
     Args:
         record: unpickled record.
-        done: maps the id of a container to its copy; `_OPEN` while it is being copied.
+        done: copy of each container, by the container's id; `_OPEN` while it is being copied.
     """
     if isinstance(record, _Array) and record.value is not None:
         return record.value

@@ -1,4 +1,4 @@
-"""A view of some documents of a token store, without copying."""
+"""View of selected documents of a token store, without copying."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SelectedStore"]
 
 
 class SelectedStore(TokenStore):
-    """The documents of a store for which a mask is True.
+    """View of the documents of a token store for which a mask is True.
 
     Args:
         store: single or sharded store.
@@ -36,11 +36,11 @@ class SelectedStore(TokenStore):
         self.doc_idx: Any = np.arange(len(sizes) + 1, dtype=np.int64)
 
     def map_for_random_access(self) -> Any:
-        """Return `tokens` mapped a second time, for reading short pieces in random order."""
+        """Return a second memory mapping of `tokens`, for reading short pieces in random order."""
         return PickedArray(self._store.map_for_random_access(), self._spans)
 
     def documents(self) -> Iterator[tuple[int, int]]:
-        """Yield each document as the range (first token, one past its last) in `tokens`."""
+        """Yield the token range of each document: first token, and one past its last."""
         start = 0
         for size in self.sizes.tolist():
             yield start, start + size

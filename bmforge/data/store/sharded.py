@@ -1,4 +1,4 @@
-"""Reads many token stores as one: ``PREFIX.shards`` lists them, each a pair of files.
+"""Reads many token stores as one; the file ``PREFIX.shards`` lists them.
 
 Each shard is a complete store that Megatron-LM can read. Nothing is copied: a corpus written in
 parts by a cluster is opened in place.
@@ -31,7 +31,7 @@ def shards_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def has_store(prefix: str | os.PathLike[str]) -> bool:
-    """Return True if a single or sharded store exists."""
+    """Return True if a single or sharded token store exists at `prefix`."""
     return store_paths(prefix)[1].is_file() or shards_path(prefix).is_file()
 
 
@@ -49,11 +49,11 @@ def open_store(prefix: str | os.PathLike[str]) -> TokenStore:
 def write_shard_list(
     prefix: str | os.PathLike[str], shards: Sequence[str | os.PathLike[str]]
 ) -> None:
-    """Write the list of the shards of a store, which must be in the same directory or below.
+    """Write the list of a sharded store's shards.
 
     Args:
         prefix: path of the sharded store without ``.shards``.
-        shards: prefixes of the shards, in order.
+        shards: prefixes of the shards, in order; in the same directory as `prefix` or below.
 
     Raises:
         ConfigError: the list is empty, or a shard is named twice or in another directory.
@@ -80,7 +80,7 @@ def write_shard_list(
 
 
 class ShardedStore(TokenStore):
-    """Many token stores as one; the arrays of `TokenStore` are lazy concatenations.
+    """Many token stores opened as one; the arrays of `TokenStore` are lazy concatenations.
 
     Args:
         prefix: path of the list without ``.shards``.
@@ -108,12 +108,12 @@ class ShardedStore(TokenStore):
         self.doc_idx: Any = JoinedArray(parts, np.int64, first[:-1])
 
     def map_for_random_access(self) -> Any:
-        """Return `tokens` mapped a second time, for reading short pieces in random order."""
+        """Return a second memory mapping of `tokens`, for reading short pieces in random order."""
         return JoinedArray([store.map_for_random_access() for store in self.shards], self.dtype)
 
 
 class _Pointers(JoinedArray):
-    """Byte offset of each sequence in the concatenation of all tokens in one dtype."""
+    """Byte offset of each sequence, as if all shards' tokens were concatenated in one dtype."""
 
     def __init__(self, stores: Sequence[TokenStore], before: Sequence[int], width: int) -> None:
         super().__init__([store.pointers for store in stores], np.int64)
@@ -126,7 +126,7 @@ class _Pointers(JoinedArray):
 
 
 def _marks(store: TokenStore) -> Any:
-    """Return the start of each document, then the number of sequences, closing an open document."""
+    """Return the document starts of a store, then its number of sequences."""
     marks = store.doc_idx
     if not len(marks):
         return np.array([0, len(store)] if len(store) else [0], dtype=np.int64)

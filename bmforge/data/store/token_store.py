@@ -1,10 +1,9 @@
-"""The token store: tokens in ``PREFIX.bin``, offsets of sequences and documents in ``PREFIX.idx``.
+"""Token store: tokens in ``PREFIX.bin``, sequence and document offsets in ``PREFIX.idx``.
 
 The layout is Megatron-LM's ``MMIDIDX`` version 1, little-endian, so existing corpora open
 unchanged. ``.idx`` is: the magic (9 bytes), u64 version, u8 dtype code, u64 number of sequences,
 u64 length of doc_idx, i32 sizes[], i64 byte pointers[], i64 doc_idx[]. ``.bin`` is the raw tokens.
-
-Source: Megatron-LM ``indexed_dataset.py``. Codes 6 and 7 (floats) are refused, as they are no
+Source: Megatron-LM ``indexed_dataset.py``. Codes 6 and 7 (floats) are refused, as floats are not
 token ids.
 """
 
@@ -41,7 +40,7 @@ def store_paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 class TokenStore:
-    """A token store opened for reading; the files are memory-mapped, nothing is copied.
+    """Token store opened for reading; the files are memory-mapped and not copied.
 
     Args:
         prefix: path of the store without ``.bin`` or ``.idx``.
@@ -76,7 +75,7 @@ class TokenStore:
         self._check_ends(bin_path, idx_path)
 
     def _check_ends(self, bin_path: Path, idx_path: Path) -> None:
-        """Compare the index with the size of .bin, reading only the first and the last entries."""
+        """Check that the index fits the size of .bin, reading only its first and last entries."""
         count = len(self.sizes)
         needed = 0
         if count:
@@ -103,11 +102,10 @@ class TokenStore:
         return len(self.sizes)
 
     def map_for_random_access(self) -> NDArray[np.integer]:
-        """Return `tokens` mapped a second time, for reading short pieces in random order.
+        """Return a second memory mapping of `tokens`, for reading short pieces in random order.
 
         The second mapping has no read-ahead: the default read-ahead (8 MB on one system) made a
-        cold random
-        row over 100 times slower, but sequential scans need it.
+        cold random row over 100 times slower, but sequential scans need it.
         """
         tokens = _map(store_paths(self.prefix)[0], self.dtype, 0, self.num_tokens)
         mapping = getattr(tokens.base, "_mmap", None)
@@ -128,10 +126,10 @@ class TokenStore:
         return max(marks - 1, 0) + (last < len(self))
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """Return `length` tokens of sequence `i` from `offset` on (to its end by default), mapped.
+        """Return `length` mapped tokens of sequence `i`, from `offset` on (default: to its end).
 
         Raises:
-            IndexError: there is no sequence `i`, or the part leaves it.
+            IndexError: there is no sequence `i`, or the range exceeds it.
         """
         index = i + len(self) if i < 0 else i
         if not 0 <= index < len(self):
@@ -170,7 +168,7 @@ class TokenStore:
         return int.from_bytes(digest.digest(), "little") >> 1
 
     def documents(self) -> Iterator[tuple[int, int]]:
-        """Yield each document as the range (first token, one past its last) in `tokens`.
+        """Yield the token range of each document: first token, and one past its last.
 
         Sequences after the last entry of doc_idx count as one more document.
         """
@@ -189,7 +187,7 @@ class TokenStore:
 
 
 def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
-    """Return (dtype, number of sequences, length of doc_idx) after checking the header and size."""
+    """Read and check the header of an index: (dtype, number of sequences, length of doc_idx)."""
     with path.open("rb") as file:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
@@ -222,14 +220,14 @@ def _read_header(path: Path) -> tuple[np.dtype[np.integer], int, int]:
 
 
 def _map(path: Path, dtype: np.dtype[np.integer], offset: int, count: int) -> NDArray[np.integer]:
-    """Map `count` numbers at byte `offset` of a file (numpy cannot map an empty range)."""
+    """Memory-map `count` numbers at byte `offset` of a file; `count` may be 0."""
     if count == 0:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
 def check_vocabulary(store: TokenStore, vocab_size: int) -> int:
-    """Read the whole store and return its largest token id; each must be below `vocab_size`.
+    """Read the whole store; return its largest token id, which must be below `vocab_size`.
 
     Raises:
         DataError: an id does not fit the model's vocabulary.

@@ -1,4 +1,4 @@
-"""Selects documents of a store by conditions such as ``language=zh`` or ``quality>=0.5``."""
+"""Selects documents by metadata conditions such as ``language=zh`` or ``quality>=0.5``."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition.
+    """One condition on the metadata of a document.
 
     Attributes:
         column: source, language, licence, date or quality.
         sign: ``=``, ``!=``; for dates and qualities also ``<``, ``<=``, ``>``, ``>=``.
-        value: name, with ``*`` and ``?`` as wildcards, or several names with commas; date or its
-            beginning; number.
+        value: name, with ``*`` and ``?`` as wildcards, or several names separated by commas; a full
+            or partial date; a number.
     """
 
     column: str
@@ -48,7 +48,7 @@ class Condition:
     value: str
 
     def mask(self, columns: Columns) -> NDArray[np.bool_]:
-        """Return a mask of the documents that match; an unknown value matches only ``!=``."""
+        """Return a mask of the matching documents; an unknown value matches only ``!=``."""
         values = columns.rows[self.column]
         if self.column in NAMED:
             patterns = self.value.split(",")
@@ -76,13 +76,13 @@ class Condition:
 
 
 def _dates(value: str) -> tuple[int, int]:
-    """Return the range of date numbers of a full or partial date: first, and one past the last."""
+    """Convert a full or partial date to a range of date numbers: first, and one past the last."""
     low = number_of_date(value)
     return low, low + {4: 10000, 7: 100, 10: 1}[len(value)]
 
 
 def parse_conditions(conditions: Sequence[str]) -> tuple[Condition, ...]:
-    """Parse conditions, all of which must match.
+    """Parse condition strings; a document must match all conditions.
 
     Raises:
         ConfigError: a condition has an unknown form.
@@ -121,8 +121,7 @@ def select_documents(columns: Columns, conditions: Sequence[Condition]) -> NDArr
 
 
 def select_store(store: TokenStore, conditions: Sequence[Condition]) -> TokenStore:
-    """Return a view of the documents that match all conditions; the store itself without
-    conditions.
+    """Return a view of the documents that match all conditions; without conditions, the store.
 
     Raises:
         DataError: the store has no metadata, or no document matches.

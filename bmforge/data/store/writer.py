@@ -1,4 +1,4 @@
-"""Writes and merges token stores; the files get their final names only when they are complete."""
+"""Writes and merges token stores; files get their final names only when they are complete."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ _U16_VOCABULARY = 65500
 
 
 def best_dtype(vocab_size: int | None) -> np.dtype[np.integer]:
-    """Return uint16 for a vocabulary below 65500 (Megatron's rule), else int32."""
+    """Return the smallest token dtype: uint16 for a vocabulary below 65500, else int32.
+
+    65500 is Megatron-LM's limit.
+    """
     small = vocab_size is not None and vocab_size < _U16_VOCABULARY
     return np.dtype("<u2" if small else "<i4")
 
 
 class TokenStoreWriter:
-    """Write a token store item by item; use as a context manager, which finalizes on a clean exit.
+    """Writes a token store item by item; a context manager, which finalizes on a clean exit.
 
     Args:
         prefix: path of the store without ``.bin`` or ``.idx``; folders are created.
         dtype: integer type of the tokens (default: chosen from `vocab_size`).
         vocab_size: vocabulary size, if `dtype` is not given.
-        overwrite: replace an existing store.
+        overwrite: True to replace an existing store.
 
     Raises:
         ConfigError: a store exists already, or the layout does not support the dtype.
@@ -113,7 +116,7 @@ class TokenStoreWriter:
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
 
     def finalize(self) -> None:
-        """Close an open document, write the index and rename both files to their final names."""
+        """End an unfinished document, write the index, and give the files their final names."""
         self._end_open_document()
         sizes = np.frombuffer(self._sizes, dtype=np.int32).astype("<i4")
         pointers = np.zeros(len(sizes), dtype="<i8")
@@ -133,7 +136,7 @@ class TokenStoreWriter:
         self._idx_tmp.replace(self._idx_path)
 
     def abandon(self) -> None:
-        """Close and remove the temporary files."""
+        """Close and remove the temporary files; no store is written."""
         self._file.close()
         self._bin_tmp.unlink(missing_ok=True)
         self._idx_tmp.unlink(missing_ok=True)
@@ -159,7 +162,7 @@ def merge_stores(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write one store with the sequences and documents of all `prefixes`, in that order.
+    """Merge the sequences and documents of several stores, in order, into one store.
 
     The dtype is the narrowest one that holds the tokens of all stores.
 
@@ -177,7 +180,7 @@ def merge_stores(
 
 
 def _layout_dtype(dtype: np.dtype[np.integer] | str) -> np.dtype[np.integer]:
-    """Return `dtype` in little-endian form if the layout has a code for it."""
+    """Return `dtype` in little-endian form, after checking that the file format supports it."""
     little = np.dtype(dtype).newbyteorder("<")
     dtypes = [np.dtype(name) for name in DTYPE_CODES.values()]
     if little not in dtypes:

@@ -1,6 +1,6 @@
 """Reads published evaluation tasks as plain examples with labels.
 
-Start reading at `task.py` (the type of a task), then at a table of tasks: `superglue`, `clue`,
+Start reading at `task.py` (the types), then at a table of tasks: `superglue`, `clue`,
 `reading` (reading comprehension), `sentences`, `cloze` (entities, facts, triples). `own.py` builds
 a task from a user's file. Templates, tokenization and metrics are up to the caller.
 """
@@ -27,7 +27,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Return a task by its case-insensitive name.
+    """Return the task with a name, ignoring case.
 
     Raises:
         ConfigError: no such task.
@@ -39,7 +39,7 @@ def find_task(name: str) -> Task:
 
 
 def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
-    """Return the examples of one split.
+    """Read the examples of one split of a task.
 
     Args:
         name: a name in `TASKS`.

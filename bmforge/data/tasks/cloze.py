@@ -1,4 +1,4 @@
-"""Entities, facts and triples: Few-NERD's types, LAMA's facts, WebNLG's texts.
+"""Readers of Few-NERD (entity types), LAMA (facts), and WebNLG (texts for triples).
 
 Sources: Ding et al. 2021 (Few-NERD, its supervised files), Petroni et al. 2019 and Shin et al. 2020
 (LAMA as AutoPrompt divides it, one folder a relation), Gardent et al. 2017 (WebNLG as JSON).
@@ -31,7 +31,7 @@ FEW_NERD_TYPES = tuple(f"{coarse}-{fine}" for coarse, row in _TYPES.items() for 
 
 
 def read_few_nerd(path: Path) -> Iterator[TaskExample]:
-    """Yield one example for each entity: adjacent tokens of one type."""
+    """Yield one example for each entity; adjacent tokens with the same type are one entity."""
     numbers = {name: number for number, name in enumerate(FEW_NERD_TYPES)}
     tokens: list[str] = []
     spans: list[tuple[int, int, str]] = []  # first token, one past the last, type
@@ -57,11 +57,10 @@ def read_few_nerd(path: Path) -> Iterator[TaskExample]:
 
 
 def _read_lama(path: Path) -> Iterator[TaskExample]:
-    """Yield facts, with the objects of all splits in the folder as choices.
+    """Yield one example per fact; the choices are the objects of all splits in the folder.
 
     If `relations.jsonl` is in the folder or one of its two parents, `before` and `after` are the
-    parts
-    of the relation's sentence around the object; otherwise `before` is the subject.
+    parts of the relation's sentence around the object; otherwise `before` is the subject.
     """
     choices = _objects(path.parent)
     numbers = {name: number for number, name in enumerate(choices)}
@@ -80,13 +79,13 @@ def _read_lama(path: Path) -> Iterator[TaskExample]:
 
 
 def _objects(folder: Path) -> tuple[str, ...]:
-    """Return the objects in all files of a folder."""
+    """Return the distinct objects of the facts in all files of a folder."""
     files = [file for file in sorted(folder.glob("*.jsonl")) if file.name != "relations.jsonl"]
     return tuple(sorted({row.text("obj_label") for file in files for row in read_records(file)}))
 
 
 def _sentences(folder: Path) -> dict[str, str]:
-    """Return the sentence with [X] and [Y] of each relation."""
+    """Return the template sentence with [X] and [Y] of each relation."""
     for parent in (folder, folder.parent, folder.parent.parent):
         file = parent / "relations.jsonl"
         if file.is_file():
@@ -95,7 +94,7 @@ def _sentences(folder: Path) -> dict[str, str]:
 
 
 def _read_webnlg(path: Path) -> Iterator[TaskExample]:
-    """Yield triples with their reference texts; for training, one example per text."""
+    """Yield triples with their reference texts; the training split has one example per text."""
     entries = Record(repr(str(path)), read_json(path)).parts("entries")
     for number, entry in enumerate(entries):
         (key,) = entry.values if len(entry.values) == 1 else (str(number + 1),)

@@ -1,7 +1,8 @@
 """Text classification tasks of CLUE and FewCLUE, one JSON object per line.
 
 Where CLUE and FewCLUE use different file names, both are accepted. CLUE's own `test.json` has no
-labels, FewCLUE's `test_public.json` has. An entry labelled "-" (no annotator agreement) is skipped.
+labels, FewCLUE's `test_public.json` has. An entry with the label "-" (no annotator agreement) is
+skipped.
 Source: Xu et al. 2020 (CLUE), 2021 (FewCLUE).
 """
 
@@ -39,13 +40,14 @@ def _classes(
     label_names: tuple[str, ...],
     words: Mapping[str, int] | None = None,
 ) -> Task:
-    """Return a task whose lines contain texts and a label.
+    """Return a classification task whose lines contain texts and a label.
 
     Args:
         name: name of the task.
         fields: names of the text fields.
         label_names: names of the labels.
-        words: label by its string in the files; None if the files use the label's name.
+        words: label index by the label's string in the files; None if the files contain label
+            names.
     """
     numbers = words or {word: n for n, word in enumerate(label_names)}
 
@@ -60,12 +62,12 @@ def _classes(
 
 
 def _text(row: Record, field: str) -> str:
-    """Return a text; a list of keywords is joined."""
+    """Return the text of a field; a list of keywords is joined."""
     return "；".join(row.texts(field)) if field == "keyword" else row.text(field)
 
 
 def _read_wsc(path: Path) -> Iterator[TaskExample]:
-    """Yield entries in SuperGLUE's format."""
+    """Yield the examples of a WSC file, which has SuperGLUE's format."""
     for row in read_records(path):
         yield from read_wsc(row)
 

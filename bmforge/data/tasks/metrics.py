@@ -1,4 +1,4 @@
-"""Metrics of tasks: accuracy, F1 and exact match, as the benchmarks define them.
+"""Task metrics (accuracy, F1, exact match, BLEU) as the benchmarks define them.
 
 All are fractions from 0 to 1. F1 of classes uses scikit-learn (extra ``tasks``).
 Source: the evaluation scripts of SQuAD 1.1, ReCoRD and TACRED; SuperGLUE's table of metrics;
@@ -45,7 +45,7 @@ def accuracy(predicted: Sequence[Any], labels: Sequence[Any]) -> float:
 
 
 def class_f1(predicted: Sequence[int], labels: Sequence[int], average: str = "macro") -> float:
-    """Return F1 of classes.
+    """Return the F1 score of a classification.
 
     Args:
         predicted: predicted class of each example.
@@ -67,7 +67,7 @@ def class_f1(predicted: Sequence[int], labels: Sequence[int], average: str = "ma
 def multirc_scores(
     predicted: Sequence[int], labels: Sequence[int], questions: Sequence[Hashable]
 ) -> dict[str, float]:
-    """Return MultiRC's two metrics of binary judgments of answers.
+    """Return MultiRC's two metrics, f1a and em, for binary judgments of answers.
 
     Args:
         predicted: 0 or 1 for each answer.
@@ -87,7 +87,7 @@ def multirc_scores(
 
 
 def normalize_answer(text: str) -> str:
-    """Return an English answer in lower case, without punctuation, articles and extra spaces."""
+    """Normalize an English answer: lower case, no punctuation, articles or extra spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -99,7 +99,7 @@ def token_f1(predicted: str, answer: str) -> float:
 
 
 def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return `f1` and `em` of text answers, each the maximum over the accepted answers.
+    """Return the F1 and exact match (`em`) of text answers, each the best over accepted answers.
 
     Raises:
         ShapeError: the lengths differ, or a question has no accepted answer.
@@ -119,7 +119,13 @@ def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) ->
 def relation_scores(
     predicted: Sequence[int], labels: Sequence[int], none: int = 0
 ) -> dict[str, float]:
-    """Return micro precision, recall and F1 of relations; class `none` means no relation."""
+    """Return the micro-averaged precision, recall and F1 of relations.
+
+    Args:
+        predicted: predicted class of each example.
+        labels: true class of each example.
+        none: number of the class that means no relation.
+    """
     _check_pairs(predicted, labels)
     right = sum(p == w != none for p, w in zip(predicted, labels, strict=True))
     num_predicted, num_labels = (
@@ -138,7 +144,7 @@ def loose_f1(predicted: Sequence[str], labels: Sequence[str], sep: str = "-") ->
     Args:
         predicted: predicted type name of each example.
         labels: true type name of each example.
-        sep: separator of the levels of a type name.
+        sep: separator of the levels in a type name.
     """
     _check_pairs(predicted, labels)
 
@@ -158,7 +164,7 @@ def loose_f1(predicted: Sequence[str], labels: Sequence[str], sep: str = "-") ->
 def corpus_bleu(
     predicted: Sequence[str], answers: Sequence[Sequence[str]], longest: int = 4
 ) -> float:
-    """Return corpus BLEU of lowercased texts, with punctuation marks as words.
+    """Return the corpus BLEU of lowercased texts; punctuation marks count as words.
 
     Args:
         predicted: text for each example.
@@ -197,14 +203,14 @@ def split_words(text: str) -> list[str]:
 
 
 def n_grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
-    """Return the number of occurrences of each run of `n` words."""
+    """Count the occurrences of each n-gram of words."""
     return Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
 
 
 def score_task(
     name: str, predicted: Sequence[Any], examples: Sequence[TaskExample]
 ) -> dict[str, float]:
-    """Return the official metrics of a task.
+    """Compute the official metrics of a task.
 
     Args:
         name: name of the task, as in `TASKS`.
@@ -273,7 +279,7 @@ _SCORES: Mapping[str, Callable[[Sequence[Any], Sequence[TaskExample]], dict[str,
 
 
 def _check_pairs(predicted: Sequence[Any], labels: Sequence[Any]) -> None:
-    """Raise `ShapeError` if the numbers of predictions and labels differ or are zero."""
+    """Raise `ShapeError` if there are no examples, or not one prediction for each."""
     if len(predicted) != len(labels) or not labels:
         raise ShapeError(
             f"{len(predicted)} predictions for {len(labels)} examples; needed is one for each, and "

@@ -1,4 +1,4 @@
-"""Reads a user's classification task: JSON lines with texts and a label, and a list of labels."""
+"""User-defined classification tasks: JSON lines with texts and a label."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORBIDDEN = frozenset("{}[].!:")
 
 
 def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = ()) -> Task:
-    """Build a user's classification task.
+    """Build a classification task from a user's file.
 
     Args:
         labels: names of the labels.
@@ -25,9 +25,8 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
             except "label".
 
     Raises:
-        ConfigError: fewer than two labels, a duplicate label, or a field name that is not valid
-            in a
-            prompt template.
+        ConfigError: fewer than two labels, a duplicate label, or a field name that is not valid in
+            a prompt template.
         DataError: the file cannot be read, or its first line has no text.
     """
     if len(labels) < 2 or len(set(labels)) < len(labels):
@@ -53,7 +52,7 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
 
 
 def _find_fields(path: Path) -> tuple[str, ...]:
-    """Return the names of the text fields of a file's first line."""
+    """Return the names of the text fields in a file's first line."""
     first: Record | None = next(read_records(path), None)
     values = {} if first is None else first.values
     names = [name for name, value in values.items() if isinstance(value, str) and name != _LABEL]

@@ -1,4 +1,4 @@
-"""Tasks in tables: LCQMC (question paraphrases) and AG News (topics)."""
+"""Readers of table files: LCQMC (question paraphrases) and AG News (topics)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AG_NEWS", "LCQMC"]
 
 
 def _read_lcqmc(path: Path) -> Iterator[TaskExample]:
-    """Yield the rows of a table text_a, text_b, label, with an optional header row.
+    """Yield the examples of a table with columns text_a, text_b, label, and an optional header.
 
     Cells are not quoted: a quotation mark is part of the question.
     """
@@ -33,7 +33,7 @@ def _read_lcqmc(path: Path) -> Iterator[TaskExample]:
 
 
 def _read_ag_news(path: Path) -> Iterator[TaskExample]:
-    """Yield the rows of a table class (1 to 4), title, text."""
+    """Yield the examples of a table with columns class (1 to 4), title, text."""
     lines = csv.reader(io.StringIO(read_text(path)))
     for number, cells in enumerate(lines, 1):
         if len(cells) != 3 or cells[0] not in ("1", "2", "3", "4"):

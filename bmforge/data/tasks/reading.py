@@ -1,4 +1,4 @@
-"""Reading comprehension: SQuAD 1.1, CMRC 2018 and DRCD (same format), ChID (cloze), C3.
+"""Reading comprehension tasks: SQuAD 1.1, CMRC 2018, DRCD, ChID (cloze), and C3.
 
 Source: Rajpurkar et al. 2016; Zheng et al. 2019 (ChID); Sun et al. 2020 (C3).
 """
@@ -52,7 +52,7 @@ def _read_chid(path: Path) -> Iterator[TaskExample]:
 def _blanks(
     row: Record, text: str, choices: tuple[str, ...], answers: Mapping[str, Any]
 ) -> Iterator[TaskExample]:
-    """Yield an example for each #idiom000123# in a text."""
+    """Yield one example for each blank, such as #idiom000123#, in a text."""
     for piece in text.split(_BLANK)[1:]:
         name = f"{_BLANK}{piece.partition('#')[0]}#"
         label = answers.get(name)
@@ -62,7 +62,7 @@ def _blanks(
 
 
 def _read_c3(path: Path) -> Iterator[TaskExample]:
-    """Yield one example per question; an entry has texts, questions with choices, and a name."""
+    """Yield one example per question; a file entry has texts, questions with choices, a name."""
     for number, entry in enumerate(read_json(path)):
         location = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:

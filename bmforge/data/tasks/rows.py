@@ -1,4 +1,4 @@
-"""Converts a task's examples to token rows, for classification or for answer generation."""
+"""Converts task examples to token rows, for classification or for answer generation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
 
 def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
-    """Return the indexes of the correct options; several may be accepted.
+    """Return the indexes of the correct options; several may be correct.
 
     Raises:
         DataError: no option is correct, or the example has no label.
@@ -56,9 +56,10 @@ def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
 def encode_segments(
     texts: Sequence[str], tokenizer: Tokenizer, longest: int, marks_between: int = 1
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and segment ids of [CLS] first [SEP] second [SEP].
+    """Encode one or more texts for a BERT-like model: [CLS] first [SEP] second [SEP].
 
-    The longer text is truncated from the right until the row has at most `longest` tokens.
+    The longer text is truncated from the right until the row has at most `longest` tokens. Returns
+    token ids and segment ids.
 
     Args:
         texts: one or more texts.
@@ -101,7 +102,7 @@ def _outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 class ClassRows:
-    """Rows with a class label; an `ExampleSource`.
+    """Token rows with a class label, for `ExampleLoader`; an `ExampleSource`.
 
     Args:
         rows: texts of each row, and its class (-100 for an unlabelled row).
@@ -136,7 +137,7 @@ class ClassRows:
         return len(self._rows)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return row `index`; the seed is not used."""
+        """Return the example at `index`; the seed is not used."""
         texts, label = self._rows[index]
         ids, segments = encode_segments(texts, self._tokenizer, self._width, self._marks)
         segments = [min(segment, self._segments - 1) for segment in segments]
@@ -148,7 +149,7 @@ class ClassRows:
 def continue_prompt(
     prompt: str, options: Sequence[str], tokenizer: Tokenizer, longest: int
 ) -> list[Pair]:
-    """Return a decoder's prompt paired with each answer, separated by a space.
+    """Encode a decoder's prompt with each possible answer, separated by a space.
 
     The prompt is truncated at its start. An answer ends with the EOS token if the tokenizer has
     one.
@@ -178,7 +179,7 @@ def encode_answers(
 ) -> list[list[int]]:
     """Return the target ids of an encoder-decoder: each answer as the first masked span.
 
-    With a tokenizer without sentinel tokens the answers end with its EOS token.
+    With a tokenizer without sentinel tokens, the answers end with its EOS token.
 
     Args:
         options: the answers.
@@ -194,7 +195,7 @@ def encode_answers(
 
 
 def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL) -> str:
-    """Return the text after the first sentinel up to its end; inverse of `encode_answers`."""
+    """Decode the answer after the first sentinel token; inverse of `encode_answers`."""
     names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
     first, second = map(tokenizer.token_to_id, names)
     ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
@@ -206,9 +207,9 @@ def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_S
 def fill_prompt(
     before: str, behind: str, tokenizer: Tokenizer, longest: int, sentinel: str = T5_SENTINEL
 ) -> list[int]:
-    """Return the input ids of an encoder-decoder: two texts around a sentinel, then the EOS token.
+    """Return the input ids of an encoder-decoder: two texts around a sentinel, then EOS.
 
-    Too long an input is truncated at its end if there is a second text, else at its start.
+    An input that is too long is truncated at its end if there is a second text, else at its start.
     """
     blank = tokenizer.token_to_id(sentinel.format(0))
     head = [*tokenizer.encode(before), *([] if blank is None else [blank])]
@@ -226,13 +227,13 @@ def _end_of(tokenizer: Tokenizer) -> list[int]:
 
 
 class AnswerRows:
-    """Prompts with answers to train on; an `ExampleSource`.
+    """Prompts with answers to train on, as token rows; an `ExampleSource`.
 
     Args:
         pairs: prompts and answers.
         config: settings of the run.
-        reads_apart: True for an encoder-decoder (prompt and answer apart); False puts both in
-            one row.
+        reads_apart: True for an encoder-decoder (prompt and answer are separate); False puts both
+            in one row.
     """
 
     def __init__(self, pairs: Sequence[Pair], config: Any, reads_apart: bool) -> None:
@@ -254,7 +255,7 @@ class AnswerRows:
         return len(self._pairs)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return row `index`; the seed is not used."""
+        """Return the example at `index`; the seed is not used."""
         prompt, answer = self._pairs[index]
         if self._reads_apart:
             mask = [1] * len(prompt)

@@ -1,4 +1,4 @@
-"""Classification of texts and of pairs of texts, from the published tables and line formats.
+"""Classification tasks for single texts and text pairs, in their published file formats.
 
 Sources: Zhang et al. 2015 (DBpedia, Yahoo! Answers, Amazon), Socher et al. 2013, Wang et al. 2018
 (SST-2 in GLUE's format), Williams et al. 2018 (MNLI), Bowman et al. 2015 (SNLI), Tan 2009
@@ -34,7 +34,7 @@ _INFERENCE = ("entailment", "neutral", "contradiction")
 
 
 def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Task:
-    """Return a task in CSV files with the columns class (from 1) and texts."""
+    """Return a task whose files are CSV with the columns class (from 1) and texts."""
 
     def read(path: Path) -> Iterator[TaskExample]:
         lines = csv.reader(io.StringIO(read_text(path)))
@@ -52,7 +52,7 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Ta
 
 
 def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> Task:
-    """Return a task in tab-separated files with a header row that names `label` and `text`."""
+    """Return a task with tab-separated files, whose header names `label` and `text`."""
 
     def read(path: Path) -> Iterator[TaskExample]:
         lines = iter(read_lines(path))
@@ -92,7 +92,7 @@ def _inference_task(name: str, stem: str, dev: tuple[str, ...]) -> Task:
 
 
 def _read_imdb(path: Path) -> Iterator[TaskExample]:
-    """Yield reviews from the published folder (`pos`, `neg`), or from a file with one per line."""
+    """Yield reviews from the published folders (`pos`, `neg`), or from a file with one per line."""
     if path.is_dir():
         for label, name in enumerate(("neg", "pos")):
             reviews = (path / name).glob("*.txt")

@@ -1,4 +1,4 @@
-"""SuperGLUE's eight tasks, from the jsonl files of super.gluebenchmark.com.
+"""The eight SuperGLUE tasks, read from the jsonl files of super.gluebenchmark.com.
 
 Labels are in the order of ModelCenter and transformers.
 Source: Wang et al. 2019, https://super.gluebenchmark.com/tasks.
@@ -18,7 +18,7 @@ _FILES = {"train": ("train.jsonl",), "dev": ("val.jsonl", "dev.jsonl"), "test": 
 
 
 def _classes(name: str, fields: tuple[str, ...], labels: tuple[str, ...]) -> Task:
-    """Return a task whose lines contain texts and a label."""
+    """Return a classification task whose lines contain texts and a label."""
     numbers = {label: number for number, label in enumerate(labels)}
 
     def read(path: Path) -> Iterator[TaskExample]:
@@ -44,9 +44,7 @@ def _copa(row: Record) -> list[TaskExample]:
 
 
 def read_wsc(row: Record) -> list[TaskExample]:
-    """Return an example with a text and two spans; the label is whether the second refers to the
-    first.
-    """
+    """Return a WSC example: a text with two spans, labelled 1 if the second refers to the first."""
     target = row.part("target")
     spans = {name: target.text(name) for name in ("span1_text", "span2_text")}
     places = {name: str(target.number(name)) for name in ("span1_index", "span2_index")}
@@ -55,7 +53,7 @@ def read_wsc(row: Record) -> list[TaskExample]:
 
 
 def _multirc(row: Record) -> list[TaskExample]:
-    """Return one example per answer; the label is whether the answer is right."""
+    """Return one example per MultiRC answer, labelled 1 if the answer is correct."""
     passage, out = row.part("passage"), []
     text = passage.text("text")
     for question in passage.parts("questions"):
@@ -69,7 +67,7 @@ def _multirc(row: Record) -> list[TaskExample]:
 
 
 def _record(row: Record) -> list[TaskExample]:
-    """Return one example per query; the choices are the passage's entities for its @placeholder."""
+    """Return one example per ReCoRD query; the choices are the entities in the passage."""
     passage, out = row.part("passage"), []
     text = passage.text("text")
     names: dict[str, None] = {}  # in the order of the text, each once

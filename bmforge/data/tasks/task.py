@@ -1,4 +1,4 @@
-"""The type of a task, and helpers for its readers."""
+"""Types of benchmark tasks and their examples, and helpers for reading task files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ _SPLIT_NAMES = {"val": "dev", "validation": "dev", "valid": "dev"}
 
 @dataclass(frozen=True)
 class TaskExample:
-    """One example of a task.
+    """One example of a benchmark task.
 
     Attributes:
         fields: texts by field name.
-        label: index into the task's `label_names`, or into `choices` if the example has its
-            own; the
-            first of `answers` for a text answer; None if the label is not published.
+        label: index into the task's `label_names`, or into `choices` if the example has its own;
+            the first of `answers` for a text answer; None if the label is not published.
         idx: index in the task's files. Answers to one question share all but the last number.
-        choices: options of this example.
+        choices: answer options of this example.
         answers: accepted texts, for tasks with text answers.
     """
 
@@ -39,7 +38,7 @@ class TaskExample:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of a benchmark.
+    """Description of a benchmark task.
 
     Attributes:
         name: name in the benchmark's spelling.
@@ -58,7 +57,7 @@ class Task:
 
 
 def find_split(task: Task, folder: str | Path, split: str) -> Path:
-    """Return the file of a split, in `folder` or in its subfolder with the task's name.
+    """Return the path of a split's file, in `folder` or in its subfolder with the task's name.
 
     Raises:
         ConfigError: the task has no such split.
@@ -79,10 +78,10 @@ def find_split(task: Task, folder: str | Path, split: str) -> Path:
 
 
 class Record:
-    """The values of one entry of a file; errors for missing or invalid values name its location.
+    """Values of one entry in a task file; errors for bad values name the entry's location.
 
     Args:
-        place: file and line, for messages.
+        place: file and line, for error messages.
         values: values by name.
     """
 
@@ -93,30 +92,30 @@ class Record:
         self.values: dict[str, Any] = values
 
     def text(self, name: str) -> str:
-        """Return a text."""
+        """Return the text in a field."""
         return str(self._get(name, str))
 
     def number(self, name: str) -> int:
-        """Return an integer."""
+        """Return the integer in a field."""
         return int(self._get(name, int))
 
     def parts(self, name: str) -> list[Record]:
-        """Return a list of objects."""
+        """Return the list of objects in a field, each as a `Record`."""
         return [Record(f"{self.place}, {name} {n}", v) for n, v in enumerate(self._get(name, list))]
 
     def part(self, name: str) -> Record:
-        """Return an object."""
+        """Return the object in a field as a `Record`."""
         return Record(f"{self.place}, {name}", self._get(name, dict))
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of texts."""
+        """Return the list of texts in a field."""
         values = self._get(name, list)
         if not all(isinstance(value, str) for value in values):
             raise DataError(f"{self.place}: {name!r} is not a list of texts.")
         return tuple(values)
 
     def label(self, names: Mapping[str, int], name: str = "label") -> int | None:
-        """Return the label number of a label string; None if it is absent or empty."""
+        """Return the number of the label in a field; None if the field is absent or empty."""
         value = self.values.get(name)
         if value is None or value == "":
             return None
@@ -158,7 +157,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def read_json(path: Path) -> Any:
-    """Return the contents of a JSON file.
+    """Parse a JSON file.
 
     Raises:
         DataError: the file is not JSON.

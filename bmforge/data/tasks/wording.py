@@ -1,4 +1,4 @@
-"""Prompts of tasks: segments for encoders, prompts and answers for language models.
+"""Prompt templates of tasks: segments for encoders, prompts and answers for language models.
 
 Templates refer to an example's fields; `choice` is one of its choices. The templates of the
 SuperGLUE tasks are ModelCenter's. Other tasks get a generic template.
@@ -19,7 +19,7 @@ _ENTAILS = "Sentence 1: {premise} Sentence 2: {hypothesis} Does sentence 1 entai
 
 @dataclass(frozen=True)
 class Wording:
-    """Templates of a task.
+    """Prompt templates of a task.
 
     Args:
         segments: one or two templates of an encoder's input; for a task with choices, one input per
@@ -36,16 +36,16 @@ class Wording:
     renames: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def write_segments(self, example: TaskExample, choice: str = "") -> tuple[str, ...]:
-        """Return the input texts of an encoder."""
+        """Fill in the templates of an encoder's input texts."""
         fields = self._fields(example, choice)
         return tuple(segment.format_map(fields) for segment in self.segments)
 
     def write_prompt(self, example: TaskExample) -> str:
-        """Return the prompt before the answer."""
+        """Fill in the template of the prompt, which ends before the answer."""
         return self.prompt.format_map(self._fields(example, ""))
 
     def options(self, example: TaskExample) -> tuple[str, ...]:
-        """Return the candidate answers."""
+        """Return the candidate answers of an example."""
         return example.choices or self.words
 
     def _fields(self, example: TaskExample, choice: str) -> dict[str, str]:
@@ -89,10 +89,10 @@ _WORDINGS = {
 
 
 def word_task(task: Task, example: TaskExample) -> Wording:
-    """Return the templates of a task.
+    """Return the prompt templates of a task.
 
     Args:
-        task: the task.
+        task: task without or with its own templates.
         example: an example of the task, whose fields a generic template lists.
     """
     if task.name in _WORDINGS:

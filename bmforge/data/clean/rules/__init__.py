@@ -1,4 +1,4 @@
-"""Published rules with their bounds and sources, one family per file, and their combinations.
+"""Published filter rules with their bounds and sources, one family per file.
 
 Start reading at `gopher.py`; `chinese.py` shows bounds by the form of a text.
 """
@@ -30,6 +30,6 @@ RULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def rules_version(name: str) -> str:
-    """Return the rule sets of a language with their versions, as a key for the journal."""
+    """Return a string with the names and versions of a language's rule sets, as a journal key."""
     sets = sorted({rule_set for chosen in RULES[name].values() for rule_set in chosen})
     return " ".join(f"{rule_set}={RULE_SETS[rule_set].version}" for rule_set in sets)

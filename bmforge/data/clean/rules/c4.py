@@ -1,4 +1,4 @@
-"""C4's rules: selection of the lines of a page, and of pages.
+"""C4's filter rules, which select the lines of a page and drop whole pages.
 
 Source: Raffel et al. 2020, arXiv:1910.10683, section 2.2; the code of tensorflow-datasets
 (c4_utils.py) adds the bound on long words and the policy phrases.
@@ -34,7 +34,7 @@ _FEWEST_WORDS = 3
 
 @dataclass(frozen=True)
 class KeptLines:
-    """The kept lines, the number of their sentences, and the rule that dropped the page, if any."""
+    """Result of C4's line filter: kept lines, sentence count, rule that dropped the page."""
 
     lines: tuple[str, ...]
     sentences: int
@@ -42,11 +42,13 @@ class KeptLines:
 
 
 def select_lines(text: TextStatistics, any_end: bool = False) -> KeptLines:
-    """Return the lines that look like sentences: an end mark, three words, no policy, no script.
+    """Select the lines of a page that look like sentences, by C4's rules.
+
+    A line needs an end mark and three words, and must not mention policies or JavaScript.
 
     Args:
         text: statistics of the text.
-        any_end: keep lines without an end mark too, as FineWeb does.
+        any_end: True to also keep lines without an end mark, as FineWeb does.
     """
     lines: list[str] = []
     sentences = 0

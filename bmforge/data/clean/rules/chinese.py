@@ -1,4 +1,4 @@
-"""Filter rules for Chinese: published bounds, and own rules for advertisements and contacts.
+"""Filter rules for Chinese: published bounds, and additional rules against advertisements.
 
 Verse and lists have separate bounds: they are short, their lines are short, and old verse has no
 stop words.
@@ -44,8 +44,8 @@ _LIST_ITEM = re.compile(
 def tell_form(text: TextStatistics) -> str:
     """Classify a text as ``"poem"``, ``"list"`` or ``"prose"``.
 
-    A poem has at least four clauses, and four fifths of them have one or two common lengths (3 to 7
-    characters), regardless of line breaks. A list has at least three items, which are most of its
+    A poem has at least four clauses, and four fifths of them have one of at most two lengths (3 to
+    7 characters), regardless of line breaks. A list has at least three items, which are most of its
     lines.
     """
     runs = [len(run) for run in HAN_RUN.findall(text.text)]
@@ -71,7 +71,7 @@ def _line_length(text: TextStatistics) -> float:
 
 
 def _repeated_grams(text: TextStatistics) -> float:
-    """Share of runs of 13 characters that occur more than once."""
+    """Return the share of 13-character n-grams that repeat an earlier one."""
     solid = "".join(text.text.split())
     runs = [solid[i : i + _GRAM] for i in range(len(solid) - _GRAM + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0

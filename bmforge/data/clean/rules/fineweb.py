@@ -1,4 +1,4 @@
-"""FineWeb's line rules, which run after Gopher's and C4's."""
+"""FineWeb's line rules, which are applied after those of Gopher and C4."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _newlines(text: TextStatistics) -> float:
 def line_rules(
     ends: float, short: float | None, repeated: float, newlines: float, source: str = _PAPER
 ) -> tuple[Rule, ...]:
-    """Return the line rules.
+    """Return FineWeb's rules on the lines of a text, with the given bounds.
 
     Args:
         ends: smallest share of lines that end with a sentence end.
         short: largest share of short lines; None omits the rule.
         repeated: largest share of characters in repeated lines.
         newlines: largest number of newlines per word.
-        source: source of the bounds.
+        source: publication from which the bounds are taken.
     """
     menu = "Home\nShop\nContact us\nSign in"
     rules = [

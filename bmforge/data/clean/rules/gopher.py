@@ -1,4 +1,4 @@
-"""Gopher's rules on word and line quality, and on repetition."""
+"""Gopher's filter rules on the quality of words and lines, and on repetition."""
 
 from __future__ import annotations
 
@@ -99,14 +99,15 @@ def quality_rules(
     words: tuple[float, float] = (50, 100_000),
     source: str = _QUALITY,
 ) -> tuple[Rule, ...]:
-    """Return the rules on words and lines.
+    """Return Gopher's rules on words and lines, with the given bounds.
 
     Args:
-        word_length: bounds of the mean word length.
+        word_length: smallest and largest mean word length, in characters.
         letters: smallest share of words with a letter.
         stop_words: stop words, two of which must occur.
-        words: bounds of the number of words.
-        source: source of these bounds; those on symbols and bullets are always the paper's.
+        words: smallest and largest number of words.
+        source: publication from which these bounds are taken; those on symbols and bullets are
+            always the paper's.
     """
     few, many = words
     short, long = word_length
@@ -178,13 +179,13 @@ def repetition_rules(
     repeated: Sequence[tuple[int, float]],
     source: str = _TABLE,
 ) -> tuple[Rule, ...]:
-    """Return the rules on repetition.
+    """Return Gopher's rules on repetition, with the given bounds.
 
     Args:
         lines: upper bounds of the rules on paragraphs and lines, by rule name.
         top: pairs of an n-gram size and the largest share of the most frequent n-gram.
         repeated: pairs of an n-gram size and the largest share of repeated n-grams.
-        source: source of the bounds.
+        source: publication from which the bounds are taken.
     """
     rules = []
     for name, high in lines.items():
