@@ -39,7 +39,7 @@ from bmforge.parallel import (
     parallelize,
     run_step,
 )
-from bmforge.parallel.planner.estimate import Choice, Estimator, Request
+from bmforge.parallel.planner.estimate import Estimator, PlanRequest, TrainingSetup
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.recipes.run import family_of
 from bmforge.testing.pool import run_distributed
@@ -143,14 +143,14 @@ def _train(case: Case) -> int:
 def predict(case: Case) -> float:
     """What the planner says of the fullest process."""
     replicas = case.world // (case.layout.tp * case.layout.pp * case.layout.cp)
-    request = Request(
+    request = PlanRequest(
         workload_of(case.name, case.model, case.length),
         Cluster(replace(find_device("a100-80gb"), is_host=True), case.world),
         case.rows * case.micro_batches * replicas,
         case.precision,
     )
     estimator = Estimator(request, exact_shards=True)
-    choice = Choice(case.layout, case.rows, case.recompute, float(case.on_disk))
+    choice = TrainingSetup(case.layout, case.rows, case.recompute, float(case.on_disk))
     return estimator.estimate(choice).memory.total
 
 

@@ -19,7 +19,7 @@ from bmforge.cli.plan_workload import workload_of
 from bmforge.models.bert import BertConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import Layout
-from bmforge.parallel.planner.estimate import Choice, Estimator, Request, Row
+from bmforge.parallel.planner.estimate import Estimator, PlanRequest, PlanRow, TrainingSetup
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.search import plan
 
@@ -63,11 +63,11 @@ def traces_of(gpu: str) -> dict[Any, Any]:
     return {}
 
 
-def estimate(case: Case, rows: int) -> Row:
+def estimate(case: Case, rows: int) -> PlanRow:
     cluster = Cluster(find_device(case.gpu), 1)
-    request = Request(workload_of("BERT-Large", BERT, TOKENS), cluster, rows, case.precision)
+    request = PlanRequest(workload_of("BERT-Large", BERT, TOKENS), cluster, rows, case.precision)
     estimator = Estimator(request, traces=traces_of(case.gpu))
-    return estimator.estimate(Choice(Layout(zero=0), rows, case.recompute))
+    return estimator.estimate(TrainingSetup(Layout(zero=0), rows, case.recompute))
 
 
 def largest(case: Case) -> int:
@@ -100,7 +100,7 @@ def t5_table() -> str:
     lines: list[list[object]] = []
     for gpus, offload in ((2, True), (2, False), (4, False), (8, False)):
         cluster = Cluster(find_device("a100-40gb"), gpus)
-        found = plan(Request(workload_of("T5-11B", T5, TOKENS), cluster, 16, offload=offload))
+        found = plan(PlanRequest(workload_of("T5-11B", T5, TOKENS), cluster, 16, offload=offload))
         row = found.rows[0]
         missing = f"lacks {max(row.short_bytes, row.host_short_bytes) / GIB:.1f} GiB"
         said = [f"{row.times.total:.2f} s", f"{gpus * row.times.total / 16:.2f} s"]

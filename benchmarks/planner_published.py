@@ -25,10 +25,10 @@ from bmforge.models.bert import BertConfig
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import Layout
-from bmforge.parallel.planner.estimate import Choice, Estimator, Request, Row
+from bmforge.parallel.planner.estimate import Estimator, PlanRequest, PlanRow, TrainingSetup
 from bmforge.parallel.planner.hardware import Cluster, Device, find_device
 from bmforge.parallel.planner.search import plan
-from bmforge.parallel.planner.step_time import OURS, Engine
+from bmforge.parallel.planner.step_time import OURS, TrainingEngine
 
 GIB = 2**30
 
@@ -65,7 +65,7 @@ class Published:
     per_node: int = 8
     network: float = 200.0
     has_switch: bool = True
-    engine: Engine = OURS
+    engine: TrainingEngine = OURS
     fitted: bool = False
 
 
@@ -116,7 +116,7 @@ KEMPNER_BATCH = {"7B": (L8, 4, 2), "13B": (L13, 4, 4), "70B": (L70, 2, 4)}
 # micro-batches and 40 blocks. Its head gathers all logits, in bf16, on every process. Per step each
 # of 41 units is reduced once in the profile, over nodes at 19 GB/s, which is what a link of 200
 # Gb/s gives at the planner's 80 %.
-KEMPNER_ENGINE = Engine(collectives=(7, 7, 6), reduces_once=True)
+KEMPNER_ENGINE = TrainingEngine(collectives=(7, 7, 6), reduces_once=True)
 KEMPNER_NETWORK = 200.0
 BMTRAIN = {8: 24.15, 16: 26.94, 24: 29.42, 32: 28.28}
 GPT_13B = _gpt(5120, 40, 128, 50257, 512)
@@ -171,9 +171,9 @@ def published_rows() -> Iterator[Published]:
         )  # fmt: skip
 
 
-def request_of(row: Published, device: Device) -> Request:
+def request_of(row: Published, device: Device) -> PlanRequest:
     replicas = row.gpus // row.layout.tp // row.layout.pp
-    return Request(
+    return PlanRequest(
         workload_of(row.label, row.model, row.length),
         Cluster(device, row.gpus, row.per_node, row.network, has_switch=row.has_switch),
         replicas * row.rows * row.micro_batches,
@@ -188,18 +188,18 @@ def traces_of(model: str, length: int) -> dict[Any, Any]:
     return {}
 
 
-def predict(row: Published) -> Row:
+def predict(row: Published) -> PlanRow:
     traces = traces_of(repr(row.model), row.length)
     request = request_of(row, find_device(row.gpu))
     estimator = Estimator(request, engine=row.engine, traces=traces)
-    return estimator.estimate(Choice(row.layout, row.rows, row.recompute))
+    return estimator.estimate(TrainingSetup(row.layout, row.rows, row.recompute))
 
 
 def fit(row: Published) -> float:
     """Return the efficiency at which the planner says what the row says."""
     device = find_device(row.gpu)
     estimator = Estimator(request_of(row, device), engine=row.engine)
-    choice = Choice(row.layout, row.rows, row.recompute)
+    choice = TrainingSetup(row.layout, row.rows, row.recompute)
     low, high = 0.05, 1.0
     for _ in range(20):
         middle = (low + high) / 2
@@ -261,7 +261,7 @@ def gpt3_lines() -> str:
     for gpus, theirs in ((64, "about 2 years"), (128, "about 6 months")):
         start = time.perf_counter()
         cluster = Cluster(find_device("a100-40gb"), gpus)
-        found = plan(Request(workload_of("GPT-3", model, 2048), cluster, 1536))
+        found = plan(PlanRequest(workload_of("GPT-3", model, 2048), cluster, 1536))
         seconds = time.perf_counter() - start
         best = found.winner
         plain = [row for row in found.rows if row.fits and not row.choice.offloaded]
@@ -286,13 +286,15 @@ def gpt3_by_network() -> str:
         line: list[object] = [f"{network:g}"]
         for gpus, theirs in ((64, 24), (128, 6)):
             cluster = Cluster(find_device("a100-40gb"), gpus, network_gbit_s=network)
-            request = Request(workload_of("GPT-3", model, 2048), cluster, 1536)
+            request = PlanRequest(workload_of("GPT-3", model, 2048), cluster, 1536)
             estimator = Estimator(request, traces=traces)
             # Offloading costs time, so of each number of rows the least share that fits.
             fitting = []
             for rows in (1, 2, 3, 4, 6):
                 shares = (0.05 * step for step in range(21))
-                found = (estimator.estimate(Choice(Layout(), rows, True, one)) for one in shares)
+                found = (
+                    estimator.estimate(TrainingSetup(Layout(), rows, True, one)) for one in shares
+                )
                 if 1536 % (gpus * rows) == 0:
                     fitting += [row for row in found if row.fits][:1]
             best = min(fitting, key=lambda row: row.hours(300e9))
@@ -315,7 +317,7 @@ def bert_line() -> str:
             rows = (low + high) // 2
             case = Published("", "BERT", model, device.name, 1, 512, rows, Layout(zero=0), 1.0)
             estimator = Estimator(request_of(case, device))
-            found = estimator.estimate(Choice(case.layout, rows, recompute, offloaded))
+            found = estimator.estimate(TrainingSetup(case.layout, rows, recompute, offloaded))
             if found.fits:
                 low, memory = rows, found.memory.total / GIB
             else:

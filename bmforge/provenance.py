@@ -30,7 +30,7 @@ from bmforge.logging import get_logger
 
 __all__ = [
     "LICENCE_FILE",
-    "Part",
+    "ProvenanceSource",
     "Provenance",
     "describe_provenance",
     "model_card",
@@ -51,7 +51,7 @@ _NOTHING = ("", "other", UNKNOWN)  # values in model cards that name no license
 
 
 @dataclass(frozen=True)
-class Part:
+class ProvenanceSource:
     """A model or data set that a model was made from.
 
     Attributes:
@@ -82,17 +82,17 @@ class Provenance:
     """
 
     licence: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ProvenanceSource, ...] = ()
 
     def __bool__(self) -> bool:
         """Return True if anything is known."""
         return bool(self.licence or self.parts)
 
-    def as_parts(self, kind: str, name: str) -> tuple[Part, ...]:
+    def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
         """Return the model and its parts, as parts of a model made from it."""
-        return (Part(kind, name, self.licence or UNKNOWN), *self.parts)
+        return (ProvenanceSource(kind, name, self.licence or UNKNOWN), *self.parts)
 
-    def joined(self, parts: Iterable[Part]) -> Provenance:
+    def joined(self, parts: Iterable[ProvenanceSource]) -> Provenance:
         """Return a copy with more parts, without duplicates."""
         return replace(self, parts=tuple(dict.fromkeys((*self.parts, *parts))))
 
@@ -107,7 +107,7 @@ class Provenance:
         by_id = {licence.id: licence for licence in map(find_licence, names) if licence is not None}
         return [by_id[id] for id in sorted(by_id)]
 
-    def unknown(self) -> list[Part]:
+    def unknown(self) -> list[ProvenanceSource]:
         """Return the parts whose license is not in the table."""
         return [p for p in self.parts if p.kind != "terms" and find_licence(p.licence) is None]
 
@@ -144,7 +144,9 @@ def _from_record(record: Any, where: Path) -> Provenance:
     try:
         if record["format"] != _FORMAT:
             raise ValueError(f"format {record['format']}, supported: {_FORMAT}")
-        parts = tuple(Part(**{**p, "sources": tuple(p["sources"])}) for p in record["made_of"])
+        parts = tuple(
+            ProvenanceSource(**{**p, "sources": tuple(p["sources"])}) for p in record["made_of"]
+        )
         return Provenance(str(record["licence"] or ""), parts)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
@@ -259,7 +261,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
 
 
-def _parts(parts: Iterable[Part]) -> list[str]:
+def _parts(parts: Iterable[ProvenanceSource]) -> list[str]:
     rows = []
     for part in parts:
         counts = [f"{n:,}" if n else "" for n in (part.documents, part.text_bytes, part.tokens)]
@@ -271,7 +273,7 @@ def _parts(parts: Iterable[Part]) -> list[str]:
     return _table(heads, rows) if rows else ["Nothing is stated."]
 
 
-def _by_licence(parts: Iterable[Part]) -> list[str]:
+def _by_licence(parts: Iterable[ProvenanceSource]) -> list[str]:
     sums: dict[str, list[int]] = {}
     for part in parts:
         if part.kind == "data":

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from bmforge.records import Keeper, side_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Box",
     "Source",
+    "is_distributed",
     "is_first_replica",
     "is_streamed",
     "laid_out_like",
@@ -73,9 +78,19 @@ class Box:
         return Box(offsets, self.lengths)
 
 
+def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return True for a DTensor.
+
+    Does not import torch.distributed.tensor, which takes longer than torch itself: before something
+    else has imported it there is no DTensor.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of `tensor`: a view that shares its storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
@@ -83,9 +98,9 @@ def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
 
     For a plain `pattern` that is `local` itself.
     """
-    if not isinstance(pattern, DTensor):
+    if not is_distributed(pattern):
         return local
-    return DTensor.from_local(
+    return type(pattern).from_local(
         local,
         pattern.device_mesh,
         pattern.placements,
@@ -105,7 +120,7 @@ def is_streamed(tensor: Tensor) -> bool:
 
 def local_box(tensor: Tensor) -> Box:
     """Return this rank's box of the global tensor (lengths may be 0)."""
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     chunks = tensor.__create_chunk_list__()
     if not chunks:
@@ -120,7 +135,7 @@ def is_first_replica(tensor: Tensor, leads: bool) -> bool:
         tensor: DTensor, or plain tensor that is replicated over several ranks.
         leads: True on the first of the ranks that have a plain tensor.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return leads
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -128,7 +143,7 @@ def is_first_replica(tensor: Tensor, leads: bool) -> bool:
     return all(
         position == 0
         for position, placement in zip(coordinate, tensor.placements, strict=True)
-        if isinstance(placement, Replicate)
+        if placement.is_replicate()
     )
 
 
@@ -212,7 +227,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         origin.fill(values)
         return values
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 def sample_places(name: str, count: int) -> list[int]:

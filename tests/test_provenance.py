@@ -13,8 +13,8 @@ from bmforge.errors import DataError
 from bmforge.logging import get_logger
 from bmforge.provenance import (
     LICENCE_FILE,
-    Part,
     Provenance,
+    ProvenanceSource,
     describe_provenance,
     read_provenance,
     warn_of_licences,
@@ -24,11 +24,11 @@ from bmforge.provenance import (
 KNOWN = Provenance(
     "CC-BY-SA-4.0",
     (
-        Part("base", "org/base", "Apache-2.0"),
-        Part("data", "wiki", "CC-BY-SA-4.0", 10, 1000, 300, ("wiki.example", "b|c")),
-        Part("data", "crawl", "unknown", 5, 500, 100),
-        Part("data", "more", "CC-BY-SA-4.0", 2, 20, 100),
-        Part("terms", "crawl", "https://example.org/terms"),
+        ProvenanceSource("base", "org/base", "Apache-2.0"),
+        ProvenanceSource("data", "wiki", "CC-BY-SA-4.0", 10, 1000, 300, ("wiki.example", "b|c")),
+        ProvenanceSource("data", "crawl", "unknown", 5, 500, 100),
+        ProvenanceSource("data", "more", "CC-BY-SA-4.0", 2, 20, 100),
+        ProvenanceSource("terms", "crawl", "https://example.org/terms"),
     ),
 )
 
@@ -110,7 +110,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 
 def test_what_does_not_fit_is_said_with_both_clauses(said: pytest.LogCaptureFixture) -> None:
-    known = KNOWN.joined([Part("data", "papers", "CC-BY-NC-4.0"), KNOWN.parts[0]])
+    known = KNOWN.joined([ProvenanceSource("data", "papers", "CC-BY-NC-4.0"), KNOWN.parts[0]])
     assert len(known.parts) == len(KNOWN.parts) + 1
     warn_of_licences("here", known)
     assert len(said.messages) == 2

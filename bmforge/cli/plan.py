@@ -21,7 +21,7 @@ from bmforge.files import check_place, replace_file
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.models import Model
 from bmforge.parallel.layout import Layout
-from bmforge.parallel.planner.estimate import Request, Row
+from bmforge.parallel.planner.estimate import PlanRequest, PlanRow
 from bmforge.parallel.planner.hardware import FULL_SOURCE, Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.kept import default_directory
 from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
@@ -43,7 +43,7 @@ _GIB = 2**30
 _WIDE = 140
 
 
-def make_request(command: PlanCommand) -> Request:
+def make_request(command: PlanCommand) -> PlanRequest:
     """Convert the command's options to a planner request.
 
     Raises:
@@ -70,7 +70,7 @@ def make_request(command: PlanCommand) -> Request:
     config = _with_adapter(command, family, config)
     row_tokens = command.seq or min(config.max_seq_len, 4096)
     precision = command.precision or ("bf16" if device.has_bf16 else "fp16")
-    return Request(
+    return PlanRequest(
         workload_of(
             command.model,
             config,
@@ -182,7 +182,7 @@ def make_table(result: Plan, count: int) -> Table:
     return table
 
 
-def _cells(row: Row, request: Request) -> list[str]:
+def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
     choice, parts = row.choice, row.memory.parts
     state = sum(parts.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
     activations = parts.get("activations", 0.0)
@@ -206,7 +206,7 @@ def _cells(row: Row, request: Request) -> list[str]:
     return [*cells, f"host lacks {row.host_short_bytes / _GIB:.0f} GiB"]
 
 
-def least_line(row: Row) -> str:
+def least_line(row: PlanRow) -> str:
     """Return the memory of the setting that needs least, and its options."""
     layout = str(row.choice.layout).removeprefix("Layout(").removesuffix(")")
     return (
@@ -215,7 +215,7 @@ def least_line(row: Row) -> str:
     )
 
 
-def cost_line(row: Row, request: Request, command: PlanCommand) -> str:
+def cost_line(row: PlanRow, request: PlanRequest, command: PlanCommand) -> str:
     """Return hours, GPU-hours and cost of a run over `tokens`."""
     assert command.tokens is not None
     hours = row.hours(command.tokens)
@@ -229,7 +229,7 @@ def cost_line(row: Row, request: Request, command: PlanCommand) -> str:
     return text
 
 
-def launch_line(request: Request, row: Row, model: Sequence[str] = ()) -> str:
+def launch_line(request: PlanRequest, row: PlanRow, model: Sequence[str] = ()) -> str:
     """Return the command that starts training in a row's layout on every node.
 
     Values that a plan does not know are shell variables that must be set: the output directory of
@@ -277,7 +277,7 @@ def _model_options(command: PlanCommand) -> list[str]:
     return options + (["--freeze-base"] if command.freeze_base else [])
 
 
-def _options(request: Request, choice: Any) -> list[str]:
+def _options(request: PlanRequest, choice: Any) -> list[str]:
     options: dict[str, Any] = {
         f"layout.{n.replace('_', '-')}": v for n, v in choice.layout.unusual().items()
     }
@@ -315,7 +315,7 @@ def auto_layout(
     if config.freeze_base or config.adapter.kind is not None:
         trained = config.model.heads[config.model.head].names if config.new_head else ()
     sizes = with_adapter(family_of(config.model), with_changes(config), config)
-    request = Request(
+    request = PlanRequest(
         workload_of(
             type(config.model).__name__,
             sizes,

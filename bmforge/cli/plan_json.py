@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from bmforge.parallel.planner.estimate import Row
+from bmforge.parallel.planner.estimate import PlanRow
 from bmforge.parallel.planner.search import Plan
 
 __all__ = ["plan_to_dict"]
@@ -40,7 +40,7 @@ def plan_to_dict(plan: Plan, tokens: float | None = None, price: float | None = 
     }
 
 
-def _row(row: Row, plan: Plan, tokens: float | None, price: float | None) -> dict[str, Any]:
+def _row(row: PlanRow, plan: Plan, tokens: float | None, price: float | None) -> dict[str, Any]:
     choice = row.choice
     out: dict[str, Any] = {
         "layout": dataclasses.asdict(choice.layout),

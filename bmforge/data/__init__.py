@@ -18,7 +18,7 @@ from bmforge.data.clean.normalise import (
 from bmforge.data.load.loader import Batch, DataLoader, iter_once
 from bmforge.data.load.mixture import Mixture
 from bmforge.data.load.packing import Dataset, PackedDataset
-from bmforge.data.prepare.documents import Step
+from bmforge.data.prepare.documents import DocumentStage
 from bmforge.data.prepare.funnel import Funnel
 from bmforge.data.prepare.record import PrepareConfig, PrepareReport
 from bmforge.data.prepare.run import prepare, show_preparation
@@ -42,7 +42,7 @@ from bmforge.data.store.writer import TokenStoreWriter, merge_stores
 __all__ = [
     "prepare",
     "show_preparation",
-    "Step",
+    "DocumentStage",
     "Funnel",
     "Summary",
     "verify_store",

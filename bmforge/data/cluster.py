@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.judge import JudgeByRules
-from bmforge.data.prepare.documents import Step
-from bmforge.data.prepare.engine import Blame, Limits, Part, Work, run_parts
+from bmforge.data.prepare.documents import DocumentStage
+from bmforge.data.prepare.engine import Blame, Limits, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal
 from bmforge.data.prepare.record import RECORD_NAME, PrepareConfig, PrepareReport
 from bmforge.data.prepare.run import Paths, plan_work, prepare, work_dir
-from bmforge.data.prepare.stages import Keys, make_keys, run_stages
+from bmforge.data.prepare.stages import StageKeys, make_keys, run_stages
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, DataError, MissingDependencyError, suggest
 from bmforge.files import replace_file
@@ -56,7 +56,7 @@ class ClusterConfig:
     inputs: Paths | None
     out_dir: str | os.PathLike[str]
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
-    steps: tuple[Step, ...] = ()
+    steps: tuple[DocumentStage, ...] = ()
     tasks: int = 1000
     at_once: int = -1
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class _Job:
         config = self.config
         return plan_work(config.inputs, config.out_dir, config.prepare, config.steps)
 
-    def keys(self) -> Keys:
+    def keys(self) -> StageKeys:
         """Return the keys of all stages, computed from the plan that was saved."""
         plan, steps, tokenizer = self._open()
         return make_keys(plan, self.config.prepare, steps, tokenizer)
@@ -248,7 +248,7 @@ class _StoppedError(Exception):
 def _stop(
     stage: str,
     run: Work,
-    parts: Sequence[Part],
+    parts: Sequence[StagePart],
     config: PrepareConfig,
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
@@ -271,7 +271,7 @@ class _Some:
         self,
         stage: str,
         run: Work,
-        parts: Sequence[Part],
+        parts: Sequence[StagePart],
         config: PrepareConfig,
         on_blame: Callable[[int, Blame], None],
     ) -> Iterator[tuple[int, Any]]:
@@ -310,7 +310,7 @@ def _read_done(folder: Path, number: int, key: str) -> Any | None:
     return record if is_whole else None
 
 
-def make_step(filter: Any) -> Step:
+def make_step(filter: Any) -> DocumentStage:
     """Convert a datatrove filter to a step of `prepare`.
 
     Args:
@@ -319,7 +319,7 @@ def make_step(filter: Any) -> Step:
     """
     name = str(getattr(filter, "name", type(filter).__name__))
     plain = "_".join("".join(c if c.isalnum() else " " for c in name).lower().split())
-    return Step(f"datatrove {plain}", _Filter(filter, plain))
+    return DocumentStage(f"datatrove {plain}", _Filter(filter, plain))
 
 
 @dataclass(frozen=True)

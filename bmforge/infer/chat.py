@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from bmforge.data.tasks.rows import decode_answer
 from bmforge.errors import ConfigError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generate import generate
@@ -21,6 +20,7 @@ from bmforge.infer.options import GenerationConfig
 from bmforge.models.base import Model
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, Message
+from bmforge.tokenizers.sentinels import decode_answer
 
 __all__ = ["Conversation", "encode_messages", "find_ends"]
 

@@ -14,12 +14,11 @@ from bmforge.models.causal_lm import CausalLM
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.stack import span_of
 from bmforge.nn.adapter_selection import Selection
-from bmforge.parallel import pipeline_of
-from bmforge.records import Stack
+from bmforge.records import Stack, laid_out
 from bmforge.tune.delta import select_adapters
 from bmforge.tune.delta.selection import per_sample_selection
 
-__all__ = ["Decoder", "Seq2SeqDecoder", "make_cache", "start_decoder"]
+__all__ = ["Decoder", "Seq2SeqDecoder", "make_cache"]
 
 
 def make_cache(layers: Stack, max_length: int) -> KVCache:
@@ -31,33 +30,6 @@ def make_cache(layers: Stack, max_length: int) -> KVCache:
     cache = KVCache(total, max_length, max(places, default=None))
     cache.step = NativeStep()
     return cache
-
-
-def start_decoder(
-    model: CausalLM | Seq2Seq,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    max_new_tokens: int,
-    adapter_names: Sequence[str | None] | None = None,
-) -> tuple[Decoder, Tensor]:
-    """Create a decoder; return it with its first input tokens.
-
-    A decoder-only model continues the prompt; an encoder-decoder encodes the prompt and its decoder
-    begins with the start token.
-
-    Shape:
-        input_ids, mask: (B, S); returns a decoder and (B, T)
-    """
-    if model.keeps_foreign_cache and model.traits.reads != "apart":
-        from bmforge.infer.foreign_decoder import start_foreign  # circular
-
-        length = input_ids.shape[1] + max_new_tokens
-        return start_foreign(model, mask, length, adapter_names), input_ids
-    if model.traits.reads != "apart":
-        length = input_ids.shape[1] + max_new_tokens
-        return Decoder(model, mask, length, adapter_names), input_ids
-    start = torch.full_like(input_ids[:, :1], model.config.decoder_start_token_id)
-    return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens, adapter_names), start
 
 
 class Decoder:
@@ -184,7 +156,8 @@ class Seq2SeqDecoder(Decoder):
         self._mask = mask
         self._ids = source
         # Only some pipeline stages have the encoder's output, so the source is encoded every time.
-        self._is_pipelined = pipeline_of(model) is not None
+        record = laid_out(model)
+        self._is_pipelined = record is not None and record.pipeline is not None
         if not self._is_pipelined:
             assert model.decoder is not None
             self.cache = make_cache(model.decoder.layers, max_length)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer.beam import beam_search
-from bmforge.infer.decoder import Decoder, start_decoder
+from bmforge.infer.decoder import Decoder
+from bmforge.infer.decoder_factory import start_decoder
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generation_defaults import read_generation_defaults
 from bmforge.infer.options import GenerationConfig

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.data.tasks.rows import Pair, decode_answer, encode_answers, fill_prompt
+from bmforge.data.tasks.rows import Pair
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generate import generate
@@ -28,6 +28,7 @@ from bmforge.models.hub import find_model
 from bmforge.parallel import World
 from bmforge.tokenizers import AutoTokenizer, Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, Message, find_template
+from bmforge.tokenizers.sentinels import decode_answer, encode_answers, fill_prompt
 
 __all__ = ["TextModel", "open_lm"]
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: pure functions, applied in transformers' order.
+"""Computes tokens from logits with pure functions, applied in transformers' order.
 
 Scores are (B, V) logits (log-probabilities in a beam search); -inf forbids a token.
 """

@@ -29,7 +29,7 @@ from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
 from bmforge.surgery import evaluating
 
 __all__ = [
-    "Choice",
+    "TextChoice",
     "Likelihood",
     "choose_text",
     "collect_rows",
@@ -65,7 +65,7 @@ class Likelihood(NamedTuple):
     is_greedy: bool
 
 
-class Choice(NamedTuple):
+class TextChoice(NamedTuple):
     """Result of `choose_text`.
 
     Attributes:
@@ -79,7 +79,7 @@ class Choice(NamedTuple):
 
 def choose_text(
     model: Model, tokenizer: Encoder, options: Sequence[tuple[str, str]], begin: Sequence[int] = ()
-) -> Choice:
+) -> TextChoice:
     """Return the most likely option and the losses of all options.
 
     Args:
@@ -94,7 +94,7 @@ def choose_text(
     """
     pairs = [([*begin, *tokenizer.encode(p)], tokenizer.encode(t)) for p, t in options]
     losses = score_texts(model, pairs)
-    return Choice(min(range(len(losses)), key=losses.__getitem__), losses)
+    return TextChoice(min(range(len(losses)), key=losses.__getitem__), losses)
 
 
 def score_texts(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["RunOrder", "Step"]
+__all__ = ["RunOrder", "BlockExecution"]
 
 
-class Step(NamedTuple):
+class BlockExecution(NamedTuple):
     """Execution of a block.
 
     Attributes:
@@ -33,11 +33,11 @@ class RunOrder:
 
     def __init__(self, num_blocks: int) -> None:
         self._last_block = num_blocks - 1
-        self._followers: dict[Step, Step] = {}
-        self._doubted: set[Step] = set()
-        self._now: Step | None = None
+        self._followers: dict[BlockExecution, BlockExecution] = {}
+        self._doubted: set[BlockExecution] = set()
+        self._now: BlockExecution | None = None
 
-    def enter(self, step: Step) -> None:
+    def enter(self, step: BlockExecution) -> None:
         """Record that a block begins."""
         before, self._now = self._now, step
         if before is None:
@@ -70,13 +70,13 @@ class RunOrder:
             blocks.append(self._now.block)
         return blocks
 
-    def _after(self, step: Step) -> Step:
+    def _after(self, step: BlockExecution) -> BlockExecution:
         follower = self._followers.get(step)
         if follower is not None:
             return follower
         phase, block = step
         if phase == "backward":
-            return Step(phase, block - 1) if block else Step("forward", 0)
+            return BlockExecution(phase, block - 1) if block else BlockExecution("forward", 0)
         if block < self._last_block:
-            return Step(phase, block + 1)
-        return Step("backward", block) if phase == "forward" else Step(phase, 0)
+            return BlockExecution(phase, block + 1)
+        return BlockExecution("backward", block) if phase == "forward" else BlockExecution(phase, 0)

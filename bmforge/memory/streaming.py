@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, make_copy_engine
-from bmforge.memory.order import RunOrder, Step
+from bmforge.memory.order import BlockExecution, RunOrder
 from bmforge.memory.packed import PackedBlock, Slot, give_device_
 from bmforge.memory.recompute import apply_recompute_
 from bmforge.memory.resident import NUM_SLOTS, spread_resident
@@ -106,7 +106,7 @@ class Streamer:
     def _enter(self, number: int, is_backward: bool) -> None:
         """Wait for block `number` and start the prefetch of the next ones."""
         phase = "forward" if torch.is_grad_enabled() else "plain"
-        self._order.enter(Step("backward" if is_backward else phase, number))
+        self._order.enter(BlockExecution("backward" if is_backward else phase, number))
         self._ask_for(self._order.coming(len(self._slots), with_this=True))
         slot = self._slot_of(number)
         assert slot is not None

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, ShapeError
@@ -37,6 +36,7 @@ from bmforge.nn.packing import QuantSpec
 from bmforge.nn.prompt import count_ids, look_up
 from bmforge.provenance import Provenance, read_provenance
 from bmforge.records import laid_out
+from bmforge.shards import is_distributed
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["Model"]
@@ -208,7 +208,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
             ConfigError: the change does not fit the model, which is unchanged then; or the model is
                 already parallelized.
         """
-        if any(isinstance(tensor, DTensor) for tensor in persistent_tensors(self).values()):
+        if any(is_distributed(tensor) for tensor in persistent_tensors(self).values()):
             raise ConfigError(
                 f"{type(self).__name__} is already parallelized. Change it before parallelize."
             )

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from bmforge.nn.part import Derived, tensor_notes
 from bmforge.nn.random_init import copy_part_, draw_normal_, draw_tensor_, fill_
-from bmforge.shards import is_streamed
+from bmforge.shards import is_distributed, is_streamed
 from bmforge.surgery import persistent_tensors
 
 __all__ = [
@@ -55,7 +54,7 @@ def materialize_(
     """
     tensors = persistent_tensors(model).values()
     if any(tensor.is_meta for tensor in tensors):
-        sharded = next((p for p in tensors if isinstance(p, DTensor)), None)
+        sharded = next((p for p in tensors if is_distributed(p)), None)
         if device is None:
             device = sharded.device_mesh.device_type if sharded is not None else "cpu"
         ties = _tied_names(model)

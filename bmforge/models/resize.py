@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.init import NoDrawing, init_tensor_
@@ -20,6 +19,7 @@ from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
 from bmforge.models.split import fill_split_
 from bmforge.models.stack import number_places_
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoE, MoESpec
+from bmforge.shards import is_distributed
 
 __all__ = ["kept_dims", "resize_", "resize_block"]
 
@@ -175,7 +175,7 @@ def _find(model: Any, name: str) -> Block:
             f"{name} has other changes: {', '.join(unexpected[:3])} does not follow from its "
             "sizes. Resize layers first, then apply other changes."
         )
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+    if any(is_distributed(tensor) for tensor in tensors.values()):
         raise ConfigError(f"{name} is already parallelized. Resize it before `parallelize`.")
     return block
 

@@ -6,9 +6,6 @@ import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 
-from huggingface_hub import list_repo_files, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
 from bmforge.errors import ConfigError
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
@@ -79,6 +76,9 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
 
 def _find_cached(name: str) -> Path | None:
     """Return the cached copy, complete or not; None without one."""
+    from huggingface_hub import snapshot_download  # imports an HTTP client; few commands need it
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except HFValidationError as error:
@@ -89,6 +89,8 @@ def _find_cached(name: str) -> Path | None:
 
 def _download(name: str) -> Path:
     """Download the files of a repository's root that are needed."""
+    from huggingface_hub import list_repo_files, snapshot_download
+
     files = [file for file in list_repo_files(name) if "/" not in file]
     forms = [pattern for pattern in _WEIGHTS if fnmatch.filter(files, pattern)]
     return Path(

@@ -17,7 +17,7 @@ from bmforge.models.encoder import DeepClassifier
 from bmforge.models.heads import check_places, finish_classes, finish_spans, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
-from bmforge.models.seq2seq_stack import Seq2SeqSpec, Stack
+from bmforge.models.seq2seq_stack import Seq2SeqSpec, Seq2SeqStack
 from bmforge.models.stack import check_ids, given_inputs, span_of
 from bmforge.models.traits import Traits
 from bmforge.nn import LMHead, build_mask
@@ -50,10 +50,12 @@ class Seq2Seq(Model):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         if spec.num_roles:
             self.embed_segments = nn.Embedding(spec.num_roles, config.hidden_size)
-        self.encoder = Stack(spec.encoder_block, spec.num_encoder_layers, spec, spec.encoder_blocks)
+        self.encoder = Seq2SeqStack(
+            spec.encoder_block, spec.num_encoder_layers, spec, spec.encoder_blocks
+        )
         self.decoder = None
         if config.head not in self.encoder_heads:
-            self.decoder = Stack(
+            self.decoder = Seq2SeqStack(
                 spec.decoder_block, spec.num_decoder_layers, spec, spec.decoder_blocks
             )
         self._build_head()

@@ -14,7 +14,7 @@ from bmforge.nn import BlockSpec, build_mask, build_norm
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.relative import RelativeBias
 
-__all__ = ["Seq2SeqSpec", "Stack"]
+__all__ = ["Seq2SeqSpec", "Seq2SeqStack"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Seq2SeqSpec:
         return replace(block, attn=replace(block.attn, causal=True), cross_attn=block.attn)
 
 
-class Stack(nn.Module):
+class Seq2SeqStack(nn.Module):
     """Encoder or decoder: blocks that share a relative position bias, and a final norm.
 
     Shape:

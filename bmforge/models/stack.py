@@ -13,7 +13,7 @@ from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE
 from bmforge.nn.attention import KeyValueCache
-from bmforge.nn.shard_hooks import TokenCut, TokenShare
+from bmforge.nn.shard_hooks import TokenAssignment, TokenCut
 from bmforge.records import Span, Stack
 
 __all__ = [
@@ -201,7 +201,7 @@ def _stores(layers: nn.ModuleDict) -> bool:
     return any(layer.attn is not None for layer in layers.values())
 
 
-def _gather_logits(share: TokenShare, logits: list[Tensor], rows: int) -> list[Tensor]:
+def _gather_logits(share: TokenAssignment, logits: list[Tensor], rows: int) -> list[Tensor]:
     """All-gather the router logits of all layers at once: (B * T, E) each."""
     if not logits:
         return []

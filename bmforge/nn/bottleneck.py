@@ -27,7 +27,7 @@ from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.mlp import get_activation
 from bmforge.nn.part import BesidePart, TensorNote, find_like
 
-__all__ = ["Bottleneck", "BottleneckOptions", "Reader", "build_bottleneck"]
+__all__ = ["Bottleneck", "BottleneckOptions", "BottleneckInput", "build_bottleneck"]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Bottleneck(BesidePart):
         outs: features of the module's output.
         options: see `BottleneckOptions`.
         like: tensor with the dtype and device to use.
-        reader: `Reader` that stores h if h is the input of another module.
+        reader: `BottleneckInput` that stores h if h is the input of another module.
 
     Shape:
         h: (..., ins) -> (..., outs)
@@ -154,7 +154,7 @@ class Bottleneck(BesidePart):
         outs: int,
         options: BottleneckOptions,
         like: Tensor,
-        reader: Reader | None = None,
+        reader: BottleneckInput | None = None,
     ) -> None:
         super().__init__()
         self.options = options
@@ -214,7 +214,7 @@ class Bottleneck(BesidePart):
         return f"width={o.width}, form={o.form}, reads={o.reads}, scale={o.scale}"
 
 
-class Reader(BesidePart):
+class BottleneckInput(BesidePart):
     """Stores the input of a module until the parallel adapter of a later module reads it."""
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "part", "column", "key_value", "row"})
@@ -244,9 +244,9 @@ class Reader(BesidePart):
             )
         return self.held.pop()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BottleneckInput:
         """Return a copy without the stored input."""
-        copied = memo[id(self)] = Reader()
+        copied = memo[id(self)] = BottleneckInput()
         copied.is_delta, copied.adapter_weight = self.is_delta, self.adapter_weight
         copied.training = self.training
         return copied

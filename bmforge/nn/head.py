@@ -18,7 +18,7 @@ from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import beside_parts
 from bmforge.nn.products import multiply_dense
-from bmforge.nn.shard_hooks import JoinTokens, PickTokens, Rows, VocabCut
+from bmforge.nn.shard_hooks import HeadRows, JoinTokens, PickTokens, VocabCut
 
 __all__ = ["LMHead", "Measure"]
 
@@ -52,7 +52,7 @@ class LMHead(nn.Linear):
         """Return this rank's rows of the weight; a quantized weight is dequantized to `dtype`."""
         return self.weight
 
-    def sliced(self, dtype: torch.dtype) -> Rows:
+    def sliced(self, dtype: torch.dtype) -> HeadRows:
         """Return the weight in a form that the loss can slice, some rows at a time."""
         return self.matrix(dtype)
 

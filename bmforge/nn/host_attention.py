@@ -204,9 +204,12 @@ def _at(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(x.data_ptr())
 
 
-@torch.compiler.assume_constant_result
 def _is_loaded() -> bool:
     return _kernel() is not None
+
+
+# The mark of `torch.compiler.assume_constant_result`, which would import torch._dynamo (seconds).
+_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _load() -> ctypes.CDLL:

@@ -19,7 +19,7 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.device import is_host, reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
-from bmforge.nn.shard_hooks import Rows, VocabCut
+from bmforge.nn.shard_hooks import HeadRows, VocabCut
 from bmforge.nn.tiled_softmax import TiledSoftmax
 
 __all__ = [
@@ -53,7 +53,7 @@ class Tiling(NamedTuple):
     keeps: bool
 
 
-def find_tiling(hidden: Tensor, weight: Rows, vocab: VocabCut | None) -> Tiling:
+def find_tiling(hidden: Tensor, weight: HeadRows, vocab: VocabCut | None) -> Tiling:
     """Choose the tile sizes for the given tokens and this rank's vocabulary columns.
 
     Args:
@@ -113,7 +113,7 @@ class _LinearCrossEntropy(TiledLoss):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Rows,
+        weight: HeadRows,
         bias: Tensor | None,
         labels: Tensor,
         scale: Tensor,
@@ -287,7 +287,7 @@ def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tens
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Rows,
+    weight: HeadRows,
     labels: Tensor,
     bias: Tensor | None = None,
     num_items: float | Tensor | None = None,

@@ -18,12 +18,18 @@ from torch import nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention
-from bmforge.nn.bottleneck import Bottleneck, BottleneckOptions, Reader, build_bottleneck, in_width
+from bmforge.nn.bottleneck import (
+    Bottleneck,
+    BottleneckInput,
+    BottleneckOptions,
+    build_bottleneck,
+    in_width,
+)
 from bmforge.nn.channel import GainOptions, build_gain, build_shift, out_width
 from bmforge.nn.low_rank import LowRankOptions, build_low_rank
 from bmforge.nn.part import BesidePart, attach_part_, detach_part_, find_like
-from bmforge.nn.prefix import Prefix
-from bmforge.nn.prompt import Prompt
+from bmforge.nn.prefix import KeyValuePrefix
+from bmforge.nn.prompt import ExtraEmbeddings
 
 __all__ = ["PART_KINDS", "Kind", "NoOptions", "add_parts_", "refuse_name"]
 
@@ -155,7 +161,7 @@ def add_bottlenecks_(
         raise ConfigError(
             f"reads_at names {unknown[0]!r}, which is not one of the targets. Name a target."
         )
-    readers = {n: Reader() for n in far}
+    readers = {n: BottleneckInput() for n in far}
     add_parts_(
         model,
         list(far.values()),
@@ -182,10 +188,10 @@ def put_prefixes_(
 ) -> None:
     """Attach trained prefix keys and values to attention modules."""
 
-    def build(attn: Any) -> Prefix:
+    def build(attn: Any) -> KeyValuePrefix:
         heads = attn.k_proj.out_features // attn.head_dim
         sizes = heads, options.length, attn.head_dim
-        return Prefix(*sizes, options.std, options.inner, options.shift_positions)
+        return KeyValuePrefix(*sizes, options.std, options.inner, options.shift_positions)
 
     _fill_slots_(model, names, "prefix", Attention, build, name)
 
@@ -195,10 +201,10 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
 
     tokens: Any = getattr(model, "embed", None)
 
-    def build(table: Any) -> Prompt:
+    def build(table: Any) -> ExtraEmbeddings:
         if table is not tokens:
             raise ConfigError("rows of a prompt are looked up in a model's token embedding, embed.")
-        return Prompt(options.length, table.embedding_dim, options.std)
+        return ExtraEmbeddings(options.length, table.embedding_dim, options.std)
 
     _fill_slots_(model, names, "prompt", nn.Embedding, build, name)
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from bmforge.nn.part import TensorNote
 
-__all__ = ["Pair", "Prefix", "mix_behind", "put_before", "takes_one"]
+__all__ = ["Pair", "KeyValuePrefix", "mix_behind", "put_before", "takes_one"]
 
 # Keys and values, (K, P, H) each.
 Pair = tuple[Tensor, Tensor]
 
 
-class Prefix(nn.Module):
+class KeyValuePrefix(nn.Module):
     """Trained keys and values (P per key-value head); assign the module to `attn.prefix`.
 
     Args:

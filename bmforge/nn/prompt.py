@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.part import TensorNote
 
-__all__ = ["Prompt", "count_ids", "has_prompt", "look_up", "prompt_ids", "with_prompt"]
+__all__ = ["ExtraEmbeddings", "count_ids", "has_prompt", "look_up", "prompt_ids", "with_prompt"]
 
 
-class Prompt(nn.Module):
+class ExtraEmbeddings(nn.Module):
     """Soft prompt: trained rows that extend a token embedding; assign it to `table.prompt`.
 
     Args:

@@ -32,7 +32,7 @@ from bmforge.nn.packed_store import (
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
 from bmforge.nn.part import TensorNote
 from bmforge.nn.products import is_watched, load_kernels, numbers_of, runs_here
-from bmforge.nn.shard_hooks import Rows
+from bmforge.nn.shard_hooks import HeadRows
 
 __all__ = [
     "MatrixStore",
@@ -86,7 +86,7 @@ class QuantizedHead(MatrixStore, LMHead):
         """Return the dequantized weight in `dtype`, for the loss."""
         return self.dense(dtype)
 
-    def sliced(self, dtype: torch.dtype) -> Rows:
+    def sliced(self, dtype: torch.dtype) -> HeadRows:
         """Return the weight, dequantized slice by slice (under `torch.compile` all at once)."""
         return self.dense(dtype) if torch.compiler.is_compiling() else PackedRows(self, dtype)
 

@@ -12,9 +12,9 @@ __all__ = [
     "JoinTokens",
     "Pass",
     "PickTokens",
-    "Rows",
+    "HeadRows",
     "TokenCut",
-    "TokenShare",
+    "TokenAssignment",
     "VocabCut",
     "pass_on",
 ]
@@ -31,7 +31,7 @@ def pass_on(x: Tensor) -> Tensor:
     return x
 
 
-class Rows(Protocol):
+class HeadRows(Protocol):
     """Weight of a head: a (V, D) tensor, or an object that returns rows when sliced."""
 
     @property
@@ -40,7 +40,7 @@ class Rows(Protocol):
 
     def __getitem__(self, rows: slice) -> Tensor: ...
 
-    def detach(self) -> Rows:
+    def detach(self) -> HeadRows:
         """Return the rows without the autograd graph."""
 
 
@@ -72,7 +72,7 @@ class VocabCut(Protocol):
         """Take the maximum of values over the ranks, in place."""
 
 
-class TokenShare(Protocol):
+class TokenAssignment(Protocol):
     """Sharding of sequences over ranks (context parallelism)."""
 
     def enter(
@@ -85,4 +85,4 @@ class TokenShare(Protocol):
 
 
 # Sequence length -> this rank's share; None where sequences are not sharded.
-TokenCut = Callable[[int], TokenShare | None]
+TokenCut = Callable[[int], TokenAssignment | None]

@@ -20,13 +20,13 @@ from bmforge.device import wide_dtype
 from bmforge.errors import ShapeError
 from bmforge.nn.distillation import HeadInput
 
-__all__ = ["Answers", "compare_answers", "linear_answers", "pick_answers"]
+__all__ = ["TopKPredictions", "compare_answers", "linear_answers", "pick_answers"]
 
 # Upper bound on the logits that exist at a time.
 _CHUNK_ELEMENTS = 1 << 23
 
 
-class Answers(NamedTuple):
+class TopKPredictions(NamedTuple):
     """Top-k predictions of a teacher for M tokens.
 
     Shape:
@@ -47,7 +47,7 @@ def make_logits(head: HeadInput) -> Tensor:
     return logits.to(wide_dtype(logits.dtype))
 
 
-def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> Answers:
+def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> TopKPredictions:
     """Return the top-k predictions of a teacher.
 
     Args:
@@ -61,10 +61,10 @@ def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> Answer
     logs = torch.log_softmax(logits.to(wide_dtype(logits.dtype)) / temperature, -1)
     best, ids = logs.topk(count, -1)
     others = logs.scatter(-1, ids, -torch.inf)
-    return Answers(ids, best, torch.logsumexp(others, -1))
+    return TopKPredictions(ids, best, torch.logsumexp(others, -1))
 
 
-def compare_answers(logits: Tensor, answers: Answers, temperature: float = 1.0) -> Tensor:
+def compare_answers(logits: Tensor, answers: TopKPredictions, temperature: float = 1.0) -> Tensor:
     """Return KL(teacher || student) * T^2 per token; tokens outside the top k are one outcome.
 
     Shape:
@@ -93,7 +93,7 @@ def _kl_terms(target: Tensor, predicted: Tensor) -> Tensor:
 
 def linear_answers(
     student: HeadInput,
-    answers: Answers,
+    answers: TopKPredictions,
     labels: Tensor,
     *,
     temperature: float = 1.0,
@@ -126,7 +126,7 @@ def linear_answers(
     def part(start: int, stop: int) -> Tensor:
         added = tuple((low[start:stop], rows) for low, rows in student.added)
         chunk = HeadInput(student.hidden[start:stop], student.weight, student.bias, added)
-        targets = Answers(*(tensor[start:stop] for tensor in answers))
+        targets = TopKPredictions(*(tensor[start:stop] for tensor in answers))
         losses = compare_answers(make_logits(chunk), targets, temperature)
         return losses.masked_fill(~is_counted[start:stop], 0).sum()
 

@@ -7,7 +7,6 @@ shard. `plan` (`planner/search.py`) chooses a layout for given machines.
 
 from bmforge.memory.gradients import left_gradient
 from bmforge.memory.offload import OffloadConfig
-from bmforge.parallel.balance import leave_out_balance
 from bmforge.parallel.distributed import (
     World,
     init_distributed,
@@ -41,7 +40,7 @@ from bmforge.parallel.master_weights import is_half, master_weight_problems, upc
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipeline.model import pipeline_of, run_step
 from bmforge.parallel.planner.hardware import Cluster, find_device
-from bmforge.parallel.planner.search import Plan, Request, plan
+from bmforge.parallel.planner.search import Plan, PlanRequest, plan
 from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.zero import reshard_
 
@@ -57,7 +56,7 @@ __all__ = [
     "Layout",
     "OffloadConfig",
     "Plan",
-    "Request",
+    "PlanRequest",
     "Workload",
     "World",
     "axis_rank",
@@ -70,7 +69,6 @@ __all__ = [
     "gradient_ranks",
     "init_distributed",
     "is_half",
-    "leave_out_balance",
     "left_gradient",
     "master_weight_problems",
     "mesh_of",

@@ -44,7 +44,7 @@ Dispatch = Callable[[Tensor, Tensor, int, RunExperts], Tensor]
 _ROW_AXES = ("dp_shard", "dp_replicate")
 
 
-class Mixture(Protocol):
+class MixtureOfExperts(Protocol):
     """Attributes that expert parallelism needs of a mixture of experts; `nn.MoE` has them."""
 
     num_experts: int
@@ -55,7 +55,7 @@ class Mixture(Protocol):
 
 def find_mixtures(model: nn.Module) -> dict[str, Any]:
     """Return the mixture-of-experts modules of a model by name."""
-    names = Mixture.__annotations__
+    names = MixtureOfExperts.__annotations__
     return {
         name: module
         for name, module in model.named_modules()
@@ -158,7 +158,7 @@ def _view_shared(share: float, parameter: Tensor) -> Tensor:
     return _ScaleBackward.apply(local, share)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # `torch.compiler.disable` would import torch._dynamo with this module
 def _dispatch_far(
     inner: Dispatch,
     group: dist.ProcessGroup,
@@ -214,7 +214,7 @@ def _groups_of(mesh: DeviceMesh, *axes: str) -> list[dist.ProcessGroup]:
     return [axis_group(mesh, axis) for axis in axes if mesh[axis].size() > 1]
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # `torch.compiler.disable` would import torch._dynamo with this module
 def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
     for group in groups:
         values = all_reduce(values, group)
@@ -228,7 +228,7 @@ def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
     return lengths
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # `torch.compiler.disable` would import torch._dynamo with this module
 def _assign_together(
     assign: Callable[[Tensor], Tensor], groups: Sequence[dist.ProcessGroup], affinity: Tensor
 ) -> Tensor:

@@ -10,18 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from bmforge.data import Batch
-from bmforge.data.tasks import Task, TaskExample
+from bmforge.data.tasks import BenchmarkTask, TaskExample
 from bmforge.data.tasks.metrics import score_task
-from bmforge.data.tasks.rows import (
-    AnswerRows,
-    ClassRows,
-    Pair,
-    continue_prompt,
-    decode_answer,
-    encode_answers,
-    fill_prompt,
-    right_options,
-)
+from bmforge.data.tasks.rows import AnswerRows, ClassRows, Pair, continue_prompt, right_options
 from bmforge.data.tasks.wording import Wording, word_task
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.score import score_answers, score_classes, write_answers
@@ -30,6 +21,7 @@ from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import ExampleSource, collate
 from bmforge.recipes.start import traits_of
 from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.sentinels import decode_answer, encode_answers, fill_prompt
 
 __all__ = ["AskedClasses", "AskedOptions", "AskedTask", "AskedTexts", "count_classes"]
 
@@ -52,7 +44,7 @@ class AskedTask(Protocol):
         """
 
 
-def count_classes(task: Task) -> int:
+def count_classes(task: BenchmarkTask) -> int:
     """Return the encoder's number of classes: the task's labels, or 2 for a task with choices."""
     return len(task.label_names) or 2
 
@@ -71,7 +63,11 @@ class AskedClasses:
     """
 
     def __init__(
-        self, task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
+        self,
+        task: BenchmarkTask,
+        examples: Sequence[TaskExample],
+        tokenizer: Tokenizer,
+        config: Any,
     ) -> None:
         self._task, self._examples = task, examples
         self._size = config.data.micro_batch_size
@@ -106,7 +102,11 @@ class AskedOptions:
     """
 
     def __init__(
-        self, task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
+        self,
+        task: BenchmarkTask,
+        examples: Sequence[TaskExample],
+        tokenizer: Tokenizer,
+        config: Any,
     ) -> None:
         self._task, self._examples, self._data = task, examples, config.data
         self._wording = wording = _word(task, examples[0])
@@ -138,7 +138,11 @@ class AskedTexts:
     """
 
     def __init__(
-        self, task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
+        self,
+        task: BenchmarkTask,
+        examples: Sequence[TaskExample],
+        tokenizer: Tokenizer,
+        config: Any,
     ) -> None:
         if not {"question", "context"} <= set(examples[0].fields):
             raise ConfigError(
@@ -160,7 +164,7 @@ class AskedTexts:
         return score_task(self._task.name, answers, self._examples)
 
 
-def _word(task: Task, example: TaskExample) -> Wording:
+def _word(task: BenchmarkTask, example: TaskExample) -> Wording:
     """Return the task's wording; raise `ConfigError` if its examples have no options."""
     wording = word_task(task, example)
     if not wording.options(example):
@@ -217,7 +221,7 @@ def _pairs(
 
 
 def _ask(
-    task: Task, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
+    task: BenchmarkTask, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
 ) -> list[Pair]:
     """Return a (question with context, first answer) pair for every example."""
     width, traits = config.data.seq_len, traits_of(config.model)

@@ -15,7 +15,7 @@ from bmforge.data.store.columns import read_columns
 from bmforge.data.store.where import select_documents
 from bmforge.licences import UNKNOWN, check_licence
 from bmforge.models.hub import find_model
-from bmforge.provenance import Part, Provenance, read_provenance
+from bmforge.provenance import Provenance, ProvenanceSource, read_provenance
 from bmforge.recipes.inputs.selection import split_path
 
 __all__ = ["find_provenance", "parts_of_corpus"]
@@ -32,7 +32,7 @@ def find_provenance(config: Any) -> Provenance:
         DataError: a record of licenses is damaged.
     """
     licence = check_licence(config.licence, "licence") if config.licence else ""
-    parts: list[Part] = []
+    parts: list[ProvenanceSource] = []
     if config.init_from is not None:
         base = read_provenance(find_model(config.init_from))
         parts += base.as_parts("base", _short(str(config.init_from)))
@@ -43,7 +43,7 @@ def find_provenance(config: Any) -> Provenance:
     return Provenance(licence).joined(parts)
 
 
-def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Part]:
+def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[ProvenanceSource]:
     """Yield the license entries of a corpus; those of a prepared one count documents.
 
     Args:
@@ -52,32 +52,32 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Part
     """
     folder = Path(path)
     if not (folder / RECORD_NAME).is_file():
-        yield Part("data", _short(path))
+        yield ProvenanceSource("data", _short(path))
         return
     report, _ = read_record(folder)
     summary = report.summary
     if summary is None or not summary.licences:
-        yield Part("data", folder.name, UNKNOWN, *_counts(report))
+        yield ProvenanceSource("data", folder.name, UNKNOWN, *_counts(report))
         return
     if where:
         yield from _chosen_parts(folder, where)
         for terms in summary.terms:
             if terms != UNKNOWN:  # the number among the selected documents is not recorded
-                yield Part("terms", folder.name, terms)
+                yield ProvenanceSource("terms", folder.name, terms)
         return
     for licence, (documents, text_bytes, tokens) in summary.licences.items():
         by_count = sorted(
             summary.origins.get(licence, {}).items(), key=lambda item: (-item[1][0], item[0])
         )
         sources = tuple(name for name, _ in by_count)
-        yield Part("data", folder.name, licence, documents, text_bytes, tokens, sources)
+        yield ProvenanceSource("data", folder.name, licence, documents, text_bytes, tokens, sources)
     for terms, counts in summary.terms.items():
         if terms != UNKNOWN:
             documents, text_bytes, tokens = counts
-            yield Part("terms", folder.name, terms, documents, text_bytes, tokens)
+            yield ProvenanceSource("terms", folder.name, terms, documents, text_bytes, tokens)
 
 
-def _chosen_parts(folder: Path, where: Sequence[Condition]) -> Iterator[Part]:
+def _chosen_parts(folder: Path, where: Sequence[Condition]) -> Iterator[ProvenanceSource]:
     """Yield one entry per license among the documents that match conditions.
 
     A document split at the train/validation boundary counts in both.
@@ -100,7 +100,7 @@ def _chosen_parts(folder: Path, where: Sequence[Condition]) -> Iterator[Part]:
     for licence, of_sources in counts.items():
         names = tuple(name for name, _ in of_sources.most_common() if name)
         documents = of_sources.total()
-        yield Part("data", folder.name, licence, documents, 0, tokens[licence], names)
+        yield ProvenanceSource("data", folder.name, licence, documents, 0, tokens[licence], names)
 
 
 def _counts(report: PrepareReport) -> tuple[int, int, int]:

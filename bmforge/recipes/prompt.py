@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bmforge.data.tasks import Task, TaskExample
+from bmforge.data.tasks import BenchmarkTask, TaskExample
 from bmforge.data.tasks.metrics import score_task
 from bmforge.errors import ConfigError
 from bmforge.infer.generate import generate
@@ -228,12 +228,12 @@ def _train_rows(config: Any) -> Any:
     return dataclasses.replace(config, adapter=delta)
 
 
-def _look(config: Any) -> tuple[Task, TaskExample]:
+def _look(config: Any) -> tuple[BenchmarkTask, TaskExample]:
     task, train, _ = read_examples(config.data)
     return task, train[0]
 
 
-def _read(config: Any) -> tuple[Task, list[TaskExample], list[TaskExample]]:
+def _read(config: Any) -> tuple[BenchmarkTask, list[TaskExample], list[TaskExample]]:
     """Return a task, its few training examples, and its held-out examples."""
     check_length(config)
     task, train, dev = read_examples(config.data)
@@ -340,7 +340,7 @@ def _open_texts(config: Any, rows: World) -> TrainingData:
     )
 
 
-def _target(task: Task, example: TaskExample) -> str:
+def _target(task: BenchmarkTask, example: TaskExample) -> str:
     """Return the target text of an example."""
     if example.answers:
         return example.answers[0]
@@ -349,7 +349,7 @@ def _target(task: Task, example: TaskExample) -> str:
     raise ConfigError(f"example {example.idx} has no answer: learn from another split.")
 
 
-def _number(task: Task, written: str) -> int:
+def _number(task: BenchmarkTask, written: str) -> int:
     """Return the class with the generated name; -1 for none."""
     names = [name.lower() for name in task.label_names]
     return names.index(written.lower()) if written.lower() in names else -1

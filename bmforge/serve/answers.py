@@ -13,13 +13,13 @@ from typing import Any
 from bmforge.infer.engine.request import Completion, TokenLogprob
 from bmforge.serve.call_reader import CallReader, JsonCallReader
 from bmforge.serve.openai_types import ChatRequest
-from bmforge.serve.parts import CallPiece, CallStart, Message, Part
+from bmforge.serve.parts import CallPiece, CallStart, JoinedAnswer, Part
 from bmforge.serve.thoughts import ThoughtReader
 from bmforge.serve.tools import ToolUse
 
 __all__ = [
     "DONE",
-    "Head",
+    "ResponseFields",
     "Reading",
     "TextLogprobs",
     "chat_choice",
@@ -50,7 +50,7 @@ def finish_name(reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseFields:
     """Common fields of all parts of one response.
 
     Args:
@@ -167,7 +167,7 @@ class Reading:
         return text
 
 
-def chat_choice(answer: Completion, message: Message, body: ChatRequest) -> dict[str, Any]:
+def chat_choice(answer: Completion, message: JoinedAnswer, body: ChatRequest) -> dict[str, Any]:
     """Return a choice of a chat response.
 
     Args:

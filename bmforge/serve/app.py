@@ -22,7 +22,7 @@ from bmforge.infer import Engine
 from bmforge.logging import get_logger
 from bmforge.serve import encoding, messages, page_routes, responses, routes, scores, watching
 from bmforge.serve.api_description import describe_api
-from bmforge.serve.auth import Keys, KeysFile
+from bmforge.serve.auth import ApiKeys, KeysFile
 from bmforge.serve.errors import RequestError, error_response, explain_types
 from bmforge.serve.gate import Gate
 from bmforge.serve.serving import Served, Serving
@@ -39,7 +39,7 @@ def create_app(
     config: ServeConfig | None = None,
     *,
     directory: Path | None = None,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     embedder: Engine | None = None,
     deltas: Mapping[str, str] | None = None,
 ) -> FastAPI:
@@ -66,7 +66,7 @@ def create_app(
     if embedder is not None:
         second = Served(config.embedding_name or "embedding", embedder, ("embeddings",))
     main = Served.of(name, engine)
-    serving = Serving(main, config, keys or Keys(), directory, second, deltas or {})
+    serving = Serving(main, config, keys or ApiKeys(), directory, second, deltas or {})
 
     @asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:

@@ -18,13 +18,13 @@ from bmforge.logging import get_logger
 from bmforge.serve.errors import RequestError
 from bmforge.serve.settings import KEYS_VARIABLE, ServeConfig, is_loopback
 
-__all__ = ["Keys", "KeysFile", "check_origin", "is_allowed_origin", "load_keys"]
+__all__ = ["ApiKeys", "KeysFile", "check_origin", "is_allowed_origin", "load_keys"]
 
 _KEY = re.compile(r"[!-~]{16,512}")
 _READING = ("GET", "HEAD")
 
 
-class Keys:
+class ApiKeys:
     """The API keys of a server, stored as digests.
 
     Args:
@@ -88,7 +88,7 @@ def _read_header(value: str) -> str:
     return ""
 
 
-def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> Keys:
+def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
     """Read the keys from the keys file and the environment.
 
     Raises:
@@ -107,7 +107,7 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> Keys:
             get_logger().warning(
                 "other users can read keys_file=%s; `chmod 600` takes that away", config.keys_file
             )
-    keys = Keys(text for text in texts if text)
+    keys = ApiKeys(text for text in texts if text)
     if config.keys_file is not None and not keys:
         raise ConfigError(f"keys_file={str(config.keys_file)!r} has no key; write one a line.")
     if keys and config.allow_no_key:
@@ -143,7 +143,7 @@ class KeysFile:
         self._config, self._environment = config, environment
         self._version = self._read_version()
 
-    def reread(self) -> Keys | None:
+    def reread(self) -> ApiKeys | None:
         """Return the keys if the file has changed, else None; a damaged file changes nothing."""
         version = self._read_version()
         if version == self._version:

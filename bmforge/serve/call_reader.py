@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from bmforge.serve.parts import Call, CallPiece, CallStart, Part
+from bmforge.serve.parts import CallPiece, CallStart, GeneratedToolCall, Part
 from bmforge.serve.tool_formats import Schemas, ToolFormat, read_json_call
 
 __all__ = ["CallReader", "JsonCallReader"]
@@ -80,7 +80,7 @@ class JsonCallReader:
         yield from (self._text,) if call is None else _whole(call)
 
 
-def _whole(call: Call) -> Iterator[Part]:
+def _whole(call: GeneratedToolCall) -> Iterator[Part]:
     yield CallStart(call.name)
     yield CallPiece(call.arguments)
 

@@ -14,15 +14,15 @@ from typing import Any
 
 from fastapi import Request
 
-from bmforge.infer.engine.request import Completion, Piece
+from bmforge.infer.engine.request import Completion, OutputDelta
 from bmforge.infer.engine.request import Request as EngineRequest
 from bmforge.infer.engine.thought_budget import ThoughtBudget
 from bmforge.serve.answers import Reading
-from bmforge.serve.conversation import Prompt
+from bmforge.serve.conversation import EncodedPrompt
 from bmforge.serve.errors import RequestError, overloaded
 from bmforge.serve.live import LiveRequest
 from bmforge.serve.openai_types import ChatRequest
-from bmforge.serve.parts import Message
+from bmforge.serve.parts import JoinedAnswer
 from bmforge.serve.running import start, whole_answers
 from bmforge.serve.serving import Serving, client_of, key_of, serving_of
 from bmforge.serve.thoughts import ThoughtReader
@@ -35,11 +35,11 @@ from bmforge.serve.writing import (
     to_options,
 )
 
-__all__ = ["Chat", "open_chat", "read_prompt", "received_pieces", "salt_of"]
+__all__ = ["RunningChat", "open_chat", "read_prompt", "received_pieces", "salt_of"]
 
 
 @dataclass
-class Chat:
+class RunningChat:
     """A running chat request.
 
     Args:
@@ -54,7 +54,7 @@ class Chat:
     serving: Serving
     live: LiveRequest
     tools: ToolUse
-    prompt: Prompt
+    prompt: EncodedPrompt
     stack: ExitStack
     body: ChatRequest
 
@@ -65,12 +65,12 @@ class Chat:
             thoughts = ThoughtReader(marks, self.prompt.is_thinking)
         return Reading(self.tools, self.prompt.begins, thoughts)
 
-    def message(self, answer: Completion) -> Message:
+    def message(self, answer: Completion) -> JoinedAnswer:
         """Return the message of a whole answer."""
         reading = self.reading()
-        return Message.join([*reading.feed(answer.text), *reading.end()])
+        return JoinedAnswer.join([*reading.feed(answer.text), *reading.end()])
 
-    def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
+    def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
         """Yield pieces of the answers; see `received_pieces`."""
         return received_pieces(self.serving, self.live)
 
@@ -83,7 +83,7 @@ class Chat:
 
 async def received_pieces(
     serving: Serving, live: LiveRequest
-) -> AsyncIterator[tuple[int, Piece] | None]:
+) -> AsyncIterator[tuple[int, OutputDelta] | None]:
     """Yield (prompt index, piece) of the answers as they arrive, and count them at their end.
 
     Raises:
@@ -96,7 +96,7 @@ async def received_pieces(
     serving.metrics.note_answers(live.completions(), live.key)
 
 
-async def open_chat(body: ChatRequest, request: Request) -> Chat:
+async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
     """Admit a chat request, build its prompt and start its answers.
 
     Raises:
@@ -123,10 +123,10 @@ async def open_chat(body: ChatRequest, request: Request) -> Chat:
         live = await start(serving, [engine_request], len(prompt.ids), begin)
         live.key = key_of(request)
         stack.callback(serving.end, live)
-        return Chat(serving, live, tools, prompt, stack.pop_all(), body)
+        return RunningChat(serving, live, tools, prompt, stack.pop_all(), body)
 
 
-async def read_prompt(body: ChatRequest, request: Request) -> Prompt:
+async def read_prompt(body: ChatRequest, request: Request) -> EncodedPrompt:
     """Return the prompt of a chat request without answering it."""
     serving = serving_of(request)
     serving.find(body.model, "chat")
@@ -135,7 +135,7 @@ async def read_prompt(body: ChatRequest, request: Request) -> Prompt:
         return await serving.tokenize(partial(serving.prompter.write, body, tools))
 
 
-def find_budget(body: ChatRequest, prompt: Prompt, tokenizer: Any) -> ThoughtBudget | None:
+def find_budget(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> ThoughtBudget | None:
     """Return the limit of the reasoning that a request sets; None without one.
 
     Raises:

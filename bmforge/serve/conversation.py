@@ -22,13 +22,13 @@ from bmforge.tokenizers.chat_messages import normalize_message
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 from bmforge.tokenizers.template_limits import TemplateLimits
 
-__all__ = ["Prompt", "Prompter", "template_variables"]
+__all__ = ["EncodedPrompt", "Prompter", "template_variables"]
 
 _TAIL = 16  # tokens of a prompt that may hold the start of the reasoning
 _THINKING = ("enable_thinking", "thinking")  # Qwen, GLM; DeepSeek
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt, and the ends of its answer.
 
     Attributes:
@@ -77,7 +77,7 @@ class Prompter:
             self.tool_format = FORMATS[config.tool_call_parser]
         self.thought_marks = find_thought_marks(source) if config.split_reasoning else None
 
-    def write(self, body: ChatRequest, tools: ToolUse) -> Prompt:
+    def write(self, body: ChatRequest, tools: ToolUse) -> EncodedPrompt:
         """Return the prompt of a conversation.
 
         Args:
@@ -118,9 +118,9 @@ class Prompter:
         ends = tuple(dict.fromkeys([*find_ends(model, tokenizer, mark), *padding]))
         begins = model.traits.answer_sentinel.format(0) if apart else ""
         stops = () if is_token or apart else (mark,)
-        return Prompt(ids, ends, stops, begins, self.thought_marks, is_thinking)
+        return EncodedPrompt(ids, ends, stops, begins, self.thought_marks, is_thinking)
 
-    def _write_dialogue(self, messages: Sequence[Message]) -> Prompt:
+    def _write_dialogue(self, messages: Sequence[Message]) -> EncodedPrompt:
         """Return the last utterances in EVA's format, as many as fit into its window."""
         tokenizer = self._engine.tokenizer
         if any(message.role not in ("user", "assistant") for message in messages):
@@ -130,7 +130,7 @@ class Prompter:
         turns = [tokenizer.encode(message.text) for message in messages]
         end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)
         ids = join_history(turns, end, blank, ChatConfig().window)
-        return Prompt(ids, (end,))
+        return EncodedPrompt(ids, (end,))
 
 
 def template_variables(

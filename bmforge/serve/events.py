@@ -7,7 +7,7 @@ from typing import Any
 
 from bmforge.serve.answers import (
     DONE,
-    Head,
+    ResponseFields,
     TextLogprobs,
     chat_finish,
     chat_logprobs,
@@ -15,11 +15,11 @@ from bmforge.serve.answers import (
     finish_name,
     usage_of,
 )
-from bmforge.serve.chatting import Chat, received_pieces
+from bmforge.serve.chatting import RunningChat, received_pieces
 from bmforge.serve.errors import RequestError, error_body
 from bmforge.serve.live import LiveRequest
 from bmforge.serve.openai_types import CompletionRequest
-from bmforge.serve.parts import Call, CallStart, Part, Thought
+from bmforge.serve.parts import CallStart, GeneratedToolCall, Part, Thought
 from bmforge.serve.serving import Serving
 
 __all__ = ["PULSE", "chat_events", "text_events"]
@@ -27,9 +27,9 @@ __all__ = ["PULSE", "chat_events", "text_events"]
 PULSE = b": still there\n\n"
 
 
-async def chat_events(chat: Chat) -> AsyncIterator[bytes]:
+async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
     """Yield the events of a chat completion."""
-    body, head = chat.body, Head("chat.completion.chunk", chat.body.model, "chatcmpl")
+    body, head = chat.body, ResponseFields("chat.completion.chunk", chat.body.model, "chatcmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     readings = [chat.reading() for _ in range(body.count)]
     deltas = [Deltas(body.include_reasoning is not False) for _ in range(body.count)]
@@ -85,7 +85,7 @@ class Deltas:
             return {"reasoning_content": part.text} if self._has_thoughts else None
         if isinstance(part, CallStart):
             self._calls += 1
-            call = Call(part.name, "").as_json()
+            call = GeneratedToolCall(part.name, "").as_json()
             return {"tool_calls": [{"index": self._calls - 1, **call}]}
         function = {"arguments": part.text}
         return {"tool_calls": [{"index": self._calls - 1, "function": function}]}
@@ -95,7 +95,7 @@ async def text_events(
     serving: Serving, live: LiveRequest, body: CompletionRequest
 ) -> AsyncIterator[bytes]:
     """Yield the events of text completions."""
-    head = Head("text_completion", body.model, "cmpl")
+    head = ResponseFields("text_completion", body.model, "cmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     writers: dict[int, TextLogprobs] = {}
     try:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from bmforge.errors import ConfigError
-from bmforge.infer.engine.request import Completion, Handle, Piece
+from bmforge.infer.engine.request import Completion, Handle, OutputDelta
 from bmforge.serve.errors import RequestError
 from bmforge.serve.metrics import TokenTimes
 
@@ -54,7 +54,7 @@ class LiveRequest:
         self.key, self._times = key, times
         self.prompt_tokens, self.new_tokens = prompt_tokens, 0
         self._most, self._unread = max_unread_bytes, 0
-        self._pieces: deque[tuple[int, Piece]] = deque()
+        self._pieces: deque[tuple[int, OutputDelta]] = deque()
         self._error: RequestError | None = None
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ class LiveRequest:
         for handle in self.handles:
             handle.cancel()
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece] | None]:
+    async def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
         """Yield (prompt index, piece) as they arrive; None periodically if none does.
 
         Raises:
@@ -133,7 +133,7 @@ class LiveRequest:
         return [handle.wait(0) for handle in self.handles]
 
 
-def _size(piece: Piece) -> int:
+def _size(piece: OutputDelta) -> int:
     return len(piece.text.encode("utf-8", "replace")) + len(piece.ids)
 
 

@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from bmforge.infer.engine.request import Completion
 from bmforge.serve.answers import event, usage_of
-from bmforge.serve.chatting import Chat, open_chat, read_prompt
+from bmforge.serve.chatting import RunningChat, open_chat, read_prompt
 from bmforge.serve.errors import RequestError, error_body
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
 from bmforge.serve.messages_types import CountRequest, MessagesRequest, messages_chat
-from bmforge.serve.parts import CallPiece, CallStart, Message, Part, Thought
+from bmforge.serve.parts import CallPiece, CallStart, JoinedAnswer, Part, Thought
 
 __all__ = ["router"]
 
@@ -60,7 +60,7 @@ def _head(body: MessagesRequest, usage: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _usage(chat: Chat) -> dict[str, int]:
+def _usage(chat: RunningChat) -> dict[str, int]:
     """Return the usage of a finished answer; cached tokens are not input tokens here."""
     usage = usage_of(chat.live.completions())
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -72,7 +72,9 @@ def _usage(chat: Chat) -> dict[str, int]:
     }
 
 
-def _end(chat: Chat, body: MessagesRequest, answer: Completion, has_calls: bool) -> dict[str, Any]:
+def _end(
+    chat: RunningChat, body: MessagesRequest, answer: Completion, has_calls: bool
+) -> dict[str, Any]:
     """Return why an answer ended, and the stop sequence that ended it."""
     if answer.finish_reason != "stop":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -120,7 +122,7 @@ class _Block:
         return {"type": "input_json_delta", "partial_json": text}
 
 
-def _blocks(message: Message) -> Iterator[_Block]:
+def _blocks(message: JoinedAnswer) -> Iterator[_Block]:
     """Yield the content blocks of a whole answer."""
     for kind, text in (("thinking", message.thoughts), ("text", message.text)):
         if text:
@@ -165,7 +167,7 @@ class _BlockEvents:
             self._block, self._count = None, self._count + 1
 
 
-async def _events(chat: Chat, body: MessagesRequest) -> AsyncIterator[bytes]:
+async def _events(chat: RunningChat, body: MessagesRequest) -> AsyncIterator[bytes]:
     """Yield the events of a message."""
 
     def send(value: dict[str, Any]) -> bytes:

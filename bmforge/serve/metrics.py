@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
-from bmforge.infer.engine.request import Completion, Piece, RequestsStatus
+from bmforge.infer.engine.request import Completion, OutputDelta, RequestsStatus
 
 __all__ = ["Metrics", "TokenTimes"]
 
@@ -133,7 +133,7 @@ class TokenTimes:
         self._last: dict[tuple[int, int], float] = {}
         self._started: set[int] = set()
 
-    def note(self, number: int, pieces: Sequence[Piece], started_s: float | None) -> None:
+    def note(self, number: int, pieces: Sequence[OutputDelta], started_s: float | None) -> None:
         """Record new pieces of a prompt's answers.
 
         Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Call", "CallPiece", "CallStart", "Message", "Part", "Thought"]
+__all__ = ["GeneratedToolCall", "CallPiece", "CallStart", "JoinedAnswer", "Part", "Thought"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ Part = str | Thought | CallStart | CallPiece
 
 
 @dataclass(frozen=True)
-class Call:
+class GeneratedToolCall:
     """A tool call.
 
     Args:
@@ -67,7 +67,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Message:
+class JoinedAnswer:
     """An answer, joined from its parts.
 
     Args:
@@ -78,21 +78,21 @@ class Message:
 
     text: str
     thoughts: str
-    calls: tuple[Call, ...]
+    calls: tuple[GeneratedToolCall, ...]
 
     @classmethod
-    def join(cls, parts: Iterable[Part]) -> Message:
+    def join(cls, parts: Iterable[Part]) -> JoinedAnswer:
         """Return the message of an answer's parts."""
         text, thoughts = "", ""
-        calls: list[Call] = []
+        calls: list[GeneratedToolCall] = []
         for part in parts:
             if isinstance(part, str):
                 text += part
             elif isinstance(part, Thought):
                 thoughts += part.text
             elif isinstance(part, CallStart):
-                calls.append(Call(part.name, ""))
+                calls.append(GeneratedToolCall(part.name, ""))
             else:
                 last = calls[-1]
-                calls[-1] = Call(last.name, last.arguments + part.text, last.id)
+                calls[-1] = GeneratedToolCall(last.name, last.arguments + part.text, last.id)
         return cls(text.strip() if calls else text, thoughts, tuple(calls))

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from bmforge.serve.answers import event, usage_of
-from bmforge.serve.chatting import Chat, open_chat
+from bmforge.serve.chatting import RunningChat, open_chat
 from bmforge.serve.errors import RequestError, error_body
 from bmforge.serve.events import PULSE
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
@@ -74,7 +74,7 @@ def _head(body: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _finished(head: dict[str, Any], chat: Chat, items: Items, reason: str) -> dict[str, Any]:
+def _finished(head: dict[str, Any], chat: RunningChat, items: Items, reason: str) -> dict[str, Any]:
     usage = usage_of(chat.live.completions())
     is_whole = reason == "stop"
     return head | {
@@ -91,7 +91,7 @@ def _finished(head: dict[str, Any], chat: Chat, items: Items, reason: str) -> di
     }
 
 
-async def _events(chat: Chat, head: dict[str, Any]) -> AsyncIterator[bytes]:
+async def _events(chat: RunningChat, head: dict[str, Any]) -> AsyncIterator[bytes]:
     """Yield the events of a response."""
     items, reading, number, reason = Items(), chat.reading(), 0, "stop"
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from bmforge.infer.engine.request import Completion
 from bmforge.infer.engine.request import Request as EngineRequest
 from bmforge.serve.answers import (
-    Head,
+    ResponseFields,
     TextLogprobs,
     chat_choice,
     finish_name,
@@ -52,7 +52,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     if answers is None:
         return Response(status_code=GONE)
     choices = [chat_choice(answer, chat.message(answer), body) for answer in answers]
-    head = Head("chat.completion", body.model, "chatcmpl")
+    head = ResponseFields("chat.completion", body.model, "chatcmpl")
     return JSONResponse(head.as_json(choices, usage=usage_of([answers])))
 
 
@@ -87,7 +87,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     for number, (ids, completions) in enumerate(zip(rows, answers, strict=True)):
         echo = read_echo(body, tokenizer, ids, completions[0])
         choices += [_text_choice(body, number, answer, echo) for answer in completions]
-    head = Head("text_completion", body.model, "cmpl")
+    head = ResponseFields("text_completion", body.model, "cmpl")
     return JSONResponse(head.as_json(choices, usage=usage_of(answers)))
 
 

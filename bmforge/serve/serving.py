@@ -15,7 +15,7 @@ from starlette.requests import Request as HTTPRequest
 from bmforge.errors import ConfigError
 from bmforge.licences import UNKNOWN
 from bmforge.provenance import Provenance
-from bmforge.serve.auth import Keys
+from bmforge.serve.auth import ApiKeys
 from bmforge.serve.conversation import Prompter
 from bmforge.serve.errors import RequestError
 from bmforge.serve.limits import Admission
@@ -78,7 +78,7 @@ class Serving:
 
     main: Served
     config: ServeConfig
-    keys: Keys
+    keys: ApiKeys
     directory: Path | None = None
     embedder: Served | None = None
     deltas: Mapping[str, str] = field(default_factory=dict)

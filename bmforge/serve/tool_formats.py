@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bmforge.serve.parts import Call
+from bmforge.serve.parts import GeneratedToolCall
 
 __all__ = ["FORMATS", "Schemas", "ToolFormat", "find_format", "read_json_call"]
 
 Schemas = Mapping[str, Mapping[str, Any] | None]
-Parse = Callable[[str, Schemas], list[Call] | None]
+Parse = Callable[[str, Schemas], list[GeneratedToolCall] | None]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ToolFormat:
     is_json: bool = False
 
 
-def read_json_call(value: Any, schemas: Schemas) -> Call | None:
+def read_json_call(value: Any, schemas: Schemas) -> GeneratedToolCall | None:
     """Return the call that a JSON value describes; None if it is none.
 
     Args:
@@ -56,7 +56,7 @@ def read_json_call(value: Any, schemas: Schemas) -> Call | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return Call(name, arguments) if isinstance(arguments, str) else None
+    return GeneratedToolCall(name, arguments) if isinstance(arguments, str) else None
 
 
 def _load(text: str) -> Any:
@@ -66,16 +66,16 @@ def _load(text: str) -> Any:
         return None
 
 
-def _calls_of(values: list[Any], schemas: Schemas) -> list[Call] | None:
+def _calls_of(values: list[Any], schemas: Schemas) -> list[GeneratedToolCall] | None:
     calls = [read_json_call(value, schemas) for value in values]
     return [call for call in calls if call is not None] if calls and all(calls) else None
 
 
-def _parse_json(text: str, schemas: Schemas) -> list[Call] | None:
+def _parse_json(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
     return _calls_of([_load(text)], schemas)
 
 
-def _parse_llama(text: str, schemas: Schemas) -> list[Call] | None:
+def _parse_llama(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
     """Parse objects that are separated by semicolons."""
     decoder, values, at = json.JSONDecoder(), [], 0
     text = text.strip().rstrip(";")
@@ -92,7 +92,7 @@ def _parse_llama(text: str, schemas: Schemas) -> list[Call] | None:
 _MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
 
-def _parse_mistral(text: str, schemas: Schemas) -> list[Call] | None:
+def _parse_mistral(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
     """Parse a list of calls, or ``name[ARGS]{...}`` of the newer models, repeated by the mark."""
     values = _load(text)
     if isinstance(values, list):
@@ -108,13 +108,15 @@ _DEEPSEEK = re.compile(
 )
 
 
-def _parse_deepseek(text: str, schemas: Schemas) -> list[Call] | None:
+def _parse_deepseek(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
     matches = _DEEPSEEK.findall(text)
     return _named_calls([(old or new, o_args or n_args) for old, o_args, new, n_args in matches],
                         schemas)  # fmt: skip
 
 
-def _named_calls(matches: list[tuple[str, str]], schemas: Schemas) -> list[Call] | None:
+def _named_calls(
+    matches: list[tuple[str, str]], schemas: Schemas
+) -> list[GeneratedToolCall] | None:
     values = [{"name": name.strip(), "arguments": _load(text)} for name, text in matches]
     if not all(isinstance(value["arguments"], dict) for value in values):
         return None
@@ -126,12 +128,12 @@ _CODER = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTAL
 _CODER_VALUE = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def _parse_glm(text: str, schemas: Schemas) -> list[Call] | None:
+def _parse_glm(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
     name = text.partition("<arg_key>")[0].strip()
     return _typed_call(name, _GLM.findall(text), schemas)
 
 
-def _parse_coder(text: str, schemas: Schemas) -> list[Call] | None:
+def _parse_coder(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
     matches = _CODER.fullmatch(text)
     return (
         None
@@ -140,7 +142,9 @@ def _parse_coder(text: str, schemas: Schemas) -> list[Call] | None:
     )
 
 
-def _typed_call(name: str, pairs: list[tuple[str, str]], schemas: Schemas) -> list[Call] | None:
+def _typed_call(
+    name: str, pairs: list[tuple[str, str]], schemas: Schemas
+) -> list[GeneratedToolCall] | None:
     """Return the call of arguments that are texts, which the function's schema gives types."""
     if name not in schemas:
         return None
@@ -151,10 +155,10 @@ def _typed_call(name: str, pairs: list[tuple[str, str]], schemas: Schemas) -> li
         if properties.get(key.strip(), {}).get("type") != "string":
             value = _load(text)
         arguments[key.strip()] = text if value is None and text.strip() != "null" else value
-    return [Call(name, json.dumps(arguments, ensure_ascii=False))]
+    return [GeneratedToolCall(name, json.dumps(arguments, ensure_ascii=False))]
 
 
-def _parse_python(text: str, schemas: Schemas) -> list[Call] | None:
+def _parse_python(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
     """Parse calls as lines of Python with literal keyword arguments; nothing is run."""
     text = text.strip().removeprefix("```python").removesuffix("```").strip()
     try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmforge.infer.decoder import start_decoder
+from bmforge.infer.decoder_factory import start_decoder
 from bmforge.models import Model
 from bmforge.models.pack import quantize_
 from bmforge.nn.packing import PRESETS

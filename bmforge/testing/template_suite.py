@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, T5, Bert, BertConfig, GPT2Config, Model, T5Config, init_weights_
-from bmforge.nn.prompt import Prompt, count_ids
+from bmforge.nn.prompt import ExtraEmbeddings, count_ids
 from bmforge.testing.letters import LetterTokenizer
 from bmforge.testing.tolerance import assert_close
 from bmforge.tokenizers import Tokenizer
@@ -154,7 +154,7 @@ class TemplateSuite:
         """Soft tokens are saved with the model and read by a new template."""
         for model, template in self.opened():
             rows = getattr(model.embed, "prompt", None)
-            if not isinstance(rows, Prompt):
+            if not isinstance(rows, ExtraEmbeddings):
                 continue  # nothing trained, or it has to be merged first
             with torch.no_grad():
                 rows.weight.add_(0.5)

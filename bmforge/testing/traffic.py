@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from bmforge.errors import DistributedError
 
-__all__ = ["Call", "Traffic", "Volume", "add_up"]
+__all__ = ["Communication", "Traffic", "Volume", "add_up"]
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 # Prefix of an operator's name -> kind; the first match is used.
@@ -42,7 +42,7 @@ _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 _INPUTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
 
 
-class Call(NamedTuple):
+class Communication(NamedTuple):
     """One collective or message.
 
     Args:
@@ -73,7 +73,7 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[Call] = Counter()
+        self.calls: Counter[Communication] = Counter()
 
     def __torch_dispatch__(
         self,
@@ -97,7 +97,7 @@ class Traffic(TorchDispatchMode):
         return add_up(self.calls.elements())
 
 
-def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Communication:
     """Return the kind and size of an operator call."""
     name = func._schema.name.partition("::")[2].lstrip("_")
     kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
@@ -111,10 +111,10 @@ def _read_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cal
         )
     tensors = (t for t in tree_leaves(inputs) if isinstance(t, Tensor))
     # A barrier's tensor only selects the device.
-    return Call(kind, 0 if kind == "barrier" else sum(t.nbytes for t in tensors))
+    return Communication(kind, 0 if kind == "barrier" else sum(t.nbytes for t in tensors))
 
 
-def add_up(calls: Iterable[Call]) -> dict[str, Volume]:
+def add_up(calls: Iterable[Communication]) -> dict[str, Volume]:
     """Return number and bytes of the calls of every kind."""
     volumes: dict[str, Volume] = {}
     for kind, num_bytes in calls:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from bmforge.balance import leave_out_balance
 from bmforge.parallel import (
     CONTEXT_AXES,
     ROW_AXES,
     TOKEN_AXES,
     axis_size,
-    leave_out_balance,
     mesh_of,
     reshard_,
     sum_over_axes,

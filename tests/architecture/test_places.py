@@ -11,7 +11,7 @@ import pytest
 
 from bmforge.data.tasks import TASKS, TaskExample
 from bmforge.data.tasks.metrics import score_task
-from bmforge.data.tasks.task import Task
+from bmforge.data.tasks.task import BenchmarkTask
 from bmforge.data.tasks.wording import word_task
 from bmforge.models.hub import FAMILIES
 from bmforge.train import OptimConfig
@@ -70,7 +70,7 @@ def test_an_optimizer_has_one_table() -> None:
 
 def test_a_task_is_one_entry() -> None:
     """One of which nothing else knows has a prompt, options and a figure."""
-    task = Task("Fresh", ("bad", "good"), {"dev": ("dev.txt",)}, lambda path: iter(()))
+    task = BenchmarkTask("Fresh", ("bad", "good"), {"dev": ("dev.txt",)}, lambda path: iter(()))
     assert task.name not in TASKS
     example = TaskExample({"text": "a film", "by": "somebody"}, 1, 0)
     wording = word_task(task, example)

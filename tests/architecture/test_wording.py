@@ -16,7 +16,7 @@ LIMITS: list[tuple[Callable[[], Iterator[str]], int]] = [
     (wording.empty_names, 50),
     (wording.unfinished_messages, 0),
     (wording.message_house_words, 0),
-    (wording.shared_class_names, 30),
+    (wording.shared_class_names, 0),
     (wording.page_house_words, 14),
     (wording.page_pictures, 4),
 ]

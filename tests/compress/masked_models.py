@@ -12,7 +12,7 @@ from tiny_models import build, make_inputs
 from torch import Tensor, nn
 
 from bmforge.compress.prune.carry import carry_out_
-from bmforge.compress.prune.plan import Kept, Plan, blocks_of
+from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.nn import MoESpec
 from bmforge.nn.norm import RMSNorm
 from bmforge.surgery import persistent_tensors
@@ -40,7 +40,7 @@ def run(model: nn.Module, name: str) -> Tensor:
     return found.detach()
 
 
-def plan_of(model: Any, name: str, *kinds: str) -> Plan:
+def plan_of(model: Any, name: str, *kinds: str) -> PruningPlan:
     """Return a plan with some kinds of parts lost, unevenly where the family allows it."""
     layers: dict[str, dict[str, Any]] = {block: {} for block in blocks_of(model)}
     shared = name in (*SEQ2SEQ, "cpm_ant", "cpm_bee")
@@ -79,11 +79,11 @@ def plan_of(model: Any, name: str, *kinds: str) -> Plan:
     if "blocks" in kinds:
         gone = tuple(n for n in layers if n.endswith(".1"))
     kept_layers = {n: Kept(**o) for n, o in layers.items() if o and n not in gone}
-    return Plan(kept_layers, gone, hidden)
+    return PruningPlan(kept_layers, gone, hidden)
 
 
 @torch.no_grad()
-def silence_(model: Any, plan: Plan) -> None:
+def silence_(model: Any, plan: PruningPlan) -> None:
     """Let what a plan loses add nothing, without changing any size."""
     for name, block in blocks_of(model).items():
         kept = plan.layers.get(name, Kept())
@@ -159,7 +159,7 @@ def silence_hidden_(model: Any, hidden: Iterable[int]) -> None:
     width, kept = model.config.hidden_size, list(hidden)
     lost = [d for d in range(width) if d not in kept]
     small = copy.deepcopy(model)
-    carry_out_(small, Plan(hidden=tuple(kept)))
+    carry_out_(small, PruningPlan(hidden=tuple(kept)))
     shapes = {n: t.shape for n, t in persistent_tensors(small).items()}
     for name, tensor in persistent_tensors(model).items():
         for dim, (a, b) in enumerate(zip(tensor.shape, shapes[name], strict=True)):

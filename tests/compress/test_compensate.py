@@ -14,7 +14,7 @@ from torch import Tensor
 from bmforge.compress.prune import StructureConfig, shrink_
 from bmforge.compress.prune.carry import carry_out_
 from bmforge.compress.prune.compensate import reconstruct_
-from bmforge.compress.prune.plan import Kept, Plan
+from bmforge.compress.prune.plan import Kept, PruningPlan
 from bmforge.compress.prune.shrink import choose_structure
 from bmforge.errors import ConfigError
 from bmforge.models import T5, T5Config
@@ -22,7 +22,7 @@ from bmforge.surgery import persistent_tensors
 from bmforge.testing import assert_close, assert_equal_trees
 
 KEPT = tuple(range(16, 128))
-PLAN = Plan({"layers.0": Kept(features=KEPT)})
+PLAN = PruningPlan({"layers.0": Kept(features=KEPT)})
 
 
 def watch(model: Any, module: str, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def test_the_fit_is_that_of_least_squares(make: Any) -> None:
     x, y = watch(model, name, {"input_ids": ids})
     old = model.get_submodule(name).weight.detach().clone()
     stay = torch.arange(10, old.shape[1])
-    reconstruct_(model, Plan({"layers.0": Kept(features=tuple(stay.tolist()))}), [ids])
+    reconstruct_(model, PruningPlan({"layers.0": Kept(features=tuple(stay.tolist()))}), [ids])
     layer = model.get_submodule(name)
     has_bias = layer.bias is not None
     x_kept = x[:, stay]
@@ -86,7 +86,7 @@ def test_the_mean_output_is_kept(kept: Kept) -> None:
     mask = torch.ones_like(ids)
     mask[1, 9:] = mask[2, 4:] = 0
     call = {"input_ids": ids, "attention_mask": mask}
-    plan = Plan({"layers.0": kept})
+    plan = PruningPlan({"layers.0": kept})
     # The MLP's input changes where heads went before it.
     names = ["attn.o_proj"] if kept.heads else ["attn.o_proj", "mlp.down_proj"]
 
@@ -131,7 +131,7 @@ def test_fitted_models_are_closer_to_the_full_one(
     plan = choose_structure(model, config, batches)
     full = copy.deepcopy(model)
     reference = copy.deepcopy(full)  # removed blocks are not compensated
-    carry_out_(reference, Plan({}, plan.gone))
+    carry_out_(reference, PruningPlan({}, plan.gone))
     dropped, fitted = copy.deepcopy(full), copy.deepcopy(full)
     carry_out_(dropped, plan)
     shrink_(fitted, config, batches)

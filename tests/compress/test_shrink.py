@@ -12,7 +12,7 @@ from masked_models import KINDS, has_kind, mostly_long, plan_of, run, silence_, 
 from tiny_models import TINY, build, make_inputs
 
 from bmforge.compress.prune.carry import carry_out_
-from bmforge.compress.prune.plan import Plan, blocks_of
+from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.errors import ConfigError
@@ -73,9 +73,9 @@ def test_a_shrunk_model_trains(name: str) -> None:
 def test_plans_are_json() -> None:
     """A plan written and read again is the plan."""
     plan = plan_of(build("mixtral"), "mixtral", "heads", "features", "experts", "hidden", "blocks")
-    assert Plan.from_json(plan.to_json()) == plan
+    assert PruningPlan.from_json(plan.to_json()) == plan
     with pytest.raises(ConfigError, match="has no 'head'"):
-        Plan.from_json({"layers": {"layers.0": {"head": [1]}}})
+        PruningPlan.from_json({"layers": {"layers.0": {"head": [1]}}})
 
 
 @pytest.mark.parametrize(

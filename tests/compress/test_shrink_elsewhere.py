@@ -12,7 +12,7 @@ from masked_models import mostly_long, stir
 from tiny_models import make_inputs
 
 from bmforge.compress.prune.carry import carry_out_
-from bmforge.compress.prune.plan import Kept, Plan, blocks_of
+from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.errors import ConfigError
@@ -96,7 +96,7 @@ def test_differing_layers_are_refused(name: str, what: str, tmp_path: Path) -> N
     kept = {"attn": Kept(attn=False), "mlp": Kept(mlp=False), "sizes": Kept(heads=(2, 3))}[what]
     if what == "sizes" and name == "t5":
         kept = Kept(features=(1, 2))
-    shrunk = carry_out_(model, Plan({first: kept}))
+    shrunk = carry_out_(model, PruningPlan({first: kept}))
     assert not shrunk.opens_elsewhere
     model.save_pretrained(tmp_path)
     with pytest.raises((RuntimeError, ValueError, TypeError)):

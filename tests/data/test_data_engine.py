@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepare_cases import prepare_plainly, written
 
-from bmforge.data import Document, PrepareConfig, Step, prepare, show_preparation
+from bmforge.data import Document, DocumentStage, PrepareConfig, prepare, show_preparation
 from bmforge.data.clean.drop import Drop
 from bmforge.data.prepare import journal as journal_module
 from bmforge.data.prepare import stages
 from bmforge.data.prepare.documents import NORMALISE, DocumentsTask, make_documents
-from bmforge.data.prepare.engine import Blame, Limits, Part, run_parts
+from bmforge.data.prepare.engine import Blame, Limits, StagePart, run_parts
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
 from bmforge.data.prepare.journal import Journal, write_hashed
 from bmforge.data.prepare.shards import plan_shards
@@ -90,7 +90,7 @@ def test_going_on_after_a_kill_at_every_write(
             raise Killed
         sync(descriptor)
 
-    def counted(part: Part, beat: Callable[..., None]) -> dict[str, Any]:
+    def counted(part: StagePart, beat: Callable[..., None]) -> dict[str, Any]:
         result = made(part, beat)
         done.append(part.number)
         return result
@@ -162,7 +162,7 @@ def test_a_file_that_changes_while_it_is_read(corpus: Path, tmp_path: Path) -> N
     path = str(corpus / "d.txt")
     task = DocumentsTask(shard, tmp_path, (NORMALISE,), ReadOptions(), False, False, {path: (1, 1)})
     with pytest.raises(DataError, match="changed while it was read"):
-        make_documents(Part(0, task), lambda *where: None)
+        make_documents(StagePart(0, task), lambda *where: None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -228,7 +228,7 @@ def no_vowels(document: Document) -> Document | Drop:
 
 
 def test_own_steps_and_every_drop_has_a_reason(corpus: Path, tmp_path: Path) -> None:
-    steps = [Step("no vowels", no_vowels)]
+    steps = [DocumentStage("no vowels", no_vowels)]
     report = prepare(corpus, tmp_path / "few", CONFIG, steps=steps)
     assert report.funnel is not None
     raw = [json.loads(line)["text"] for name in "abc" for line in (corpus / f"{name}.jsonl").open()]
@@ -264,7 +264,7 @@ def test_a_worker_that_is_killed_once_costs_nothing(
     corpus: Path, plain: dict[str, bytes], tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
-    step = Step("die once", DieOnce(str(mark)))
+    step = DocumentStage("die once", DieOnce(str(mark)))
     report = prepare(corpus, tmp_path / "out", replace(CONFIG, workers=1), steps=[step])
     assert mark.exists()
     assert report.documents == 121
@@ -285,7 +285,7 @@ class DieOnce:
 
 
 def test_a_document_that_kills_workers_is_left_out_and_named(corpus: Path, tmp_path: Path) -> None:
-    step = Step("die", die_always)
+    step = DocumentStage("die", die_always)
     report = prepare(corpus, tmp_path, replace(CONFIG, workers=1), steps=[step])
     assert report.documents == 120
     assert report.funnel is not None
@@ -303,7 +303,7 @@ def test_a_document_that_kills_workers_is_left_out_and_named(corpus: Path, tmp_p
     assert show_preparation(corpus, tmp_path, CONFIG)[0].done == 0
 
 
-def wait_forever(part: Part, beat: Callable[[int, bool, str], None]) -> list[str]:
+def wait_forever(part: StagePart, beat: Callable[[int, bool, str], None]) -> list[str]:
     """Work on four entries, of which the third never ends."""
     done = []
     for entry in range(4):
@@ -314,7 +314,7 @@ def wait_forever(part: Part, beat: Callable[[int, bool, str], None]) -> list[str
     return done
 
 
-def grow(part: Part, beat: Callable[[int, bool, str], None]) -> str:
+def grow(part: StagePart, beat: Callable[[int, bool, str], None]) -> str:
     """Stay at its only entry, unless that is to be left out."""
     if part.blamed:
         return part.blamed[0].rule
@@ -326,7 +326,7 @@ def grow(part: Part, beat: Callable[[int, bool, str], None]) -> str:
 def test_an_entry_that_never_ends_is_left_out() -> None:
     blames: list[tuple[int, Blame]] = []
     limits = Limits(seconds=3.0, memory_bytes=1 << 40)
-    parts = [Part(7, None)]
+    parts = [StagePart(7, None)]
     (found,) = run_parts(wait_forever, parts, 1, limits, lambda n, b: blames.append((n, b)))
     assert found == (7, ["0", "1", "2time", "3"])
     ((number, blame),) = blames
@@ -336,12 +336,12 @@ def test_an_entry_that_never_ends_is_left_out() -> None:
 def test_an_entry_that_takes_too_much_memory_is_left_out() -> None:
     limits = Limits(seconds=1e9, memory_bytes=1_000_000)  # every process is larger
     blames: list[Blame] = []
-    (found,) = run_parts(grow, [Part(0, None)], 1, limits, lambda n, b: blames.append(b))
+    (found,) = run_parts(grow, [StagePart(0, None)], 1, limits, lambda n, b: blames.append(b))
     assert found == (0, "memory")
     assert blames[0].value > 1_000_000
 
 
-def insist(part: Part, beat: Callable[[int, bool, str], None]) -> None:
+def insist(part: StagePart, beat: Callable[[int, bool, str], None]) -> None:
     """Stay at an entry, whatever is to be left out."""
     beat(0, False, "the stubborn one")
     signal.pause()
@@ -350,17 +350,17 @@ def insist(part: Part, beat: Callable[[int, bool, str], None]) -> None:
 def test_an_entry_that_cannot_be_left_out_ends_the_work() -> None:
     limits = Limits(seconds=1e9, memory_bytes=1)
     with pytest.raises(DataError, match=r"the stubborn one: .*this stage cannot leave it out"):
-        list(run_parts(insist, [Part(0, None)], 1, limits, lambda n, b: None))
+        list(run_parts(insist, [StagePart(0, None)], 1, limits, lambda n, b: None))
 
 
-def refuse(part: Part, beat: Callable[[int, bool, str], None]) -> None:
+def refuse(part: StagePart, beat: Callable[[int, bool, str], None]) -> None:
     """Fail, but for part 0."""
     if part.number:
         raise DataError(f"part {part.number} is bad")
 
 
 def test_the_first_part_that_fails_is_named() -> None:
-    parts = [Part(number, None) for number in range(5)]
+    parts = [StagePart(number, None) for number in range(5)]
     for workers in (0, 2):
         with pytest.raises(DataError, match="part 1 is bad"):
             list(run_parts(refuse, parts, workers, Limits(1e9, 1 << 40), lambda n, b: None))

@@ -15,7 +15,7 @@ import pytest
 from prepare_cases import written
 
 from bmforge.data import PrepareConfig, prepare
-from bmforge.data.prepare.shards import Piece, plan_shards
+from bmforge.data.prepare.shards import FileRange, plan_shards
 from bmforge.data.sources.cuts import how_to_cut
 from bmforge.data.sources.files import read_records
 from bmforge.data.sources.record import ReadOptions
@@ -84,7 +84,7 @@ def make(kind: str) -> bytes:
 KINDS = ["zip", "tar", "pax.tar", "warc", "warc.gz", "damaged.warc.gz"]
 
 
-def read_piece(path: Path, piece: Piece) -> Iterator[str]:
+def read_piece(path: Path, piece: FileRange) -> Iterator[str]:
     """Yield place, size and document of each entry, or what is wrong with it."""
     for one in read_records(path, ReadOptions(), begin=piece.begin, end=piece.end, line=piece.line):
         try:

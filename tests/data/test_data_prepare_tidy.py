@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bmforge.data import PrepareConfig, Step, prepare, show_preparation
+from bmforge.data import DocumentStage, PrepareConfig, prepare, show_preparation
 from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.normalise import normalise
 from bmforge.data.prepare import journal as journal_module
@@ -141,7 +141,7 @@ def test_no_private_data_is_left_or_shown(tmp_path: Path) -> None:
     assert found[0] == f"{NEWS} Write to <EMAIL>, or call <PHONE>."
     assert found[1] == f"{CHINESE}联系电话<PHONE>，邮箱<EMAIL>。"
     shown = "".join(found)
-    for name, rules, own in (("a", "english", ()), ("b", "none", (Step("own", judge),))):
+    for name, rules, own in (("a", "english", ()), ("b", "none", (DocumentStage("own", judge),))):
         prepare(texts, tmp_path / name, replace(config, rules=rules), steps=own)
         assert len(dropped(tmp_path / name)) == 4
         assert [document.text for document in left(tmp_path / name)] == [LONG]

@@ -14,7 +14,7 @@ import torch
 from prepare_cases import written
 
 from bmforge.cli import main
-from bmforge.data import PrepareConfig, Step, load_tokenizer, open_store, prepare
+from bmforge.data import DocumentStage, PrepareConfig, load_tokenizer, open_store, prepare
 from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.languages import CutParagraphs
 from bmforge.data.clean.score_files import load_scorer, read_score
@@ -139,7 +139,7 @@ def test_a_model_of_the_house_scores(place: Path, tmp_path: Path) -> None:
     (found, nothing) = scorer([text, ""])
     assert found == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
     assert nothing == math.inf
-    step = Step("perplexity", ScoreText("perplexity", scorer, high=found * 0.999))
+    step = DocumentStage("perplexity", ScoreText("perplexity", scorer, high=found * 0.999))
     lines = "".join(json.dumps({"text": one}) + "\n" for one in (text, "g1 g2 g3"))
     (tmp_path / "in.jsonl").write_text(lines)
     first, second = (scorer([one.strip()])[0] for one in (text, "g1 g2 g3"))

@@ -26,7 +26,7 @@ from bmforge.errors import DistributedError
 from bmforge.parallel import Layout, init_distributed, parallelize, run_step
 from bmforge.parallel.collectives import exchange_rows, gather_tokens, sum_backward, sum_forward
 from bmforge.testing import run_distributed
-from bmforge.testing.traffic import Call, Traffic, Volume, add_up
+from bmforge.testing.traffic import Communication, Traffic, Volume, add_up
 from bmforge.train.optim.build import clip_grad_norm_
 
 # No size divides by another where padding could hide: 2 rows of 9 tokens, 29 words, 27 features.
@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
 FLOAT, INT = 4, 8  # bytes of parameters and activations, and of counts
 HEADER = INT * (1 + 16 * 9)  # of a message between stages: 16 tensors, 9 numbers each
 
-Calls = Iterator[Call]
+Calls = Iterator[Communication]
 # Unit of ZeRO ("" is the root) -> parameter -> shape.
 Units = dict[str, dict[str, tuple[int, ...]]]
 
@@ -100,7 +100,7 @@ class Case:
         return CLASSES[self.config.family].from_config(self.config, device="meta")
 
 
-def measure(case: Case) -> tuple[Counter[Call], Counter[Call]]:
+def measure(case: Case) -> tuple[Counter[Communication], Counter[Communication]]:
     """Return the calls of forward and backward, and those of clipping."""
     init_distributed()
     model = case.build()
@@ -167,10 +167,10 @@ def zero_calls(case: Case, units: Units, gathers: int = 1, reduces: int = 1) -> 
         shard = sum(-(-s[0] // shards) * math.prod(s[1:]) for s in shapes.values()) * FLOAT
         if shards > 1:
             again = 2 if case.place[1].zero == 3 and unit else 1
-            yield from [Call("all_gather", shard)] * (again * gathers)
-            yield from [Call("reduce_scatter", shard * shards)] * reduces
+            yield from [Communication("all_gather", shard)] * (again * gathers)
+            yield from [Communication("reduce_scatter", shard * shards)] * reduces
         if copies > 1:
-            yield from [Call("all_reduce", shard)] * reduces
+            yield from [Communication("all_reduce", shard)] * reduces
 
 
 def vocabulary_calls(config: Any, tp: int) -> Calls:
@@ -179,11 +179,14 @@ def vocabulary_calls(config: Any, tp: int) -> Calls:
     Keys and values of fewer heads than processes are whole on each, and their gradients summed.
     """
     column = BATCH * LENGTH * FLOAT
-    yield from [Call("all_reduce", hidden_bytes(config, LENGTH))] * 2
-    yield from (Call("all_reduce", column), Call("all_reduce", 2 * column))  # maximum, sums
+    yield from [Communication("all_reduce", hidden_bytes(config, LENGTH))] * 2
+    yield from (
+        Communication("all_reduce", column),
+        Communication("all_reduce", 2 * column),
+    )  # maximum, sums
     if config.num_kv_heads % tp:
         weight = config.num_kv_heads * config.head_dim * config.hidden_size * FLOAT
-        yield from [Call("all_reduce", weight)] * (2 * config.num_layers)
+        yield from [Communication("all_reduce", weight)] * (2 * config.num_layers)
 
 
 def tensor_calls(config: Any, tp: int, recompute: bool) -> Calls:
@@ -193,7 +196,9 @@ def tensor_calls(config: Any, tp: int, recompute: bool) -> Calls:
     """
     yield from vocabulary_calls(config, tp)
     sums = 4 + recompute
-    yield from [Call("all_reduce", hidden_bytes(config, LENGTH))] * (sums * config.num_layers)
+    yield from [Communication("all_reduce", hidden_bytes(config, LENGTH))] * (
+        sums * config.num_layers
+    )
 
 
 def sequence_calls(config: Any, tp: int, recompute: bool, units: Units) -> Calls:
@@ -204,14 +209,17 @@ def sequence_calls(config: Any, tp: int, recompute: bool, units: Units) -> Calls
     """
     yield from vocabulary_calls(config, tp)
     share = hidden_bytes(config, -(-LENGTH // tp))
-    gather, scatter = Call("all_gather", share), Call("reduce_scatter", share * tp)
+    gather, scatter = (
+        Communication("all_gather", share),
+        Communication("reduce_scatter", share * tp),
+    )
     yield from [gather] * ((4 + 2 * recompute) * config.num_layers)
     yield from [scatter] * ((4 + recompute) * config.num_layers)
     yield from [gather] * 2  # backward of the division before the blocks; behind them
     ends = ("_norm.weight", "_norm.bias", "o_proj.bias", "down_proj.bias")
     for shapes in (shapes for unit, shapes in units.items() if unit):
         whole = (shape for name, shape in shapes.items() if name.endswith(ends))
-        yield from (Call("all_reduce", math.prod(shape) * FLOAT) for shape in whole)
+        yield from (Communication("all_reduce", math.prod(shape) * FLOAT) for shape in whole)
 
 
 def context_calls(config: Any, cp: int, recompute: bool) -> Calls:
@@ -223,10 +231,10 @@ def context_calls(config: Any, cp: int, recompute: bool) -> Calls:
     base, rest = divmod(LENGTH, 2 * cp)
     width = 2 * base + (rest > 0) + (rest > cp)
     pairs = BATCH * config.num_kv_heads * width * 2 * config.head_dim * FLOAT
-    yield from [Call("all_gather", pairs)] * ((1 + recompute) * config.num_layers)
-    yield from [Call("reduce_scatter", cp * pairs)] * config.num_layers
-    yield Call("all_gather", hidden_bytes(config, width))
-    yield Call("reduce_scatter", cp * hidden_bytes(config, width))
+    yield from [Communication("all_gather", pairs)] * ((1 + recompute) * config.num_layers)
+    yield from [Communication("reduce_scatter", cp * pairs)] * config.num_layers
+    yield Communication("all_gather", hidden_bytes(config, width))
+    yield Communication("reduce_scatter", cp * hidden_bytes(config, width))
 
 
 def stage_of(units: Units, is_last: bool, tied: bool) -> Units:
@@ -244,17 +252,20 @@ def pipeline_calls(case: Case, units: Units, rank: int) -> Calls:
     embedding that both stages have gets on each is summed, of ZeRO's shard.
     """
     config, count, shards = case.config, case.micro_batches, case.cuts[0]
-    for message in (Call("send", HEADER), Call("send", hidden_bytes(config, LENGTH))):
+    for message in (
+        Communication("send", HEADER),
+        Communication("send", hidden_bytes(config, LENGTH)),
+    ):
         yield from [message, message._replace(kind="recv")] * count
     tied, (world, layout) = config.tie_word_embeddings, case.place
     if tied:
         rows = part(config.vocab_size, shards, rank % shards)
-        yield Call("all_reduce", rows * config.hidden_size * FLOAT)
+        yield Communication("all_reduce", rows * config.hidden_size * FLOAT)
     stage = stage_of(units, is_last=rank >= world // 2, tied=tied)
     yield from zero_calls(case, stage, gathers=count if layout.zero == 3 else 1)
 
 
-def expected_step(case: Case, rank: int) -> Counter[Call]:
+def expected_step(case: Case, rank: int) -> Counter[Communication]:
     """Forward and backward of all micro-batches of a step on one process."""
     layout, config = case.place[1], case.config
     units = units_of(case, rank % layout.tp)
@@ -270,7 +281,7 @@ def expected_step(case: Case, rank: int) -> Counter[Call]:
     return Counter(calls * case.micro_batches)
 
 
-def expected_clip(case: Case) -> Counter[Call]:
+def expected_clip(case: Case) -> Counter[Communication]:
     """Clipping sums a number per axis over which a set of parameters is cut, and the stages'.
 
     Sets are: cut by ZeRO alone, by tensor parallelism as well, experts. With zero=0 FSDP2 has an
@@ -280,7 +291,10 @@ def expected_clip(case: Case) -> Counter[Call]:
     zero, tp = math.prod(case.cuts) > 1, layout.tp > 1
     count = zero + tp * (1 + zero) + (layout.ep > 1)
     # A pipeline's processes also tell each other the precision of what they have.
-    return Counter([Call("all_reduce", 8)] * count + [Call("all_reduce", 16)] * (layout.pp > 1))
+    return Counter(
+        [Communication("all_reduce", 8)] * count
+        + [Communication("all_reduce", 16)] * (layout.pp > 1)
+    )
 
 
 mark_long = partial(pytest.param, marks=pytest.mark.long)
@@ -331,9 +345,9 @@ def test_experts_exchange_each_token_k_times(case: Case) -> None:
     }
     known = Counter([*zero_calls(case, units)] * case.micro_batches)
     # Loads and probabilities of the experts, the tokens, their labels, and how many parts.
-    known[Call("all_reduce", (2 * config.num_experts + 3) * FLOAT)] = 1
-    known[Call("all_to_all", config.num_experts * INT)] = times
-    known[Call("all_to_all", rows)] = times + backwards  # of one's own tokens
+    known[Communication("all_reduce", (2 * config.num_experts + 3) * FLOAT)] = 1
+    known[Communication("all_to_all", config.num_experts * INT)] = times
+    known[Communication("all_to_all", rows)] = times + backwards  # of one's own tokens
     arrived = 0
     for step, clip in run_distributed(measure, 2, case):
         assert known <= step

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer import GenerationConfig, generate
 from bmforge.infer.beam import beam_search
-from bmforge.infer.decoder import start_decoder
+from bmforge.infer.decoder_factory import start_decoder
 from bmforge.models.t5 import T5, T5Config
 from bmforge.testing.twin import Twin, build_reference
 

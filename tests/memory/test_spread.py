@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from bmforge.errors import ConfigError
-from bmforge.infer.decoder import start_decoder
+from bmforge.infer.decoder_factory import start_decoder
 from bmforge.memory.copies import make_copy_engine
 from bmforge.memory.spread import spread_blocks_
 from bmforge.memory.streaming import stream_blocks_

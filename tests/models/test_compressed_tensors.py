@@ -27,7 +27,7 @@ from bmforge.models.formats.compressed_write import save_compressed
 from bmforge.models.pack import quantize_
 from bmforge.nn.packing import PRESETS, QuantSpec
 from bmforge.nn.quantized import QuantizedLinear
-from bmforge.provenance import Part, Provenance, read_provenance
+from bmforge.provenance import Provenance, ProvenanceSource, read_provenance
 from bmforge.surgery import persistent_tensors
 from bmforge.testing import assert_close, assert_equal_trees
 
@@ -144,7 +144,9 @@ def test_read_back(scheme: QuantSpec, tmp_path: Path) -> None:
 def test_licences_travel(tmp_path: Path) -> None:
     """What is known of a model's parts is written beside it, as in every form."""
     model = quantize_(llama(), "int4", where=WHERE)
-    model.provenance = Provenance("apache-2.0", (Part("base", "someone/base", "apache-2.0"),))
+    model.provenance = Provenance(
+        "apache-2.0", (ProvenanceSource("base", "someone/base", "apache-2.0"),)
+    )
     save_compressed(model, tmp_path)
     assert read_provenance(tmp_path) == model.provenance
     assert (tmp_path / "README.md").is_file()

@@ -12,7 +12,7 @@ from tiny_models import TINY, build, family_of, make_inputs
 from torch import Tensor
 
 from bmforge.errors import ShapeError
-from bmforge.nn.prompt import Prompt
+from bmforge.nn.prompt import ExtraEmbeddings
 from bmforge.testing import assert_close
 
 READERS = [name for name in TINY if name != "vit"]
@@ -122,7 +122,7 @@ def test_prompts_behind_the_vocabulary(name: str) -> None:
     ids[:, :2] = torch.tensor([rows, rows + 1])
     with pytest.raises(ShapeError, match="vocab_size"):
         model(**(inputs | {"input_ids": ids}))
-    model.embed.prompt = Prompt(2, model.embed.embedding_dim).double()
+    model.embed.prompt = ExtraEmbeddings(2, model.embed.embedding_dim).double()
     torch.nn.init.normal_(model.embed.prompt.weight)
     embeds = model.embed(inputs["input_ids"])
     embeds = torch.cat((model.embed.prompt.weight.expand(2, -1, -1), embeds[:, 2:]), 1)

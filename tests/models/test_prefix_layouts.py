@@ -12,7 +12,7 @@ from torch import nn
 
 from bmforge.infer.decoder import make_cache
 from bmforge.models.stack import find_heads
-from bmforge.nn.prefix import Prefix
+from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.parallel import Layout
 from bmforge.testing import assert_close
 from bmforge.testing.batches import make_labels
@@ -26,7 +26,9 @@ def add_prefixes_(model: nn.Module) -> Any:
     for name, (_, kv_heads) in find_heads(model):
         attn: Any = model.get_submodule(name)
         with torch.device(attn.q_proj.weight.device):
-            attn.prefix = Prefix(kv_heads, 5, attn.head_dim, 0.5).to(attn.q_proj.weight.dtype)
+            attn.prefix = KeyValuePrefix(kv_heads, 5, attn.head_dim, 0.5).to(
+                attn.q_proj.weight.dtype
+            )
     return model
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from bmforge.errors import ConfigError
-from bmforge.models import resolve
 from bmforge.models.resolve import resolve_model
 
 COMMON = ["config.json", "tokenizer_config.json", "chat_template.jinja", "spiece.model"]
@@ -47,8 +47,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
                     fetched.append(file)
             return str(tmp_path)
 
-        monkeypatch.setattr(resolve, "list_repo_files", list_files)
-        monkeypatch.setattr(resolve, "snapshot_download", download)
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", list_files)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         assert resolve_model("org/name") == tmp_path
         return fetched
 

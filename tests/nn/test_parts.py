@@ -16,8 +16,8 @@ from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank, LowRa
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import PRESETS, QuantSpec
 from bmforge.nn.part import BesidePart, TensorNote, attach_part_
-from bmforge.nn.prefix import Prefix
-from bmforge.nn.prompt import Prompt
+from bmforge.nn.prefix import KeyValuePrefix
+from bmforge.nn.prompt import ExtraEmbeddings
 from bmforge.nn.quantized import store_packed
 from bmforge.testing.part_suite import check_part
 from bmforge.testing.tolerance import assert_close
@@ -36,9 +36,9 @@ PARTS = {
     "shift": Shift(16, LIKE),
     "gain into": Gain(16, True, LIKE),
     "gain out of": Gain(16, False, LIKE),
-    "prefix": Prefix(2, 3, 8),
-    "prefix through layers": Prefix(2, 3, 8, inner=5),
-    "prompt": Prompt(3, 16),
+    "prefix": KeyValuePrefix(2, 3, 8),
+    "prefix through layers": KeyValuePrefix(2, 3, 8, inner=5),
+    "prompt": ExtraEmbeddings(3, 16),
     "int8 linear": store_int8(nn.Linear(16, 24), {}),
     "int8 head": store_int8(LMHead(16, 96), {}),
     "int8 embedding": store_int8(nn.Embedding(96, 16), {}),

@@ -11,8 +11,8 @@ from torch import Tensor
 from bmforge.nn import Attention, AttentionSpec, build_mask
 from bmforge.nn.attention import mix_values
 from bmforge.nn.position import RopeSpec, apply_rope, rope_table
-from bmforge.nn.prefix import Prefix
-from bmforge.nn.prompt import Prompt, count_ids, look_up
+from bmforge.nn.prefix import KeyValuePrefix
+from bmforge.nn.prompt import ExtraEmbeddings, count_ids, look_up
 from bmforge.nn.relative import RelativeBias
 from bmforge.nn.window import WindowAttention
 from bmforge.nn.window_mask import build_window_mask
@@ -27,7 +27,7 @@ def make(kind: type[Attention] = Attention, **fields: Any) -> Attention:
     torch.manual_seed(1)
     spec = AttentionSpec(**{"num_heads": 4, "num_kv_heads": 4, "head_dim": 6, **fields})
     attn = kind(WIDTH, spec).double()
-    attn.prefix = Prefix(spec.num_kv_heads, BEFORE, spec.head_dim).double()
+    attn.prefix = KeyValuePrefix(spec.num_kv_heads, BEFORE, spec.head_dim).double()
     for parameter in attn.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return attn
@@ -199,7 +199,7 @@ def write_out_bare(attn: Any, x: Tensor, allowed: Tensor, suffix: str) -> Tensor
 def test_ids_behind_the_table() -> None:
     """Rows of the prompt are looked up and trained as rows of one longer table."""
     table, longer = torch.nn.Embedding(5, 4), torch.nn.Embedding(8, 4)
-    table.prompt = Prompt(3, 4)
+    table.prompt = ExtraEmbeddings(3, 4)
     with torch.no_grad():
         table.weight.copy_(longer.weight[:5])
         table.prompt.weight.copy_(longer.weight[5:])

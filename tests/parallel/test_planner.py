@@ -28,7 +28,7 @@ from bmforge.parallel import Layout, init_distributed, parallelize, run_step, sh
 from bmforge.parallel.pipeline.replay import replay
 from bmforge.parallel.pipeline.schedules import write_schedule
 from bmforge.parallel.planner import trace as tracing
-from bmforge.parallel.planner.estimate import Choice, Estimator, Request
+from bmforge.parallel.planner.estimate import Estimator, PlanRequest, TrainingSetup
 from bmforge.parallel.planner.follow import PARTS
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.peak import (
@@ -39,7 +39,7 @@ from bmforge.parallel.planner.peak import (
     peak_memory,
 )
 from bmforge.parallel.planner.search import plan
-from bmforge.parallel.planner.step_time import Engine, Work, step_time
+from bmforge.parallel.planner.step_time import StepWork, TrainingEngine, step_time
 from bmforge.parallel.planner.trace import Setting, trace_step
 from bmforge.recipes.adapters import AdapterConfig, with_adapter
 from bmforge.recipes.base_weights import quantize_base_
@@ -64,20 +64,20 @@ def alone() -> Iterator[None]:
     shutdown_distributed()
 
 
-def request_for(config: Any = TINY, gpus: int = 8, batch: int = 16, **changes: Any) -> Request:
+def request_for(config: Any = TINY, gpus: int = 8, batch: int = 16, **changes: Any) -> PlanRequest:
     cluster = Cluster(find_device("a100-40gb"), gpus)
-    return Request(workload_of("small", config, 64), cluster, batch, **changes)
+    return PlanRequest(workload_of("small", config, 64), cluster, batch, **changes)
 
 
 def test_the_pinned_name_is_the_function() -> None:
     """Whatever else of the room has been imported before."""
     for module in pkgutil.iter_modules(bmforge.parallel.__path__):
         importlib.import_module(f"bmforge.parallel.{module.name}")
-    from bmforge.parallel import Request as Asked
+    from bmforge.parallel import PlanRequest as Asked
     from bmforge.parallel import plan as pinned
 
     assert pinned is plan
-    assert Asked is Request
+    assert Asked is PlanRequest
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_earlier_gradients_are_as_large_as_the_parameters() -> None:
 def test_a_real_run_on_this_machine(recompute: bool) -> None:
     """The allocator's high-water mark of two real steps, seen by torch's profiler."""
     config = GPT2Config(**{**SMALL, "hidden_size": 128, "num_layers": 4}, max_seq_len=64)
-    choice = Choice(Layout(zero=0), 16, recompute)
+    choice = TrainingSetup(Layout(zero=0), 16, recompute)
     said = Estimator(request_for(config, 1, 16, precision="fp32")).estimate(choice).memory
     ids = torch.randint(512, (16, 64))
     init_distributed()
@@ -213,8 +213,8 @@ def test_a_real_run_with_an_adapter(base: str | None, recompute: bool) -> None:
     config = with_adapter(Llama, config, RunConfig(adapter=AdapterConfig(kind="lora", rank=8)))
     workload = workload_of("small", config, 64, ())
     cluster = Cluster(replace(find_device("a100-40gb"), is_host=True), 1)
-    choice = Choice(Layout(zero=0), 16, recompute)
-    said = Estimator(Request(workload, cluster, 16, "fp32")).estimate(choice).memory
+    choice = TrainingSetup(Layout(zero=0), 16, recompute)
+    said = Estimator(PlanRequest(workload, cluster, 16, "fp32")).estimate(choice).memory
     ids = torch.randint(512, (16, 64))
     init_distributed()
     model = workload.whole()
@@ -250,7 +250,7 @@ def test_products_are_those_of_the_formula() -> None:
 
 
 def test_state_is_what_adamw_keeps() -> None:
-    row = Estimator(request_for()).estimate(Choice(Layout(), 2))
+    row = Estimator(request_for()).estimate(TrainingSetup(Layout(), 2))
     numbers = sum(p.numel() for p in GPT2.from_config(TINY, device="meta").parameters())
     assert row.memory.parts["parameters"] == pytest.approx(4 * numbers / 8, rel=0.01)
     assert row.memory.parts["optimizer"] == 2 * row.memory.parts["parameters"]
@@ -262,19 +262,21 @@ def test_no_part_of_the_memory_is_negative(zero: int, seq_len: int) -> None:
     deep = LlamaConfig(**{**SMALL, "num_layers": 48}, intermediate_size=192, max_seq_len=64)
     gpus = 8 if zero else 1
     cluster = Cluster(find_device("a100-40gb"), gpus)
-    request = Request(workload_of("small", deep, seq_len), cluster, gpus)
-    row = Estimator(request).estimate(Choice(Layout(zero=zero), 1))
+    request = PlanRequest(workload_of("small", deep, seq_len), cluster, gpus)
+    row = Estimator(request).estimate(TrainingSetup(Layout(zero=zero), 1))
     assert min(row.memory.parts.values()) >= 0, row.memory.parts
 
 
 def test_context_parallel_processes_share_the_shards() -> None:
     """ZeRO shards over all processes, those of the axis `cp` among them."""
     plain, cut = (
-        Estimator(request_for(batch=8), exact_shards=exact).estimate(Choice(Layout(cp=cp), 1))
+        Estimator(request_for(batch=8), exact_shards=exact).estimate(
+            TrainingSetup(Layout(cp=cp), 1)
+        )
         for cp, exact in ((1, True), (4, True))
     )
     assert cut.memory.parts["parameters"] == plain.memory.parts["parameters"]
-    short = Estimator(request_for(batch=8)).estimate(Choice(Layout(cp=4), 1))
+    short = Estimator(request_for(batch=8)).estimate(TrainingSetup(Layout(cp=4), 1))
     assert short.memory.parts["parameters"] == pytest.approx(plain.memory.parts["parameters"])
 
 
@@ -294,13 +296,13 @@ def test_collectives_on_processors_copy_what_they_gather_and_scatter() -> None:
 
 def test_offloading_leaves_half_precision_weights() -> None:
     estimator = Estimator(request_for())
-    here, away = (estimator.estimate(Choice(Layout(), 2, offloaded=f)) for f in (0.0, 1.0))
+    here, away = (estimator.estimate(TrainingSetup(Layout(), 2, offloaded=f)) for f in (0.0, 1.0))
     assert away.memory.parts["optimizer"] == 0
     assert away.memory.parts["parameters"] == here.memory.parts["parameters"] / 2
     assert away.times.parts["optimizer"] == 0
     small = replace(estimator.request.cluster, host_memory_gib=1e-6)
     estimator.request = replace(estimator.request, cluster=small)
-    assert not estimator.estimate(Choice(Layout(), 2, offloaded=1.0)).fits
+    assert not estimator.estimate(TrainingSetup(Layout(), 2, offloaded=1.0)).fits
 
 
 def test_a_processor_offloads_states_to_disk_and_keeps_gradients() -> None:
@@ -313,7 +315,7 @@ def test_a_processor_offloads_states_to_disk_and_keeps_gradients() -> None:
 
 
 def test_pipeline_bubble_is_that_of_the_schedule() -> None:
-    work = Work(1e12, 0.0, 16, 0.0, 6, 0.0, 1)
+    work = StepWork(1e12, 0.0, 16, 0.0, 6, 0.0, 1)
     times = step_time(work, Cluster(find_device("h100-80gb"), 4), Layout(zero=0, pp=4), "bf16")
     schedule = replay(write_schedule("1f1b", 4, 16))
     assert times.parts["bubble"] / times.total == pytest.approx(schedule.bubble_ratios[0])
@@ -321,18 +323,20 @@ def test_pipeline_bubble_is_that_of_the_schedule() -> None:
 
 def test_other_engines_and_nodes_without_a_switch() -> None:
     """Collectives are counted one by one; a pair has one link of three in a node of four."""
-    work = Work(0.0, 0.0, 4, 1e9, 10, 0.0, 1)
+    work = StepWork(0.0, 0.0, 4, 1e9, 10, 0.0, 1)
     cluster = Cluster(find_device("h200"), 4, per_node=4)
     layout, usual = Layout(zero=0, tp=2), 8 * 10 * 4 * 0.5 / (0.8 * 450)
     ours = step_time(work, cluster, layout, "bf16").parts["tensor parallel"]
     assert ours == pytest.approx(usual)
-    more = step_time(work, cluster, layout, "bf16", engine=Engine((7, 7, 6)))
+    more = step_time(work, cluster, layout, "bf16", engine=TrainingEngine((7, 7, 6)))
     assert more.parts["tensor parallel"] == pytest.approx(usual * 14 / 8)
     bare = step_time(work, replace(cluster, has_switch=False), layout, "bf16")
     assert bare.parts["tensor parallel"] == pytest.approx(usual * 3)
     work = replace(work, parameters=4e9, shards=2)
     always, once = (
-        step_time(work, cluster, Layout(zero=2), "bf16", engine=Engine(reduces_once=reduces))
+        step_time(
+            work, cluster, Layout(zero=2), "bf16", engine=TrainingEngine(reduces_once=reduces)
+        )
         for reduces in (False, True)
     )
     gathers, reduction = 4e9 * 2 * 0.5 / 360e9, 4e9 * 4 * 0.5 / 360e9
@@ -363,7 +367,7 @@ def test_two_processes_plan_what_one_does() -> None:
 
 def test_a_trace_is_the_same_the_second_time() -> None:
     """What torch does once to learn the shapes of cut tensors is no memory of the model's."""
-    choice = Choice(Layout(zero=2, tp=2, sequence_parallel=True), 1)
+    choice = TrainingSetup(Layout(zero=2, tp=2, sequence_parallel=True), 1)
     first, second = (Estimator(request_for(gpus=4)) for _ in range(2))
     torch._C._clear_DTensor_sharding_propagator_cache()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
@@ -375,8 +379,8 @@ def test_a_trace_is_the_same_the_second_time() -> None:
 def test_pipeline_ranks_hold_their_blocks() -> None:
     """Four ranks: a quarter of the blocks each, and four micro-batches in flight on the first."""
     estimator = Estimator(request_for(gpus=4))
-    row = estimator.estimate(Choice(Layout(zero=0, pp=4), 1))
-    alone = Estimator(request_for(gpus=1)).estimate(Choice(Layout(zero=0), 1))
+    row = estimator.estimate(TrainingSetup(Layout(zero=0, pp=4), 1))
+    alone = Estimator(request_for(gpus=1)).estimate(TrainingSetup(Layout(zero=0), 1))
     assert row.memory.parts["parameters"] < 0.5 * alone.memory.parts["parameters"]
 
 
@@ -403,7 +407,7 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
 
 
 def test_hours_follow_from_the_speed() -> None:
-    row = Estimator(request_for()).estimate(Choice(Layout(), 2))
+    row = Estimator(request_for()).estimate(TrainingSetup(Layout(), 2))
     assert row.tokens_per_s == 16 * 64 / row.times.total
     assert row.hours(3600 * row.tokens_per_s) == pytest.approx(1.0)
 
@@ -417,7 +421,10 @@ def test_hours_follow_from_the_speed() -> None:
         (lambda: parse_interconnect("pigeons"), "Gb/s per GPU"),
         (lambda: Cluster(find_device("h200"), 12), "nodes of 8"),
         (lambda: request_for(batch=0), "at least 1"),
-        (lambda: Estimator(request_for(batch=3)).estimate(Choice(Layout(), 2)), "does not divide"),
+        (
+            lambda: Estimator(request_for(batch=3)).estimate(TrainingSetup(Layout(), 2)),
+            "does not divide",
+        ),
     ],
 )
 def test_bad_input_is_explained(call: Any, said: str) -> None:

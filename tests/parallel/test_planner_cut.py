@@ -25,7 +25,7 @@ from bmforge.parallel import Layout, shutdown_distributed
 from bmforge.parallel.pipeline.stages import cut_blocks
 from bmforge.parallel.planner import estimate as estimating
 from bmforge.parallel.planner.dry_run import dry_run
-from bmforge.parallel.planner.estimate import Choice, Estimator, Request
+from bmforge.parallel.planner.estimate import Estimator, PlanRequest, TrainingSetup
 from bmforge.parallel.planner.follow import Follower
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.peak import Share, all_blocks, count_work, peak_memory
@@ -46,9 +46,9 @@ def alone() -> Iterator[None]:
     shutdown_distributed()
 
 
-def request_for(config: Any = TINY, gpus: int = 1, batch: int = 4, **changes: Any) -> Request:
+def request_for(config: Any = TINY, gpus: int = 1, batch: int = 4, **changes: Any) -> PlanRequest:
     cluster = Cluster(find_device("a100-40gb"), gpus)
-    return Request(workload_of("small", config, 64), cluster, batch, **changes)
+    return PlanRequest(workload_of("small", config, 64), cluster, batch, **changes)
 
 
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (0.0, 5.45), (3.0, 1.5)])
@@ -93,7 +93,7 @@ def test_what_is_planned_is_what_runs(family: Any, config: Any, layout: Layout) 
     ranks = cut_ranks(family.from_config(config, device="meta"), layout, ())
     assert [rank.blocks for rank in ranks] == [share.blocks for share in built.shares]
     request = request_for(config, layout.pp, precision="fp32", offload=False)
-    memory = Estimator(request).estimate(Choice(layout, 1)).memory
+    memory = Estimator(request).estimate(TrainingSetup(layout, 1)).memory
     sizes = [share.parameter_bytes for share in built.shares]
     assert min(abs(memory.parts["parameters"] / size - 1) for size in sizes) < 0.002
 
@@ -144,10 +144,12 @@ def test_frozen_parameters_have_no_states() -> None:
     trained = sum(p.numel() for p in workload.whole().parameters() if p.requires_grad)
     request = replace(request_for(config, precision="fp32"), workload=workload)
     for rows in (4, 1):  # at once, and with gradients of earlier micro-batches
-        parts = Estimator(request).estimate(Choice(Layout(zero=0), rows)).memory.parts
+        parts = Estimator(request).estimate(TrainingSetup(Layout(zero=0), rows)).memory.parts
         assert parts["optimizer"] == 2 * 4 * trained
         assert parts["gradients"] <= 4 * trained
-    whole = Estimator(request_for(config, precision="fp32")).estimate(Choice(Layout(zero=0), 4))
+    whole = Estimator(request_for(config, precision="fp32")).estimate(
+        TrainingSetup(Layout(zero=0), 4)
+    )
     assert whole.memory.parts["optimizer"] > 50 * parts["optimizer"]
     with pytest.raises(ConfigError, match="leaves nothing of 'small' to train"):
         workload_of("small", TINY, 64, ())

@@ -14,7 +14,7 @@ from bmforge.cli import main
 from bmforge.compress import CompressReport
 from bmforge.models import AutoModel, Llama, LlamaConfig
 from bmforge.nn.packed_store import PackedStore
-from bmforge.provenance import Part, Provenance, read_provenance
+from bmforge.provenance import Provenance, ProvenanceSource, read_provenance
 from bmforge.testing import assert_close
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
@@ -84,7 +84,9 @@ def test_after_training_only(
 def test_files_for_others(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In vLLM's format transformers opens the small model; what it cannot hold is said before."""
     model = Llama.from_config(LlamaConfig(**SIZES, num_kv_heads=1, intermediate_size=192))
-    model.provenance = Provenance("apache-2.0", (Part("base", "someone/base", "apache-2.0"),))
+    model.provenance = Provenance(
+        "apache-2.0", (ProvenanceSource("base", "someone/base", "apache-2.0"),)
+    )
     model.eval().save_pretrained(tmp_path / "model")
     recipe = {
         "structure": {"intermediate_size": 128},

@@ -23,13 +23,7 @@ from task_folders import (
 
 from bmforge.data.tasks import TASKS, read_task
 from bmforge.data.tasks.metrics import score_task
-from bmforge.data.tasks.rows import (
-    Pair,
-    continue_prompt,
-    encode_answers,
-    encode_segments,
-    fill_prompt,
-)
+from bmforge.data.tasks.rows import Pair, continue_prompt
 from bmforge.data.tasks.wording import word_task
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer import generate
@@ -39,6 +33,8 @@ from bmforge.models.hub import FAMILIES
 from bmforge.parallel import Layout, World, init_distributed
 from bmforge.testing import run_distributed
 from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.segments import encode_segments
+from bmforge.tokenizers.sentinels import encode_answers, fill_prompt
 
 WORLD = World(0, 1, torch.device("cpu"))
 

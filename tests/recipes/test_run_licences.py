@@ -13,7 +13,13 @@ from small_runs import write_jsonl
 from bmforge.cli import main
 from bmforge.data import PrepareConfig, parse_conditions, prepare
 from bmforge.models import AutoModel
-from bmforge.provenance import LICENCE_FILE, Part, Provenance, read_provenance, write_provenance
+from bmforge.provenance import (
+    LICENCE_FILE,
+    Provenance,
+    ProvenanceSource,
+    read_provenance,
+    write_provenance,
+)
 from bmforge.recipes.made_of import parts_of_corpus
 from bmforge.tune.delta import load_delta
 
@@ -94,7 +100,7 @@ def test_who_goes_on_from_it_has_it_as_a_base(place: Path) -> None:
     assert main(command(place, "second", "--model", model)) == 0
     known = read_provenance(place / "second" / "export")
     assert known.licence == ""
-    assert known.parts[0] == Part("base", "export", "MIT")
+    assert known.parts[0] == ProvenanceSource("base", "export", "MIT")
     assert licences(known) == {"CC-BY-SA-4.0": 8, "CC-BY-NC-4.0": 8, "unknown": 8}
 
 
@@ -104,16 +110,16 @@ def test_a_delta_takes_it_along_and_a_merge_joins_it(place: Path, tmp_path: Path
     assert main(command(place, "delta", *more)) == 0
     delta_dir = place / "delta" / "export"
     known = read_provenance(delta_dir)
-    assert known.parts[0] == Part("base", "export", "MIT")
+    assert known.parts[0] == ProvenanceSource("base", "export", "MIT")
     assert "corpus (CC-BY-NC-4.0)" in (delta_dir / "README.md").read_text("utf-8")
-    write_provenance(delta_dir, known.joined([Part("data", "mine", "CC0-1.0", 3)]))
+    write_provenance(delta_dir, known.joined([ProvenanceSource("data", "mine", "CC0-1.0", 3)]))
     model = AutoModel.from_pretrained(base)
     load_delta(model, delta_dir).merge()
     model.save_pretrained(tmp_path / "merged")
     merged = read_provenance(tmp_path / "merged")
     assert merged.licence == ""  # nobody has said one for this
-    assert merged.parts.count(Part("base", "export", "MIT")) == 1
-    assert Part("data", "mine", "CC0-1.0", 3) in merged.parts
+    assert merged.parts.count(ProvenanceSource("base", "export", "MIT")) == 1
+    assert ProvenanceSource("data", "mine", "CC0-1.0", 3) in merged.parts
 
 
 def test_nothing_is_written_where_nothing_is_known(tmp_path: Path, place: Path) -> None:

@@ -15,7 +15,6 @@ from test_every_family import write_glm
 from test_sft import CHATML, sft_config, write_letters
 
 from bmforge.cli import main
-from bmforge.data.tasks.rows import fill_prompt
 from bmforge.errors import ConfigError
 from bmforge.infer import GenerationConfig, generate
 from bmforge.infer.chat import Conversation
@@ -24,6 +23,7 @@ from bmforge.models.hub import FAMILIES
 from bmforge.recipes.sft import train_sft
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate
+from bmforge.tokenizers.sentinels import fill_prompt
 
 SIZES: dict[str, Any] = {
     "vocab_size": 43,

@@ -15,7 +15,6 @@ from test_every_family import TRIALS, write_glm
 
 from bmforge.cli import main
 from bmforge.data.tasks import TASKS, read_task
-from bmforge.data.tasks.rows import encode_segments
 from bmforge.data.tasks.wording import word_task
 from bmforge.infer import generate
 from bmforge.models import GLM, AutoModel, GLMConfig
@@ -26,6 +25,7 @@ from bmforge.recipes.blanks import BlankConfig, cut_blanks
 from bmforge.recipes.masked import mask_tokens
 from bmforge.recipes.registry import RECIPES
 from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.segments import encode_segments
 from bmforge.train import read_metrics
 
 

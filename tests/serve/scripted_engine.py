@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from bmforge.infer import Engine
-from bmforge.infer.engine.request import Completion, Handle, Piece, Request
+from bmforge.infer.engine.request import Completion, Handle, OutputDelta, Request
 
 
 class ScriptedEngine:
@@ -50,9 +50,9 @@ class ScriptedEngine:
             for number, piece in enumerate(cuts, 1):
                 ids = tuple(encode(piece))
                 if number < len(cuts):
-                    handle.put(Piece(index, piece, ids))
+                    handle.put(OutputDelta(index, piece, ids))
                     continue
                 whole = Completion(
                     index, text, (*encode(text), *last), None, self.reason, len(request.prompt), 2
                 )
-                handle.put(Piece(index, piece, (*ids, *last), None, self.reason), whole)
+                handle.put(OutputDelta(index, piece, (*ids, *last), None, self.reason), whole)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bmforge.errors import ConfigError
-from bmforge.serve.auth import Keys, check_origin, load_keys
+from bmforge.serve.auth import ApiKeys, check_origin, load_keys
 from bmforge.serve.errors import RequestError
 from bmforge.serve.settings import ServeConfig
 
@@ -21,7 +21,7 @@ def basic(text: str) -> str:
 
 
 def test_keys_are_told_apart() -> None:
-    keys = Keys([KEY, OTHER])
+    keys = ApiKeys([KEY, OTHER])
     first, second = keys.find(f"Bearer {KEY}"), keys.find(f"bearer  {OTHER} ")
     assert first != second
     assert keys.find(basic(f"somebody:{KEY}")) == first
@@ -36,7 +36,7 @@ def test_keys_are_told_apart() -> None:
 )  # fmt: skip
 def test_wrong_keys(header: str | None) -> None:
     with pytest.raises(RequestError) as caught:
-        Keys([KEY]).find(header)
+        ApiKeys([KEY]).find(header)
     assert caught.value.status_code == 401
     assert "Basic" in caught.value.headers["www-authenticate"]  # type: ignore[index]
 
@@ -44,7 +44,7 @@ def test_wrong_keys(header: str | None) -> None:
 @pytest.mark.parametrize("text", ["short", "with a space in the middle", "schlüssel-mit-umlaut"])
 def test_what_is_no_key(text: str) -> None:
     with pytest.raises(ConfigError, match="key 1 of 1 is no key") as caught:
-        Keys([text])
+        ApiKeys([text])
     assert text not in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from conftest import write_model
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
-from bmforge.provenance import Part, Provenance, write_provenance
+from bmforge.provenance import Provenance, ProvenanceSource, write_provenance
 from bmforge.serve import app
 from bmforge.serve.app import create_app
 from bmforge.serve.settings import ServeConfig
@@ -46,7 +46,7 @@ def test_a_second_model_embeds(start: Any, engine: Engine, tmp_path: Path) -> No
 def test_a_model_says_its_licence(start: Any, engine: Engine, tmp_path: Path) -> None:
     """And what it was made of; one that says nothing is of unknown licence."""
     place = write_model(tmp_path / "second", num_layers=1)
-    known = Provenance("Apache-2.0", (Part("data", "poems", "CC-BY-SA-4.0"),))
+    known = Provenance("Apache-2.0", (ProvenanceSource("data", "poems", "CC-BY-SA-4.0"),))
     write_provenance(place, known)
     with Engine(place, config=EngineConfig(max_tokens=64)) as second:  # noqa: SIM117
         with start(embedder=second, embedding_name="small") as server:

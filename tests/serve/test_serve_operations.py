@@ -203,14 +203,14 @@ def test_a_model_that_cannot_be_loaded_again(start: Any, model_directory: Path) 
 
 def test_times_of_tokens() -> None:
     """Against the times by hand: arrival 10, first step 11, tokens at 13 (2), 14 (1), 16 (2)."""
-    from bmforge.infer.engine.request import Piece
+    from bmforge.infer.engine.request import OutputDelta
 
     clock = iter([13.0, 14.0, 16.0])
     metrics = Metrics()
     times = TokenTimes(metrics, 10.0, lambda: next(clock))
-    times.note(0, [Piece(0, "", (1, 2))], 11.0)
-    times.note(0, [Piece(0, "a", (3,))], 11.0)
-    times.note(0, [Piece(0, "b", (4, 5))], 11.0)
+    times.note(0, [OutputDelta(0, "", (1, 2))], 11.0)
+    times.note(0, [OutputDelta(0, "a", (3,))], 11.0)
+    times.note(0, [OutputDelta(0, "b", (4, 5))], 11.0)
     values = sums(metrics)
     assert values["bmforge_queue_seconds_sum"] == 1.0
     assert values["bmforge_first_token_seconds_sum"] == 3.0

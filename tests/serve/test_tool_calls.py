@@ -14,7 +14,7 @@ from bmforge.serve.answers import Reading
 from bmforge.serve.call_reader import CallReader
 from bmforge.serve.errors import RequestError
 from bmforge.serve.openai_types import ChatRequest
-from bmforge.serve.parts import Call, CallPiece, CallStart, Message, Thought
+from bmforge.serve.parts import CallPiece, CallStart, GeneratedToolCall, JoinedAnswer, Thought
 from bmforge.serve.thoughts import THOUGHT_MARKS, ThoughtReader
 from bmforge.serve.tool_formats import FORMATS, find_format, read_json_call
 from bmforge.serve.tools import ToolUse, find_tools
@@ -60,9 +60,11 @@ def test_pieces_do_not_matter(parts: list[str], places: list[int]) -> None:
     assert all(json.loads(call.arguments) == {"a": 1, "b": "天"} for call in at_once.calls)
 
 
-def read(pieces: list[str], form: Any = HERMES, schemas: Any = None) -> Message:
+def read(pieces: list[str], form: Any = HERMES, schemas: Any = None) -> JoinedAnswer:
     reader = CallReader(form, {"add": None} if schemas is None else schemas)
-    return Message.join([*(part for piece in pieces for part in reader.feed(piece)), *reader.end()])
+    return JoinedAnswer.join(
+        [*(part for piece in pieces for part in reader.feed(piece)), *reader.end()]
+    )
 
 
 def test_text_is_shown_as_soon_as_it_cannot_be_a_call() -> None:
@@ -162,7 +164,7 @@ def test_newer_spellings() -> None:
 def test_python_calls_are_read_and_never_run() -> None:
     for text in ("__import__('os').system('x')", "add(a=open('x'))", "add(1)", "add(a="):
         whole = f"<|tool_call_start|>{text}<|tool_call_end|>"
-        assert read([whole], FORMATS["minicpm"], SCHEMAS) == Message(whole, "", ())
+        assert read([whole], FORMATS["minicpm"], SCHEMAS) == JoinedAnswer(whole, "", ())
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_thoughts_are_split_wherever_it_is_cut(
     for kind, pieces in (("whole", [whole]), ("cut", cut(whole, places))):
         reader = ThoughtReader(marks, is_open)
         parts = [*(part for piece in pieces for part in reader.feed(piece)), *reader.end()]
-        found[kind] = Message.join(parts)
+        found[kind] = JoinedAnswer.join(parts)
     assert found["whole"] == found["cut"]
     assert found["whole"].thoughts.strip("\n") == thought.strip("\n")
     assert found["whole"].text == (text if closes else "")
@@ -222,15 +224,17 @@ def test_an_answer_without_thoughts_is_text() -> None:
 )  # fmt: skip
 def test_what_is_no_call_is_text(text: str) -> None:
     whole = f"<tool_call>{text}</tool_call>"
-    assert read([whole]) == Message(whole, "", ())
+    assert read([whole]) == JoinedAnswer(whole, "", ())
 
 
 def test_arguments_may_be_left_out_or_be_text() -> None:
     names: Any = {"add": None}
-    assert read_json_call({"name": "add"}, names) == Call("add", "{}")
-    assert read_json_call({"name": "add", "arguments": "{}"}, names) == Call("add", "{}")
+    assert read_json_call({"name": "add"}, names) == GeneratedToolCall("add", "{}")
+    assert read_json_call({"name": "add", "arguments": "{}"}, names) == GeneratedToolCall(
+        "add", "{}"
+    )
     assert read(['<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>']).calls == (
-        Call("add", '{"a": 1}'),
+        GeneratedToolCall("add", '{"a": 1}'),
     )
 
 
@@ -299,11 +303,11 @@ def test_what_an_answer_begins_with_is_not_shown(text: str, places: list[int]) -
 def test_a_forced_call() -> None:
     use = find_tools(request(tools=[tool("go")], tool_choice="required"), None)
     for text, calls in (
-        ('{"name": "go", "arguments": {}}', (Call("go", "{}"),)),
+        ('{"name": "go", "arguments": {}}', (GeneratedToolCall("go", "{}"),)),
         ('{"name": "g', ()),
     ):
         reading = Reading(use)
-        found = Message.join([*reading.feed(text), *reading.end()])
+        found = JoinedAnswer.join([*reading.feed(text), *reading.end()])
         assert found.calls == calls
         assert found.text == ("" if calls else text)
         assert reading.has_calls == bool(calls)

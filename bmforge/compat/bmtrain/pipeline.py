@@ -22,7 +22,7 @@ from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ShapeError
 from bmforge.parallel.collectives import gather_tokens, take_tokens
 from bmforge.parallel.pipeline.messages import Link, Route, Wire, share_from
-from bmforge.parallel.pipeline.schedules import Message, forward_only, write_schedule
+from bmforge.parallel.pipeline.schedules import StageMessage, forward_only, write_schedule
 
 __all__ = ["PipelineTransformerBlockList"]
 
@@ -186,13 +186,13 @@ class _Call:
                 for t in batch
             ]
             if stage:
-                message = Message("forward", stage - 1, number)
+                message = StageMessage("forward", stage - 1, number)
                 leaves[: owner.num_hidden] = self.wire.receive(message)
             self.inputs.append(leaves)
             with torch.set_grad_enabled(trains):
                 self._run_stage(leaves)
             if stage < last:
-                self.wire.send(Message("forward", stage, number), self.outputs[-1])
+                self.wire.send(StageMessage("forward", stage, number), self.outputs[-1])
         outputs = self._share(last, self.outputs)
         if self.keeps_hidden:
             for layer in range(len(owner)):
@@ -233,7 +233,7 @@ class _Call:
             if stage == last:
                 arrived: Any = tuple(piece[number] for piece in pieces[:count])
             else:
-                arrived = self.wire.receive(Message("backward", stage + 1, number))
+                arrived = self.wire.receive(StageMessage("backward", stage + 1, number))
             roots = list(zip(self.outputs[number], arrived, strict=True))
             if self.keeps_hidden:
                 first = owner.get_range_by_stage_id(stage).start
@@ -246,7 +246,7 @@ class _Call:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             carried = tuple(t.grad for t in leaves[:count])
             if stage:
-                self.wire.send(Message("backward", stage, number), carried)
+                self.wire.send(StageMessage("backward", stage, number), carried)
             for position, (value, leaf) in enumerate(
                 zip(self.batches[number], leaves, strict=True)
             ):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bmforge.compat.openprompt.examples import InputFeatures
 from bmforge.infer.generate import generate
 from bmforge.tune.prompt import PromptClassifier, PromptGenerator
-from bmforge.tune.prompt.call import Answers, ask_model
+from bmforge.tune.prompt.call import PositionOutputs, ask_model
 
 __all__ = ["PromptForClassification", "PromptForGeneration", "PromptModel"]
 
@@ -50,7 +50,7 @@ class PromptModel(nn.Module):
             self.plm.eval()
         return self
 
-    def look(self, batch: Mapping[str, Any], hidden: bool = True) -> Answers:
+    def look(self, batch: Mapping[str, Any], hidden: bool = True) -> PositionOutputs:
         """Return the model's logits and hidden states at the masks of a batch."""
         inputs = {name: value for name, value in batch.items() if name not in _BESIDE}
         outputs = ask_model(self.plm, inputs, inputs.pop("mask_at"), hidden)
@@ -124,11 +124,11 @@ class PromptForClassification(_Prompted):
         """Return the verbalizer's input: logits at the mask, or word scores."""
         return self.classifier(**_inputs_of(batch)).vocab_logits
 
-    def look(self, batch: Mapping[str, Any]) -> Answers:
+    def look(self, batch: Mapping[str, Any]) -> PositionOutputs:
         """Return logits and last hidden states at the mask."""
         outputs = self.prompt_model.look(batch)
         assert outputs.hidden is not None
-        return Answers(outputs.logits[:, 0], outputs.hidden[:, 0])
+        return PositionOutputs(outputs.logits[:, 0], outputs.hidden[:, 0])
 
 
 class PromptForGeneration(_Prompted):

@@ -25,7 +25,7 @@ from bmforge.compress.distill.capture import Recorder, take_prediction
 from bmforge.errors import CheckpointError, ConfigError, DataError
 from bmforge.files import partial_name, read_json, replace_file
 from bmforge.nn import HeadInput, LMHead
-from bmforge.nn.top_k_distillation import Answers, make_logits, pick_answers
+from bmforge.nn.top_k_distillation import TopKPredictions, make_logits, pick_answers
 from bmforge.surgery import evaluating
 
 __all__ = ["TeacherAnswers", "fingerprint_vocabulary", "write_answers"]
@@ -140,7 +140,7 @@ def find_head(model: nn.Module, who: str) -> LMHead:
 
 def _ask(
     teacher: nn.Module, recorder: Recorder, batch: Any, count: int, temperature: float
-) -> tuple[list[int], Answers]:
+) -> tuple[list[int], TopKPredictions]:
     """Run the teacher; return the keys of a batch's rows and the answers at all their positions."""
     inputs = prepare_batch(teacher, batch)
     inputs["labels"] = inputs["input_ids"].clone()  # answers for every position
@@ -163,7 +163,9 @@ def _ask(
             prediction.given.hidden[some], prediction.given.weight, prediction.given.bias, added
         )
         parts.append(pick_answers(make_logits(few), count, temperature))
-    return keys, Answers(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
+    return keys, TopKPredictions(
+        *(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True))
+    )
 
 
 def keys_of(inputs: Mapping[str, Any]) -> list[int]:
@@ -196,9 +198,9 @@ class _Shards:
 
     def _clear(self) -> None:
         self._keys: list[int] = []
-        self._starts, self._parts, self._bytes = [0], list[Answers](), 0
+        self._starts, self._parts, self._bytes = [0], list[TopKPredictions](), 0
 
-    def add(self, keys: list[int], answers: Answers) -> None:
+    def add(self, keys: list[int], answers: TopKPredictions) -> None:
         """Add the rows of a batch; rows that are already saved are skipped."""
         length = answers.ids.shape[0] // len(keys)
         for row, key in enumerate(keys):
@@ -206,7 +208,7 @@ class _Shards:
                 continue
             self._known.add(key)
             some = slice(row * length, (row + 1) * length)
-            self._parts.append(Answers(*(tensor[some] for tensor in answers)))
+            self._parts.append(TopKPredictions(*(tensor[some] for tensor in answers)))
             self._keys.append(key)
             self._starts.append(self._starts[-1] + length)
             self._bytes += length * (8 * answers.ids.shape[1] + 4)
@@ -280,7 +282,7 @@ class TeacherAnswers:
             for row, key in enumerate(keys.tolist()):
                 self._places[key] = number, starts[row], starts[row + 1]
 
-    def look_up(self, inputs: Mapping[str, Any], tokens: int | None = None) -> Answers:
+    def look_up(self, inputs: Mapping[str, Any], tokens: int | None = None) -> TopKPredictions:
         """Return the answers at all positions of a batch, row after row, on the device of its ids.
 
         Args:
@@ -305,9 +307,12 @@ class TeacherAnswers:
         ids, log_probs, rest_log_probs = (
             torch.cat(tensors) for tensors in zip(*parts, strict=True)
         )
-        answers, device = Answers(ids.long(), log_probs, rest_log_probs), inputs["input_ids"].device
+        answers, device = (
+            TopKPredictions(ids.long(), log_probs, rest_log_probs),
+            inputs["input_ids"].device,
+        )
         labels = inputs.get("labels")
         if tokens not in (None, ids.shape[0]) and labels is not None:
             picked = (labels.flatten() != IGNORE_INDEX).cpu()
-            answers = Answers(*(tensor[picked] for tensor in answers))
-        return Answers(*(tensor.to(device) for tensor in answers))
+            answers = TopKPredictions(*(tensor[picked] for tensor in answers))
+        return TopKPredictions(*(tensor.to(device) for tensor in answers))

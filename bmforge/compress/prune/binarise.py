@@ -12,7 +12,7 @@ from torch import Tensor
 from bmforge.compress.prune.costs import Costs
 from bmforge.compress.prune.plan import (
     Kept,
-    Plan,
+    PruningPlan,
     blocks_of,
     heads_per_group,
     kept_groups,
@@ -260,7 +260,7 @@ def _order_shared(
     return likely
 
 
-def plan_of_units(model: Any, chosen: Chosen) -> Plan:
+def plan_of_units(model: Any, chosen: Chosen) -> PruningPlan:
     """Return the pruning plan that keeps these units."""
     layers: dict[str, dict[str, Any]] = {}
     gone, blocks = [], blocks_of(model)
@@ -292,7 +292,7 @@ def plan_of_units(model: Any, chosen: Chosen) -> Plan:
         for name, options in layers.items()
         if name not in gone
     }
-    return Plan(layer_parts, tuple(gone), chosen.get(("", "hidden")))
+    return PruningPlan(layer_parts, tuple(gone), chosen.get(("", "hidden")))
 
 
 def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.prune.pick import Picks, fold_block, pick_block, take
-from bmforge.compress.prune.plan import Kept, Plan, blocks_of
+from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.compress.prune.sizing import Settled, own_fields, settle_config
 from bmforge.errors import ConfigError
 from bmforge.models.changes import changed_modules
@@ -40,7 +40,7 @@ class Shrunk:
         reason: reason why they cannot.
     """
 
-    plan: Plan
+    plan: PruningPlan
     parameters_before: int
     parameters_after: int
     opens_elsewhere: bool
@@ -61,7 +61,7 @@ class Shrunk:
 
 
 @torch.no_grad()
-def carry_out_(model: Any, plan: Plan, *, uniform: bool = False) -> Shrunk:
+def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrunk:
     """Apply a pruning plan in place, to a model with weights or on meta.
 
     The result computes the same as the full model in which every removed part contributes zero
@@ -88,7 +88,9 @@ def carry_out_(model: Any, plan: Plan, *, uniform: bool = False) -> Shrunk:
     return Shrunk(plan, before, _count(model), not reason, reason)
 
 
-def check_plan(model: Any, plan: Plan, *, uniform: bool = False) -> tuple[Plan, Settled, str]:
+def check_plan(
+    model: Any, plan: PruningPlan, *, uniform: bool = False
+) -> tuple[PruningPlan, Settled, str]:
     """Return the plan as it will be applied, the smaller model on meta, and why it opens only here.
 
     Args:
@@ -116,7 +118,7 @@ def _count(model: nn.Module) -> int:
     return sum(tensor.numel() for tensor in persistent_tensors(model).values())
 
 
-def _check_plain(model: Any, plan: Plan) -> None:
+def _check_plain(model: Any, plan: PruningPlan) -> None:
     tensors = persistent_tensors(model).values()
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise ConfigError(
@@ -138,7 +140,7 @@ def _check_plain(model: Any, plan: Plan) -> None:
         )
 
 
-def _order_shared_heads(model: Any, plan: Plan) -> Plan:
+def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
     """Order the kept heads consistently across layers that share a position bias.
 
     The bias has a column per head, and a layer with fewer heads uses the first columns. So the
@@ -170,7 +172,7 @@ def _order_shared_heads(model: Any, plan: Plan) -> Plan:
             ]:
                 part = layers.get(name, Kept())
                 layers[name] = _with_heads(part, tuple(order[: len(heads)]))
-    return Plan(layers, plan.gone, plan.hidden)
+    return PruningPlan(layers, plan.gone, plan.hidden)
 
 
 def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
@@ -201,7 +203,7 @@ def _shared_biases(model: Any) -> dict[str, Tensor]:
     return tables
 
 
-def _collect(model: Any, settled: Settled, plan: Plan) -> dict[str, Tensor]:
+def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tensor]:
     """Return the tensors of the smaller model by their new names."""
     picks = _pick_beside(model, settled, plan)
     wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
@@ -238,7 +240,7 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
     return None, name
 
 
-def _pick_beside(model: Any, settled: Settled, plan: Plan) -> dict[str, Picks]:
+def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
     """Return the kept columns of the shared position biases, the kept heads first."""
     picks: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
@@ -262,7 +264,7 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
         model: bmforge model of any family.
         count: trial hidden size, different from the current one.
     """
-    only = settle_config(model, Plan(hidden=tuple(range(count)))).model
+    only = settle_config(model, PruningPlan(hidden=tuple(range(count)))).model
     tried = persistent_tensors(only)
     return {
         name: [

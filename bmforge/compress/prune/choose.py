@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmforge.compress.prune.importance import Scores
-from bmforge.compress.prune.plan import Kept, Plan, blocks_of, heads_per_group
+from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of, heads_per_group
 from bmforge.errors import ConfigError
 from bmforge.models.resize import kept_dims
 from bmforge.models.sizes import Sizes
@@ -27,7 +27,7 @@ def choose_plan(
     gone: Mapping[str, int] | None = None,
     halves: Mapping[str, int] | None = None,
     hidden_size: int = 0,
-) -> Plan:
+) -> PruningPlan:
     """Return the plan that keeps the most important parts at the requested sizes.
 
     Args:
@@ -68,7 +68,7 @@ def choose_plan(
                 f"hidden_size={hidden_size} must be below the model's {model.config.hidden_size}."
             )
         hidden = _best(scores["", "hidden"], hidden_size)
-    return Plan({n: k for n, k in layers.items() if k != Kept()}, tuple(lost), hidden)
+    return PruningPlan({n: k for n, k in layers.items() if k != Kept()}, tuple(lost), hidden)
 
 
 def nearest_fit(target: int, unit: int, most: int) -> int:

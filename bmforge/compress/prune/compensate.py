@@ -22,7 +22,7 @@ from torch import Tensor
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks, gather_statistics
 from bmforge.compress.matrices import Matrix
 from bmforge.compress.prune.pick import pick_block
-from bmforge.compress.prune.plan import Kept, Plan, blocks_of
+from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.compress.statistics import Moments
 from bmforge.nn import Block
 
@@ -33,7 +33,7 @@ _DAMP = 0.01  # share of the mean of the diagonal, added to it
 
 
 @torch.no_grad()
-def reconstruct_(model: Any, plan: Plan, batches: Sequence[Any]) -> None:
+def reconstruct_(model: Any, plan: PruningPlan, batches: Sequence[Any]) -> None:
     """Fit the layers that lose inputs to their outputs in the full model, in execution order.
 
     Each layer is fitted on the outputs of the fitted layers before it, without removed blocks and
@@ -68,7 +68,7 @@ def reconstruct_(model: Any, plan: Plan, batches: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _skipped(blocks: Mapping[str, Block], plan: Plan) -> Iterator[None]:
+def _skipped(blocks: Mapping[str, Block], plan: PruningPlan) -> Iterator[None]:
     """Context manager: removed blocks and halves add nothing to the hidden states."""
     slots: list[tuple[Any, str]] = [(blocks[name], "block_share") for name in plan.gone]
     for name, parts in plan.layers.items():

@@ -16,7 +16,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.nn import Attention, AttentionSpec, Block, MoESpec
 from bmforge.nn.position import RopeSpec
 
-__all__ = ["Kept", "Plan", "blocks_of", "heads_per_group", "kept_groups", "query_order"]
+__all__ = ["Kept", "PruningPlan", "blocks_of", "heads_per_group", "kept_groups", "query_order"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PruningPlan:
     """Pruning plan of a model; layers that are not listed are kept unchanged.
 
     Args:
@@ -74,7 +74,7 @@ class Plan:
         return {"layers": layers, "gone": list(self.gone), "hidden": self.hidden}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+    def from_json(cls, value: Mapping[str, Any]) -> PruningPlan:
         """Read a plan from the result of `to_json`.
 
         Raises:

@@ -9,7 +9,7 @@ from bmforge.compress.prune.carry import Shrunk, carry_out_, check_plan
 from bmforge.compress.prune.choose import choose_plan
 from bmforge.compress.prune.compensate import reconstruct_
 from bmforge.compress.prune.importance import measure_importance
-from bmforge.compress.prune.plan import Plan, blocks_of
+from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.structure_config import StructureConfig, wanted_sizes
 from bmforge.compress.prune.target import plan_for_target
 from bmforge.errors import ConfigError
@@ -20,7 +20,7 @@ __all__ = ["Shrunk", "choose_structure", "shrink_"]
 
 def shrink_(
     model: Any,
-    what: StructureConfig | Plan,
+    what: StructureConfig | PruningPlan,
     batches: Iterable[Mapping[str, Any]] = (),
     *,
     uniform: bool = False,
@@ -40,7 +40,7 @@ def shrink_(
     Raises:
         ConfigError: sizes that do not fit, or a target out of reach; the model is unchanged then.
     """
-    if isinstance(what, Plan):
+    if isinstance(what, PruningPlan):
         return carry_out_(model, what, uniform=uniform)
     if what.gates:
         raise ConfigError(
@@ -57,7 +57,7 @@ def shrink_(
 
 def choose_structure(
     model: Any, config: StructureConfig, batches: Iterable[Mapping[str, Any]] = ()
-) -> Plan:
+) -> PruningPlan:
     """Return the pruning plan for a model without changing it; see `shrink_`."""
     with evaluating(model):
         scores = measure_importance(model, batches, config.by)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bmforge.compress.prune.plan import Kept, Plan, blocks_of, kept_groups
+from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of, kept_groups
 from bmforge.errors import ConfigError
 from bmforge.models.changes import Change
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
@@ -36,7 +36,7 @@ class Settled:
     sources: Mapping[str, str]
 
 
-def settle_config(model: Any, plan: Plan) -> Settled:
+def settle_config(model: Any, plan: PruningPlan) -> Settled:
     """Return the config and the empty model that result from a plan.
 
     Raises:
@@ -91,7 +91,7 @@ def own_fields(config: Any) -> list[str]:
     return extra + [f"{change.kind} {', '.join(change.where)}" for change in config.changes]
 
 
-def _number_anew(blocks: Mapping[str, Block], plan: Plan) -> dict[str, str]:
+def _number_anew(blocks: Mapping[str, Block], plan: PruningPlan) -> dict[str, str]:
     """Return new name -> old name of every kept block."""
     renamed: dict[str, str] = {}
     counts: dict[str, int] = {}
@@ -123,7 +123,7 @@ def _sizes_left(block: Block, part: Kept) -> LayerSizes:
     return sizes.without(not part.attn, not part.mlp)
 
 
-def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: Plan) -> Any:
+def _without_blocks(config: Any, blocks: Mapping[str, Block], plan: PruningPlan) -> Any:
     """Return a copy of the config without the removed blocks."""
     if not plan.gone:
         return config

@@ -29,7 +29,7 @@ from bmforge.compress.prune.gates import (
     find_gates,
     masks_of,
 )
-from bmforge.compress.prune.plan import Plan, blocks_of
+from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import Shrunk, shrink_
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.compress.prune.target import costs_of
@@ -58,7 +58,7 @@ class StructureMethod(MethodBase):
 
     def __init__(self, config: StructureConfig, batches: Iterable[Mapping[str, Any]] = ()) -> None:
         self.config, self.batches = config, batches
-        self.plan: Plan | None = None
+        self.plan: PruningPlan | None = None
         self.gates: Gates = {}
         self.costs = Costs({})
         self.wanted: dict[tuple[str, str], float] = {}
@@ -235,7 +235,7 @@ class StructureMethod(MethodBase):
                     for name, halves in times.items()
                 }
             )
-        self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
+        self.plan = None if state["plan"] is None else PruningPlan.from_json(state["plan"])
         if state["open"]:
             chosen = {
                 (name, kind): tuple(numbers)

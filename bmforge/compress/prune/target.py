@@ -12,7 +12,7 @@ from torch import Tensor
 from bmforge.compress.prune.choose import choose_plan, shared_scores
 from bmforge.compress.prune.costs import Costs, count_costs
 from bmforge.compress.prune.importance import Scores
-from bmforge.compress.prune.plan import Kept, Plan, blocks_of, heads_per_group
+from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of, heads_per_group
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.compress.prune.timing import measure_costs
 from bmforge.errors import ConfigError
@@ -30,7 +30,7 @@ def costs_of(model: Any, config: StructureConfig) -> Costs:
     return count_costs(model, kind, config.seq_len, "hidden" in config.gates)
 
 
-def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> Plan:
+def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> PruningPlan:
     """Return the plan that drops the least important units until `keep_ratio` of the cost is left.
 
     Raises:
@@ -119,7 +119,9 @@ def _unit_scores(block: Block, kind: str, scores: Scores, name: str) -> Tensor:
     return heads.view(spec.num_kv_heads, -1).sum(1)
 
 
-def _plan_of(blocks: Mapping[str, Block], dropped: Mapping[tuple[str, str], list[int]]) -> Plan:
+def _plan_of(
+    blocks: Mapping[str, Block], dropped: Mapping[tuple[str, str], list[int]]
+) -> PruningPlan:
     """Return the plan without the dropped heads and features."""
     layers: dict[str, dict[str, Any]] = {}
     for (name, kind), numbers in dropped.items():
@@ -139,10 +141,10 @@ def _plan_of(blocks: Mapping[str, Block], dropped: Mapping[tuple[str, str], list
         layers.setdefault(name, {})["heads"] = heads
         if spec.cross_attn is not None:
             layers[name]["cross_heads"] = heads
-    return Plan({name: Kept(**options) for name, options in layers.items()})
+    return PruningPlan({name: Kept(**options) for name, options in layers.items()})
 
 
-def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Costs) -> Plan:
+def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Costs) -> PruningPlan:
     """Return the plan that keeps the same share of heads and of features in every layer."""
     limit = config.keep_ratio * costs.total
     attns = [halves["attn"] for halves in costs.blocks.values() if "attn" in halves]

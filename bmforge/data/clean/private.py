@@ -37,7 +37,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PrivateDataKind:
     """Detector of one kind of private data: a pattern, and a check of each match.
 
     Attributes:
@@ -142,7 +142,7 @@ _IBAN_LENGTHS = {entry[:2]: int(entry[2:]) for entry in _LENGTHS.split()}
 _CITY = "京津沪渝冀豫云辽黑湘皖鲁新苏浙赣鄂桂甘晋蒙陕吉闽贵粤青藏川宁琼"
 # Matched in this order: a span matched by one kind is hidden from the later ones.
 KINDS = {
-    "email": Kind(
+    "email": PrivateDataKind(
         re.compile(
             r"(?<![A-Za-z0-9_])[A-Za-z0-9_][\w.+%'-]{0,63}@"
             r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}"
@@ -152,7 +152,7 @@ KINDS = {
         meaning="mail addresses",
         sign=re.compile("@"),
     ),
-    "key": Kind(
+    "key": PrivateDataKind(
         re.compile(
             r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]{0,8000}?-----END [A-Z ]*PRIVATE KEY-----"
             r"|(?<![A-Za-z0-9_-])(?:(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{36,}"
@@ -166,19 +166,19 @@ KINDS = {
         lambda text: text.startswith(("-----", "xox", "eyJ", "dop_")) or _is_secret(text),
         "private keys, access keys of services, and passwords that look random",
     ),
-    "id_card": Kind(
+    "id_card": PrivateDataKind(
         re.compile(r"(?<![0-9A-Za-z])[1-9]\d{16}[\dXx](?![0-9A-Za-z])", re.ASCII),
         is_chinese_id,
         "Chinese citizens' numbers with a sound check digit and day of birth",
         re.compile("[0-9]{17}"),
     ),
-    "iban": Kind(
+    "iban": PrivateDataKind(
         re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ -]?[A-Z0-9]{1,4}){3,8}(?![A-Za-z0-9])"),
         is_iban,
         "international account numbers with sound check digits",
         re.compile("[A-Z]{2}[0-9]{2}"),
     ),
-    "bank_card": Kind(
+    "bank_card": PrivateDataKind(
         re.compile(
             r"(?<![\d.,-])(?:3[47]\d{2}[ -]?\d{6}[ -]?\d{5}"
             r"|3(?:0[0-5]|[68]\d)\d[ -]?\d{6}[ -]?\d{4}"
@@ -189,7 +189,7 @@ KINDS = {
         "card numbers of 13 to 19 digits with Luhn's check digit",
         re.compile("[0-9]{4}"),
     ),
-    "ip": Kind(
+    "ip": PrivateDataKind(
         re.compile(
             r"(?<![\w.])(?<![0-9A-Fa-f:]:)(?:::ffff:\d{1,3}(?:\.\d{1,3}){3}"
             r"|(?:[0-9A-Fa-f]{1,4}:){2,7}(?::?[0-9A-Fa-f]{1,4}){1,7}|(?:[0-9A-Fa-f]{1,4}:){1,7}:(?!\w))"
@@ -200,7 +200,7 @@ KINDS = {
         "public IPv4 and IPv6 addresses",
         re.compile(r"[0-9]\.[0-9]|:[0-9A-Fa-f]{0,4}:"),
     ),
-    "ssn": Kind(
+    "ssn": PrivateDataKind(
         re.compile(
             r"(?<![\d.-])(?i:ssn|social security(?: number| no\.?)?)[\s:#.]{0,4}"
             r"\d{3}[- ]\d{2}[- ]\d{4}(?![\d-]|\.\d)|(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)",
@@ -210,14 +210,14 @@ KINDS = {
         "US social security numbers in a range that is issued",
         re.compile("[0-9]{2}[- ][0-9]{4}"),
     ),
-    "plate": Kind(
+    "plate": PrivateDataKind(
         re.compile(
             rf"[{_CITY}][A-HJ-NP-Z][·• ]?(?:[DF][A-HJ-NP-Z0-9]\d{{4}}|\d{{5}}[DF]"
             r"|(?=[A-Z]{0,4}\d)[A-HJ-NP-Z0-9]{5})(?![A-Za-z0-9])"
         ),
         meaning="Chinese number plates",
     ),
-    "phone": Kind(
+    "phone": PrivateDataKind(
         re.compile(
             r"(?<![\d.+-])(?:\+?86[ -]?)?1[3-9]\d[ -]?\d{4}[ -]?\d{4}(?![\d-]*\d)"
             r"|(?<![\d.-])(?:0\d{2,3}[- ]|[(（]0\d{2,3}[)）][- ]?)\d{7,8}(?!\d)"

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bmforge.data.dedup.sort import SortedRows, make_rows
 from bmforge.data.prepare.documents import read_digests
-from bmforge.data.prepare.journal import digest_file
+from bmforge.data.prepare.earlier import Earlier
+from bmforge.data.prepare.masks import new_mask
 from bmforge.data.prepare.split import choose_held_out, split_keys
-from bmforge.files import sync_directory
 
-if TYPE_CHECKING:
-    from bmforge.data.prepare.earlier import Earlier
-
-__all__ = ["SORT_BYTES", "choose_split", "find_copies", "new_mask", "open_mask"]
+__all__ = ["SORT_BYTES", "choose_split", "find_copies"]
 
 SORT_BYTES = 1 << 25  # of rows held in memory, 32 bytes a document
 _KEYS = 1 << 16
@@ -117,25 +112,3 @@ def _each_shard(documents: Path, counts: Sequence[int]) -> Iterator[tuple[int, N
     for number, count in enumerate(counts):
         yield first, read_digests(documents, number)
         first += count
-
-
-@contextmanager
-def new_mask(
-    folder: Path, name: str, total: int, files: dict[str, str]
-) -> Iterator[NDArray[np.bool_]]:
-    """Create a memory-mapped mask with one byte per document; sync and rename the file on exit."""
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f"{name}.{os.getpid()}.partial"
-    mask = np.memmap(beside, dtype=np.bool_, mode="w+", shape=(total,))
-    yield mask
-    mask.flush()
-    with beside.open("rb") as file:
-        os.fsync(file.fileno())
-    files[name] = digest_file(beside)
-    os.replace(beside, folder / name)
-    sync_directory(folder)
-
-
-def open_mask(path: Path) -> NDArray[np.bool_]:
-    """Memory-map a finished mask for reading."""
-    return np.memmap(path, dtype=np.bool_, mode="r").view(np.ndarray)

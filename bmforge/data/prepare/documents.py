@@ -16,10 +16,10 @@ import numpy as np
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalise import normalise, text_digest
-from bmforge.data.prepare.engine import Beat, Blame, Part
+from bmforge.data.prepare.engine import Beat, Blame, StagePart
 from bmforge.data.prepare.funnel import Dropped, Funnel
 from bmforge.data.prepare.journal import write_hashed
-from bmforge.data.prepare.shards import TOPICS, Piece, Shard
+from bmforge.data.prepare.shards import TOPICS, FileRange, Shard
 from bmforge.data.prepare.summary import Summary, group_of
 from bmforge.data.sources.document import Document, from_record, to_record
 from bmforge.data.sources.files import parse_record, python_topics, read_records
@@ -32,7 +32,7 @@ __all__ = [
     "NORMALISE",
     "UNREADABLE",
     "DocumentsTask",
-    "Step",
+    "DocumentStage",
     "make_documents",
     "read_digests",
     "read_shard",
@@ -44,7 +44,7 @@ DIGESTS = np.dtype([("digest", "S16"), ("text_bytes", "<i8"), ("read_bytes", "<i
 
 
 @dataclass(frozen=True)
-class Step:
+class DocumentStage:
     """A named processing step on single documents.
 
     Attributes:
@@ -67,7 +67,7 @@ def _normalise(document: Document) -> Document | Drop:
     return replace(document, text=text) if text else Drop("empty", 0, 1, "")
 
 
-NORMALISE = Step("normalise", _normalise)
+NORMALISE = DocumentStage("normalise", _normalise)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class DocumentsTask:
 
     shard: Shard
     folder: Path
-    steps: tuple[Step, ...]
+    steps: tuple[DocumentStage, ...]
     options: ReadOptions
     skip_bad: bool
     keep_dropped: bool
@@ -90,7 +90,7 @@ class DocumentsTask:
     by: str = "file"
 
 
-def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
+def make_documents(part: StagePart, beat: Beat) -> dict[str, Any]:
     """Read one shard, apply the steps to its documents, and write the remaining documents.
 
     Returns:
@@ -131,7 +131,9 @@ def make_documents(part: Part, beat: Beat) -> dict[str, Any]:
     return {"files": files, "sources": summary.sources, **result}
 
 
-def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document, int, Drop | None]]:
+def _process(
+    part: StagePart, beat: Beat, funnel: Funnel
+) -> Iterator[tuple[Document, int, Drop | None]]:
     """Yield the document of each input entry, its raw size in bytes, and its `Drop` or None."""
     task: DocumentsTask = part.task
     blamed = {blame.entry: blame for blame in part.blamed}
@@ -161,7 +163,7 @@ def _process(part: Part, beat: Beat, funnel: Funnel) -> Iterator[tuple[Document,
 
 
 def _take_steps(
-    document: Document, steps: tuple[Step, ...], funnel: Funnel
+    document: Document, steps: tuple[DocumentStage, ...], funnel: Funnel
 ) -> tuple[Document, Drop | None]:
     for step in steps:
         try:
@@ -177,7 +179,9 @@ def _take_steps(
     return document, None
 
 
-def _hide(steps: tuple[Step, ...], document: Document, drop: Drop) -> tuple[Document, Drop]:
+def _hide(
+    steps: tuple[DocumentStage, ...], document: Document, drop: Drop
+) -> tuple[Document, Drop]:
     """Mask private text in a dropped document and its `Drop`, with the steps that hide text."""
     for step in steps:
         if step.hides:
@@ -188,12 +192,14 @@ def _hide(steps: tuple[Step, ...], document: Document, drop: Drop) -> tuple[Docu
     return document, drop
 
 
-def _changed(step: Step, text: str) -> str:
+def _changed(step: DocumentStage, text: str) -> str:
     result = step.run(Document(text, "")) if text else ""
     return result.text if isinstance(result, Document) else ""
 
 
-def _entries(part: Part, blamed: dict[int, Blame], beat: Beat) -> Iterator[tuple[int, str, Record]]:
+def _entries(
+    part: StagePart, blamed: dict[int, Blame], beat: Beat
+) -> Iterator[tuple[int, str, Record]]:
     """Yield the number, file and record of all entries; a failed read gives an error record."""
     task: DocumentsTask = part.task
     entry = 0
@@ -223,7 +229,7 @@ def _never() -> Document:
     raise AssertionError("an entry that may not be touched was parsed")
 
 
-def _read_piece(piece: Piece, options: ReadOptions) -> Iterator[Record]:
+def _read_piece(piece: FileRange, options: ReadOptions) -> Iterator[Record]:
     if piece.path == TOPICS:
         for document in python_topics():
             size = len(document.text.encode())

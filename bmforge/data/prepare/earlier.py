@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from bmforge.data.dedup.index import write_index
 from bmforge.data.dedup.minhash import DedupConfig
 from bmforge.data.dedup.sort import SortedRows, make_rows
-from bmforge.data.prepare.barriers import open_mask
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.journal import digest_file
+from bmforge.data.prepare.masks import open_mask
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, DataError
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalise import text_digest
-from bmforge.data.prepare.barriers import open_mask
 from bmforge.data.prepare.documents import read_digests, read_shard
-from bmforge.data.prepare.engine import Beat, Part
+from bmforge.data.prepare.engine import Beat, StagePart
 from bmforge.data.prepare.funnel import Dropped
 from bmforge.data.prepare.journal import digest_file, write_hashed
+from bmforge.data.prepare.masks import open_mask
 from bmforge.data.prepare.near import NearDrops
 from bmforge.data.prepare.spans import Repeats, without
 from bmforge.data.prepare.split import Split
@@ -95,7 +95,7 @@ def training_texts(chosen: Chosen, train_bytes: int, most_bytes: int) -> Iterato
                 yield texts[0]
 
 
-def encode_shard(part: Part, beat: Beat) -> dict[str, Any]:
+def encode_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
     """Encode one shard into a training and a validation store; an empty store is not written.
 
     Returns:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 
-__all__ = ["Beat", "Blame", "Limits", "Part", "Work", "run_parts"]
+__all__ = ["Beat", "Blame", "Limits", "StagePart", "Work", "run_parts"]
 
 _LOOK_EVERY_S = 0.2
 _NAME_BYTES = 512
@@ -61,7 +61,7 @@ class Blame(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """One part of a stage: its number, its task, and the entries to skip."""
 
     number: int
@@ -69,12 +69,12 @@ class Part:
     blamed: tuple[Blame, ...] = ()
 
 
-Work = Callable[[Part, Beat], Any]
+Work = Callable[[StagePart, Beat], Any]
 
 
 def run_parts(
     work: Work,
-    parts: Sequence[Part],
+    parts: Sequence[StagePart],
     workers: int,
     limits: Limits,
     on_blame: Callable[[int, Blame], None],
@@ -116,11 +116,11 @@ class _Worker:
         )
         self.process.start()
         child_end.close()
-        self.part: Part | None = None
+        self.part: StagePart | None = None
         self._seen: tuple[int, int] = (-1, 0)
         self._since = 0.0
 
-    def give(self, part: Part) -> None:
+    def give(self, part: StagePart) -> None:
         self._at[0] = -1
         self.part, self._seen, self._since = part, (-1, 0), time.monotonic()
         self.pipe.send(part)
@@ -162,7 +162,7 @@ class _Pool:
             self._context.set_forkserver_preload([__name__, "bmforge.data"])
         self._work, self._limits, self._count = work, limits, workers
         self._workers = [self._start() for _ in range(workers)]
-        self._waiting: deque[Part] = deque()
+        self._waiting: deque[StagePart] = deque()
         self._deaths: set[tuple[int, int, bool]] = set()
         self._failed: dict[int, Exception] = {}
 
@@ -170,7 +170,7 @@ class _Pool:
         return _Worker(self._context, self._work, self._count)
 
     def run(
-        self, parts: Sequence[Part], on_blame: Callable[[int, Blame], None]
+        self, parts: Sequence[StagePart], on_blame: Callable[[int, Blame], None]
     ) -> Iterator[tuple[int, Any]]:
         self._waiting.extend(parts)
         while True:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bmforge.data.prepare.encode import SIDES
 from bmforge.data.prepare.outputs import name_shard
-from bmforge.data.prepare.shards import Plan
+from bmforge.data.prepare.shards import ShardPlan
 from bmforge.data.prepare.tokenise import EncodeCount
 from bmforge.data.store.columns import columns_path, join_columns, read_columns
 from bmforge.data.store.sharded import write_shard_list
@@ -25,7 +25,7 @@ Cuts = dict[str, list[tuple[int, int, str]]]
 
 
 def join_stores(
-    plan: Plan, results: Sequence[Any], encoded: Path, finished: Path, into_one: bool
+    plan: ShardPlan, results: Sequence[Any], encoded: Path, finished: Path, into_one: bool
 ) -> tuple[dict[str, EncodeCount], Cuts]:
     """Combine the shards' token stores into the training and validation stores of the corpus.
 

@@ -19,10 +19,10 @@ from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.dedup.minhash import DedupConfig, MinHasher
 from bmforge.data.dedup.near import RULE as NEAR_DUPLICATE
 from bmforge.data.dedup.near import NearPlaces, Sketches, find_near_places, read_sketches
-from bmforge.data.prepare.barriers import new_mask, open_mask
 from bmforge.data.prepare.documents import read_digests, read_shard
-from bmforge.data.prepare.engine import Beat, Part
+from bmforge.data.prepare.engine import Beat, StagePart
 from bmforge.data.prepare.journal import write_hashed
+from bmforge.data.prepare.masks import new_mask, open_mask
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 from bmforge.settings import PrepareConfig
@@ -99,7 +99,7 @@ class SketchTask:
     config: DedupConfig
 
 
-def sketch_shard(part: Part, beat: Beat) -> dict[str, Any]:
+def sketch_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
     """Compute and write the MinHash sketches of a shard's documents, without exact copies.
 
     Returns:

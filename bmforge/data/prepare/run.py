@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.data.prepare.barriers import SORT_BYTES
-from bmforge.data.prepare.documents import UNREADABLE, Step
+from bmforge.data.prepare.documents import UNREADABLE, DocumentStage
 from bmforge.data.prepare.earlier import INDEX, open_earlier, write_earlier
 from bmforge.data.prepare.encode import DUPLICATE, SIDES
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
@@ -31,7 +31,7 @@ from bmforge.data.prepare.record import (
     write_record,
 )
 from bmforge.data.prepare.room import check_room
-from bmforge.data.prepare.shards import InputFile, Plan, plan_shards
+from bmforge.data.prepare.shards import InputFile, ShardPlan, plan_shards
 from bmforge.data.prepare.spans import REPEATED, check_spans
 from bmforge.data.prepare.split import check_fraction
 from bmforge.data.prepare.stages import StageState, make_keys, run_stages, stage_states
@@ -74,7 +74,7 @@ def prepare(
     config: PrepareConfig | None = None,
     *,
     overwrite: bool = False,
-    steps: Sequence[Step] = (),
+    steps: Sequence[DocumentStage] = (),
 ) -> PrepareReport:
     """Prepare a corpus in `out_dir`, or return the report if the same corpus is already there.
 
@@ -108,7 +108,7 @@ def _prepare(
     inputs: Paths | None,
     out: Path,
     config: PrepareConfig,
-    all_steps: tuple[Step, ...],
+    all_steps: tuple[DocumentStage, ...],
     overwrite: bool,
     is_new: bool,
 ) -> PrepareReport:
@@ -155,7 +155,7 @@ def show_preparation(
     inputs: Paths | None,
     out_dir: str | os.PathLike[str],
     config: PrepareConfig | None = None,
-    steps: Sequence[Step] = (),
+    steps: Sequence[DocumentStage] = (),
 ) -> list[StageState]:
     """Return the progress of each stage that `prepare` would run; nothing is written."""
     config = config or PrepareConfig()
@@ -178,8 +178,8 @@ def plan_work(
     inputs: Paths | None,
     out_dir: str | os.PathLike[str],
     config: PrepareConfig,
-    steps: Sequence[Step] = (),
-) -> tuple[Plan, tuple[Step, ...], Tokenizer | None]:
+    steps: Sequence[DocumentStage] = (),
+) -> tuple[ShardPlan, tuple[DocumentStage, ...], Tokenizer | None]:
     """Plan a preparation; return the plan, all steps, and the given tokenizer.
 
     The plan is also saved in the work directory.
@@ -238,7 +238,7 @@ def _check_same(
     recorded: list[InputFile],
     config: PrepareConfig,
     now: list[InputFile],
-    steps: Sequence[Step],
+    steps: Sequence[DocumentStage],
 ) -> None:
     """Raise `ConfigError` if the finished corpus has other settings, inputs or stores."""
     was, requested = asdict(report.config), asdict(config)
@@ -288,10 +288,10 @@ def _check_free(out: Path) -> None:
 
 
 def _finish(
-    plan: Plan,
+    plan: ShardPlan,
     results: dict[str, list[Any]],
     config: PrepareConfig,
-    steps: Sequence[Step],
+    steps: Sequence[DocumentStage],
     journal: Journal,
 ) -> PrepareReport:
     """Combine the shards' results in a temporary directory, and return the report."""
@@ -368,7 +368,7 @@ def _keep_index(
     write_earlier(finished, journal.folder("documents"), counts, mask, near, SORT_BYTES)
 
 
-def _step_names(steps: Sequence[Step]) -> tuple[str, ...]:
+def _step_names(steps: Sequence[DocumentStage]) -> tuple[str, ...]:
     return tuple(f"{step.name} {step.version}" for step in steps)
 
 

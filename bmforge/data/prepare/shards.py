@@ -17,7 +17,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.files import replace_file
 from bmforge.logging import track
 
-__all__ = ["TOPICS", "InputFile", "Piece", "Plan", "Shard", "plan_shards"]
+__all__ = ["TOPICS", "InputFile", "FileRange", "ShardPlan", "Shard", "plan_shards"]
 
 TOPICS = "pydoc_data.topics"
 _PLAN_NAME = "plan.json"
@@ -36,7 +36,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """Range of a file: bytes (or rows) `begin` to `end` (-1: to the end), from line `line` on."""
 
     path: str
@@ -52,11 +52,11 @@ class Shard:
     number: int
     key: str
     size_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileRange, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """Input files of a preparation, and the shards into which they are divided."""
 
     inputs: list[InputFile]
@@ -79,7 +79,7 @@ def plan_shards(
     work: Path | None = None,
     *,
     recorded: Sequence[InputFile] = (),
-) -> Plan:
+) -> ShardPlan:
     """Divide the input files into shards; None means Python's help topics.
 
     A large file of lines, compressed or not, is cut at line ends, Parquet between row groups,
@@ -101,7 +101,7 @@ def plan_shards(
     if files is None:
         text = "\0".join(f"{document.source}\0{document.text}" for document in python_topics())
         topics = InputFile(TOPICS, len(text.encode()), 0, text_digest(text).hex())
-        return Plan([topics], _group([(_Cut(topics), TOPICS)], shard_bytes))
+        return ShardPlan([topics], _group([(_Cut(topics), TOPICS)], shard_bytes))
     seen = {_identity(cut.file): cut for cut in _read_plan(work, shard_bytes)}
     seen |= {_identity(file): _Cut(file) for file in recorded}
     cuts = [_look_at(path, shard_bytes, seen) for path in track(files, "check inputs")]
@@ -110,7 +110,7 @@ def plan_shards(
         work.mkdir(parents=True, exist_ok=True)
         replace_file(work / _PLAN_NAME, json.dumps(content))
     named = list(zip(cuts, map(str, files), strict=True))
-    return Plan([cut.file for cut in cuts], _group(named, shard_bytes))
+    return ShardPlan([cut.file for cut in cuts], _group(named, shard_bytes))
 
 
 def _identity(file: InputFile) -> tuple[str, int, int]:
@@ -167,7 +167,7 @@ def _digest(path: Path, feed: Callable[[bytes], None] | None) -> str:
 def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
     """Group file ranges, in order, into shards of about `shard_bytes`."""
     shards: list[Shard] = []
-    pieces: list[Piece] = []
+    pieces: list[FileRange] = []
     key_parts: list[object] = []
     size_bytes = 0
 
@@ -183,7 +183,7 @@ def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
             part_bytes = (end - begin) * totals[1] // max(totals[0], 1)
             if size_bytes + part_bytes > shard_bytes:
                 close()
-            pieces.append(Piece(name, begin, end, line) if cut.at else Piece(name))
+            pieces.append(FileRange(name, begin, end, line) if cut.at else FileRange(name))
             key_parts.append([name, cut.file.digest, begin, end])
             size_bytes += part_bytes
     close()

@@ -13,9 +13,9 @@ from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalise import normalise
 from bmforge.data.dedup.exact import find_repeated_paragraphs, locate_paragraphs
 from bmforge.data.dedup.spans import Spans, cut_spans, find_repeated_spans
-from bmforge.data.prepare.barriers import new_mask, open_mask
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.journal import write_hashed
+from bmforge.data.prepare.masks import new_mask, open_mask
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 from bmforge.settings import PrepareConfig

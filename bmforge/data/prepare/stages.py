@@ -18,12 +18,13 @@ from typing import Any
 
 from bmforge.data.dedup.minhash import DedupConfig
 from bmforge.data.prepare.amounts import check_any_left, check_unread_members
-from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies, open_mask
-from bmforge.data.prepare.documents import DocumentsTask, Step, make_documents
+from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies
+from bmforge.data.prepare.documents import DocumentStage, DocumentsTask, make_documents
 from bmforge.data.prepare.earlier import Earlier, open_earlier
 from bmforge.data.prepare.encode import Chosen, EncodeTask, encode_shard, training_texts
-from bmforge.data.prepare.engine import Blame, Limits, Part, Work, run_parts
+from bmforge.data.prepare.engine import Blame, Limits, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal, digest_file, make_key
+from bmforge.data.prepare.masks import open_mask
 from bmforge.data.prepare.near import (
     DROPS,
     NearDrops,
@@ -32,7 +33,7 @@ from bmforge.data.prepare.near import (
     dedup_config,
     sketch_shard,
 )
-from bmforge.data.prepare.shards import TOPICS, Plan
+from bmforge.data.prepare.shards import TOPICS, ShardPlan
 from bmforge.data.prepare.spans import SPANS, LeastRepeats, Repeats, choose_spans
 from bmforge.data.prepare.summary import choose_grouping
 from bmforge.data.prepare.tokenise import end_of_text_id, load_tokenizer, train_bpe
@@ -44,7 +45,7 @@ from bmforge.tokenizers import Tokenizer
 
 __all__ = [
     "STAGES",
-    "Keys",
+    "StageKeys",
     "Runner",
     "StageState",
     "Work",
@@ -70,7 +71,7 @@ _SAMPLE_BYTES = 1 << 28  # of text that a tokenizer is trained on, which takes t
 
 
 @dataclass(frozen=True)
-class Keys:
+class StageKeys:
     """The key of each stage's parts; a disabled stage has none."""
 
     documents: list[str]
@@ -89,7 +90,7 @@ class Keys:
 
 
 Runner = Callable[
-    [str, Work, Sequence[Part], PrepareConfig, Callable[[int, Blame], None]],
+    [str, Work, Sequence[StagePart], PrepareConfig, Callable[[int, Blame], None]],
     Iterator[tuple[int, Any]],
 ]
 
@@ -97,7 +98,7 @@ Runner = Callable[
 def run_here(
     stage: str,
     run: Work,
-    parts: Sequence[Part],
+    parts: Sequence[StagePart],
     config: PrepareConfig,
     on_blame: Callable[[int, Blame], None],
 ) -> Iterator[tuple[int, Any]]:
@@ -111,7 +112,7 @@ class _Work:
     """Context shared by all stages: journal, keys, settings and runner."""
 
     journal: Journal
-    keys: Keys
+    keys: StageKeys
     config: PrepareConfig
     runner: Runner
 
@@ -126,8 +127,11 @@ class StageState:
 
 
 def make_keys(
-    plan: Plan, config: PrepareConfig, steps: Sequence[Step], own_tokenizer: Tokenizer | None
-) -> Keys:
+    plan: ShardPlan,
+    config: PrepareConfig,
+    steps: Sequence[DocumentStage],
+    own_tokenizer: Tokenizer | None,
+) -> StageKeys:
     """Return the keys of all stages: hashes of all inputs and settings that affect the results."""
     read = [_VERSION, config.text_field, config.errors, config.skip_bad, config.keep_dropped]
     read += [config.html_reader, choose_grouping(plan.inputs)]
@@ -148,7 +152,9 @@ def make_keys(
     used = trained if own_tokenizer is None else _tokenizer_digest(own_tokenizer)
     tokenizer = make_key("tokenizer", split, used, _SAMPLE_BYTES)
     encode = [make_key("encode", _ENCODE_VERSION, tokenizer, shard.number) for shard in plan.shards]
-    return Keys(documents, duplicates, sketches, near_duplicates, spans, split, tokenizer, encode)
+    return StageKeys(
+        documents, duplicates, sketches, near_duplicates, spans, split, tokenizer, encode
+    )
 
 
 def _tokenizer_digest(tokenizer: Tokenizer) -> list[list[str]]:
@@ -161,7 +167,7 @@ def _digests(folder: Path) -> dict[str, str]:
     return {path.name: digest_file(path) for path in sorted(folder.iterdir())}
 
 
-def stage_states(journal: Journal, keys: Keys) -> list[StageState]:
+def stage_states(journal: Journal, keys: StageKeys) -> list[StageState]:
     """Return the progress of each stage, for the given settings and inputs."""
     return [
         StageState(
@@ -175,9 +181,9 @@ def stage_states(journal: Journal, keys: Keys) -> list[StageState]:
 
 
 def run_stages(
-    plan: Plan,
+    plan: ShardPlan,
     config: PrepareConfig,
-    steps: Sequence[Step],
+    steps: Sequence[DocumentStage],
     tokenizer: Tokenizer | None,
     journal: Journal,
     runner: Runner = run_here,
@@ -311,7 +317,7 @@ def _drop_near(
     return result
 
 
-def _read_documents(plan: Plan, steps: Sequence[Step], work: _Work) -> list[Any]:
+def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work) -> list[Any]:
     journal, config = work.journal, work.config
     # Two paths may name one file: the plan has its latest state.
     named = {Path(file.path): (file.size_bytes, file.modified_ns) for file in plan.inputs}
@@ -353,7 +359,7 @@ def _encode(chosen: Chosen, work: _Work, by: str) -> list[Any]:
     return _each(work, "encode", encode_shard, tasks, "tokenise")
 
 
-def _once(journal: Journal, stage: str, keys: Keys, work: Callable[[], Any]) -> Any:
+def _once(journal: Journal, stage: str, keys: StageKeys, work: Callable[[], Any]) -> Any:
     """Return the result of a whole-corpus stage, from the journal or by calling `work`."""
     (key,) = keys.of(stage)
     licences = journal.find(stage, 0, key)
@@ -368,7 +374,7 @@ def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) 
     journal, keys = work.journal, work.keys
     results = [journal.find(stage, n, key) for n, key in enumerate(keys.of(stage))]
     parts = [
-        Part(n, tasks[n], _known_blames(journal, stage, n, key))
+        StagePart(n, tasks[n], _known_blames(journal, stage, n, key))
         for n, key in enumerate(keys.of(stage))
         if results[n] is None
     ]

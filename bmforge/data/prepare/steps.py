@@ -16,7 +16,7 @@ from bmforge.data.clean.normalise import normalise
 from bmforge.data.clean.private import MaskPrivate
 from bmforge.data.clean.score_files import read_score
 from bmforge.data.clean.tidy import TidyText
-from bmforge.data.prepare.documents import NORMALISE, Step
+from bmforge.data.prepare.documents import NORMALISE, DocumentStage
 from bmforge.data.prepare.examples import DropExamples
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
@@ -29,7 +29,9 @@ _SCRIPTS = {"simplified": "Hans", "traditional": "Hant"}
 _TIDY = ("repair", "invisible", "width", *_SCRIPTS, "boilerplate", "wrapped")
 
 
-def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step, ...]:
+def choose_steps(
+    config: PrepareConfig, own: Sequence[DocumentStage] = ()
+) -> tuple[DocumentStage, ...]:
     """Return the single-document steps in the order of execution, with the user's steps last.
 
     The encoding repair runs before `normalise`, which would drop control characters of wrongly
@@ -43,44 +45,44 @@ def choose_steps(config: PrepareConfig, own: Sequence[Step] = ()) -> tuple[Step,
     steps = []
     if config.licence:
         say = SayLicence(read_licences(config.licence))
-        steps.append(Step("licence", say, _short(say.version)))
+        steps.append(DocumentStage("licence", say, _short(say.version)))
     if config.licence_policy != ANY_LICENCE:
         keep = KeepLicences(config.licence_policy)
-        steps.append(Step("licence_policy", keep, _short(keep.version)))
+        steps.append(DocumentStage("licence_policy", keep, _short(keep.version)))
     if config.bad_hosts:
         hosts = ListedHosts(read_list(config.bad_hosts, "bad_hosts"))
-        steps.append(Step("bad_hosts", hosts, _short(hosts.version)))
+        steps.append(DocumentStage("bad_hosts", hosts, _short(hosts.version)))
     if "repair" in config.tidy:
         repair = TidyText()
-        steps.append(Step("repair", repair, repair.version))
+        steps.append(DocumentStage("repair", repair, repair.version))
     steps.append(NORMALISE)
     if config.languages:
         named = _named_languages(config.languages)
         detect = DetectLanguage(named)
-        steps.append(Step("languages", detect, detect.version))
+        steps.append(DocumentStage("languages", detect, detect.version))
         if config.by_paragraph:
             cut = CutParagraphs(named)
-            steps.append(Step("paragraphs", cut, cut.version))
+            steps.append(DocumentStage("paragraphs", cut, cut.version))
     elif config.by_paragraph:
         raise ConfigError("by_paragraph=True has no effect without languages. Name some.")
     if tidy != TidyText(repair=False):
-        steps.append(Step("tidy", _Tidy(tidy), tidy.version))
+        steps.append(DocumentStage("tidy", _Tidy(tidy), tidy.version))
     if config.rules != "none":
-        steps.append(Step("rules", judge, judge.version))
+        steps.append(DocumentStage("rules", judge, judge.version))
     if config.bad_words:
         words = ListedWords(read_list(config.bad_words, "bad_words"))
-        steps.append(Step("bad_words", words, _short(words.version)))
+        steps.append(DocumentStage("bad_words", words, _short(words.version)))
     for option in config.scores:
         score = read_score(option)
-        steps.append(Step(f"score {Path(score.path).stem}", score, _short(score.version)))
+        steps.append(DocumentStage(f"score {Path(score.path).stem}", score, _short(score.version)))
     if config.decontaminate:
         drop = DropExamples(config.decontaminate, config.cut_examples).opened()
-        steps.append(Step("decontaminate", drop, drop.version))
+        steps.append(DocumentStage("decontaminate", drop, drop.version))
     elif config.cut_examples:
         raise ConfigError("cut_examples has no effect without decontaminate. Name test sets there.")
     if config.mask_private:
         mask = MaskPrivate(regions=tuple(region.upper() for region in config.phone_regions))
-        steps.append(Step("mask_private", mask, mask.version, hides=True))
+        steps.append(DocumentStage("mask_private", mask, mask.version, hides=True))
     elif config.phone_regions:
         raise ConfigError("phone_regions has no effect without mask_private. Set it, too.")
     return (*steps, *own)

@@ -39,7 +39,7 @@ from bmforge.data.sources.tables import read_arrow, read_csv, read_parquet, read
 from bmforge.data.sources.warc import read_arc, read_warc
 from bmforge.errors import BmforgeError, DataError
 
-__all__ = ["SOURCES", "Source", "kind_of", "read_stream"]
+__all__ = ["SOURCES", "FormatReader", "kind_of", "read_stream"]
 
 _HEAD_BYTES = 1024
 _COUNT_BYTES = 1 << 20
@@ -48,7 +48,7 @@ _TAR_MAGIC = 257, b"ustar"
 
 
 @dataclass(frozen=True)
-class Source:
+class FormatReader:
     """Description of a file format and its reader.
 
     Attributes:
@@ -75,28 +75,30 @@ _CODE = (
 )
 CODE_SUFFIXES = tuple(f".{name}" for name in _CODE.split())
 
-SOURCES: dict[str, Source] = {
-    "text": Source((".txt", ".md", ".markdown", ".rst", ".tex"), read=read_text_file),
-    "code": Source(CODE_SUFFIXES, read=read_text_file),
-    "subtitles": Source((".srt", ".vtt"), read=read_subtitles),
-    "notebook": Source((".ipynb",), read=read_notebook),
-    "json": Source((".json",), read=read_json),
-    "jsonl": Source((".jsonl", ".ndjson"), read=read_jsonl),
-    "csv": Source((".csv",), read=read_csv),
-    "tsv": Source((".tsv",), read=read_tsv),
-    "html": Source((".html", ".htm", ".xhtml"), read=read_html),
-    "parquet": Source((".parquet",), (b"PAR1",), read_parquet, in_memory=True),
-    "arrow": Source((".arrow",), (b"ARROW1",), read_arrow, in_memory=True),
-    "pdf": Source((".pdf",), (b"%PDF-",), read_pdf),
-    "warc": Source((".warc", ".wet"), (b"WARC/",), read_warc, unpacks=".gz"),
-    "arc": Source((".arc",), (b"filedesc:",), read_arc),
-    "epub": Source((".epub",), read=read_epub),
-    "docx": Source((".docx",), read=read_docx),
-    "pptx": Source((".pptx",), read=read_pptx),
-    "xlsx": Source((".xlsx",), read=read_xlsx),
-    "odf": Source((".odt", ".ods", ".odp"), read=read_open_document),
-    "zip": Source((".zip",), (b"PK\x03\x04", b"PK\x05\x06"), members=zip_members, in_memory=True),
-    "tar": Source((".tar",), members=tar_members),
+SOURCES: dict[str, FormatReader] = {
+    "text": FormatReader((".txt", ".md", ".markdown", ".rst", ".tex"), read=read_text_file),
+    "code": FormatReader(CODE_SUFFIXES, read=read_text_file),
+    "subtitles": FormatReader((".srt", ".vtt"), read=read_subtitles),
+    "notebook": FormatReader((".ipynb",), read=read_notebook),
+    "json": FormatReader((".json",), read=read_json),
+    "jsonl": FormatReader((".jsonl", ".ndjson"), read=read_jsonl),
+    "csv": FormatReader((".csv",), read=read_csv),
+    "tsv": FormatReader((".tsv",), read=read_tsv),
+    "html": FormatReader((".html", ".htm", ".xhtml"), read=read_html),
+    "parquet": FormatReader((".parquet",), (b"PAR1",), read_parquet, in_memory=True),
+    "arrow": FormatReader((".arrow",), (b"ARROW1",), read_arrow, in_memory=True),
+    "pdf": FormatReader((".pdf",), (b"%PDF-",), read_pdf),
+    "warc": FormatReader((".warc", ".wet"), (b"WARC/",), read_warc, unpacks=".gz"),
+    "arc": FormatReader((".arc",), (b"filedesc:",), read_arc),
+    "epub": FormatReader((".epub",), read=read_epub),
+    "docx": FormatReader((".docx",), read=read_docx),
+    "pptx": FormatReader((".pptx",), read=read_pptx),
+    "xlsx": FormatReader((".xlsx",), read=read_xlsx),
+    "odf": FormatReader((".odt", ".ods", ".odp"), read=read_open_document),
+    "zip": FormatReader(
+        (".zip",), (b"PK\x03\x04", b"PK\x05\x06"), members=zip_members, in_memory=True
+    ),
+    "tar": FormatReader((".tar",), members=tar_members),
 }
 _BY_SUFFIX = {suffix: kind for kind, source in SOURCES.items() for suffix in source.suffixes}
 _ZIP_KINDS = ("epub", "docx", "pptx", "xlsx", "odf")
@@ -177,7 +179,7 @@ def read_stream(
 
 
 def _read_members(
-    stream: BinaryIO, source: Source, where: Where, options: ReadOptions, depth: int
+    stream: BinaryIO, source: FormatReader, where: Where, options: ReadOptions, depth: int
 ) -> Iterator[Record]:
     """Yield the records of each archive member; a damaged member does not affect others."""
     assert source.members is not None

@@ -16,17 +16,17 @@ from bmforge.data.tasks.pairs import AG_NEWS, LCQMC
 from bmforge.data.tasks.reading import READING
 from bmforge.data.tasks.sentences import SENTENCES
 from bmforge.data.tasks.superglue import SUPERGLUE
-from bmforge.data.tasks.task import Task, TaskExample, find_split
+from bmforge.data.tasks.task import BenchmarkTask, TaskExample, find_split
 from bmforge.errors import ConfigError, suggest
 
-__all__ = ["TASKS", "Task", "TaskExample", "find_task", "read_task"]
+__all__ = ["TASKS", "BenchmarkTask", "TaskExample", "find_task", "read_task"]
 
-TASKS: Mapping[str, Task] = {
+TASKS: Mapping[str, BenchmarkTask] = {
     task.name: task for task in (*SUPERGLUE, *CLUE, *READING, LCQMC, AG_NEWS, *SENTENCES, *CLOZE)
 }
 
 
-def find_task(name: str) -> Task:
+def find_task(name: str) -> BenchmarkTask:
     """Return the task with a name, ignoring case.
 
     Raises:

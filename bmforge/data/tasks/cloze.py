@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bmforge.data.sources.text_files import read_lines
-from bmforge.data.tasks.task import Record, Task, TaskExample, read_json, read_records
+from bmforge.data.tasks.task import BenchmarkTask, TaskExample, TaskRecord, read_json, read_records
 from bmforge.errors import DataError
 
 __all__ = ["CLOZE", "FEW_NERD_TYPES", "read_few_nerd"]
@@ -95,7 +95,7 @@ def _sentences(folder: Path) -> dict[str, str]:
 
 def _read_webnlg(path: Path) -> Iterator[TaskExample]:
     """Yield triples with their reference texts; the training split has one example per text."""
-    entries = Record(repr(str(path)), read_json(path)).parts("entries")
+    entries = TaskRecord(repr(str(path)), read_json(path)).parts("entries")
     for number, entry in enumerate(entries):
         (key,) = entry.values if len(entry.values) == 1 else (str(number + 1),)
         record = entry.part(key)
@@ -120,7 +120,7 @@ def _files(ending: str, folder: str = "") -> dict[str, tuple[str, ...]]:
 
 
 CLOZE = (
-    Task("Few-NERD", FEW_NERD_TYPES, _files("txt", "supervised"), read_few_nerd),
-    Task("LAMA", (), _files("jsonl"), _read_lama),
-    Task("WebNLG", (), _files("json"), _read_webnlg, True),
+    BenchmarkTask("Few-NERD", FEW_NERD_TYPES, _files("txt", "supervised"), read_few_nerd),
+    BenchmarkTask("LAMA", (), _files("jsonl"), _read_lama),
+    BenchmarkTask("WebNLG", (), _files("json"), _read_webnlg, True),
 )

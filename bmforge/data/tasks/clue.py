@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bmforge.data.tasks.superglue import read_wsc
-from bmforge.data.tasks.task import Record, Task, TaskExample, read_records
+from bmforge.data.tasks.task import BenchmarkTask, TaskExample, TaskRecord, read_records
 
 __all__ = ["CLUE"]
 
@@ -39,7 +39,7 @@ def _classes(
     fields: tuple[str, ...],
     label_names: tuple[str, ...],
     words: Mapping[str, int] | None = None,
-) -> Task:
+) -> BenchmarkTask:
     """Return a classification task whose lines contain texts and a label.
 
     Args:
@@ -58,10 +58,10 @@ def _classes(
                 idx = row.values.get("id", row.values.get("idx", number))
                 yield TaskExample(texts, row.label(numbers), idx)
 
-    return Task(name, label_names, _FILES, read)
+    return BenchmarkTask(name, label_names, _FILES, read)
 
 
-def _text(row: Record, field: str) -> str:
+def _text(row: TaskRecord, field: str) -> str:
     """Return the text of a field; a list of keywords is joined."""
     return "；".join(row.texts(field)) if field == "keyword" else row.text(field)
 
@@ -104,6 +104,6 @@ CLUE = (
     # Its 119 classes are numbers in the files; their names are in its labels.json.
     _classes("iflytek", ("sentence",), tuple(str(n) for n in range(119))),
     _classes("csldcp", ("content",), tuple(_DISCIPLINES.split())),
-    Task("cluewsc2020", ("false", "true"), _FILES, _read_wsc),
-    Task("cluewsc", ("false", "true"), _FILES, _read_wsc),
+    BenchmarkTask("cluewsc2020", ("false", "true"), _FILES, _read_wsc),
+    BenchmarkTask("cluewsc", ("false", "true"), _FILES, _read_wsc),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bmforge.data.tasks.task import Record, Task, TaskExample, read_records
+from bmforge.data.tasks.task import BenchmarkTask, TaskExample, TaskRecord, read_records
 from bmforge.errors import ConfigError, DataError
 
 __all__ = ["make_task"]
@@ -15,7 +15,7 @@ _LABEL = "label"
 _FORBIDDEN = frozenset("{}[].!:")
 
 
-def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = ()) -> Task:
+def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = ()) -> BenchmarkTask:
     """Build a classification task from a user's file.
 
     Args:
@@ -48,12 +48,12 @@ def make_task(labels: Sequence[str], path: str | Path, fields: Sequence[str] = (
             texts = {name: row.text(name) for name in names}
             yield TaskExample(texts, row.label(numbers), number)
 
-    return Task("own", tuple(labels), {}, read)
+    return BenchmarkTask("own", tuple(labels), {}, read)
 
 
 def _find_fields(path: Path) -> tuple[str, ...]:
     """Return the names of the text fields in a file's first line."""
-    first: Record | None = next(read_records(path), None)
+    first: TaskRecord | None = next(read_records(path), None)
     values = {} if first is None else first.values
     names = [name for name, value in values.items() if isinstance(value, str) and name != _LABEL]
     if not names:

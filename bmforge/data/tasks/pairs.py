@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bmforge.data.sources.text_files import read_lines, read_text
-from bmforge.data.tasks.task import Task, TaskExample
+from bmforge.data.tasks.task import BenchmarkTask, TaskExample
 from bmforge.errors import DataError
 
 __all__ = ["AG_NEWS", "LCQMC"]
@@ -45,8 +45,8 @@ def _read_ag_news(path: Path) -> Iterator[TaskExample]:
 
 
 _TABLES = {split: (f"{split}.tsv", f"{split}.txt") for split in ("train", "dev", "test")}
-LCQMC = Task("LCQMC", ("different", "same"), _TABLES, _read_lcqmc)
-AG_NEWS = Task(
+LCQMC = BenchmarkTask("LCQMC", ("different", "same"), _TABLES, _read_lcqmc)
+AG_NEWS = BenchmarkTask(
     "ag_news",
     ("World", "Sports", "Business", "Sci/Tech"),
     {"train": ("train.csv",), "test": ("test.csv",)},

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmforge.data.tasks.task import Record, Task, TaskExample, read_json, read_records
+from bmforge.data.tasks.task import BenchmarkTask, TaskExample, TaskRecord, read_json, read_records
 from bmforge.errors import DataError
 
 __all__ = ["READING"]
@@ -19,7 +19,7 @@ _BLANK = "#idiom"
 
 def _read_squad(path: Path) -> Iterator[TaskExample]:
     """Yield one example per question, with the accepted answers in `answers`."""
-    for article in Record(repr(str(path)), read_json(path)).parts("data"):
+    for article in TaskRecord(repr(str(path)), read_json(path)).parts("data"):
         for paragraph in article.parts("paragraphs"):
             context = paragraph.text("context")
             for question in paragraph.parts("qas"):
@@ -50,7 +50,7 @@ def _read_chid(path: Path) -> Iterator[TaskExample]:
 
 
 def _blanks(
-    row: Record, text: str, choices: tuple[str, ...], answers: Mapping[str, Any]
+    row: TaskRecord, text: str, choices: tuple[str, ...], answers: Mapping[str, Any]
 ) -> Iterator[TaskExample]:
     """Yield one example for each blank, such as #idiom000123#, in a text."""
     for piece in text.split(_BLANK)[1:]:
@@ -67,7 +67,7 @@ def _read_c3(path: Path) -> Iterator[TaskExample]:
         location = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:
             raise DataError(f"{location}: a list of texts, one of questions and a name are needed.")
-        named = Record(location, {"context": entry[0], "questions": entry[1], "name": entry[2]})
+        named = TaskRecord(location, {"context": entry[0], "questions": entry[1], "name": entry[2]})
         context = "\n".join(named.texts("context"))
         for question in named.parts("questions"):
             choices = question.texts("choice")
@@ -83,12 +83,12 @@ _CLUE = {
 }
 _C3 = {split: tuple(f"{kind}-{split}.json" for kind in "md") for split in ("train", "dev", "test")}
 READING = (
-    Task(
+    BenchmarkTask(
         "SQuAD", (), {"train": ("train-v1.1.json",), "dev": ("dev-v1.1.json",)}, _read_squad, True
     ),
-    Task("cmrc2018", (), {**_CLUE, "trial": ("trial.json",)}, _read_squad, True),
-    Task("drcd", (), _CLUE, _read_squad, True),
-    Task("chid", (), _CLUE, _read_chid),
-    Task("c3-m", (), {split: names[:1] for split, names in _C3.items()}, _read_c3),
-    Task("c3-d", (), {split: names[1:] for split, names in _C3.items()}, _read_c3),
+    BenchmarkTask("cmrc2018", (), {**_CLUE, "trial": ("trial.json",)}, _read_squad, True),
+    BenchmarkTask("drcd", (), _CLUE, _read_squad, True),
+    BenchmarkTask("chid", (), _CLUE, _read_chid),
+    BenchmarkTask("c3-m", (), {split: names[:1] for split, names in _C3.items()}, _read_c3),
+    BenchmarkTask("c3-d", (), {split: names[1:] for split, names in _C3.items()}, _read_c3),
 )

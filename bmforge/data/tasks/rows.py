@@ -8,23 +8,17 @@ from typing import Any, NamedTuple
 from bmforge.batch import IGNORE_INDEX
 from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.tasks import TaskExample
-from bmforge.errors import ConfigError, DataError
+from bmforge.errors import DataError
 from bmforge.tokenizers import Tokenizer
+from bmforge.tokenizers.segments import encode_segments, outer_marks
 
 __all__ = [
-    "T5_SENTINEL",
     "AnswerRows",
     "ClassRows",
     "Pair",
     "continue_prompt",
-    "decode_answer",
-    "encode_answers",
-    "encode_segments",
-    "fill_prompt",
     "right_options",
 ]
-
-T5_SENTINEL = "<extra_id_{}>"
 
 Seed = tuple[int | str, ...]
 
@@ -53,54 +47,6 @@ def right_options(example: TaskExample, options: Sequence[str]) -> list[int]:
     return right
 
 
-def encode_segments(
-    texts: Sequence[str], tokenizer: Tokenizer, longest: int, marks_between: int = 1
-) -> tuple[list[int], list[int]]:
-    """Encode one or more texts for a BERT-like model: [CLS] first [SEP] second [SEP].
-
-    The longer text is truncated from the right until the row has at most `longest` tokens. Returns
-    token ids and segment ids.
-
-    Args:
-        texts: one or more texts.
-        tokenizer: tokenizer of a BERT-like model.
-        longest: maximum sequence length in tokens.
-        marks_between: number of [SEP] tokens between two texts; 2 for RoBERTa.
-
-    Raises:
-        ConfigError: the tokenizer has no [CLS] or [SEP] token.
-    """
-    begin, end = _outer_marks(tokenizer)
-    parts = tokenizer.encode_batch(list(texts))
-    marks = [end] * marks_between
-    over = sum(map(len, parts)) + marks_between * (len(parts) - 1) + 2 - longest
-    while over > 0:
-        longer = max(range(len(parts)), key=lambda n: len(parts[n]))
-        others = [len(p) for n, p in enumerate(parts) if n != longer]
-        cut = min(over, max(1, len(parts[longer]) - max(others, default=0)))
-        if len(parts[longer]) < cut:
-            raise ConfigError(f"data.seq_len={longest} has no room for a text.")
-        parts[longer] = parts[longer][: len(parts[longer]) - cut]
-        over -= cut
-    ids, segments = [begin], [0]
-    for number, part in enumerate(parts):
-        ends = marks if number + 1 < len(parts) else [end]
-        ids += [*part, *ends]
-        segments += [number] * (len(part) + len(ends))
-    return ids, segments
-
-
-def _outer_marks(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return the ids of the [CLS] token and the [SEP] token."""
-    begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
-    if begin is None or end is None:
-        raise ConfigError(
-            "the tokenizer has no tokens for the roles cls and sep; give that of a BERT, or name "
-            "them in its tokenizer_config.json (cls_token, sep_token)."
-        )
-    return begin, end
-
-
 class ClassRows:
     """Token rows with a class label, for `ExampleLoader`; an `ExampleSource`.
 
@@ -121,7 +67,7 @@ class ClassRows:
         config: Any,
         marks_between: int = 1,
     ) -> None:
-        _outer_marks(tokenizer)  # before a run begins
+        outer_marks(tokenizer)  # before a run begins
         width = config.data.seq_len
         self._rows, self._tokenizer, self._width = rows, tokenizer, width
         self._marks, self._segments = marks_between, config.model.num_segments
@@ -172,58 +118,6 @@ def continue_prompt(
             )
         pairs.append(Pair([*head, *prompt_ids[-room:]], answer))
     return pairs
-
-
-def encode_answers(
-    options: Sequence[str], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL
-) -> list[list[int]]:
-    """Return the target ids of an encoder-decoder: each answer as the first masked span.
-
-    With a tokenizer without sentinel tokens, the answers end with its EOS token.
-
-    Args:
-        options: the answers.
-        tokenizer: tokenizer of the model.
-        sentinel: name pattern of the sentinel tokens, with {} for their number.
-    """
-    names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
-    first, second = map(tokenizer.token_to_id, names)
-    ids = tokenizer.encode_batch(list(options))
-    if first is not None and second is not None:
-        return [[first, *option_ids, second] for option_ids in ids]
-    return [[*option_ids, *_end_of(tokenizer)] for option_ids in ids]
-
-
-def decode_answer(ids: Sequence[int], tokenizer: Tokenizer, sentinel: str = T5_SENTINEL) -> str:
-    """Decode the answer after the first sentinel token; inverse of `encode_answers`."""
-    names = [sentinel.format(number) for number in (0, 1)] if sentinel else ["", ""]
-    first, second = map(tokenizer.token_to_id, names)
-    ends = {id for id in (second, tokenizer.eos_id, tokenizer.pad_id) if id is not None}
-    answer_ids = list(ids[1:] if first is not None and ids[:1] == [first] else ids)
-    stop = next((index for index, id in enumerate(answer_ids) if id in ends), len(answer_ids))
-    return tokenizer.decode_written(answer_ids[:stop]).strip()
-
-
-def fill_prompt(
-    before: str, behind: str, tokenizer: Tokenizer, longest: int, sentinel: str = T5_SENTINEL
-) -> list[int]:
-    """Return the input ids of an encoder-decoder: two texts around a sentinel, then EOS.
-
-    An input that is too long is truncated at its end if there is a second text, else at its start.
-    """
-    blank = tokenizer.token_to_id(sentinel.format(0))
-    head = [*tokenizer.encode(before), *([] if blank is None else [blank])]
-    end = _end_of(tokenizer)
-    room = longest - len(end)
-    if not behind:
-        return [*head[-room:], *end]
-    return [*[*head, *tokenizer.encode(behind)][:room], *end]
-
-
-def _end_of(tokenizer: Tokenizer) -> list[int]:
-    if tokenizer.eos_id is None:
-        raise ConfigError("the tokenizer has no token that ends a text; see its roles.")
-    return [tokenizer.eos_id]
 
 
 class AnswerRows:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.data.sources.text_files import read_lines, read_text
-from bmforge.data.tasks.task import Record, Task, TaskExample, read_json, read_records
+from bmforge.data.tasks.task import BenchmarkTask, TaskExample, TaskRecord, read_json, read_records
 from bmforge.errors import DataError
 
 __all__ = ["SENTENCES", "YAHOO_TOPICS"]
@@ -33,7 +33,7 @@ YAHOO_TOPICS = (
 _INFERENCE = ("entailment", "neutral", "contradiction")
 
 
-def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Task:
+def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> BenchmarkTask:
     """Return a task whose files are CSV with the columns class (from 1) and texts."""
 
     def read(path: Path) -> Iterator[TaskExample]:
@@ -48,10 +48,10 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Ta
             texts = dict(zip(fields, cells[1:], strict=True))
             yield TaskExample(texts, int(cells[0]) - 1, number)
 
-    return Task(name, labels, {"train": ("train.csv",), "test": ("test.csv",)}, read)
+    return BenchmarkTask(name, labels, {"train": ("train.csv",), "test": ("test.csv",)}, read)
 
 
-def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> Task:
+def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
     """Return a task with tab-separated files, whose header names `label` and `text`."""
 
     def read(path: Path) -> Iterator[TaskExample]:
@@ -73,10 +73,10 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> Task:
                 raise DataError(f"{str(path)!r}, line {number}: label={label!r} is no class.")
             yield TaskExample({text: row[text]}, None if label is None else int(label), number)
 
-    return Task(name, labels, {s: (f"{s}.tsv",) for s in ("train", "dev", "test")}, read)
+    return BenchmarkTask(name, labels, {s: (f"{s}.tsv",) for s in ("train", "dev", "test")}, read)
 
 
-def _inference_task(name: str, stem: str, dev: tuple[str, ...]) -> Task:
+def _inference_task(name: str, stem: str, dev: tuple[str, ...]) -> BenchmarkTask:
     """Return a natural language inference task; pairs without an agreed label are skipped."""
     numbers = {label: number for number, label in enumerate(_INFERENCE)}
 
@@ -88,7 +88,7 @@ def _inference_task(name: str, stem: str, dev: tuple[str, ...]) -> Task:
                 yield TaskExample(texts, row.label(numbers, "gold_label"), idx)
 
     files = {"train": (f"{stem}_train.jsonl",), "dev": tuple(f"{stem}_{d}.jsonl" for d in dev)}
-    return Task(name, _INFERENCE, {**files, "test": (f"{stem}_test.jsonl",)}, read)
+    return BenchmarkTask(name, _INFERENCE, {**files, "test": (f"{stem}_test.jsonl",)}, read)
 
 
 def _read_imdb(path: Path) -> Iterator[TaskExample]:
@@ -111,7 +111,7 @@ def _read_imdb(path: Path) -> Iterator[TaskExample]:
         yield TaskExample({"text": line.strip()}, int(told_label), number)
 
 
-def _relation_task(name: str, relations: tuple[str, ...]) -> Task:
+def _relation_task(name: str, relations: tuple[str, ...]) -> BenchmarkTask:
     """Return a relation classification task: sentences with two marked spans."""
     numbers = {relation: number for number, relation in enumerate(relations)}
 
@@ -120,7 +120,7 @@ def _relation_task(name: str, relations: tuple[str, ...]) -> Task:
         if not isinstance(rows, list):
             raise DataError(f"{str(path)!r} is not a list of sentences.")
         for number, values in enumerate(rows):
-            row = Record(f"{str(path)!r}, entry {number}", values)
+            row = TaskRecord(f"{str(path)!r}, entry {number}", values)
             words = row.texts("token")
             spans = {
                 f"{who}_text": " ".join(
@@ -132,7 +132,7 @@ def _relation_task(name: str, relations: tuple[str, ...]) -> Task:
             fields = {"text": " ".join(words), **spans, **types}
             yield TaskExample(fields, row.label(numbers, "relation"), row.text("id"))
 
-    return Task(name, relations, _JSON, read)
+    return BenchmarkTask(name, relations, _JSON, read)
 
 
 _RELATIONS = (
@@ -203,5 +203,5 @@ SENTENCES = (
     _inference_task("SNLI", "snli_1.0", ("dev",)),
     _relation_task("TACRED", _RELATIONS),
     _relation_task("Re-TACRED", _RE_RELATIONS),
-    Task("imdb", ("negative", "positive"), _IMDB, _read_imdb),
+    BenchmarkTask("imdb", ("negative", "positive"), _IMDB, _read_imdb),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bmforge.data.tasks.task import Record, Task, TaskExample, read_records
+from bmforge.data.tasks.task import BenchmarkTask, TaskExample, TaskRecord, read_records
 from bmforge.errors import DataError
 
 __all__ = ["SUPERGLUE", "read_wsc"]
@@ -17,7 +17,7 @@ __all__ = ["SUPERGLUE", "read_wsc"]
 _FILES = {"train": ("train.jsonl",), "dev": ("val.jsonl", "dev.jsonl"), "test": ("test.jsonl",)}
 
 
-def _classes(name: str, fields: tuple[str, ...], labels: tuple[str, ...]) -> Task:
+def _classes(name: str, fields: tuple[str, ...], labels: tuple[str, ...]) -> BenchmarkTask:
     """Return a classification task whose lines contain texts and a label."""
     numbers = {label: number for number, label in enumerate(labels)}
 
@@ -26,24 +26,26 @@ def _classes(name: str, fields: tuple[str, ...], labels: tuple[str, ...]) -> Tas
             texts = {field: row.text(field) for field in fields}
             yield TaskExample(texts, row.label(numbers), row.number("idx"))
 
-    return Task(name, labels, _FILES, read)
+    return BenchmarkTask(name, labels, _FILES, read)
 
 
-def _task(name: str, labels: tuple[str, ...], make: Callable[[Record], list[TaskExample]]) -> Task:
+def _task(
+    name: str, labels: tuple[str, ...], make: Callable[[TaskRecord], list[TaskExample]]
+) -> BenchmarkTask:
     def read(path: Path) -> Iterator[TaskExample]:
         for row in read_records(path):
             yield from make(row)
 
-    return Task(name, labels, _FILES, read)
+    return BenchmarkTask(name, labels, _FILES, read)
 
 
-def _copa(row: Record) -> list[TaskExample]:
+def _copa(row: TaskRecord) -> list[TaskExample]:
     choices = (row.text("choice1"), row.text("choice2"))
     texts = {"premise": row.text("premise"), "question": row.text("question")}
     return [TaskExample(texts, row.label({"0": 0, "1": 1}), row.number("idx"), choices)]
 
 
-def read_wsc(row: Record) -> list[TaskExample]:
+def read_wsc(row: TaskRecord) -> list[TaskExample]:
     """Return a WSC example: a text with two spans, labelled 1 if the second refers to the first."""
     target = row.part("target")
     spans = {name: target.text(name) for name in ("span1_text", "span2_text")}
@@ -52,7 +54,7 @@ def read_wsc(row: Record) -> list[TaskExample]:
     return [TaskExample({"text": row.text("text"), **spans, **places}, label, row.number("idx"))]
 
 
-def _multirc(row: Record) -> list[TaskExample]:
+def _multirc(row: TaskRecord) -> list[TaskExample]:
     """Return one example per MultiRC answer, labelled 1 if the answer is correct."""
     passage, out = row.part("passage"), []
     text = passage.text("text")
@@ -66,7 +68,7 @@ def _multirc(row: Record) -> list[TaskExample]:
     return out
 
 
-def _record(row: Record) -> list[TaskExample]:
+def _record(row: TaskRecord) -> list[TaskExample]:
     """Return one example per ReCoRD query; the choices are the entities in the passage."""
     passage, out = row.part("passage"), []
     text = passage.text("text")

@@ -11,7 +11,7 @@ from typing import Any
 from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.errors import ConfigError, DataError
 
-__all__ = ["Record", "Task", "TaskExample", "find_split", "read_json", "read_records"]
+__all__ = ["TaskRecord", "BenchmarkTask", "TaskExample", "find_split", "read_json", "read_records"]
 
 _SPLIT_NAMES = {"val": "dev", "validation": "dev", "valid": "dev"}
 
@@ -37,7 +37,7 @@ class TaskExample:
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchmarkTask:
     """Description of a benchmark task.
 
     Attributes:
@@ -56,7 +56,7 @@ class Task:
     asks_for_text: bool = False
 
 
-def find_split(task: Task, folder: str | Path, split: str) -> Path:
+def find_split(task: BenchmarkTask, folder: str | Path, split: str) -> Path:
     """Return the path of a split's file, in `folder` or in its subfolder with the task's name.
 
     Raises:
@@ -77,7 +77,7 @@ def find_split(task: Task, folder: str | Path, split: str) -> Path:
     return existing
 
 
-class Record:
+class TaskRecord:
     """Values of one entry in a task file; errors for bad values name the entry's location.
 
     Args:
@@ -99,13 +99,15 @@ class Record:
         """Return the integer in a field."""
         return int(self._get(name, int))
 
-    def parts(self, name: str) -> list[Record]:
-        """Return the list of objects in a field, each as a `Record`."""
-        return [Record(f"{self.place}, {name} {n}", v) for n, v in enumerate(self._get(name, list))]
+    def parts(self, name: str) -> list[TaskRecord]:
+        """Return the list of objects in a field, each as a `TaskRecord`."""
+        return [
+            TaskRecord(f"{self.place}, {name} {n}", v) for n, v in enumerate(self._get(name, list))
+        ]
 
-    def part(self, name: str) -> Record:
-        """Return the object in a field as a `Record`."""
-        return Record(f"{self.place}, {name}", self._get(name, dict))
+    def part(self, name: str) -> TaskRecord:
+        """Return the object in a field as a `TaskRecord`."""
+        return TaskRecord(f"{self.place}, {name}", self._get(name, dict))
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return the list of texts in a field."""
@@ -138,7 +140,7 @@ class Record:
         return value
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[TaskRecord]:
     """Yield the objects of a JSON lines file; empty lines are skipped.
 
     Raises:
@@ -153,7 +155,7 @@ def read_records(path: Path) -> Iterator[Record]:
                 raise DataError(
                     f"{location}: no JSON ({error.msg}, column {error.colno})."
                 ) from error
-            yield Record(location, values)
+            yield TaskRecord(location, values)
 
 
 def read_json(path: Path) -> Any:

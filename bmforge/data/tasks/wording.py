@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bmforge.data.tasks import Task, TaskExample
+from bmforge.data.tasks import BenchmarkTask, TaskExample
 
 __all__ = ["Wording", "word_task"]
 
@@ -88,7 +88,7 @@ _WORDINGS = {
 }
 
 
-def word_task(task: Task, example: TaskExample) -> Wording:
+def word_task(task: BenchmarkTask, example: TaskExample) -> Wording:
     """Return the prompt templates of a task.
 
     Args:

@@ -15,7 +15,7 @@ from bmforge.infer.engine.engine import Engine
 from bmforge.infer.engine.request import (
     Completion,
     Handle,
-    Piece,
+    OutputDelta,
     Request,
     RequestsConfig,
     RequestsStatus,
@@ -29,7 +29,7 @@ __all__ = [
     "EngineConfig",
     "Handle",
     "MemoryPlan",
-    "Piece",
+    "OutputDelta",
     "Request",
     "RequestsConfig",
     "RequestsStatus",

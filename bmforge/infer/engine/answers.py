@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bmforge.infer.engine.batch_choice import Draw, TokenChoice, narrow_sampled
 from bmforge.infer.engine.constraint import Matcher
-from bmforge.infer.engine.request import Completion, FinishReason, Piece, TokenLogprob
+from bmforge.infer.engine.request import Completion, FinishReason, OutputDelta, TokenLogprob
 from bmforge.infer.engine.text_stream import TextStream, token_data
 from bmforge.infer.engine.thought_budget import ThoughtBudget
 from bmforge.infer.options import GenerationConfig
@@ -241,13 +241,13 @@ class Answer:
             self.finish_reason = reason
             self._fresh += self._stream.finish()
 
-    def piece(self) -> Piece | None:
+    def piece(self) -> OutputDelta | None:
         """Return the output since the previous piece; None if there is no new output."""
         ids, tells = tuple(self.ids[self._told :]), self.config.logprobs is not None
         if not ids and not self._fresh and self.finish_reason is None:
             return None
         logprobs = tuple(self._logprobs[self._told :]) if tells else None
-        new_piece = Piece(self.index, self._fresh, ids, logprobs, self.finish_reason)
+        new_piece = OutputDelta(self.index, self._fresh, ids, logprobs, self.finish_reason)
         self._told, self._fresh = len(self.ids), ""
         return new_piece
 

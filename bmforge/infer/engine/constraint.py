@@ -20,7 +20,7 @@ from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.infer.engine.text_stream import token_data
 from bmforge.tokenizers import CPM2Tokenizer, FastTokenizer
 
-__all__ = ["Constraint", "Matcher", "Rules"]
+__all__ = ["Constraint", "Matcher", "ConstraintCompiler"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Constraint:
         return cls("lark", grammar)
 
 
-class Rules:
+class ConstraintCompiler:
     """Compiles constraints for one tokenizer.
 
     Args:

@@ -21,7 +21,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.infer.engine.budget import EngineConfig
 from bmforge.infer.engine.packed_step import PackedStep, can_pack
 from bmforge.infer.engine.paged_cache import StepRow
-from bmforge.infer.engine.scheduler import Part, Sequence
+from bmforge.infer.engine.scheduler import Sequence, SequenceChunk
 from bmforge.infer.engine.speculate import GUESSED_LATER
 from bmforge.infer.engine.workspace import find_workspace
 from bmforge.memory.packed import packed_bytes
@@ -118,7 +118,7 @@ class Draft:
         """Copy a page of the draft's KV cache."""
         self._step.cache.copy_page(source, target)
 
-    def fill(self, parts: Several[Part]) -> list[Part]:
+    def fill(self, parts: Several[SequenceChunk]) -> list[SequenceChunk]:
         """Return the parts with their placeholders replaced by draft tokens."""
         self._step.cut()
         alive = {part.sequence for part in parts}
@@ -153,12 +153,12 @@ class Draft:
             for number, part in enumerate(parts)
         ]
 
-    def _open(self, parts: Several[Part], guessed: dict[int, list[int]]) -> list[int]:
+    def _open(self, parts: Several[SequenceChunk], guessed: dict[int, list[int]]) -> list[int]:
         """Return the indices of the parts that need more draft tokens."""
         return [n for n, tokens in guessed.items() if len(tokens) < len(parts[n].guessed)]
 
     def _write(
-        self, parts: Several[Part], guessed: dict[int, list[int]], left: Several[int]
+        self, parts: Several[SequenceChunk], guessed: dict[int, list[int]], left: Several[int]
     ) -> list[torch.Tensor]:
         """Return the draft model's logits after the last draft token of each of these parts."""
         rows = []

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmforge.data.tasks.rows import encode_segments
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn.prompt import count_ids, with_prompt
 from bmforge.surgery import evaluating
+from bmforge.tokenizers.segments import encode_segments
 
 __all__ = [
     "Filled",

@@ -18,21 +18,21 @@ from torch import Tensor
 
 from bmforge.infer.engine.encode import Pooling, check_pooling, pool, read_states
 from bmforge.infer.engine.packed_step import shares_passes
-from bmforge.infer.engine.tasks import Task
+from bmforge.infer.engine.tasks import EngineTask
 from bmforge.surgery import evaluating
 from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
 __all__ = ["Encoding", "Encodings"]
 
 
-class Encoding(Task):
+class Encoding(EngineTask):
     """Embedding request of one caller.
 
     Args:
         rows: keyword arguments of the model for each row.
         pooling: pooling as in `encode.embed`.
         normalize: scale embeddings to length 1.
-        deadline_s: deadline in seconds, as in `Task`.
+        deadline_s: deadline in seconds, as in `EngineTask`.
         deltas: adapter names, as in `Request`.
     """
 

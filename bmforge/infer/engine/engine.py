@@ -30,7 +30,7 @@ from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
 from bmforge.infer.engine.stream import continue_prompts, stream_text
-from bmforge.infer.engine.tasks import Work
+from bmforge.infer.engine.tasks import TurnTask
 from bmforge.infer.engine.weights import place_, read_weights_
 from bmforge.infer.generate import generate
 from bmforge.infer.openbmb.documents import fill_documents
@@ -314,7 +314,7 @@ class Engine:
         deltas = check_names(self.model, options.pop("delta", None))
         arguments = {"batch_size": min(8, self.config.max_rows), **options}
         fill = partial(fill_documents, self.model, self.tokenizer, documents, **arguments)
-        return self._queue().add(Work(self.model, fill, deadline_s, deltas))
+        return self._queue().add(TurnTask(self.model, fill, deadline_s, deltas))
 
     def embed(self, inputs: Any, *, delta: DeltaChoice = None, **options: Any) -> Tensor:
         """Return an embedding of every input, (B, D); see `encode.embed`."""

@@ -18,8 +18,8 @@ from bmforge.infer.engine.pages import Pages, pages_of
 from bmforge.infer.engine.prefix import PrefixKeys
 from bmforge.infer.engine.prompts import Ready
 from bmforge.infer.engine.request import FinishReason, Handle, RequestsConfig
-from bmforge.infer.engine.rows import Rows
-from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
+from bmforge.infer.engine.rows import UnbatchedRunner
+from bmforge.infer.engine.scheduler import ChunkRules, Scheduler, Sequence, SequenceChunk
 from bmforge.infer.engine.speculate import DraftSpeculator, NgramSpeculator
 from bmforge.memory.packed import packed_bytes
 from bmforge.tune.delta.selection import DeltaNames, tell_choice
@@ -59,7 +59,7 @@ class Job:
     def __init__(self, number: int, ready: Ready, now_s: float) -> None:
         self.number, self.ready = number, ready
         self.handle = Handle(len(ready.answers))
-        self.rows: Rows | None = None
+        self.rows: UnbatchedRunner | None = None
         self.sequences: dict[Sequence, Answer] = {}
         self.is_running = False
         deadline = ready.request.deadline_s
@@ -215,7 +215,7 @@ class PackedJobs:
                 self._draft = Draft(self._small, self.pages.count)
         cut = self._step.cut()
         shares = cut.shares and self._config.enable_prefix_caching
-        self._scheduler.cut = Cut(cut.unit, shares)
+        self._scheduler.cut = ChunkRules(cut.unit, shares)
         parts = self._scheduler.plan()
         for source, target in self._scheduler.copies:
             self._step.cache.copy_page(source, target)
@@ -244,14 +244,14 @@ class PackedJobs:
                 self.remove(job)
 
     def _compute(
-        self, step: PackedStep, parts: list[Part], deltas: list[DeltaNames]
+        self, step: PackedStep, parts: list[SequenceChunk], deltas: list[DeltaNames]
     ) -> list[Tensor]:
         rows = [StepRow(part.sequence.pages, part.start, part.end) for part in parts]
         counts = [_count_logits(part) for part in parts]
         return step.run(rows, [part.tokens for part in parts], counts, deltas)
 
     def _go_on(
-        self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, TokenChoice]
+        self, job: Job, part: SequenceChunk, scores: Tensor, chosen: dict[Answer, TokenChoice]
     ) -> None:
         """Choose a sequence's next tokens from a part's logits; an error ends the job."""
         if _reads_prompt(part):
@@ -272,7 +272,7 @@ class PackedJobs:
             self._scheduler.remove(sequence)
 
     def _choose(
-        self, job: Job, part: Part, scores: Tensor, chosen: dict[Answer, TokenChoice]
+        self, job: Job, part: SequenceChunk, scores: Tensor, chosen: dict[Answer, TokenChoice]
     ) -> None:
         """Choose a sequence's next tokens; after the prompt, one for each answer."""
         sequence, answers = part.sequence, job.ready.answers
@@ -303,12 +303,12 @@ class PackedJobs:
         job.fail(error)
 
 
-def _reads_prompt(part: Part) -> bool:
+def _reads_prompt(part: SequenceChunk) -> bool:
     """Return True if a part's logits give log-probabilities of prompt tokens."""
     return part.sequence.scores_prompt and part.start < part.sequence.prompt_length
 
 
-def _count_logits(part: Part) -> int:
+def _count_logits(part: SequenceChunk) -> int:
     """Return the number of trailing tokens of a part whose logits are needed."""
     if _reads_prompt(part):
         return part.end - part.start
@@ -316,7 +316,7 @@ def _count_logits(part: Part) -> int:
 
 
 def _choose_together(
-    jobs: list[Job], parts: list[Part], scores: list[Tensor]
+    jobs: list[Job], parts: list[SequenceChunk], scores: list[Tensor]
 ) -> dict[Answer, TokenChoice]:
     """Choose the next tokens of all answers whose options do not depend on their text."""
     answers, draws = [], []

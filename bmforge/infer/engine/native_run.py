@@ -1,7 +1,7 @@
 """Arguments of one call of the native step: tokens, masks, positions, keys and values.
 
-`Call` is for rows of equal length in a `KVCache`; `PackedCall` for tokens of several sequences in
-one row, each with its pages in a `PagedCache`.
+`CacheCall` is for rows of equal length in a `KVCache`; `PackedCall` is for tokens of several
+sequences in one row, each with its pages in a `PagedCache`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bmforge.infer.cache import KVCache
 from bmforge.infer.engine.paged_cache import PAGE_TOKENS, PagedCache, StepRow
 from bmforge.nn.product_kernels import PLAIN_KINDS
 
-__all__ = ["Call", "PackedCall", "Pasts", "Segment"]
+__all__ = ["CacheCall", "PackedCall", "Pasts", "BlockSegment"]
 
 # Keys and values may be bytes too, `BYTES` of step_parts.cpp.
 _KINDS = {**PLAIN_KINDS, torch.int8: 4}
@@ -79,7 +79,7 @@ class Pasts(NamedTuple):
     """Addresses of a `KVCache`'s keys and values, for a run of blocks.
 
     Args:
-        key: state on which these addresses depend; see `Call._key`.
+        key: state on which these addresses depend; see `CacheCall._key`.
         own: self-attention keys and values of each block, (`_Past` * blocks).
         memory: cross-attention keys and values of each block, (`_Past` * blocks).
         memory_length: number of encoder tokens.
@@ -93,7 +93,7 @@ class Pasts(NamedTuple):
     room: int
 
 
-class Segment(Protocol):
+class BlockSegment(Protocol):
     """Interface of a described run of consecutive blocks.
 
     `pasts` are the addresses of the previous call.
@@ -110,14 +110,14 @@ class Segment(Protocol):
 
 
 class _AnyCall:
-    """Base class of `Call` and `PackedCall`."""
+    """Base class of `CacheCall` and `PackedCall`."""
 
     def __init__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> None:
         self._rows, self._tokens, self._hidden = x.shape
         self._kept: list[Any] = []  # keeps the memory behind raw pointers alive
         self._rope = self._positions(rope)
 
-    def fits(self, segment: Segment) -> bool:
+    def fits(self, segment: BlockSegment) -> bool:
         """Return True if hidden sizes match and heads are wide enough for rotary embedding."""
         wide = self._rope.width <= (segment.narrowest or 1 << 30)
         return wide and not segment.hidden - {self._hidden}
@@ -153,7 +153,12 @@ class _AnyCall:
         return places
 
     def _make(
-        self, segment: Segment, x: Tensor, parts: Sequence[Any], masks: Sequence[Any], **more: Any
+        self,
+        segment: BlockSegment,
+        x: Tensor,
+        parts: Sequence[Any],
+        masks: Sequence[Any],
+        **more: Any,
     ) -> _Run:
         """Build the `_Run` structure.
 
@@ -184,7 +189,7 @@ class _AnyCall:
         )
 
 
-class Call(_AnyCall):
+class CacheCall(_AnyCall):
     """Arguments of a call with a `KVCache`.
 
     Args:
@@ -215,7 +220,7 @@ class Call(_AnyCall):
         new = range(self._stored, self._stored + self._tokens)
         self._places = self._place((rows[row:], n) for row in range(self._rows) for n in new)
 
-    def takes(self, segment: Segment) -> bool:
+    def takes(self, segment: BlockSegment) -> bool:
         """Return True if the cache has the blocks' buffers and capacity for the new tokens."""
         if not self.fits(segment):
             return False
@@ -229,7 +234,7 @@ class Call(_AnyCall):
         identity = weakref.ref(cache), cache.moves
         return *identity, self._rows, tuple(self._windows), tuple(self._heads)
 
-    def _find_pasts(self, segment: Segment) -> Pasts | None:
+    def _find_pasts(self, segment: BlockSegment) -> Pasts | None:
         """Collect the keys, values and masks of the blocks; None if any is missing."""
         count = len(segment.blocks)
         own, memory = (_Past * count)(), (_Past * count)()
@@ -254,7 +259,7 @@ class Call(_AnyCall):
     def _fits_part(self, pair: Any, part: Any) -> bool:
         return pair is not None and _fits(pair, (self._rows, part.shared_heads, part.width), 1)
 
-    def describe(self, segment: Segment, x: Tensor) -> _Run:
+    def describe(self, segment: BlockSegment, x: Tensor) -> _Run:
         """Return the `_Run` structure of a segment; `x` is changed in place."""
         assert segment.pasts is not None
         _, own, memory, memory_length, _ = segment.pasts
@@ -304,7 +309,7 @@ class PackedCall(_AnyCall):
         )
         self._masks, self._biases = (_Mask * 1)(), (_Bias * 1)()
 
-    def takes(self, segment: Segment) -> bool:
+    def takes(self, segment: BlockSegment) -> bool:
         """Return True if all blocks have only self-attention and fit the cache; allocate it."""
         if not self.fits(segment):
             return False
@@ -320,7 +325,7 @@ class PackedCall(_AnyCall):
                     return False
         return True
 
-    def describe(self, segment: Segment, x: Tensor) -> _Run:
+    def describe(self, segment: BlockSegment, x: Tensor) -> _Run:
         """Return the `_Run` structure of a segment; `x` is changed in place."""
         count = len(segment.blocks)
         own, memory = (_Past * count)(), (_Past * count)()

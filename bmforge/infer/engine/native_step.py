@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bmforge.infer.cache import KVCache
 from bmforge.infer.engine.native_blocks import Layer, Watch, describe_block, expert_sizes
-from bmforge.infer.engine.native_run import Call, PackedCall, Pasts
+from bmforge.infer.engine.native_run import CacheCall, PackedCall, Pasts
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
 from bmforge.nn.product_kernels import PLAIN_KINDS, compile_sources
@@ -131,7 +131,7 @@ class NativeStep:
         self._read(layers)
         if not any(segment.layers for segment in self._segments):
             return None
-        call = Call(x, masks, biases, inputs)
+        call = CacheCall(x, masks, biases, inputs)
         if not all(call.takes(segment) for segment in self._segments if segment.layers):
             return None
         wide = x.float()
@@ -213,7 +213,7 @@ class NativeStep:
             self._segments.append(_Segment(len(layers) - len(descriptions), blocks, descriptions))
 
     def _run(
-        self, library: ctypes.CDLL, call: Call | PackedCall, segment: _Segment, x: Tensor
+        self, library: ctypes.CDLL, call: CacheCall | PackedCall, segment: _Segment, x: Tensor
     ) -> None:
         run = call.describe(segment, x)
         size = library.step_room_bytes(ctypes.byref(run))

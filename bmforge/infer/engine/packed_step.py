@@ -18,7 +18,7 @@ from bmforge.device import is_host
 from bmforge.infer.engine.native_step import NativeStep
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.infer.engine.pages import PAGE_TOKENS
-from bmforge.infer.engine.scheduler import Cut
+from bmforge.infer.engine.scheduler import ChunkRules
 from bmforge.models.stack import run_layers
 from bmforge.nn import LMHead, rope_table
 from bmforge.nn.part import beside_parts
@@ -87,15 +87,15 @@ class PackedStep:
         """Check for changed blocks in the next step."""
         self._native.look_again()
 
-    def cut(self) -> Cut:
+    def cut(self) -> ChunkRules:
         """Return the rules for dividing sequences into steps, for the model's present state."""
         rope = self.model.spec.rope
         by_longest = rope is not None and rope.kind in _BY_LONGEST
         can_share = self._native.knows(self.model.layers) or self._shares_passes
         self._is_together = can_share and not by_longest
         if by_longest:
-            return Cut(_WHOLE, shares=False)
-        return Cut() if self._is_together else Cut(_STRETCH)
+            return ChunkRules(_WHOLE, shares=False)
+        return ChunkRules() if self._is_together else ChunkRules(_STRETCH)
 
     @torch.no_grad()
     def run(

@@ -11,7 +11,7 @@ import torch
 
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.answers import Answer, Vocabulary
-from bmforge.infer.engine.constraint import Rules
+from bmforge.infer.engine.constraint import ConstraintCompiler
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import Request
 from bmforge.infer.generate import check_prompt, complete_config
@@ -21,7 +21,7 @@ from bmforge.tokenizers import CPM2Tokenizer
 from bmforge.tune.delta.selection import DeltaNames, check_names
 from bmforge.tune.delta.soft_prompt import put_rows_before
 
-__all__ = ["Reader", "Ready", "is_document"]
+__all__ = ["PromptReader", "Ready", "is_document"]
 
 
 def is_document(model: Any, request: Request) -> bool:
@@ -50,7 +50,7 @@ class Ready:
     deltas: DeltaNames = None
 
 
-class Reader:
+class PromptReader:
     """Prepares requests for one model.
 
     Args:
@@ -63,7 +63,7 @@ class Reader:
         self._model, self._tokenizer, self._limit = model, tokenizer, limit
         self._vocabulary = Vocabulary(tokenizer)
         self._can_pack = can_pack(model)
-        self._rules: dict[tuple[int, ...], Rules] = {}
+        self._rules: dict[tuple[int, ...], ConstraintCompiler] = {}
 
     @property
     def is_limited(self) -> bool:
@@ -198,7 +198,9 @@ class Reader:
                 raise ConfigError("a constraint needs a tokenizer: Engine(model, tokenizer=...).")
             ends = config.eos_tokens
             if ends not in self._rules:
-                self._rules[ends] = Rules(self._tokenizer, self._model.config.vocab_size, ends)
+                self._rules[ends] = ConstraintCompiler(
+                    self._tokenizer, self._model.config.vocab_size, ends
+                )
             matcher = self._rules[ends].open(request.constraint)
         penalized_ids: Sequence[int] = ids
         before = () if self._model.traits.reads == "apart" else ids

@@ -1,4 +1,4 @@
-"""Public types of batched requests: `Request`, `Handle`, `Piece`, `Completion`, limits.
+"""Public types of batched requests: `Request`, `Handle`, `OutputDelta`, `Completion`, limits.
 
 `Engine.submit` takes a `Request` and returns a `Handle`, which any thread may read.
 """
@@ -22,7 +22,7 @@ __all__ = [
     "Completion",
     "FinishReason",
     "Handle",
-    "Piece",
+    "OutputDelta",
     "Request",
     "RequestsConfig",
     "RequestsStatus",
@@ -82,7 +82,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputDelta:
     """New output of one answer since its previous piece.
 
     Args:
@@ -209,7 +209,7 @@ class Handle:
     def __init__(self, answers: int = 1) -> None:
         self._answers = answers
         self._changed = threading.Condition()
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[OutputDelta] = deque()
         self._whole: dict[int, Completion] = {}
         self._error: Exception | None = None
         self._watch: Callable[[], object] | None = None
@@ -251,7 +251,7 @@ class Handle:
         if is_late:
             call()
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[OutputDelta]:
         """Return the unread pieces without waiting.
 
         Raises:
@@ -264,7 +264,7 @@ class Handle:
                 raise self._error
             return pieces
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[OutputDelta]:
         """Yield pieces as they arrive, until all answers have ended."""
         while True:
             with self._changed:
@@ -288,7 +288,7 @@ class Handle:
                 raise self._error
             return [self._whole[index] for index in range(self._answers)]
 
-    def put(self, piece: Piece, completion: Completion | None = None) -> None:
+    def put(self, piece: OutputDelta, completion: Completion | None = None) -> None:
         """Add a piece, and after the last piece the completion; called by the engine."""
         with self._changed:
             self._pieces.append(piece)

@@ -19,10 +19,10 @@ from bmforge.infer.engine.budget import EngineConfig
 from bmforge.infer.engine.encodings import Encoding, Encodings
 from bmforge.infer.engine.jobs import Job, PackedJobs
 from bmforge.infer.engine.limit import total_tokens
-from bmforge.infer.engine.prompts import Reader
+from bmforge.infer.engine.prompts import PromptReader
 from bmforge.infer.engine.request import Handle, Request, RequestsConfig, RequestsStatus
-from bmforge.infer.engine.rows import Rows
-from bmforge.infer.engine.tasks import Work
+from bmforge.infer.engine.rows import UnbatchedRunner
+from bmforge.infer.engine.tasks import TurnTask
 from bmforge.logging import get_logger
 from bmforge.threads import start_thread
 
@@ -56,7 +56,7 @@ def open_requests(
         tokenizer = None
     limit = (config.max_rows, config.tokens_of(model)) if is_limited else None
     total = total_tokens(model, config, limit)
-    reader = Reader(model, tokenizer, limit)
+    reader = PromptReader(model, tokenizer, limit)
     requests = config.requests
     most = config.max_rows if is_limited else requests.max_num_seqs
     encodings = Encodings(
@@ -83,7 +83,7 @@ class Requests:
     def __init__(
         self,
         model: Any,
-        reader: Reader,
+        reader: PromptReader,
         tokenizer: Any,
         config: RequestsConfig,
         packed: PackedJobs,
@@ -97,7 +97,7 @@ class Requests:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._packed = packed
         self._rows: list[Job] = []
-        self._encodings, self._works = encodings, deque[Work]()
+        self._encodings, self._works = encodings, deque[TurnTask]()
         self._releases = reader.is_limited  # embeddings use the memory of the KV cache
         self._count = 0
         self._was_called = False
@@ -121,12 +121,12 @@ class Requests:
             self._count += 1
             job = Job(self._count, ready, time.monotonic())
             if not ready.is_packed:
-                job.rows = Rows(self._model, self._tokenizer, ready)
+                job.rows = UnbatchedRunner(self._model, self._tokenizer, ready)
             self._inbox.append(job)
             self._wake()
         return job.handle
 
-    def add(self, task: Encoding | Work) -> Future[Any]:
+    def add(self, task: Encoding | TurnTask) -> Future[Any]:
         """Queue an embedding request or another task; return its future.
 
         Raises:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.infer.decoder import Decoder, start_decoder
+from bmforge.infer.decoder import Decoder
+from bmforge.infer.decoder_factory import start_decoder
 from bmforge.infer.engine.prompts import Ready, is_document
 from bmforge.infer.engine.turns import Turns
 from bmforge.infer.generate import run_decoder
@@ -20,10 +21,10 @@ from bmforge.infer.openbmb.texts import answer_document, start_hidden
 from bmforge.surgery import evaluating
 from bmforge.tune.delta.selection import choosing_deltas
 
-__all__ = ["Rows"]
+__all__ = ["UnbatchedRunner"]
 
 
-class Rows:
+class UnbatchedRunner:
     """Runner of one unbatched request.
 
     Args:

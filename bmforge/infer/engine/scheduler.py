@@ -15,11 +15,11 @@ from bmforge.infer.engine.pages import PAGE_TOKENS, Pages, pages_of
 from bmforge.infer.engine.prefix import PrefixKeys, find_prefix, register_prefix
 from bmforge.infer.engine.speculate import DraftSpeculator, NgramSpeculator
 
-__all__ = ["Cut", "Part", "Scheduler", "Sequence"]
+__all__ = ["ChunkRules", "SequenceChunk", "Scheduler", "Sequence"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkRules:
     """Rules for dividing a sequence into steps with bitwise equal results.
 
     Args:
@@ -91,7 +91,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Part:
+class SequenceChunk:
     """Consecutive tokens of a sequence that one step computes.
 
     Args:
@@ -134,14 +134,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, pages: Pages, max_num_seqs: int, max_num_batched_tokens: int, cut: Cut | None = None
+        self,
+        pages: Pages,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        cut: ChunkRules | None = None,
     ) -> None:
         self.pages, self.max_num_seqs, self.max_num_batched_tokens = (
             pages,
             max_num_seqs,
             max_num_batched_tokens,
         )
-        self.cut = cut or Cut()
+        self.cut = cut or ChunkRules()
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._copies: dict[Sequence, tuple[int, int]] = {}
@@ -197,14 +201,14 @@ class Scheduler:
         """Page copies (from, to) to perform, in this order, before the planned step."""
         return list(self._copies.values())
 
-    def plan(self) -> list[Part]:
+    def plan(self) -> list[SequenceChunk]:
         """Plan the next step: return its parts, oldest first, or [] if there is no work.
 
         Generated tokens are planned before prompts, so that a long prompt does not delay other
         answers.
         """
         self._copies = {}
-        parts: list[Part] = []
+        parts: list[SequenceChunk] = []
         room = self.max_num_batched_tokens
         for is_prompt in (False, True):
             for sequence in list(self.running):
@@ -218,7 +222,7 @@ class Scheduler:
             room -= self._plan_one(sequence, room, parts)
         return parts
 
-    def finish(self, part: Part) -> None:
+    def finish(self, part: SequenceChunk) -> None:
         """Record that a part has been computed and its next token appended."""
         sequence = part.sequence
         sequence.stored = min(part.end, len(sequence.tokens) - 1)
@@ -227,7 +231,7 @@ class Scheduler:
         register_prefix(self.pages, sequence.keys, sequence.tokens, sequence.pages, new_pages)
         sequence.registered = max(sequence.registered, full)
 
-    def _plan_one(self, sequence: Sequence, room: int, parts: list[Part]) -> int:
+    def _plan_one(self, sequence: Sequence, room: int, parts: list[SequenceChunk]) -> int:
         """Add a part of a sequence if it gets pages; return the part's number of tokens."""
         most = self.cut.most(sequence)
         if self.cut.unit is None:
@@ -236,7 +240,7 @@ class Scheduler:
         if not self._give_pages(sequence, end, parts):
             return 0
         guessed = self._guess(sequence, end, room - most)
-        parts.append(Part(sequence, sequence.stored, end + len(guessed), guessed))
+        parts.append(SequenceChunk(sequence, sequence.stored, end + len(guessed), guessed))
         return most + len(guessed)
 
     def _guess(self, sequence: Sequence, end: int, room: int) -> tuple[int, ...]:
@@ -275,7 +279,7 @@ class Scheduler:
         insort(self.running, sequence)
         return True
 
-    def _give_pages(self, sequence: Sequence, end: int, parts: list[Part]) -> bool:
+    def _give_pages(self, sequence: Sequence, end: int, parts: list[SequenceChunk]) -> bool:
         """Allocate pages for a sequence up to token `end`; copy its last page if it is shared."""
         number = sequence.stored // PAGE_TOKENS
         if number < len(sequence.pages) and self.pages.is_shared(sequence.pages[number]):
@@ -292,7 +296,7 @@ class Scheduler:
             sequence.pages.append(page)
         return True
 
-    def _take(self, sequence: Sequence, parts: list[Part]) -> int | None:
+    def _take(self, sequence: Sequence, parts: list[SequenceChunk]) -> int | None:
         """Allocate a page, preempting the newest sequences; None if it preempts this sequence.
 
         Planned parts of a preempted sequence are removed.

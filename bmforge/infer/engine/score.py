@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmforge.balance import leave_out_balance
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, DataError
-from bmforge.parallel.balance import leave_out_balance
 from bmforge.surgery import evaluating
 
 __all__ = ["score_pairs"]

@@ -10,10 +10,10 @@ from typing import Any
 from bmforge.infer.engine.turns import Turns
 from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
-__all__ = ["Task", "Work"]
+__all__ = ["EngineTask", "TurnTask"]
 
 
-class Task:
+class EngineTask:
     """Task with a future; cancelling the future ends the task before its next pass.
 
     Args:
@@ -61,13 +61,13 @@ class Task:
         return True
 
 
-class Work(Task):
+class TurnTask(EngineTask):
     """Blocking function that waits for its turn before every forward pass.
 
     Args:
         model: model that the function calls.
         function: the function.
-        deadline_s: deadline in seconds, as in `Task`.
+        deadline_s: deadline in seconds, as in `EngineTask`.
         deltas: adapters that are active during the function, as in `Request`.
     """
 

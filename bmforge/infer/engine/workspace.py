@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmforge.infer.decoder import start_decoder
+from bmforge.balance import leave_out_balance
+from bmforge.infer.decoder_factory import start_decoder
 from bmforge.models.base import Model
-from bmforge.parallel.balance import leave_out_balance
 from bmforge.records import units_of
 from bmforge.surgery import copy_to_meta, evaluating
 

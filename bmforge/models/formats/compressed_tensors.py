@@ -25,7 +25,7 @@ from bmforge.models.formats.safe_file import TensorFile
 from bmforge.nn.packing import QuantSpec
 
 __all__ = [
-    "Compression",
+    "CompressedTensorsScheme",
     "INT_FORMAT",
     "METHOD",
     "PACKED_FORMAT",
@@ -50,7 +50,7 @@ class _Parts:
 
 
 @dataclass(frozen=True)
-class Compression:
+class CompressedTensorsScheme:
     """Quantization scheme of a compressed-tensors checkpoint.
 
     Args:
@@ -75,7 +75,7 @@ def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
     return leave_out_packing(raw, _find)
 
 
-def find_compression(directory: Path) -> Compression | None:
+def find_compression(directory: Path) -> CompressedTensorsScheme | None:
     """Return the scheme of a directory's weights; None if it is not in this format.
 
     Raises:
@@ -84,7 +84,7 @@ def find_compression(directory: Path) -> Compression | None:
     return _find(read_raw_config(directory))
 
 
-def _find(raw: Mapping[str, Any]) -> Compression | None:
+def _find(raw: Mapping[str, Any]) -> CompressedTensorsScheme | None:
     quantization = raw.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return None
@@ -128,7 +128,7 @@ def _find(raw: Mapping[str, Any]) -> Compression | None:
             "unquantized model."
         )
     bits, group, has_tokens, is_symmetric = forms.pop()
-    return Compression(int(bits), max(0, group or 0), has_tokens, is_symmetric)
+    return CompressedTensorsScheme(int(bits), max(0, group or 0), has_tokens, is_symmetric)
 
 
 def _token_problems(tokens: Mapping[str, Any]) -> list[str]:
@@ -180,7 +180,7 @@ class CompressedLinears:
         CheckpointError: parts of a layer are missing, or their shapes contradict each other.
     """
 
-    def __init__(self, files: Mapping[str, TensorFile], how: Compression) -> None:
+    def __init__(self, files: Mapping[str, TensorFile], how: CompressedTensorsScheme) -> None:
         self.files, self._how = files, how
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parts: set[str] = set()

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.parallel.collectives import exchange_rows, sum_backward, sum_forward
 from bmforge.parallel.context.ring import attend_causally, attend_in_ring
-from bmforge.parallel.context.token_share import Rows, TokenCut, TokenShare
+from bmforge.parallel.context.token_share import MaskWithShare, TokenCut, TokenShare
 from bmforge.records import as_stack_, fill_slot_
 from bmforge.surgery import wrap_forward_
 
@@ -85,7 +85,7 @@ def apply_context_parallel_(
             fill_slot_(module, "join_tokens", partial(_join_tokens, group))
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # `torch.compiler.disable` would import torch._dynamo with this module
 def _take_first(group: dist.ProcessGroup, drawn: Tensor) -> Tensor:
     """Broadcast the random number of the group's first process to the others.
 
@@ -147,7 +147,7 @@ def _mix_gathered(
 
     Plain causal attention has no explicit mask, except with attention dropout.
     """
-    if not isinstance(mask, Rows):
+    if not isinstance(mask, MaskWithShare):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share, rows = mask.share, mask.mask
     pair = share.gather(torch.cat((key, value), -1), 2)
@@ -192,7 +192,7 @@ def _mix_in_ring(
     *prefix: Pair,
 ) -> Tensor:
     """Compute ring attention; fall back to gathered keys and values for attention dropout."""
-    if dropout or not isinstance(mask, Rows):
+    if dropout or not isinstance(mask, MaskWithShare):
         return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout, *prefix)
     is_plain = mask.mask is None and bias is None
     first = torch.cat(prefix[0], -1).to(key.dtype)[None] if prefix else None
@@ -214,7 +214,7 @@ def _mix_by_heads(
     *prefix: Pair,
 ) -> Tensor:
     """Compute Ulysses attention: all-to-all from token shards to head shards and back."""
-    if not isinstance(mask, Rows):
+    if not isinstance(mask, MaskWithShare):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share, size = mask.share, mask.share.size
     one_each = [1] * size
@@ -259,7 +259,7 @@ def _see_everything_(attn: Any) -> None:
 def _on_all_tokens(
     attn: Any, inner: Callable[..., Any], /, x: Tensor, mask: Any, *more: Any, **named: Any
 ) -> Tensor:
-    if not isinstance(mask, Rows):
+    if not isinstance(mask, MaskWithShare):
         return inner(x, mask, *more, **named)
     enter, pick_own = attn.enter, attn.pick_own
     attn.enter, attn.pick_own = (lambda own: mask.share.gather(enter(own))), mask.share.take

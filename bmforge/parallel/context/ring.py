@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 
 from bmforge.parallel.context.token_share import Chunk, TokenShare
 
@@ -222,6 +221,8 @@ def attend_to_ends(query: Tensor, pair: Tensor, share: TokenShare, scale: float)
 
     Accelerators have such kernels; on a CPU they would materialize the whole mask.
     """
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
+
     key, value = pair.chunk(2, -1)
     before = pair.shape[2] - share.length
     parts = [

@@ -17,7 +17,7 @@ from torch import Tensor
 from bmforge.errors import ShapeError
 from bmforge.parallel.collectives import all_gather, reduce_scatter
 
-__all__ = ["Chunk", "Rows", "TokenCut", "TokenShare"]
+__all__ = ["Chunk", "MaskWithShare", "TokenCut", "TokenShare"]
 
 
 class Chunk(NamedTuple):
@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Assignment of a sequence's tokens to processes; implements `nn.shard_hooks.TokenShare`.
+    """Assignment of a sequence's tokens to processes; implements `nn.shard_hooks.TokenAssignment`.
 
     Args:
         group: process group.
@@ -148,7 +148,7 @@ class TokenShare:
         if rope is not None:
             inputs["rope"] = tuple(self.take(table, 2) for table in rope)
         inputs["bias"] = {key: self._cut_bias(bias) for key, bias in inputs["bias"].items()}
-        rows = {key: Rows(self._cut_mask(mask), self) for key, mask in masks.items()}
+        rows = {key: MaskWithShare(self._cut_mask(mask), self) for key, mask in masks.items()}
         return self.take(x), rows, inputs
 
     def _cut_bias(self, bias: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class TokenShare:
         return mask if keeps_all else self.take(mask, 2)
 
 
-class Rows(NamedTuple):
+class MaskWithShare(NamedTuple):
     """Attention mask together with the assignment of tokens to processes.
 
     Args:

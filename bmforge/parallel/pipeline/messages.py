@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from bmforge.errors import DistributedError, ShapeError
 from bmforge.parallel.collectives import gather_into
 from bmforge.parallel.pipeline.replay import order_messages
-from bmforge.parallel.pipeline.schedules import Message, Schedule
+from bmforge.parallel.pipeline.schedules import Schedule, StageMessage
 
 __all__ = ["MAX_DIMS", "MAX_TENSORS", "Link", "Route", "Tensors", "Wire", "share_from"]
 
@@ -153,21 +153,21 @@ class Route:
             if action.kind != "backward_weight"
         }
 
-    def made_at(self, message: Message) -> int:
+    def made_at(self, message: StageMessage) -> int:
         """Return the position of the action that produces the message in the sender's order."""
         return self._index[tuple(message)]  # type: ignore[index]
 
-    def used_at(self, message: Message) -> int:
+    def used_at(self, message: StageMessage) -> int:
         """Return the position of the action that consumes the message in the receiver's order."""
         return self._index[tuple(message._replace(stage=message.receiver))]  # type: ignore[index]
 
-    def peer(self, rank: int, message: Message) -> int:
+    def peer(self, rank: int, message: StageMessage) -> int:
         """Return the rank at the other end of a message."""
         ranks = self.schedule.stage_ranks
         sender, receiver = ranks[message.stage], ranks[message.receiver]
         return receiver if rank == sender else sender
 
-    def tag(self, message: Message) -> int:
+    def tag(self, message: StageMessage) -> int:
         """Return the tag of the message's header; the tensors use the tags after it."""
         stages = self.schedule.num_stages
         number = (message.micro_batch * stages + message.stage) * 2 + (message.kind == "backward")
@@ -187,7 +187,7 @@ class _Incoming:
 class _Outgoing:
     """A message being sent; its tensors must stay alive until it has arrived."""
 
-    message: Message
+    message: StageMessage
     tensors: list[Tensor]
     works: list[dist.Work]
 
@@ -202,10 +202,10 @@ class Wire:
     def __init__(self, route: Route, link: Link) -> None:
         self._route, self._link, self._rank = route, link, link.rank
         self._done: dict[int, int] = defaultdict(int)  # messages posted, per peer
-        self._incoming: dict[Message, _Incoming] = {}
+        self._incoming: dict[StageMessage, _Incoming] = {}
         self._outgoing: dict[int, list[_Outgoing]] = defaultdict(list)
 
-    def send(self, message: Message, tensors: Tensors) -> None:
+    def send(self, message: StageMessage, tensors: Tensors) -> None:
         """Send a message asynchronously; its tensors must not be changed in place afterwards."""
         peer = self._route.peer(self._rank, message)
         header = _encode(tensors, message)
@@ -221,7 +221,7 @@ class Wire:
             ]
         self._outgoing[peer].append(_Outgoing(message, parcel, works))
 
-    def receive(self, message: Message) -> Tensors:
+    def receive(self, message: StageMessage) -> Tensors:
         """Wait for a message; its tensors require a gradient if the sender's did."""
         peer = self._route.peer(self._rank, message)
         self._post_until(peer, message)
@@ -242,13 +242,13 @@ class Wire:
         for peer, outgoing in self._outgoing.items():
             self._release(peer, list(outgoing))
 
-    def _post_until(self, peer: int, message: Message) -> None:
+    def _post_until(self, peer: int, message: StageMessage) -> None:
         """Post the receives that come before `message` in the message order of the two ranks."""
         order = self._route.messages[min(peer, self._rank), max(peer, self._rank)]
         while message not in self._incoming and order[self._done[peer]] != message:
             self._post(peer, order[self._done[peer]])
 
-    def _post(self, peer: int, message: Message) -> None:
+    def _post(self, peer: int, message: StageMessage) -> None:
         header = torch.empty(1 + MAX_TENSORS * _ROW, dtype=torch.int64)
         tag = self._route.tag(message)
         with self._named(message, peer):
@@ -273,7 +273,7 @@ class Wire:
         self._outgoing[peer] = [o for o in self._outgoing[peer] if o.message not in gone]
 
     @contextmanager
-    def _named(self, message: Message, peer: int) -> Iterator[None]:
+    def _named(self, message: StageMessage, peer: int) -> Iterator[None]:
         """Context manager: turn backend errors into a DistributedError that names the message."""
         try:
             yield

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from bmforge.balance import balance_whole_step
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError
-from bmforge.parallel.balance import balance_whole_step
 from bmforge.parallel.pipeline.messages import Link
 from bmforge.parallel.pipeline.run import Pipeline
 from bmforge.parallel.pipeline.schedules import Schedule, problems, write_schedule

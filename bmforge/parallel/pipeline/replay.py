@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bmforge.errors import ConfigError
-from bmforge.parallel.pipeline.schedules import Action, Kind, Message, Schedule
+from bmforge.parallel.pipeline.schedules import Action, Kind, Schedule, StageMessage
 
 __all__ = ["Replay", "order_messages", "replay"]
 
@@ -126,7 +126,7 @@ def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[A
     return finished
 
 
-def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
+def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[StageMessage]]:
     """Return the order of the messages between each pair of ranks (lower rank first).
 
     Messages are ordered by the finish time of their senders at unit times. That order agrees with
@@ -136,14 +136,14 @@ def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     Messages are ordered by the time at which the senders finish at unit times. That agrees with the
     order of actions of every rank, so a rank that waits for a message waits only for earlier work.
     """
-    messages: dict[tuple[int, int], list[Message]] = {}
+    messages: dict[tuple[int, int], list[StageMessage]] = {}
     times = _finish_times(schedule, _UNIT_TIMES)
     for action in sorted(times, key=lambda a: times[a]):
         if action.kind == "backward_weight":
             continue
         kind: Literal["forward", "backward"]
         kind = "forward" if action.kind == "forward" else "backward"
-        message = Message(kind, action.stage, action.micro_batch)
+        message = StageMessage(kind, action.stage, action.micro_batch)
         if 0 <= message.receiver < schedule.num_stages:
             ends = schedule.stage_ranks[message.stage], schedule.stage_ranks[message.receiver]
             if ends[0] != ends[1]:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.parallel.pipeline.messages import Link, Route, Tensors, Wire, share_from
-from bmforge.parallel.pipeline.schedules import Action, Message, Schedule, forward_only
+from bmforge.parallel.pipeline.schedules import Action, Schedule, StageMessage, forward_only
 from bmforge.parallel.pipeline.split_backward import WeightBackward, backward_input
 
 __all__ = ["Pipeline", "Stage", "Sync"]
@@ -61,7 +61,7 @@ class _Run:
 
     wire: Wire
     micro_batches: Sequence[Batch]
-    handed: dict[Message, Tensors] = field(default_factory=dict)
+    handed: dict[StageMessage, Tensors] = field(default_factory=dict)
     saved: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     weights: dict[tuple[int, int], WeightBackward] = field(default_factory=dict)
     results: dict[int, Tensors] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Pipeline:
         return set(last.values())
 
     def _forward(self, run: _Run, stage: int, micro_batch: int) -> None:
-        message = Message("forward", stage, micro_batch)
+        message = StageMessage("forward", stage, micro_batch)
         carry = self._take(run, message._replace(stage=stage - 1)) if stage else None
         result = self._stages[stage].forward(carry, run.micro_batches[micro_batch])
         outputs = (result,) if isinstance(result, Tensor) else result
@@ -227,7 +227,7 @@ class Pipeline:
             for tensor in inputs:
                 if tensor is not None:
                     tensor.grad = None  # being sent; a later half must not add to it
-            self._give(run, Message("backward", stage, micro_batch), own_grads)
+            self._give(run, StageMessage("backward", stage, micro_batch), own_grads)
 
     def _gather(
         self, run: _Run, stage: int, micro_batch: int
@@ -238,7 +238,7 @@ class Pipeline:
         if stage == self._last:
             grads = tuple(torch.ones_like(t) for t in run.results[micro_batch] if t is not None)
         else:
-            grads = self._take(run, Message("backward", stage + 1, micro_batch))
+            grads = self._take(run, StageMessage("backward", stage + 1, micro_batch))
         pairs = zip(saved.outputs, grads, strict=True)
         edges_and_grads = [(e, g) for e, g in pairs if e is not None and g is not None]
         return (
@@ -247,7 +247,7 @@ class Pipeline:
             saved.inputs,
         )
 
-    def _give(self, run: _Run, message: Message, tensors: Tensors) -> None:
+    def _give(self, run: _Run, message: StageMessage, tensors: Tensors) -> None:
         if self.schedule.stage_ranks[message.receiver] != self.link.rank:
             run.wire.send(message, tensors)
             return
@@ -255,7 +255,7 @@ class Pipeline:
             None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors
         )
 
-    def _take(self, run: _Run, message: Message) -> Tensors:
+    def _take(self, run: _Run, message: StageMessage) -> Tensors:
         if message in run.handed:
             return run.handed.pop(message)
         return run.wire.receive(message)

@@ -23,7 +23,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Kind",
-    "Message",
+    "StageMessage",
     "Schedule",
     "write_schedule",
     "forward_only",
@@ -50,7 +50,7 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """Tensors that stage `stage` sends: outputs to the next stage or gradients to the previous."""
 
     kind: Literal["forward", "backward"]

@@ -24,11 +24,18 @@ from bmforge.parallel.planner.peak import (
     peak_memory,
 )
 from bmforge.parallel.planner.ranks import Rank, cut_ranks
-from bmforge.parallel.planner.step_time import OURS, Engine, Times, Work, compute_time, step_time
+from bmforge.parallel.planner.step_time import (
+    OURS,
+    StepWork,
+    Times,
+    TrainingEngine,
+    compute_time,
+    step_time,
+)
 from bmforge.parallel.planner.trace import BLOCKS, Setting, StepTrace, trace_step
 from bmforge.parallel.planner.workload import Workload
 
-__all__ = ["Choice", "Estimator", "Request", "Row"]
+__all__ = ["TrainingSetup", "Estimator", "PlanRequest", "PlanRow"]
 
 # This many shards suffice to show the gathers of ZeRO and their order.
 _SHARDS_TRACED = 2
@@ -37,7 +44,7 @@ _HOST_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """Model, machines and constraints of a plan.
 
     Args:
@@ -63,7 +70,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TrainingSetup:
     """One training configuration.
 
     Args:
@@ -80,7 +87,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """Estimate of a configuration.
 
     Args:
@@ -96,7 +103,7 @@ class Row:
             is traced.
     """
 
-    choice: Choice
+    choice: TrainingSetup
     memory: Memory
     short_bytes: float
     times: Times
@@ -127,9 +134,9 @@ class Estimator:
         kept: trace cache on disk; None disables it.
     """
 
-    request: Request
+    request: PlanRequest
     exact_shards: bool = False
-    engine: Engine = OURS
+    engine: TrainingEngine = OURS
     traces: dict[Setting, StepTrace] = field(default_factory=dict)
     store: TraceStore | None = None
     _outcomes: Outcomes = field(default_factory=Outcomes)
@@ -137,7 +144,7 @@ class Estimator:
     _model: nn.Module | None = None
     _ranks: dict[Layout, tuple[Rank, ...]] = field(default_factory=dict)
 
-    def estimate(self, choice: Choice) -> Row:
+    def estimate(self, choice: TrainingSetup) -> PlanRow:
         """Return memory and step time of one configuration, even if it does not fit.
 
         Raises:
@@ -156,7 +163,7 @@ class Estimator:
         times, trained = self._times(trace, choice, count, shards, ranks)
         beside = min(cluster.per_node, cluster.count)
         host = _HOST_BYTES * trained / shards * choice.offloaded * beside
-        return Row(
+        return PlanRow(
             choice,
             memory,
             memory.total - cluster.device.memory_bytes,
@@ -200,7 +207,7 @@ class Estimator:
             return 1, processes
         return processes // layout.dp_replicate * layout.cp, processes
 
-    def _micro_batches(self, choice: Choice, replicas: int) -> int:
+    def _micro_batches(self, choice: TrainingSetup, replicas: int) -> int:
         batch = self.request.batch
         if batch % (replicas * choice.rows):
             raise ConfigError(
@@ -209,7 +216,7 @@ class Estimator:
             )
         return batch // (replicas * choice.rows)
 
-    def _setting(self, choice: Choice, shards: int, count: int) -> Setting:
+    def _setting(self, choice: TrainingSetup, shards: int, count: int) -> Setting:
         layout = choice.layout
         size = shards if layout.zero else self.shards(layout)[1] * layout.cp
         if not self.exact_shards:
@@ -234,7 +241,12 @@ class Estimator:
         )
 
     def _memory(
-        self, trace: StepTrace, choice: Choice, count: int, ratio: float, ranks: Sequence[Rank]
+        self,
+        trace: StepTrace,
+        choice: TrainingSetup,
+        count: int,
+        ratio: float,
+        ranks: Sequence[Rank],
     ) -> Memory:
         """Return the memory of the pipeline rank with the highest peak."""
         shares: dict[Any, Share] = {}
@@ -255,7 +267,12 @@ class Estimator:
         return max(peaks, key=lambda memory: memory.total)
 
     def _times(
-        self, trace: StepTrace, choice: Choice, count: int, shards: int, ranks: Sequence[Rank]
+        self,
+        trace: StepTrace,
+        choice: TrainingSetup,
+        count: int,
+        shards: int,
+        ranks: Sequence[Rank],
     ) -> tuple[Times, float]:
         """Return the times of the slowest rank, and the most trained parameters of any rank."""
         layout, request = choice.layout, self.request
@@ -271,7 +288,7 @@ class Estimator:
         )
         width = 4 if request.precision == "fp32" else 2
         tokens = choice.rows * request.workload.row_tokens / layout.cp
-        work_of_slowest = Work(
+        work_of_slowest = StepWork(
             *work[slowest],
             count,
             tokens * request.workload.hidden_size * width,
@@ -295,7 +312,7 @@ class Estimator:
         )
         return times, max(trained)
 
-    def least_static(self, choice: Choice) -> float:
+    def least_static(self, choice: TrainingSetup) -> float:
         """Return the bytes of the parameters and optimizer states alone, without tracing."""
         if self._counts is None:
             self._counts = _count(self.request.workload)

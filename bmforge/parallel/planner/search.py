@@ -21,12 +21,20 @@ from typing import Any
 
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.parallel.layout import Layout
-from bmforge.parallel.planner.estimate import Choice, Estimator, Request, Row
+from bmforge.parallel.planner.estimate import Estimator, PlanRequest, PlanRow, TrainingSetup
 from bmforge.parallel.planner.kept import TraceStore
 from bmforge.parallel.planner.peak import Memory
 from bmforge.parallel.planner.step_time import Times
 
-__all__ = ["Choice", "Plan", "Request", "Row", "explain_refusal", "plan", "sensible_layouts"]
+__all__ = [
+    "TrainingSetup",
+    "Plan",
+    "PlanRequest",
+    "PlanRow",
+    "explain_refusal",
+    "plan",
+    "sensible_layouts",
+]
 
 _LONG_ROW = 16384
 _FRACTIONS = tuple(n / 20 for n in range(1, 21))
@@ -46,13 +54,13 @@ class Plan:
             memory without offloading; None if no layout is possible.
     """
 
-    request: Request
-    rows: tuple[Row, ...]
+    request: PlanRequest
+    rows: tuple[PlanRow, ...]
     refused: tuple[tuple[Layout, str], ...] = ()
-    least: Row | None = None
+    least: PlanRow | None = None
 
     @property
-    def winner(self) -> Row:
+    def winner(self) -> PlanRow:
         """Fastest configuration that fits.
 
         Raises:
@@ -73,7 +81,7 @@ class Plan:
 
 
 def plan(
-    request: Request,
+    request: PlanRequest,
     *,
     note: Callable[[str], None] = lambda _: None,
     layouts: tuple[Layout, ...] = (),
@@ -114,11 +122,11 @@ def plan(
     return Plan(request, tuple(rows), refused, _find_least(rows, look.estimator))
 
 
-def _find_least(rows: Sequence[Row], estimator: Estimator) -> Row | None:
+def _find_least(rows: Sequence[PlanRow], estimator: Estimator) -> PlanRow | None:
     """Estimate the best layout with one row per micro-batch and recompute."""
     if not rows or not rows[0].traced:
         return None
-    choice = Choice(rows[0].choice.layout, 1, recompute=True)
+    choice = TrainingSetup(rows[0].choice.layout, 1, recompute=True)
     known = (row for row in rows if row.choice == choice)
     return next(known, None) or estimator.estimate(choice)
 
@@ -128,7 +136,7 @@ class _Look:
     """Result for one layout: its estimates, or the reason why it is impossible."""
 
     layout: Layout
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PlanRow, ...] = ()
     refused: str = ""
 
 
@@ -156,7 +164,7 @@ def _workers(processes: int) -> Iterator[Callable[..., Iterator[list[_Look]]]]:
 class _Looker:
     """Estimates layouts and reuses their traces; a new process starts without traces."""
 
-    def __init__(self, request: Request, keep: Path | None) -> None:
+    def __init__(self, request: PlanRequest, keep: Path | None) -> None:
         self.request, self.keep = request, keep
         store = None if keep is None else TraceStore(keep)
         self.estimator = Estimator(request, store=store)
@@ -177,7 +185,7 @@ class _Looker:
                 looks.append(_Look(layout, refused=str(error)))
         return looks
 
-    def _find_rows(self, layout: Layout) -> Iterator[Row]:
+    def _find_rows(self, layout: Layout) -> Iterator[PlanRow]:
         """Yield the best estimate, and one with recompute if that could be faster."""
         share = self._rows_of_a_process(layout)
         plain = self._best(layout, False, share)
@@ -199,19 +207,21 @@ class _Looker:
             )
         return batch // replicas
 
-    def _best(self, layout: Layout, recompute: bool, share: int) -> Row:
+    def _best(self, layout: Layout, recompute: bool, share: int) -> PlanRow:
         """Return the fastest estimate that fits, or that of a single row if none fits.
 
         The largest micro-batch that fits is searched twice: with the optimizer on the device and
         offloaded.
         """
-        tried: dict[int, Row] = {}
+        tried: dict[int, PlanRow] = {}
         axes = recompute, layout.tp, layout.cp
         for offloaded in (0.0, 1.0) if self.request.offload else (0.0,):
-            rows = self._expect(Choice(layout, _largest(layout, share), recompute, offloaded))
+            rows = self._expect(
+                TrainingSetup(layout, _largest(layout, share), recompute, offloaded)
+            )
             while True:
                 if rows not in tried:
-                    tried[rows] = _fitting(self.estimator, Choice(layout, rows, recompute))
+                    tried[rows] = _fitting(self.estimator, TrainingSetup(layout, rows, recompute))
                 row = tried[rows]
                 if row.traced and layout.pp == 1:
                     self.per_row[axes] = row.memory.parts["activations"] / rows
@@ -222,7 +232,7 @@ class _Looker:
                 break
         return min(tried.values(), key=_rank)
 
-    def _expect(self, choice: Choice) -> int:
+    def _expect(self, choice: TrainingSetup) -> int:
         """Return the number of rows expected to fit, at most `choice.rows`; 1 if unknown."""
         room = self.request.cluster.device.memory_bytes
         bytes_per_row = self.per_row.get((choice.recompute, choice.layout.tp, choice.layout.cp))
@@ -242,7 +252,7 @@ def _largest(layout: Layout, share: int) -> int:
     return 1 if layout.pp > 1 else share & -share
 
 
-def explain_refusal(request: Request, refused: Sequence[tuple[Layout, str]]) -> str:
+def explain_refusal(request: PlanRequest, refused: Sequence[tuple[Layout, str]]) -> str:
     """Explain why no layout is possible, and suggest the nearest possible request."""
     count, batch = request.cluster.count, request.batch
     reasons = list(dict.fromkeys(reason for _, reason in refused))
@@ -262,12 +272,12 @@ def explain_refusal(request: Request, refused: Sequence[tuple[Layout, str]]) -> 
     return text
 
 
-def _rank(row: Row) -> tuple[bool, float]:
+def _rank(row: PlanRow) -> tuple[bool, float]:
     missing = max(row.short_bytes, row.host_short_bytes)
     return not row.fits, row.times.total if row.fits else missing
 
 
-def sensible_layouts(request: Request) -> Iterator[Layout]:
+def sensible_layouts(request: PlanRequest) -> Iterator[Layout]:
     """Yield the layouts to estimate: tensor parallelism within nodes, pipelines across nodes."""
     count, workload = request.cluster.count, request.workload
     inside = min(request.cluster.per_node, count)
@@ -292,14 +302,14 @@ def sensible_layouts(request: Request) -> Iterator[Layout]:
                     )
 
 
-def _fitting(estimator: Estimator, choice: Choice) -> Row:
+def _fitting(estimator: Estimator, choice: TrainingSetup) -> PlanRow:
     """Return the configuration with the smallest offloaded fraction that fits."""
     room = estimator.request.cluster.device.memory_bytes
     most = replace(choice, offloaded=1.0 if estimator.request.offload else 0.0)
     least = estimator.least_static(most)
     if least > room:
         parts = {"parameters": least}
-        return Row(most, Memory(parts), least - room, Times({}), 0.0, 0, traced=False)
+        return PlanRow(most, Memory(parts), least - room, Times({}), 0.0, 0, traced=False)
     row = estimator.estimate(choice)
     if row.fits or not estimator.request.offload:
         return row

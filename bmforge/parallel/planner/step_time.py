@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.hardware import Cluster, Device
 
-__all__ = ["OURS", "Engine", "Times", "Work", "compute_time", "step_time"]
+__all__ = ["OURS", "TrainingEngine", "Times", "StepWork", "compute_time", "step_time"]
 
 # Fraction of the nominal link or memory bandwidth that collectives and kernels reach.
 _LINK, _MEMORY = 0.8, 0.8
@@ -29,7 +29,7 @@ _GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Work of one process in a step.
 
     Args:
@@ -61,7 +61,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Engine:
+class TrainingEngine:
     """Properties of a training engine that affect the step time.
 
     Args:
@@ -77,7 +77,7 @@ class Engine:
     gathered_bytes: float = 0.0
 
 
-OURS = Engine()
+OURS = TrainingEngine()
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Times:
 
 
 def step_time(
-    work: Work,
+    work: StepWork,
     cluster: Cluster,
     layout: Layout,
     precision: str,
@@ -101,7 +101,7 @@ def step_time(
     recompute: bool = False,
     compiled: bool = False,
     stages_per_rank: int = 1,
-    engine: Engine = OURS,
+    engine: TrainingEngine = OURS,
 ) -> Times:
     """Estimate the time of one optimizer step."""
     device, count = cluster.device, work.micro_batches
@@ -155,7 +155,7 @@ def _traffic_time(traffic_bytes: float, device: Device, compiled: bool) -> float
 
 
 def _tensor_time(
-    work: Work, cluster: Cluster, layout: Layout, engine: Engine, recompute: bool
+    work: StepWork, cluster: Cluster, layout: Layout, engine: TrainingEngine, recompute: bool
 ) -> float:
     """Return the seconds of tensor-parallel collectives, which do not overlap with computation."""
     if layout.tp == 1:
@@ -173,7 +173,7 @@ def _bandwidth(cluster: Cluster, size: int) -> float:
     return _LINK * (inside if size <= cluster.per_node else min(network, inside))
 
 
-def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, float]:
+def _zero_times(work: StepWork, cluster: Cluster, layout: Layout) -> tuple[float, float]:
     """Return the seconds to gather all weights once, and to reduce all gradients once."""
     size = work.shards if layout.zero else cluster.count // (layout.tp * layout.pp)
     if size == 1:
@@ -191,14 +191,14 @@ def _zero_times(work: Work, cluster: Cluster, layout: Layout) -> tuple[float, fl
     return weights, gradients
 
 
-def _stage_link_time(work: Work, cluster: Cluster, layout: Layout) -> float:
+def _stage_link_time(work: StepWork, cluster: Cluster, layout: Layout) -> float:
     """Return the seconds to send hidden states and gradients between stages, in slices."""
     size = layout.tp * work.shards
     bandwidth = _bandwidth(cluster, cluster.per_node + 1 if size * 2 > cluster.per_node else 2)
     return 2 * work.block_bytes / layout.tp / bandwidth
 
 
-def _offload_time(work: Work, cluster: Cluster) -> float:
+def _offload_time(work: StepWork, cluster: Cluster) -> float:
     """Return the seconds of optimizer offload: gradient copies, weight copies and AdamW overlap."""
     local = work.parameters * work.trained / work.shards * work.offloaded
     out = local * _GRADIENT_BYTES / (cluster.device.host_gb_s * 1e9 * _LINK)

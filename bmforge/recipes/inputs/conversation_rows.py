@@ -16,7 +16,7 @@ from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.load.order import derive_key, permute
 from bmforge.data.load.packing import reset_positions
 from bmforge.data.sources.conversations import ChatExample
-from bmforge.data.tasks.rows import AnswerRows, Pair, encode_answers, fill_prompt
+from bmforge.data.tasks.rows import AnswerRows, Pair
 from bmforge.errors import DataError
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.logging import get_logger
@@ -24,6 +24,7 @@ from bmforge.models.traits import Traits
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.tokenizers.chat_turns import AnswerChoice, AnswerText, check_fields, render_answers
+from bmforge.tokenizers.sentinels import encode_answers, fill_prompt
 
 __all__ = [
     "EncodedRow",

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bmforge.data.tasks import Task, TaskExample
+from bmforge.data.tasks import BenchmarkTask, TaskExample
 from bmforge.errors import ConfigError, suggest
 from bmforge.recipes.start import family_of, with_changes
 from bmforge.tokenizers import Tokenizer
@@ -28,7 +28,7 @@ from bmforge.tune.prompt.published import find_published
 __all__ = ["describe_template", "find_class", "find_words", "open_template", "open_words"]
 
 
-def open_template(config: Any, task: Task, example: TaskExample) -> str:
+def open_template(config: Any, task: BenchmarkTask, example: TaskExample) -> str:
     """Return the text of a run's template."""
     if config.template is not None:
         return read_template(config.template, config.choice)
@@ -41,7 +41,7 @@ def open_template(config: Any, task: Task, example: TaskExample) -> str:
     return templates[config.choice]
 
 
-def find_words(config: Any, task: Task, example: TaskExample) -> dict[str, list[str]]:
+def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[str, list[str]]:
     """Return class -> label words of a run: from its file, or the task's own."""
     if config.verbalizer is not None:
         rows = read_verbalizer(config.verbalizer, config.choice, task.label_names)
@@ -59,7 +59,7 @@ def find_words(config: Any, task: Task, example: TaskExample) -> dict[str, list[
 
 
 def open_words(
-    config: Any, task: Task, example: TaskExample, tokenizer: Tokenizer, num_masks: int = 1
+    config: Any, task: BenchmarkTask, example: TaskExample, tokenizer: Tokenizer, num_masks: int = 1
 ) -> Any:
     """Return a run's verbalizer; for a template with several masks one that scores all of them."""
     words = find_words(config, task, example)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bmforge.data.tasks import TASKS, Task, TaskExample, read_task
+from bmforge.data.tasks import TASKS, BenchmarkTask, TaskExample, read_task
 from bmforge.data.tasks.own import make_task
 from bmforge.errors import ConfigError, DataError, suggest
 from bmforge.recipes.inputs.examples import ExampleConfig
@@ -77,7 +77,7 @@ class TaskDataConfig(ExampleConfig):
             )
 
 
-def open_task(data: TaskDataConfig) -> Task:
+def open_task(data: TaskDataConfig) -> BenchmarkTask:
     """Return the task of a checked config.
 
     Raises:
@@ -88,7 +88,9 @@ def open_task(data: TaskDataConfig) -> Task:
     return make_task(data.labels, data.paths[0], data.fields)
 
 
-def read_examples(data: TaskDataConfig) -> tuple[Task, list[TaskExample], list[TaskExample]]:
+def read_examples(
+    data: TaskDataConfig,
+) -> tuple[BenchmarkTask, list[TaskExample], list[TaskExample]]:
     """Return a task, its training examples, and its held-out examples.
 
     Raises:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, Self
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn.attention import Attention
 from bmforge.nn.mlp import MLP
 from bmforge.nn.moe import MoE
 from bmforge.records import laid_out
+from bmforge.shards import is_distributed
 from bmforge.surgery import persistent_tensors
 
 __all__ = [
@@ -133,7 +133,7 @@ def is_laid_out(model: nn.Module) -> bool:
     record = laid_out(model)
     if record is not None and record.layout is not None:
         return True
-    return any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values())
+    return any(is_distributed(tensor) for tensor in persistent_tensors(model).values())
 
 
 # Last projection of an attention or MLP -> classes of that attention or MLP.

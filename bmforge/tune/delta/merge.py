@@ -18,7 +18,7 @@ from bmforge.nn.bottleneck import Bottleneck
 from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import beside_parts, detach_part_
-from bmforge.provenance import Part, Provenance, warn_of_licences
+from bmforge.provenance import Provenance, ProvenanceSource, warn_of_licences
 from bmforge.shards import is_streamed, whole_tensor
 from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.base import AttachedDelta
@@ -364,7 +364,7 @@ def _join_licences_(delta: AttachedDelta) -> None:
     base, source = getattr(model, "provenance", None), delta.provenance
     if base is None or not source:
         return
-    own = [Part("base", type(model).__name__, base.licence)] if base.licence else []
+    own = [ProvenanceSource("base", type(model).__name__, base.licence)] if base.licence else []
     if any(part.kind == "base" and part.licence == base.licence for part in source.parts):
         own = []  # `said` lists the base already
     more = source.as_parts("delta", delta.name) if source.licence else source.parts

@@ -18,7 +18,7 @@ from torch import nn
 
 from bmforge.tune.delta.address import WORDS
 
-__all__ = ["Counts", "OwnTensor", "Row", "draw_tree", "fold_tree", "short_count", "walk_rows"]
+__all__ = ["Counts", "OwnTensor", "ModuleRun", "draw_tree", "fold_tree", "short_count", "walk_rows"]
 
 # Owner of a tensor -> its style in a terminal.
 _STYLES = {"trained": "bright_blue", "frozen": "bright_black", "delta": "magenta"}
@@ -70,7 +70,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRun:
     """A run of modules with equal structure, and the contents of one of them.
 
     Args:
@@ -87,7 +87,7 @@ class Row:
     targets: tuple[str, ...]
     tensors: tuple[OwnTensor, ...]
     counts: Counts
-    children: tuple[Row, ...] = ()
+    children: tuple[ModuleRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Node:
     counts: Counts
 
 
-def fold_tree(model: nn.Module, root: str = "model", keep_empty: bool = False) -> Row:
+def fold_tree(model: nn.Module, root: str = "model", keep_empty: bool = False) -> ModuleRun:
     """Return a model's tree, with neighbors of equal structure folded into one row.
 
     Args:
@@ -149,7 +149,7 @@ def _read(name: str, module: nn.Module, seen: set[int], is_delta: bool, keep_emp
     return _Node(name, kind, own, children, is_delta, is_list, look, counts)
 
 
-def _row(node: _Node, name: str, target: str) -> Row:
+def _row(node: _Node, name: str, target: str) -> ModuleRun:
     """Return the row of a module; a ModuleList of equal modules is collapsed into one row."""
     runs = list(_runs(node))
     if len(runs) == 1 and node.is_list and target:
@@ -157,7 +157,7 @@ def _row(node: _Node, name: str, target: str) -> Row:
         return replace(run_row, name=f"{name}.{run_row.name}")
     children = tuple(_run_row(node, run, target) for run in runs)
     targets = () if node.is_delta or not target else (_spelled(target),)
-    return Row(name, node.kind, targets, node.tensors, node.counts, children)
+    return ModuleRun(name, node.kind, targets, node.tensors, node.counts, children)
 
 
 def _runs(node: _Node) -> Iterator[list[_Node]]:
@@ -171,7 +171,7 @@ def _runs(node: _Node) -> Iterator[list[_Node]]:
         yield list(run)
 
 
-def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> Row:
+def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> ModuleRun:
     first, before = run[0], f"{target}." if target else ""
     if len(run) == 1:
         return _row(first, first.name, before + first.name)
@@ -206,7 +206,7 @@ def _spelled(target: str) -> str:
     return f"[r]^{''.join(turned)}"
 
 
-def walk_rows(row: Row, depth: int = 0) -> Iterator[tuple[int, Row]]:
+def walk_rows(row: ModuleRun, depth: int = 0) -> Iterator[tuple[int, ModuleRun]]:
     """Yield every row with its depth, from the top."""
     yield depth, row
     for child in row.children:
@@ -221,19 +221,19 @@ def short_count(count: int) -> str:
     return str(count)
 
 
-def draw_tree(row: Row) -> Tree:
+def draw_tree(row: ModuleRun) -> Tree:
     """Return the tree as a rich object: trained blue, frozen gray, deltas magenta."""
     tree = Tree(_label(row), guide_style="bright_black")
     _hang(tree, row)
     return tree
 
 
-def _hang(tree: Tree, row: Row) -> None:
+def _hang(tree: Tree, row: ModuleRun) -> None:
     for child in row.children:
         _hang(tree.add(_label(child)), child)
 
 
-def _label(row: Row) -> Text:
+def _label(row: ModuleRun) -> Text:
     text = Text(row.name, "bold", no_wrap=True, overflow="ellipsis")
     text.append(f"  {row.kind}", "not bold green")
     for tensor in row.tensors:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from bmforge.html_page import write_page
-from bmforge.tune.delta.tree import Row, short_count, walk_rows
+from bmforge.tune.delta.tree import ModuleRun, short_count, walk_rows
 
 __all__ = ["write_tree_page"]
 
@@ -52,7 +52,7 @@ write();
 """
 
 
-def write_tree_page(path: Path, row: Row, title: str) -> Path:
+def write_tree_page(path: Path, row: ModuleRun, title: str) -> Path:
     """Write a self-contained HTML page; return its path.
 
     Args:
@@ -76,7 +76,7 @@ def write_tree_page(path: Path, row: Row, title: str) -> Path:
     return write_page(path, title, "module tree", [section], style=_STYLE, script=_SCRIPT)
 
 
-def _line(depth: int, row: Row) -> str:
+def _line(depth: int, row: ModuleRun) -> str:
     tensors = " ".join(
         f'<span class="{tensor.whose}"><code>{html.escape(tensor.name)} '
         f"({', '.join(map(str, tensor.shape))}{', again' if tensor.is_again else ''})</code></span>"

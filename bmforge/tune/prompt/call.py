@@ -10,10 +10,10 @@ from torch import Tensor
 
 from bmforge.nn.prompt import look_up
 
-__all__ = ["Answers", "ask_model", "pick_places"]
+__all__ = ["PositionOutputs", "ask_model", "pick_places"]
 
 
-class Answers(NamedTuple):
+class PositionOutputs(NamedTuple):
     """Outputs of a model at M positions of every row.
 
     Shape:
@@ -26,7 +26,7 @@ class Answers(NamedTuple):
 
 def ask_model(
     model: Any, inputs: Mapping[str, Tensor], mask_at: Tensor, hidden: bool = False
-) -> Answers | None:
+) -> PositionOutputs | None:
     """Return the outputs at the answer positions; None on a pipeline stage other than the last.
 
     A bmforge model applies its head only at these positions, a transformers model at all.
@@ -44,7 +44,9 @@ def ask_model(
         out = model(**inputs, logits_at=mask_at)
         if out.logits is None:
             return None
-        return Answers(out.logits, pick_places(out.last_hidden_state, mask_at) if hidden else None)
+        return PositionOutputs(
+            out.logits, pick_places(out.last_hidden_state, mask_at) if hidden else None
+        )
     arguments, table = dict(inputs), model.get_input_embeddings()
     if getattr(table, "prompt", None) is not None:
         arguments["inputs_embeds"] = look_up(table, arguments.pop("input_ids"))
@@ -53,7 +55,7 @@ def ask_model(
     if hidden:
         key = "decoder_hidden_states" if "decoder_input_ids" in arguments else "hidden_states"
         states = pick_places(getattr(out, key)[-1], mask_at)
-    return Answers(pick_places(out.logits, mask_at), states)
+    return PositionOutputs(pick_places(out.logits, mask_at), states)
 
 
 def pick_places(x: Tensor, places: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.surgery import evaluating
-from bmforge.tune.prompt.call import Answers, ask_model
+from bmforge.tune.prompt.call import PositionOutputs, ask_model
 from bmforge.tune.prompt.questions import Question, ask_example, lay_questions, score_words
 from bmforge.tune.prompt.template import Encoded, Template
 
@@ -116,7 +116,9 @@ class PromptClassifier(nn.Module):
         return torch.cat(logits)
 
     @torch.no_grad()
-    def look(self, examples: Sequence[Any], hidden: bool = False, **options: Any) -> Answers:
+    def look(
+        self, examples: Sequence[Any], hidden: bool = False, **options: Any
+    ) -> PositionOutputs:
         """Return the model's outputs at the masks of examples; verbalizers are fitted on these.
 
         Args:
@@ -136,7 +138,7 @@ class PromptClassifier(nn.Module):
                 outputs_at_mask = _single(outputs)
                 logits.append(outputs_at_mask.logits)
                 states.append(outputs_at_mask.hidden)
-        return Answers(torch.cat(logits), torch.cat(states) if hidden else None)  # type: ignore[arg-type]
+        return PositionOutputs(torch.cat(logits), torch.cat(states) if hidden else None)  # type: ignore[arg-type]
 
 
 def check_masks(template: Template, verbalizer: Any) -> None:
@@ -184,11 +186,13 @@ def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name not in ("answers", "which")}
 
 
-def _single(outputs: Answers) -> Answers:
+def _single(outputs: PositionOutputs) -> PositionOutputs:
     """Drop the dim of masks if there is only one."""
     if outputs.logits.shape[1] > 1:
         return outputs
-    return Answers(outputs.logits[:, 0], None if outputs.hidden is None else outputs.hidden[:, 0])
+    return PositionOutputs(
+        outputs.logits[:, 0], None if outputs.hidden is None else outputs.hidden[:, 0]
+    )
 
 
 def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from bmforge.data.tasks import Task, TaskExample
+from bmforge.data.tasks import BenchmarkTask, TaskExample
 from bmforge.data.tasks.wording import word_task
 
 __all__ = ["Published", "find_published", "read_published"]
@@ -51,7 +51,7 @@ def read_published() -> Mapping[str, Published]:
     }
 
 
-def find_published(task: Task, example: TaskExample) -> Published:
+def find_published(task: BenchmarkTask, example: TaskExample) -> Published:
     """Return the templates and label words of a task.
 
     Args:

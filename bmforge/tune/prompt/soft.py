@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bmforge.errors import ConfigError
-from bmforge.nn.prompt import Prompt
+from bmforge.nn.prompt import ExtraEmbeddings
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt.pieces import Piece
 
@@ -72,7 +72,7 @@ def number_rows(
 
 
 class MadeRows(nn.Module):
-    """P-tuning encoder: computes soft rows from trained inputs; a drop-in replacement for `Prompt`.
+    """P-tuning encoder that computes soft rows from trained inputs; replaces `ExtraEmbeddings`.
 
     Args:
         length: P.
@@ -139,7 +139,7 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     table = token_table(model)
     attached = getattr(table, "prompt", None)
     if (
-        isinstance(attached, Prompt)
+        isinstance(attached, ExtraEmbeddings)
         and attached.weight.is_meta
         and len(attached.weight) == len(rows)
     ):
@@ -161,7 +161,7 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
             encoded = MadeRows(len(rows), width, encoder)
         table.prompt = encoded.to(table.weight)
         return table.prompt
-    table.prompt = Prompt(len(rows), width).to(table.weight)
+    table.prompt = ExtraEmbeddings(len(rows), width).to(table.weight)
     if not table.weight.is_meta:
         draw_rows_(model, rows, seed)
     _remember(model, table.prompt)
@@ -195,7 +195,7 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
     target.copy_(values)
 
 
-def _remember(model: Any, rows: Prompt) -> None:
+def _remember(model: Any, rows: ExtraEmbeddings) -> None:
     """Record the rows in the config of a bmforge model, so that loading creates them."""
     tell = getattr(model, "remember_part_", None)
     if callable(tell):
@@ -213,7 +213,7 @@ def drop_rows_(model: Any) -> None:
         return
     del table.prompt
     forget = getattr(model, "forget_part_", None)
-    if callable(forget) and isinstance(prompt, Prompt):
+    if callable(forget) and isinstance(prompt, ExtraEmbeddings):
         forget("prompt", ["embed"], {"length": prompt.weight.shape[0]}, "")
 
 
@@ -223,7 +223,7 @@ def fold_rows_(model: Any) -> None:
     prompt = table.prompt
     if isinstance(prompt, MadeRows):
         rows = prompt.weight.detach()
-        table.prompt = Prompt(*rows.shape).to(rows)
+        table.prompt = ExtraEmbeddings(*rows.shape).to(rows)
         with torch.no_grad():
             table.prompt.weight.copy_(rows)
         _remember(model, table.prompt)

@@ -318,11 +318,11 @@ def test_buffers_that_move_are_found_again() -> None:
 @torch.no_grad()
 def test_parts_beside_and_prefixes_go_through_torch() -> None:
     """What stands beside a layer, or before its keys, is not known."""
-    from bmforge.nn.prefix import Prefix
+    from bmforge.nn.prefix import KeyValuePrefix
 
     model = small()
     model.layers["0"].attn.q_proj.add_module("beside", nn.Linear(1, 1).eval())
-    model.layers["2"].attn.prefix = Prefix(2, 3, 16).eval()
+    model.layers["2"].attn.prefix = KeyValuePrefix(2, 3, 16).eval()
     assert begin(model).run()[1] == (1, 2)
     model.layers["1"].train()
     assert begin(model).run()[1] == (0, 0)

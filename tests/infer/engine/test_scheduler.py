@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.pages import PAGE_TOKENS, Pages, pages_of
 from bmforge.infer.engine.prefix import PrefixKeys, find_prefix
-from bmforge.infer.engine.scheduler import Cut, Part, Scheduler, Sequence
+from bmforge.infer.engine.scheduler import ChunkRules, Scheduler, Sequence, SequenceChunk
 from bmforge.infer.engine.speculate import NgramSpeculator
 
 UNIT = 2 * PAGE_TOKENS
@@ -39,7 +39,7 @@ class Serving(RuleBasedStateMachine):
     )
     def begin(self, count: int, running: int, step: int, unit: int | None, shares: bool) -> None:
         self.pages = Pages(count)
-        cut = Cut(unit, shares)
+        cut = ChunkRules(unit, shares)
         self.scheduler = Scheduler(self.pages, running, step, cut)
         self.memory: dict[tuple[int, int], tuple[int, str]] = {}
         self.salts: dict[Sequence, str] = {}
@@ -89,7 +89,7 @@ class Serving(RuleBasedStateMachine):
         for part in parts:
             self.choose(part, forks)
 
-    def check_parts(self, parts: list[Part]) -> None:
+    def check_parts(self, parts: list[SequenceChunk]) -> None:
         """No sequence twice, no more tokens than fit, and every page of a new token its own."""
         sequences = [part.sequence for part in parts]
         assert len(set(sequences)) == len(sequences)
@@ -109,7 +109,7 @@ class Serving(RuleBasedStateMachine):
                 whole = min(part.start + unit, part.sequence.prompt_length)
                 assert part.end == whole, "a stretch was divided"
 
-    def write(self, part: Part) -> None:
+    def write(self, part: SequenceChunk) -> None:
         sequence, salt = part.sequence, self.salts[part.sequence]
         for n, token in zip(range(part.start, part.end), part.tokens, strict=True):
             self.memory[sequence.pages[n // PAGE_TOKENS], n % PAGE_TOKENS] = token, salt
@@ -119,7 +119,7 @@ class Serving(RuleBasedStateMachine):
         known = [*sequence.tokens, *part.guessed][: part.end]
         assert held == [(token, salt) for token in known]
 
-    def choose(self, part: Part, forks: bool) -> None:
+    def choose(self, part: SequenceChunk, forks: bool) -> None:
         """Choose a token behind a part; behind a prompt perhaps two, in two ways."""
         sequence = part.sequence
         if not part.is_last:

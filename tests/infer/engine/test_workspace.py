@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmforge.infer.decoder import start_decoder
+from bmforge.infer.decoder_factory import start_decoder
 from bmforge.infer.engine.workspace import find_workspace
 from bmforge.models import (
     GPT2,

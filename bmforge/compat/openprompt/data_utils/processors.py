@@ -26,7 +26,7 @@ from bmforge.compat.openprompt.data_utils.other_processors import OTHER_PROCESSO
 from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.data.tasks.cloze import FEW_NERD_TYPES, read_few_nerd
 from bmforge.data.tasks.sentences import YAHOO_TOPICS
-from bmforge.data.tasks.task import Record, read_json, read_records
+from bmforge.data.tasks.task import TaskRecord, read_json, read_records
 from bmforge.errors import DataError
 
 __all__ = ["CLASSES", "PROCESSORS"]
@@ -195,7 +195,7 @@ def _read_record(path: Path, split: str) -> Iterator[Values]:
 def _read_tacred(path: Path, split: str) -> Iterator[Values]:
     """Yield sentences with their subject and object."""
     for number, values in enumerate(read_json(path)):
-        row = Record(f"{str(path)!r}, entry {number + 1}", values)
+        row = TaskRecord(f"{str(path)!r}, entry {number + 1}", values)
         words = row.texts("token")
         meta = {
             key: " ".join(words[row.number(f"{who}_start") : row.number(f"{who}_end") + 1])
@@ -227,7 +227,7 @@ def _read_few_nerd(path: Path, split: str) -> Iterator[Values]:
 
 def _read_webnlg(path: Path, split: str) -> Iterator[Values]:
     """Yield triples with a reference text each for training, else with all of them."""
-    for number, entry in enumerate(Record(repr(str(path)), read_json(path)).parts("entries")):
+    for number, entry in enumerate(TaskRecord(repr(str(path)), read_json(path)).parts("entries")):
         triple_set = entry.part(str(number + 1))
         triples = [
             " : ".join(triple.text(name) for name in ("subject", "property", "object"))

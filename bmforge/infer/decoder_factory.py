@@ -1,0 +1,40 @@
+"""Creates the decoder that fits a model: decoder-only, encoder-decoder or transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bmforge.infer.decoder import Decoder, Seq2SeqDecoder
+from bmforge.infer.foreign_decoder import start_foreign
+from bmforge.models.causal_lm import CausalLM
+from bmforge.models.seq2seq import Seq2Seq
+
+__all__ = ["start_decoder"]
+
+
+def start_decoder(
+    model: CausalLM | Seq2Seq,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    max_new_tokens: int,
+    adapter_names: Sequence[str | None] | None = None,
+) -> tuple[Decoder, Tensor]:
+    """Create a decoder; return it with its first input tokens.
+
+    A decoder-only model continues the prompt; an encoder-decoder encodes the prompt and its decoder
+    begins with the start token.
+
+    Shape:
+        input_ids, mask: (B, S); returns a decoder and (B, T)
+    """
+    if model.keeps_foreign_cache and model.traits.reads != "apart":
+        length = input_ids.shape[1] + max_new_tokens
+        return start_foreign(model, mask, length, adapter_names), input_ids
+    if model.traits.reads != "apart":
+        length = input_ids.shape[1] + max_new_tokens
+        return Decoder(model, mask, length, adapter_names), input_ids
+    start = torch.full_like(input_ids[:, :1], model.config.decoder_start_token_id)
+    return Seq2SeqDecoder(model, input_ids, mask, 1 + max_new_tokens, adapter_names), start
