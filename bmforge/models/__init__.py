@@ -1,6 +1,6 @@
-"""Model families, one file each; the native format on disk is that of Hugging Face.
+"""Model families, one file each; models are saved in Hugging Face's format.
 
-Start reading at `gpt2.py` (a family is a config, an assembly of `nn` modules and a map of weight
+Start reading at `gpt2.py` (a family is a config, a composition of `nn` modules and a map of weight
 names), then `base.py` (building, loading, saving) and `hub.py` (finding a model by name).
 """
 

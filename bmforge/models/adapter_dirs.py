@@ -1,4 +1,4 @@
-"""Finds what a model argument names: a model, the export of a run, or an adapter of a base model.
+"""Resolves a model argument: a model directory, a run with an export, or an adapter.
 
 `AutoModel.from_pretrained` and the commands share these functions.
 """
@@ -19,7 +19,7 @@ _RUN_FILE = "run.toml"
 
 
 def find_export(name: str | Path) -> str | Path:
-    """Return the export of a run's directory; any other name is returned unchanged.
+    """Return the export directory of a run directory; other names are returned unchanged.
 
     Raises:
         ConfigError: the run has no export.
@@ -38,16 +38,16 @@ def find_export(name: str | Path) -> str | Path:
 
 
 def is_adapter(name: str | Path) -> bool:
-    """Return True for a directory that holds an adapter and no model."""
+    """Return True for a directory that contains an adapter but no model weights."""
     return (Path(name) / ADAPTER_CONFIG).exists() and not has_weights(Path(name))
 
 
 def find_base(adapter: Path, hub_ids: dict[str, str]) -> Path:
-    """Return the directory of the base model that an adapter's config names.
+    """Return the directory of an adapter's base model, which the adapter's config names.
 
     Args:
         adapter: adapter directory.
-        hub_ids: short name -> hub id.
+        hub_ids: hub ids of models by short name.
 
     Raises:
         CheckpointError: the config is damaged.

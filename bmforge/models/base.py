@@ -1,8 +1,8 @@
 """Base class of all model families: build, initialize, load and save, on any layout.
 
 Building, loading and initialising are separate: ``from_config(cfg, device="meta")``, then
-`parallel.parallelize`, then `load_weights_` or `init_weights_`, which touch only this process's
-part.
+`parallel.parallelize`, then `load_weights_` or `init_weights_`, which process only this rank's
+shards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["Model"]
 
 
 class Model(WeightNames, ModelHooks, nn.Module):
-    """Base class of the families.
+    """Base class of all model families.
 
     A family sets `config_class`, `weight_rules` (the map of weight names) and, if its checkpoints
     exist with and without a prefix, `hf_prefix`.
@@ -51,12 +51,14 @@ class Model(WeightNames, ModelHooks, nn.Module):
     Attributes:
         family_traits: properties of the family; `traits` adds those of the config.
         hf_prefix: prefix of the base model's parameter names in Hugging Face checkpoints.
-        hf_old_names: pairs (suffix of a Hugging Face parameter name, suffix in older checkpoints).
-        tied_head: parameter that `tie_word_embeddings` ties to the embedding, and the embedding.
-        shifts_labels: the language-model head predicts the label after each position.
+        hf_old_names: pairs (suffix of a Hugging Face parameter name, its suffix in older
+            checkpoints).
+        tied_head: names of the two parameters that `tie_word_embeddings` ties: the head's
+            weight and the embedding.
+        shifts_labels: True if position t predicts label t + 1, so that the model shifts labels.
         fixed_width: reason why the hidden size cannot be pruned; "" if it can.
-        arrived: output of the previous pipeline stage.
-        provenance: license and training data of the model, as far as known.
+        arrived: input from the previous pipeline stage.
+        provenance: license and training data of the model, if known.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -75,12 +77,12 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
     @property
     def traits(self) -> Traits:
-        """Capabilities of this model: those of its family and of its head."""
+        """Properties of this model: those of its family, completed for its config and head."""
         return replace(self.family_traits.of(self.config), position_limit=self.position_limit)
 
     @property
     def position_limit(self) -> int | None:
-        """Maximum input length in tokens; None without a limit."""
+        """Maximum input length in tokens; None if there is no limit."""
         return self.family_traits.of(self.config).position_limit
 
     @classmethod
@@ -126,23 +128,24 @@ class Model(WeightNames, ModelHooks, nn.Module):
         allow_unknown: tuple[str, ...] = (),
         quantize: str | QuantSpec | None = None,
     ) -> Self:
-        """Load a Hugging Face checkpoint: a directory, or a hub id in the cache or on the hub.
+        """Load a Hugging Face checkpoint from a directory, the cache or the hub.
 
         Args:
             name: directory, hub id, or a short name in the config's `hub_ids`.
-            dtype: dtype of the parameters, independent of the file's.
+            dtype: dtype of the parameters, independent of the dtype in the file.
             device: device of the model.
-            head: name in the config's `heads`, if another than that of config.json.
+            head: name in the config's `heads`; None uses the head of config.json.
             new_head: initialize the head's weights if the checkpoint has none.
             num_labels: number of classes of a new classifier.
-            allow_unknown: unknown config fields to accept without reading.
+            allow_unknown: names of unknown config fields to ignore.
             quantize: quantization scheme (`nn.packing.PRESETS`); weights are quantized while
-                loading and never in memory all at once. "keep" loads the integers of a GGUF file,
-                GPTQ or AWQ as they are.
+                loading, so that the plain model is never in memory. "keep" loads the integers of a
+                GGUF file, GPTQ or AWQ unchanged.
 
         Raises:
-            ConfigError: unknown model, unsupported config, or unsupported quantization.
-            CheckpointError: missing, unexpected, misshaped or damaged weights; all are listed.
+            ConfigError: the model is unknown, or its config or the quantization is not supported.
+            CheckpointError: weights are missing, unexpected, damaged or have the wrong shape;
+                all are listed.
         """
         model, files = cls.describe_pretrained(
             name, dtype=dtype, head=head, num_labels=num_labels, allow_unknown=allow_unknown
@@ -166,11 +169,13 @@ class Model(WeightNames, ModelHooks, nn.Module):
         allow_unknown: tuple[str, ...] = (),
         reads: FileReads | None = None,
     ) -> tuple[Self, WeightFiles]:
-        """Return a checkpoint's model on the meta device and its files, for `load_weights_`.
+        """Build a checkpoint's model on the meta device; return it with the weight files.
+
+        `load_weights_` takes both.
 
         Args:
             name, dtype, head, num_labels, allow_unknown: see `from_pretrained`.
-            reads: reader of the files; None is the default one.
+            reads: reader of the files; None uses the default reader.
         """
         directory = resolve_model(name, cls.config_class.hub_ids)
         config = cls.config_class.from_pretrained(directory, allow_unknown)
@@ -187,13 +192,13 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Complete a config from the shapes of the weights.
+        """Complete a config with values that only the shapes of the weights show.
 
-        A family that was published in several formats with one kind of config overrides this.
+        Families that were published in several formats with the same kind of config override this.
 
         Args:
             config: config from config.json or a preset.
-            shapes: published name -> shape of every stored tensor.
+            shapes: shape of every stored tensor by published name.
         """
         return config
 
@@ -205,8 +210,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
             seed: random seed of the initialization of new tensors.
 
         Raises:
-            ConfigError: the change does not fit the model, which is unchanged then; or the model is
-                already parallelized.
+            ConfigError: the change does not fit the model, or the model is already
+                parallelized. The model is then unchanged.
         """
         if any(is_distributed(tensor) for tensor in persistent_tensors(self).values()):
             raise ConfigError(
@@ -224,7 +229,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         name: str,
         weight: float = 1.0,
     ) -> None:
-        """Record in the config that adapters were added, as a `Change` would.
+        """Record added adapters in the config, as `change_` would.
 
         Args:
             kind, where, options, name, weight: fields of the `Change`.
@@ -235,19 +240,19 @@ class Model(WeightNames, ModelHooks, nn.Module):
     def forget_part_(
         self, kind: str, where: Sequence[str], options: Mapping[str, Any], name: str
     ) -> None:
-        """Remove the record of adapters that were removed from the model."""
+        """Remove the config's record of adapters that were removed from the model."""
         removed = Change(kind, tuple(where), dict(options), name)
         remaining = tuple(c for c in self.config.changes if replace(c, weight=1.0) != removed)
         self.config = self.config.replace(changes=remaining)
 
     @property
     def _pipeline(self) -> Any:
-        """The runner of the pipeline stages; None without a pipeline."""
+        """Runner of the pipeline stages; None without a pipeline."""
         record = laid_out(self)
         return None if record is None else record.pipeline
 
     def whole(self) -> Model:
-        """Return the whole model, on the meta device if this is a pipeline stage."""
+        """Return the whole model; if this is a pipeline stage, it is on the meta device."""
         record = laid_out(self)
         return self if record is None or record.whole is None else record.whole
 
@@ -256,7 +261,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         return 0 if self._pipeline is None else self._pipeline.rank_of(name)
 
     def _stage_and_members(self, rank: int, world: int) -> tuple[int, int]:
-        """Return this rank's pipeline stage, and the number of ranks of that stage."""
+        """Return this rank's pipeline stage and the stage's number of ranks."""
         if self._pipeline is None:
             return 0, world
         return self._pipeline.rank, world // self._pipeline.size
@@ -266,7 +271,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         return LayoutRules(tensor_parallel=self.tensor_cuts())
 
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
-        """Return the tensor parallel plan of this family."""
+        """Return the tensor-parallel plan of this family."""
         names = [name for name, _ in self.named_modules()]
         heads = dict(find_heads(self))
         usual = next(iter(heads.values()), (self.config.num_heads, self.config.num_kv_heads))
@@ -283,20 +288,20 @@ class Model(WeightNames, ModelHooks, nn.Module):
         inputs_embeds: Tensor | None = None,
         name: str = "inputs_embeds",
     ) -> Tensor:
-        """Return the token embeddings, looked up or given, before any scaling.
+        """Look up the token embeddings, or return the given ones, before any scaling.
 
-        The family adds positions and segments and applies factors later.
+        Positions, segments and factors are applied later by the family.
 
         Args:
-            input_ids: token ids; ids from the vocabulary size on are those of a soft prompt.
+            input_ids: token ids; ids from the vocabulary size on select rows of a soft prompt.
             inputs_embeds: embeddings in place of `input_ids`.
-            name: name of this argument for error messages.
+            name: name of the embeddings' argument for error messages.
 
         Shape:
-            input_ids: any; inputs_embeds: (B, T, width of the table); returns (..., width)
+            input_ids: (...); inputs_embeds: (B, T, width of the table); returns (..., width)
 
         Raises:
-            ShapeError: both or neither are given, or they do not fit the table.
+            ShapeError: both or neither are given, or they do not fit the embedding table.
         """
         inputs = given_inputs(input_ids, inputs_embeds, name)
         if inputs_embeds is None:
@@ -314,8 +319,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
         """Count the predictions of a batch that contribute to its summed loss.
 
         Shape:
-            batch: `labels` (B, T), (B,) or, for several classes at once, (B, L); or
-            `start_positions` (B,)
+            batch: `labels` (B, T), (B,) or, for multi-label classes, (B, L); or
+                `start_positions` (B,)
         """
         labels = batch.get("labels")
         if labels is None:
@@ -336,14 +341,15 @@ class Model(WeightNames, ModelHooks, nn.Module):
     ) -> None:
         """Write ``config.json`` and ``model.safetensors`` with Hugging Face names.
 
-        With a parallel layout, all ranks must call this. Modifications are written under names that
-        transformers ignores.
+        With a parallel layout, all ranks must call this. Changes to the model (such as adapters)
+        are written under names that transformers ignores.
 
         Args:
             directory: directory to write, created if missing.
             overwrite: replace existing weights.
             max_file_bytes: size above which the weights are split over several files.
-            dtype: dtype of the written floats, or a function of their names (default: the model's).
+            dtype: dtype of the written float tensors, or a function from tensor name to dtype
+                (default: the model's).
 
         Raises:
             CheckpointError: the directory already contains weights and `overwrite` is off.

@@ -18,7 +18,7 @@ _LARGE = encoder_size(1024, 24, 16)
 
 @dataclass(kw_only=True)
 class BertConfig(EncoderConfig):
-    """Config of BERT; the fields are those of `EncoderConfig`."""
+    """Config of BERT, with the fields of `EncoderConfig`."""
 
     family: ClassVar[str] = "bert"
     heads: ClassVar[dict[str, Head]] = encoder_heads(
@@ -88,5 +88,5 @@ class Bert(EncoderModel):
         super().__init__(config, spec)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return the decoder's bias, which is stored under two names."""
+        """Map the name of the decoder's bias, which is stored twice, to its original."""
         return {"cls.predictions.decoder.bias": "cls.predictions.bias"}

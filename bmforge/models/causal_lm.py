@@ -1,4 +1,4 @@
-"""Decoder-only model from which GPT2, Llama and others are assembled."""
+"""Decoder-only language model, the base class of GPT2, Llama and others."""
 
 from __future__ import annotations
 
@@ -45,21 +45,22 @@ class DecoderSpec(StackSpec):
     """Hyperparameters of a decoder-only model: its blocks, embedding and head.
 
     Args:
-        rope: rotary positions; None is learned absolute positions (`embed_positions`).
-        learned_positions: with rope=None, use `embed_positions`; False if the family has a position
-            bias on the scores instead.
-        num_positions: rows of `embed_positions`; 0 is max_seq_len.
+        rope: rotary positions; None for learned absolute positions (`embed_positions`).
+        learned_positions: with rope=None, use `embed_positions`; False if the family uses a
+            position bias on the scores.
+        num_positions: number of rows of `embed_positions`; 0 means max_seq_len.
         position_offset: row of the first position.
-        positions_from_mask: default positions count the tokens of `attention_mask`; padding is -1.
-        extra_tokens: rows of embedding and head beyond vocab_size.
-        embed_size: width of the embedding, projected to D and back; 0 is D.
+        positions_from_mask: count default positions from the tokens of `attention_mask`;
+            padding gets -1.
+        extra_tokens: number of rows of embedding and head beyond vocab_size.
+        embed_size: width of the embedding, which is projected to D and back; 0 means D.
         padding_id: token whose embedding gets no gradient.
         embed_dropout: dropout probability after the embedding.
         embed_scale: factor on the embedding.
         final_norm: norm after the last block.
         head_bias: bias of the language-model head.
         head_scale: factor on the input of the language-model head.
-        balance_weight: weight of the experts' load balancing loss; None computes none.
+        balance_weight: weight of the experts' load-balancing loss; None disables it.
     """
 
     rope: RopeSpec | None = None
@@ -79,15 +80,15 @@ class DecoderSpec(StackSpec):
 
 
 class CausalLM(Model):
-    """Embedding, blocks, final norm and a head.
+    """Decoder-only model: embedding, blocks, final norm and a head.
 
     Args:
         config: config of the family.
-        spec: hyperparameters derived from it.
+        spec: hyperparameters derived from the config.
 
     Attributes:
-        sum_statistics: sums the experts' loads over the ranks that share a step; a layout replaces
-            it. None leaves the load balancing loss out.
+        sum_statistics: function that sums the experts' loads over the ranks of a step; replaced
+            by layouts. None excludes the load-balancing loss.
     """
 
     family_traits = Traits("left", "next token", "rotary")
@@ -111,7 +112,7 @@ class CausalLM(Model):
 
     @property
     def balances(self) -> bool:
-        """True if the loss includes a load balancing term over all tokens of a step."""
+        """Whether the loss includes a load-balancing loss over all tokens of a step."""
         return self.spec.balance_weight is not None
 
     def _build_head(self, size: int) -> None:
@@ -128,7 +129,7 @@ class CausalLM(Model):
 
     @property
     def position_limit(self) -> int | None:
-        """Maximum input length with learned positions; None with rotary ones."""
+        """Maximum input length in tokens with learned positions; None with rotary positions."""
         learned = self.spec.rope is None and self.spec.learned_positions
         return self.config.max_seq_len - self._prefix_length() if learned else None
 
@@ -148,21 +149,21 @@ class CausalLM(Model):
         inputs_embeds: Tensor | None = None,
         logits_at: Tensor | None = None,
     ) -> ModelOutput:
-        """Compute next-token logits or loss, or the output of another head.
+        """Compute next-token logits, the loss, or the output of another head.
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding, cached tokens included; or a 4-D mask of
-                every pair of tokens, which replaces causal attention.
+            attention_mask: 1 for tokens, 0 for padding, including cached tokens; or a 4-D mask
+                over pairs of tokens, which replaces causal attention.
             position_ids: positions; by default counted from the cache's length.
             document_ids: document of each token in packed sequences; tokens attend within a
                 document.
-            labels: for a language model, target ids, shifted inside, -100 to ignore; returns the
-                loss instead of logits. For a classifier, see `classification_loss`.
-            num_items_in_batch: divisor of the summed loss; None is the mean.
+            labels: for a language model, target ids (shifted by the model; -100 is ignored);
+                returns the loss instead of logits. For a classifier, see `classification_loss`.
+            num_items_in_batch: divisor of the summed loss; None takes the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
-            logits_to_keep: number of last positions whose logits are returned.
+            logits_to_keep: number of trailing positions whose logits are returned.
             start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
             inputs_embeds: token embeddings in place of `input_ids`.
@@ -174,8 +175,8 @@ class CausalLM(Model):
             inputs_embeds: (B, T, width of the embedding); logits_at: (B, M)
 
         Raises:
-            ShapeError: too many positions, ids outside of the vocabulary, or not exactly one of ids
-                and embeddings.
+            ShapeError: there are too many positions, ids are outside of the vocabulary, or not
+                exactly one of ids and embeddings is given.
         """
         inputs = given_inputs(input_ids, inputs_embeds)
         check_places(self.config.head, labels, logits_at)
@@ -222,7 +223,7 @@ class CausalLM(Model):
         document_ids: Tensor | None,
         past: int,
     ) -> dict[int | None, Tensor | None]:
-        """Return the mask of every window size; `inputs` are ids or embeddings."""
+        """Build the attention mask for every window size; `inputs` are ids or embeddings."""
         if attention_mask is not None and attention_mask.dim() == 4:
             return dict.fromkeys(self._windows(), attention_mask.bool())
         return {
@@ -238,7 +239,7 @@ class CausalLM(Model):
         }
 
     def _pick_tokens(self, inputs: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the index of the token from which each sequence is classified, (B,)."""
+        """Return the index of the token on which each sequence is classified, (B,)."""
         config = self.config
         padding = getattr(config, "pad_token_id", config.raw.get("pad_token_id"))
         return find_last_token(inputs, attention_mask, padding)
@@ -251,7 +252,7 @@ class CausalLM(Model):
         states: Tensor,
         hidden_states: tuple[Tensor, ...] | None,
     ) -> ModelOutput:
-        """Apply the language-model head: the loss with labels, else the logits of `states`."""
+        """Apply the language-model head: return the loss if there are labels, otherwise logits."""
         if labels is not None:
             loss = self.lm_head(self._leave(x), labels, num_items, shift=True)
             return ModelOutput(loss, None, x, hidden_states)
@@ -265,7 +266,13 @@ class CausalLM(Model):
         labels: Tensor | None,
         num_items: float | Tensor | None,
     ) -> ModelOutput:
-        """Add router logits and, if configured, the load balancing loss of the experts.
+        """Add router logits and, if configured, the experts' load-balancing loss to the output.
+
+        The loss covers all tokens over which `sum_statistics` sums. Each micro-batch and rank adds
+        its
+        share, computed from its own tokens' probabilities and scaled like its share of the main
+        loss. If
+        `num_items` is a `Measure`, there is no balancing loss.
 
         The loss covers all tokens whose loads `sum_statistics` sums. Each micro-batch and rank adds
         its share, from its own tokens' probabilities, scaled like its share of the main loss.
@@ -291,10 +298,11 @@ class CausalLM(Model):
     def _find_balance(
         self, routed: list[Tensor], counted: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the load balancing loss over all layers (the mean over layers of equal shape).
+        """Compute the load-balancing loss over all layers (the mean over groups of equal layers).
 
         Returns:
-            this rank's share of it, the whole, the number of labels and the number of parts.
+            this rank's share of the loss, the total loss, the number of labels, and the number of
+            shares
         """
         spec = self.spec
         specs = (spec.blocks.get(i, spec.block).mlp for i in range(span_of(self.layers).total))
@@ -319,11 +327,11 @@ class CausalLM(Model):
         return share, balance, labelled.squeeze(), parts.squeeze()
 
     def _leave(self, x: Tensor) -> Tensor:
-        """Scale the last hidden state for the language-model head."""
+        """Scale the last hidden states for the language-model head."""
         return x if self.spec.head_scale == 1.0 else x * self.spec.head_scale
 
     def _begin(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the input of the first block from the token embeddings."""
+        """Compute the first block's input from token embeddings."""
         x = x if self.spec.embed_scale == 1.0 else x * self.spec.embed_scale
         x = self.project_in(x) if self.spec.embed_size else x
         if self.spec.rope is None:
@@ -332,7 +340,7 @@ class CausalLM(Model):
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def enter(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the input of the first block.
+        """Compute the first block's input from token ids.
 
         Shape:
             input_ids, position_ids: (B, T); returns (B, T, D)
@@ -340,7 +348,7 @@ class CausalLM(Model):
         return self._begin(self.embed_inputs(input_ids, None), position_ids)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Compute the input of the language-model head from the output of the last block."""
+        """Compute the input of the language-model head from the last block's output."""
         return self._leave(self._finish(x))
 
     def _finish(self, x: Tensor) -> Tensor:
@@ -348,7 +356,7 @@ class CausalLM(Model):
         return self.project_out(x) if self.spec.embed_size else x
 
     def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Return positions of whole sequences if ids define them; None if tokens are counted."""
+        """Return positions derived from the token ids; None if tokens are simply counted."""
         return None
 
     def _count_positions(self, inputs: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
@@ -361,7 +369,7 @@ class CausalLM(Model):
         return torch.arange(past, end, device=inputs.device)[None]
 
     def positions_behind_prefix(self, position_ids: Tensor) -> Tensor:
-        """Return positions that count a trained prefix in front of the text, where it says so."""
+        """Shift positions by the length of a trained prefix, if the prefix is configured so."""
         length = self._prefix_length()
         return position_ids + length if length else position_ids
 
@@ -373,7 +381,7 @@ class CausalLM(Model):
         return int(prefix.length)
 
     def _windows(self) -> set[int | None]:
-        """Return the window sizes of this stage's layers."""
+        """Return the window sizes of this pipeline stage's layers."""
         attentions: Any = (layer.attn for layer in self.layers.values())
         return {attn.window for attn in attentions if attn is not None}
 

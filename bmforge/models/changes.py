@@ -1,9 +1,9 @@
-"""Changes to a model as data: adapters, quantized layers, other sizes.
+"""Changes to a model as data: adapters, quantized layers, resized layers.
 
-A model is its family's config and an ordered list of changes. `Model.change_` applies one and
-records it in the config; loading a checkpoint replays them on the meta device before weights are
-read. The kinds of changes are in `kinds.py`; `docs/explanation/changed_models.md` shows how to add
-one.
+A model is defined by its family's config and an ordered list of changes. `Model.change_` applies a
+change and records it in the config. Loading a checkpoint replays the changes on the meta device
+before weights are read. The kinds of changes are in `kinds.py`;
+`docs/explanation/changed_models.md` shows how to add one.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Change:
-    """One change to a model.
+    """Change to a model: kind, modules and options.
 
     Args:
         kind: name in `kinds.KINDS`.
         where: name globs (see `surgery`) of the modules to change.
         options: options of the kind.
-        name: name of the added adapters, so that a module can have several; "" is the kind's
-            default.
+        name: name of the added adapters, so that a module can have several; "" is the default
+            of the kind.
         weight: factor on the output of the added adapters; 0 disables them.
     """
 
@@ -61,7 +61,7 @@ class Change:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Convert `where`, a glob or a list of globs, to a tuple."""
+        """Convert `where` (one glob or a list) to a tuple."""
         where: Any = (self.where,) if isinstance(self.where, str) else self.where
         if not isinstance(where, (list, tuple)) or not all(isinstance(w, str) for w in where):
             raise ConfigError(
@@ -82,7 +82,7 @@ class Change:
         """Build a change from the output of `to_json`.
 
         Raises:
-            ConfigError: invalid format, or a kind that this version does not support.
+            ConfigError: the format is invalid, or this version does not support the kind.
         """
         if not isinstance(value, dict):
             raise ConfigError(f"a modification is an object with kind and where, not {value!r}.")
@@ -104,7 +104,7 @@ def _listed(where: Any) -> Any:
 def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
     """Apply a change to a model in place, with or without weights, before it is parallelized.
 
-    It works on any module; only `Model.change_` records the change.
+    This works on any module; only `Model.change_` also records the change.
 
     Args:
         model: model to change.
@@ -112,8 +112,8 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
         seed: random seed of the initialization of new tensors.
 
     Raises:
-        ConfigError: unknown kind or option, a glob without a match, or unsupported modules; the
-            model is unchanged then.
+        ConfigError: the kind or an option is unknown, a glob matches nothing, or a module is
+            not supported. The model is then unchanged.
     """
     model_name = type(model).__name__
     before = {id(tensor) for tensor in persistent_tensors(model).values()}
@@ -144,12 +144,12 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
 
 
 def changed_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> module of the adapters and quantized layers of a model."""
+    """Return the adapters and replaced (such as quantized) layers of a model by name."""
     return {name: module for name, module in model.named_modules() if tensor_notes(module)}
 
 
 def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
-    """Freeze all parameters except those added by changes; return the model.
+    """Freeze all parameters except those that changes added; return the model.
 
     Args:
         model: model to freeze.
@@ -168,25 +168,25 @@ def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
 
 
 def changes_to_json(changes: Sequence[Change]) -> dict[str, Any]:
-    """Return the value of `CHANGES_KEY` in config.json."""
+    """Return the value that config.json has under `CHANGES_KEY`."""
     return {"version": _VERSION, "changes": [change.to_json() for change in changes]}
 
 
 def quantization_to_json(changes: Sequence[Change]) -> dict[str, Any] | None:
-    """Return the quantization entry of config.json; None without quantized weights."""
+    """Return the quantization entry of config.json; None if no weights are quantized."""
     schemes = [change.options for change in changes if change.kind == "quantize"]
     return {"quant_method": QUANT_METHOD, "schemes": schemes} if schemes else None
 
 
 def changes_from_json(value: Any, config: str) -> tuple[Change, ...]:
-    """Read the value of `CHANGES_KEY` in config.json.
+    """Parse the value that config.json has under `CHANGES_KEY`.
 
     Args:
-        value: the value.
+        value: value to parse.
         config: name of the config, for error messages.
 
     Raises:
-        ConfigError: newer version or invalid format.
+        ConfigError: the version is newer than supported, or the format is invalid.
     """
     if not isinstance(value, dict) or not isinstance(value.get("changes"), list):
         raise ConfigError(

@@ -1,7 +1,6 @@
-"""Command R and Aya (Cohere, 2024): attention and MLP in parallel behind one norm without bias.
+"""Command R and Aya (Cohere, 2024): parallel attention and MLP after one norm without bias.
 
-Command R+ normalizes q and k per head with a layer norm, which is left to transformers' own
-implementation.
+Command R+ normalizes q and k per head with a layer norm; it runs by transformers' implementation.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class CohereConfig(LlamaLikeConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize the config; models with norms of q and k run by transformers."""
+        """Return True for a supported config.json; models with q and k norms use transformers."""
         return super().opens(raw) and not raw.get("use_qk_norm")
 
 
@@ -76,7 +75,7 @@ class Cohere(LlamaLike):
 
     @classmethod
     def make_block(cls, config: CohereConfig) -> BlockSpec:
-        """Return a parallel block with a layer norm and interleaved rotary pairs."""
+        """Return the spec of a parallel block with a layer norm and interleaved rotary pairs."""
         block, bias = super().make_block(config), config.attn_bias
         assert block.attn is not None
         return replace(

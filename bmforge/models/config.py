@@ -1,7 +1,7 @@
-"""Base class of the families' configs, with strict conversion from and to `config.json`.
+"""Base class of the families' configs, with strict conversion from and to config.json.
 
-An unknown field of another library that could change results raises an error. Which fields are
-supported, ignored or must have a fixed value is data of the family.
+An unknown field that could change results raises an error. Each family lists the fields that are
+supported, ignored, or must have a fixed value.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Fields of every family; sizes in features, lengths in tokens.
+    """Config fields that all families share; sizes in features, lengths in tokens.
 
     Args:
         vocab_size: vocabulary size V.
@@ -74,18 +74,18 @@ class ModelConfig:
         intermediate_size: width F of the MLP's hidden layer.
         num_layers: number of blocks.
         num_heads: number N of attention heads.
-        num_kv_heads: number K of key-value heads; 0 is num_heads.
-        head_dim: width H of a head; 0 is hidden_size / num_heads.
+        num_kv_heads: number K of key-value heads; 0 means num_heads.
+        head_dim: width H of a head; 0 means hidden_size / num_heads.
         max_seq_len: maximum sequence length.
         norm_eps: epsilon of the norms.
         init_std: standard deviation of the initialization.
-        tie_word_embeddings: the head's weight is the embedding.
-        head: name in `heads`; "" is the first.
+        tie_word_embeddings: use the embedding as the head's weight.
+        head: name in `heads`; "" means the first.
         num_labels: number of classes of a classifier.
         problem_type: problem type of a sequence classifier; see `heads.classification_loss`.
         changes: changes applied to the model after it was built, in order; see `Model.change_`.
-        raw: contents of the config.json that was read, and of generation_config.json under
-            "generation_config"; both are written back when saving.
+        raw: original contents of config.json, and of generation_config.json under
+            "generation_config"; saving writes both back.
     """
 
     family: ClassVar[str] = ""
@@ -120,20 +120,23 @@ class ModelConfig:
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Derive missing values, K = N and H = D / N, and check all fields."""
+        """Derive missing values (K = N and H = D / N) and check all fields."""
         self.num_kv_heads = self.num_kv_heads or self.num_heads
         self.head_dim = self.head_dim or self.hidden_size // max(self.num_heads, 1)
         self.head = self.head or next(iter(self.heads))
         self.check()
 
     def says(self, name: str) -> bool:
-        """Return True if config.json states a size that published configs derive from others."""
+        """Return True if config.json contains this size, which published configs derive instead."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
-        """Published generation options, under transformers' names.
+        """Published generation options, with transformers' names.
+
+        They come from generation_config.json or, if that file is missing, from config.json, as in
+        transformers.
 
         They are those of generation_config.json, or of config.json where that file is missing, as
         transformers reads them.
@@ -144,7 +147,7 @@ class ModelConfig:
         return {name: value for name, value in self.raw.items() if name in names}
 
     def check(self) -> None:
-        """Raise `ConfigError` with all inconsistencies among the fields."""
+        """Raise a `ConfigError` that lists all inconsistencies among the fields."""
         problems = [
             f"{name}={getattr(self, name)!r} must be a positive number"
             for name in self.hf_names
@@ -168,7 +171,7 @@ class ModelConfig:
         """Return a published preset by name, with some fields changed.
 
         Raises:
-            ConfigError: unknown preset (the message names the nearest) or field.
+            ConfigError: the preset (the message suggests the nearest) or a field is unknown.
         """
         if name not in cls.presets:
             raise ConfigError(
@@ -179,15 +182,14 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()) -> Self:
-        """Read a transformers config.
+        """Convert the contents of a transformers config.json to a config.
 
         Args:
             raw: contents of config.json.
             allow_unknown: names of unknown fields to accept.
 
         Raises:
-            ConfigError: unknown fields, or values that this family does not support; all are
-                listed.
+            ConfigError: fields are unknown or have unsupported values; all are listed.
         """
         values, others = cls._take_special(without_changes(raw))
         if CHANGES_KEY in raw:
@@ -218,7 +220,7 @@ class ModelConfig:
 
     @classmethod
     def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return head and labels of a config.json; an unknown class gets the first head."""
+        """Return head and labels of a config.json; an unknown architecture gets the first head."""
         values: dict[str, Any] = {"problem_type": raw.get("problem_type") or ""}
         for name, head in cls.heads.items():
             if set(raw.get("architectures") or ()) & {head.architecture, *head.aliases}:
@@ -229,7 +231,7 @@ class ModelConfig:
         return values
 
     def _give_head(self) -> dict[str, Any]:
-        """Return the fields that `_take_head` reads; label names are kept if their number fits."""
+        """Return the fields that `_take_head` reads; label names are kept if their count fits."""
         head = self.heads[self.head]
         architectures = self.raw.get("architectures") or []
         same = bool(set(architectures) & {head.architecture, *head.aliases})
@@ -243,15 +245,15 @@ class ModelConfig:
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Separate the fields that need more than renaming; overridden by families."""
+        """Separate the fields that need more than renaming; families override this."""
         return {}, raw
 
     def _give_special(self) -> dict[str, Any]:
-        """Return the fields that `_take_special` separated, with transformers' names."""
+        """Return the fields that `_take_special` separates, with transformers' names."""
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names; other fields that were read are kept."""
+        """Convert the config to transformers' names; other original fields are kept."""
         named = {published: getattr(self, own) for own, published in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
         raw = without_changes(self.raw)
@@ -264,7 +266,12 @@ class ModelConfig:
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
 
     def _differing_layers(self) -> dict[str, dict[str, Any]]:
-        """Return per-layer fields, in transformers' names, of layers with other sizes.
+        """Return per-layer fields, with transformers' names, for layers of differing sizes.
+
+        Transformers does not support these fields for these families and raises an error. It would
+        ignore
+        `skip` alone and initialize the missing weights, so layers without a sublayer also get 0
+        heads.
 
         Transformers does not support them for these families and refuses the field; `skip` alone it
         would ignore and initialize the missing weights, so layers without a sublayer get 0 heads
@@ -296,11 +303,13 @@ class ModelConfig:
         return cls.from_hf(read_config_file(directory), allow_unknown)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def with_implied(self) -> Self:
-        """Return a copy whose derived fields are 0 again, to be derived anew.
+        """Return a copy whose derived fields are reset to 0, so that they are derived again.
+
+        It serves for the defaults of command line options; a model needs the derived values.
 
         It serves as defaults of command line options; a model needs the derived values.
         """
@@ -316,7 +325,11 @@ class ModelConfig:
         return copied
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward per token in a sequence of `seq_len`.
+        """Return the FLOPs of forward and backward per token in a sequence of `seq_len` tokens.
+
+        Source: 6 per multiplied weight and 12 L N H T for attention, including the causal half that
+        need
+            not be computed (Chowdhery et al., "PaLM", 2022, appendix B).
 
         Source: 6 per multiplied weight and 12 L N H T for attention (Chowdhery et al., "PaLM",
             2022,
@@ -329,16 +342,18 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """True if the MLP has a gate."""
+        """Whether the MLP has a gate."""
         return False
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return the bytes of one token's keys and values in the cache."""
+        """Return the number of bytes that one token needs in the KV cache."""
         _, layers = list(self.stack_sizes().items())[-1]
         return sum(layer.kv_width for layer in layers) * bytes_per_element
 
     def stack_sizes(self) -> dict[str, list[LayerSizes]]:
         """Return the sizes of every layer by stack name; the last stack is the decoder.
+
+        These are the sizes of `own_sizes` after the changes.
 
         They are those of `own_sizes` with the changes applied.
         """
@@ -355,11 +370,11 @@ class ModelConfig:
         return stacks
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the layer sizes without changes; families whose layers differ override this."""
+        """Return the layer sizes before changes; families with differing layers override this."""
         return {"layers": [self.layer_sizes()] * self.num_layers}
 
     def layer_sizes(self) -> LayerSizes:
-        """Return the sizes of a layer from the fields."""
+        """Return the sizes of a layer according to the config fields."""
         return LayerSizes(
             self.num_heads,
             self.num_kv_heads,
@@ -370,7 +385,7 @@ class ModelConfig:
 
 
 def without_changes(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a config.json without bmforge's entries of model modifications."""
+    """Return the contents of a config.json without the entries that bmforge adds for changes."""
     quantization = raw.get(QUANTIZATION_KEY)
     is_own = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
     removed_keys = {CHANGES_KEY, QUANTIZATION_KEY} if is_own else {CHANGES_KEY}

@@ -1,4 +1,4 @@
-"""Reads the files that describe a model: config.json and generation_config.json."""
+"""Reads config.json and generation_config.json."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GENERATION_FILE = "generation_config.json"
 
 
 def read_config_file(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of ``directory/config.json``, or the config of a GGUF file.
+    """Return the contents of ``directory/config.json``, or the equivalent of a GGUF file.
 
     The contents of generation_config.json are added under `GENERATION_KEY`.
 
     Raises:
-        ConfigError: the file is missing, or is not a JSON object.
+        ConfigError: the file is missing or is not a JSON object.
         CheckpointError: the GGUF file is damaged or has an unsupported architecture.
     """
     if is_gguf(directory):
@@ -41,7 +41,7 @@ def read_config_file(directory: str | Path) -> dict[str, Any]:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
+    """Parse a file that must contain a JSON object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

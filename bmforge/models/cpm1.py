@@ -75,12 +75,12 @@ class CPM1Config(ModelConfig):
     attn_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D, and the base class's values."""
+        """Derive F = 4 D and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         fixed = {
             "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
@@ -116,16 +116,16 @@ class CPM1(CausalLM):
         super().__init__(config, DecoderSpec(block, embed_dropout=config.dropout))
 
     def init_std(self, name: str) -> float:
-        """Scale residual projections by 1/sqrt(2 L), as in Megatron."""
+        """Return the std, which is scaled by 1/sqrt(2 L) for residual projections (Megatron)."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Return the map to the names in Megatron shards."""
+        """Return the map of weight names for Megatron shards."""
         return self.all_rules()
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to the published names; q, k and v are rows of one matrix."""
+        """Return the map to the published names; q, k and v are rows of one matrix."""
         width = self.config.hidden_size
         block, published = "layers.{i}.", "transformer.layers.{i}."
         modules = {

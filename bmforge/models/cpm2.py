@@ -4,10 +4,11 @@ An encoder-decoder like T5 1.1 with an untied head and unscaled attention scores
 are those of the published Megatron shards (`src/mpu/transformer_enc_dec.py` of CPM-2-Pretrain),
 which EVA shares. The third model has a BASE layer of experts in every block.
 
-Not verified: that checkpoint has one file per expert and rank, whose contents are not public. In
-the original each expert has its own norm, which also normalizes the router's input; here a layer
-has one norm (they are initialized as copies), and experts are numbered in their names. The original
-applies dropout to attention's output twice, here it is applied once.
+Not verified: the checkpoint of the third model, with one file per expert and rank, is not public.
+In the original each expert has its own norm, which also normalizes the router's input; this
+implementation has one norm per layer (the original's are initialized as copies), and numbers the
+experts in their names. The original applies dropout to attention's output twice; this
+implementation applies it once.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class CPM2Config(Seq2SeqConfig):
     """Config of CPM-2; other fields are those of the base classes.
 
     Args:
-        num_experts: number E of experts in every block of both stacks; 0 is an MLP.
+        num_experts: number E of experts in every block of both stacks; 0 for an MLP.
         balance_experts: in training assign equally many tokens to all experts, over all ranks;
-            else, as in inference, route by argmax.
+            otherwise (and in inference) route by argmax.
         activation: activation of the MLP's gate (default: the tanh form of GELU, as published).
     """
 
@@ -72,13 +73,13 @@ class CPM2Config(Seq2SeqConfig):
     activation: str = "gelu_new"
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if self.num_experts < 0:
             raise ConfigError(f"CPM2Config: num_experts={self.num_experts} must not be negative.")
 
     def layer_sizes(self) -> LayerSizes:
-        """Return the base's sizes, with one expert per token if there are experts."""
+        """Return the base class's sizes; with experts, each token uses one."""
         count = self.num_experts
         return replace(super().layer_sizes(), num_experts=count, experts_per_token=min(count, 1))
 
@@ -98,9 +99,9 @@ class CPM2(Seq2Seq):
         super().__init__(config, make_spec(config, config.activation, scale=1.0, moe=moe))
 
     def init_std(self, name: str) -> float:
-        """Scale residual projections by 1/sqrt(2 L), as the original does.
+        """Return the standard deviation; residual projections are scaled by 1/sqrt(2 L).
 
-        The original's expert centroids are orthogonal with length 0.1; here they are nearly
+        The original's expert centroids are orthogonal with length 0.1; random ones are nearly
         orthogonal.
         """
         config = self.config
@@ -112,20 +113,22 @@ class CPM2(Seq2Seq):
         return config.init_std / (math.sqrt(2 * config.num_layers) if scaled else 1.0)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return each stack's own name of the embedding."""
+        """Map each stack's copy of the embedding, by name, to the original."""
         return {f"{s}.word_embeds.weight": "word_embeds.weight" for s in ("encoder", "decoder")}
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to the published names; see `megatron_rules`."""
+        """Return the map to the published names; see `megatron_rules`."""
         return megatron_rules(self.config)
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Return the map to the names in Megatron shards, head included."""
+        """Return the map of weight names for Megatron shards, including the head."""
         return self.all_rules()
 
 
 def megatron_rules(config: Any) -> list[WeightRule]:
-    """Map a CPM-2 or EVA to the names of the published shards; q, k and v are fused.
+    """Return the map from CPM-2's or EVA's names to those of the published shards.
+
+    q, k and v are fused in the shards.
 
     Args:
         config: a `Seq2SeqConfig`, optionally with `num_experts`.
@@ -162,7 +165,7 @@ def _fused(own: str, parts: Iterable[str], published: str, config: Any) -> list[
 
 
 def _feed_forward_rules(own: str, published: str, has_experts: bool) -> list[WeightRule]:
-    """Map the MLP, or the experts, whose names here have no ".weight"."""
+    """Return the name map of the MLP or experts; expert names have no ".weight"."""
     names = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
     if not has_experts:
         modules = {f"{own}mlp.{a}": f"{published}ff.dense_relu_dense.{b}" for a, b in names.items()}

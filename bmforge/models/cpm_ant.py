@@ -1,7 +1,7 @@
-"""CPM-Ant and CPM-Ant+: text in segments after a trained task prompt.
+"""CPM-Ant and CPM-Ant+: text segments after a trained task prompt.
 
-Context tokens attend to each other and are visible to all; other tokens are generated one by one.
-Distances count within one segment type, and pairs of types have a bias of their own.
+All tokens attend to the context tokens; the other tokens are generated one by one. Attention biases
+depend on the distance within a segment type, and on the pair of types otherwise.
 
 Source: OpenBMB/CPM-Live, branches cpm-ant and master; transformers' ``CpmAntForCausalLM``, whose
 weights include the muP scales: `fold_scales` and `unfold_scales` convert between both.
@@ -60,6 +60,10 @@ class CPMAnt(CPMLive):
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
         """Recognize CPM-Ant+ by its weights, in which the prompts follow the vocabulary.
 
+        The weights do not show whether the residual is scaled, as in branch master of CPM-Live. If
+        a
+        CPM-Live config.json has no sum_scale, it is not scaled, and a warning is logged.
+
         Nothing tells whether the residual is scaled, as only branch master of CPM-Live does: if a
         CPM-Live config.json has no sum_scale, it is not, with a warning.
         """
@@ -98,6 +102,14 @@ class CPMAnt(CPMLive):
     ) -> ModelOutput:
         """Predict the next token at every position.
 
+        With `segment`, the inputs are those of CPM-Live, starting with the prompt's ids. Without
+        it, the
+        input is plain text, all of it context, as in transformers: the prompt of `task_id` is
+        prepended, and
+        removed from the output. With a cache, all inputs except `input_ids`, `labels` and those
+        that select
+        outputs also cover the cached tokens.
+
         With `segment`, the inputs are those of CPM-Live, with the prompt's ids in front. Without,
         they are plain text that is all context, as in transformers: the prompt of `task_id` is
         prepended, and removed from the output. With a cache, all inputs but `input_ids`, `labels`
@@ -105,20 +117,20 @@ class CPMAnt(CPMLive):
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding on any side; by default from `length` or,
-                for plain text, from `pad_token_id`.
-            position_ids: ignored; distances are counted.
-            position: ignored; distances are counted.
-            labels: target ids (not shifted inside), -100 to ignore a position; returns the loss
+            attention_mask: 1 for tokens, 0 for padding on any side; by default from `length`
+                or, for plain text, from `pad_token_id`.
+            position_ids: ignored; distances are computed from the order of tokens.
+            position: ignored, like `position_ids`.
+            labels: target ids (not shifted by the model; -100 is ignored); returns the loss
                 instead of logits.
-            num_items_in_batch: divisor of the summed loss; None is the mean.
+            num_items_in_batch: divisor of the summed loss; None takes the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
-            logits_to_keep: number of last positions whose logits are returned.
-            length: number of tokens of each sequence, before the padding.
-            context: True for given tokens; the others are generated one by one.
+            logits_to_keep: number of trailing positions whose logits are returned.
+            length: number of tokens of each sequence, without padding.
+            context: True for context tokens; the others are generated one by one.
             segment: segment type of every token.
-            span: span of every token; tokens attend within their span; None is one span.
+            span: span index of every token; tokens attend within their span; None means one span.
             inputs_embeds: unscaled token embeddings in place of `input_ids`; with `segment` the
                 prompt's rows come first.
             logits_at: positions of every sequence whose logits are returned.
@@ -128,7 +140,7 @@ class CPMAnt(CPMLive):
             all others (B, past + T)
 
         Raises:
-            ShapeError: ids outside of the vocabulary, or inconsistent inputs.
+            ShapeError: ids are outside of the vocabulary, or inputs are inconsistent.
         """
         past = cache.length if cache is not None else 0
         inputs, prompt_length = given_inputs(input_ids, inputs_embeds), 0
@@ -158,7 +170,9 @@ class CPMAnt(CPMLive):
         cache: KeyValueCache | None,
         past: int,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Embed a text with the prompt before it; return its mask and bias too.
+        """Embed a text and the prompt before it; return the embeddings, mask and bias.
+
+        All sequences share one bias: it would differ only for padding, to which no token attends.
 
         All sequences share one bias: it would differ for padding only, which nothing attends to.
         """
@@ -180,7 +194,7 @@ class CPMAnt(CPMLive):
         return x, mask, self._find_bias(kinds, queries, width - queries)
 
     def _embed_text(self, inputs: Tensor, real: Tensor | None, past: int) -> Tensor:
-        """Embed a text, after the prompt at the beginning of a sequence."""
+        """Embed a text; at the beginning of a sequence, prepend the prompt."""
         rows, length = inputs.shape[:2]
         segments = torch.full((1, length), TEXT_SEGMENT, device=inputs.device)
         if real is not None:
@@ -202,7 +216,7 @@ class CPMAnt(CPMLive):
         real: Tensor | None,
         past: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed inputs of CPM-Live; return their mask and bias too."""
+        """Embed inputs in CPM-Live's format; return the embeddings, mask and bias."""
         if self.is_begun:
             (x,) = self.arrived
         else:
@@ -215,11 +229,11 @@ class CPMAnt(CPMLive):
         return x, mask, self._find_bias(segment, x.shape[1], past)
 
     def _embed_given(self, inputs: Tensor) -> Tensor:
-        """Embed ids other than the prompt's; embeddings are returned as they are."""
+        """Embed token ids without the prompt; given embeddings are returned unchanged."""
         return self.embed_inputs(inputs) if inputs.dim() == 2 else self.embed_inputs(None, inputs)
 
     def _embed_segments(self, inputs: Tensor, segment: Tensor, past: int) -> Tensor:
-        """Embed tokens of segments, with the prompt first."""
+        """Embed the tokens of all segments, beginning with the prompt."""
         prompt_length = (
             0 if past or self.config.prompts_in_vocabulary else self.config.prompt_length
         )
@@ -233,7 +247,7 @@ class CPMAnt(CPMLive):
     def _find_tokens(
         self, inputs: Tensor, attention_mask: Tensor | None, past: int
     ) -> Tensor | None:
-        """Return True for tokens that are no padding, (B, past + T); None without padding."""
+        """Return a mask that is False for padding, (B, past + T); None without padding."""
         if attention_mask is not None:
             _check_width(inputs, past, attention_mask)
             return attention_mask.bool()
@@ -262,7 +276,7 @@ class CPMAnt(CPMLive):
         return table(ids)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to CPM-Live's names, or to transformers', where the prompts follow the vocabulary."""
+        """Return the map to CPM-Live's names or, for folded weights, transformers' names."""
         segments = WeightRule("embed_segments.weight", "segment_embedding.weight")
         rules = [*super().weight_rules(), segments]
         if not self.config.folded:
@@ -293,13 +307,12 @@ def _check_width(inputs: Tensor, past: int, *described: Tensor | None) -> None:
 def fold_scales(model: CPMAnt) -> CPMAnt:
     """Return a copy whose weights include the scales, as transformers expects them.
 
-    Multiplication by a power of two is exact, so nothing is lost where sqrt(width) is one (4096);
-    the MLP's last projection (width 10240) and other widths are rounded once, in the weights'
-    dtype.
+    Where sqrt(width) is a power of two (4096), the multiplication is exact. The MLP's last
+    projection (width 10240) and other widths are rounded once, to the weights' dtype.
 
     Raises:
-        ConfigError: transformers does not support the model: CPM-Ant+, a compressed one, or one
-            with a scaled residual.
+        ConfigError: transformers does not support the model (CPM-Ant+, compressed models, and
+            scaled residuals).
     """
     return _rescale(model, folded=True)
 

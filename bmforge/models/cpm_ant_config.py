@@ -1,8 +1,8 @@
 """Config of CPM-Ant: CPM-Live's names, transformers' names, and the published sizes.
 
 Source: the config files of OpenBMB/CPM-Live and openbmb/cpm-ant-10b; for the compressed models, the
-README of CPM-Live's branch cpm-ant and BMCook's ``cpm_live_example``, which lacks the 7B model: it
-is assumed to have the layers of the 3B model, which was made from it.
+README of CPM-Live's branch cpm-ant and BMCook's ``cpm_live_example``, which lacks the 7B model; it
+is assumed to have the layers of the 3B model, which was compressed from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CPMAntConfig(CPMLiveConfig):
         segment_types: number of segment types.
         task_id: index of the prompt for plain text.
         prompts_in_vocabulary: prompts are embedding rows after the vocabulary (CPM-Ant+).
-        folded: the weights include the scales, as in transformers.
+        folded: the weights include the muP scales, as in transformers.
     """
 
     family: ClassVar[str] = "cpm_ant"
@@ -78,13 +78,13 @@ class CPMAntConfig(CPMLiveConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize CPM-Live's config files, which have no model_type, by the prompt fields."""
+        """Recognize CPM-Live's config files, which have no model_type, by their prompt fields."""
         live = "model_type" not in raw and {"prompt_types", "dim_model"} <= set(raw)
         return live or raw.get("model_type") in cls.model_types
 
     @property
     def scales_weights(self) -> bool:
-        """False if the weights include the scales."""
+        """Whether the muP scales are applied separately from the weights."""
         return not self.folded
 
     def problems(self) -> list[str]:
@@ -116,7 +116,7 @@ class CPMAntConfig(CPMLiveConfig):
         return {**values, "folded": folded, "tie_word_embeddings": not folded}, others
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with CPM-Live's names, or transformers' if the weights are folded."""
+        """Return the config with CPM-Live's names, or transformers' for folded weights."""
         out = super().to_hf()
         if not self.folded:
             return out

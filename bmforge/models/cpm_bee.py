@@ -1,8 +1,8 @@
-"""CPM-Bee: nested documents whose answers the model generates.
+"""CPM-Bee: the model generates the answers in nested documents.
 
 Every key and text of a document is a segment; the relation of two segments in the tree selects
-their attention bias. Tokens that only one document has are encoded as a base id rotated by a sub id
-(`nn.segment.turn_by_sub`), in the input and as rows of the head.
+their attention bias. Tokens that occur in one document only are encoded as a base id rotated by a
+sub id (`nn.segment.turn_by_sub`), in the input and as rows of the head.
 
 Source: OpenBMB/CPM-Bee; the sizes are those of its checkpoints' config.json.
 """
@@ -44,7 +44,7 @@ class CPMBeeConfig(CPMLiveConfig):
     """Config of CPM-Bee; other fields are those of `CPMLiveConfig`.
 
     Args:
-        num_relations: rows of the bias table for segment relations.
+        num_relations: number of rows of the bias table for segment relations.
     """
 
     family: ClassVar[str] = "cpm_bee"
@@ -143,30 +143,37 @@ class CPMBee(CPMLive):
         """Predict the next token at every position.
 
         With `segment`, the inputs are those of CPM-Bee (`tokenizers.cpm_bee_batch`,
+        `to_arguments`).
+        Without it, the input is plain text in causal order. With a cache, per-token inputs also
+        cover the
+        cached tokens.
+
+        With `segment`, the inputs are those of CPM-Bee (`tokenizers.cpm_bee_batch`,
         `to_arguments`). Without, they are plain text in causal order. With a cache, per-token
         inputs cover the cached tokens too.
 
         Args:
             input_ids: token ids below the vocabulary size.
-            attention_mask: for plain text, 1 for tokens, 0 for padding.
-            position_ids: ignored; distances are counted.
-            document_ids: for plain text, document of each token in packed sequences.
-            labels: target ids (not shifted inside), -100 to ignore a position; ids from the
-                vocabulary size on are rows of the extension; returns the loss instead of logits.
-            num_items_in_batch: divisor of the summed loss; None is the mean.
+            attention_mask: 1 for tokens, 0 for padding; plain text only.
+            position_ids: ignored; distances are computed from `position`.
+            document_ids: document of each token in packed sequences; plain text only.
+            labels: target ids (not shifted by the model; -100 is ignored); ids from the
+                vocabulary size on are rows of the extension. Returns the loss instead of logits.
+            num_items_in_batch: divisor of the summed loss; None takes the mean.
             cache: KV cache of earlier tokens.
             output_hidden_states: return the outputs of the embedding and of every layer.
-            logits_to_keep: number of last positions whose logits are returned.
+            logits_to_keep: number of trailing positions whose logits are returned.
             input_sub: sub ids of `input_ids`.
-            length: number of tokens of each sequence; None: tokens with num_segments 0 are padding.
-            context: True for given tokens; the others are generated one by one.
-            sample_ids: 0 for the document, which sees all samples; 1, 2, ... for examples.
+            length: number of tokens of each sequence; None treats tokens with num_segments 0 as
+                padding.
+            context: True for context tokens; the others are generated one by one.
+            sample_ids: 0 for the document, which attends to all samples; 1, 2, ... for examples.
             num_segments: number of segments in a token's sample.
             segment: segment index of a token in its sample.
             segment_rel_offset: start of the sample's relation table in `segment_rel`.
             segment_rel: relation tables, see `nn.segment.find_relations`.
-            span: span of every token; tokens attend within their span; None is one span.
-            position: positions from which distances are computed; None is 0, 1, 2, ...
+            span: span index of every token; tokens attend within their span; None means one span.
+            position: positions from which distances are computed; None means 0, 1, 2, ...
             ext_table_ids: base ids of the extension's rows.
             ext_table_sub: sub ids of the extension's rows.
             inputs_embeds: token embeddings in place of `input_ids`, neither scaled nor rotated.
@@ -178,7 +185,7 @@ class CPMBee(CPMLive):
             inputs_embeds: (B, T, D); logits_at: (B, M); returns logits (B, T, V + E)
 
         Raises:
-            ShapeError: ids outside of the vocabulary, or inconsistent inputs.
+            ShapeError: ids are outside of the vocabulary, or inputs are inconsistent.
         """
         past = cache.length if cache is not None else 0
         inputs = given_inputs(input_ids, inputs_embeds)
@@ -221,7 +228,7 @@ class CPMBee(CPMLive):
         document_ids: Tensor | None,
         past: int,
     ) -> tuple[Tensor | None, Tensor]:
-        """Return mask and bias of plain text; without other masks the bias includes causality."""
+        """Return mask and bias for plain text; without other masks the bias includes causality."""
         rows, length = inputs.shape[:2]
         distance = find_distances(length, inputs.device, past)
         bias = self._find_bias(torch.zeros_like(distance), distance)
@@ -245,7 +252,7 @@ class CPMBee(CPMLive):
         position: Tensor | None,
         past: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return mask and bias of documents."""
+        """Return mask and bias for documents."""
         samples, width = tokens.sample_ids, tokens.segment.shape[1]
         together = samples[:, None, :] == samples[:, past:, None]
         allowed = together | (samples[:, past:, None] == 0)
@@ -269,12 +276,12 @@ class CPMBee(CPMLive):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """Return the head, which checkpoints on the hub may store in addition to the embedding."""
+        """Map the head, which some checkpoints store besides the embedding, to the embedding."""
         return {"lm_head.weight": "cpmbee.input_embedding.weight"}
 
 
 class _Tokens(NamedTuple):
-    """Description of every token, (B, S) each."""
+    """Per-token inputs, (B, S) each."""
 
     segment: Tensor
     context: Tensor

@@ -1,4 +1,4 @@
-"""Common parts of CPM-Ant and CPM-Bee: config names, blocks with muP scales, checkpoint names.
+"""Shared code of CPM-Ant and CPM-Bee: config names, blocks with muP scales, weight names.
 
 Linear weights have standard deviation 1, and their inputs are divided by the square root of the
 width, as are embeddings and the head's input. There are no biases, and the head is the embedding.
@@ -39,27 +39,29 @@ _EMBED_STD = 0.02
 
 
 def read_masks(text: str) -> tuple[tuple[bool, bool], ...]:
-    """Parse `mask_modules` from one letter per layer.
+    """Parse `mask_modules` from text with one letter per layer.
 
     Args:
-        text: "." has both sublayers, "a" lacks attention, "f" lacks the MLP, "x" lacks both.
+        text: per layer "." for both sublayers, "a" without attention, "f" without MLP, "x"
+            without both.
     """
     return tuple((letter in "ax", letter in "fx") for letter in "".join(text.split()))
 
 
 @dataclass(kw_only=True)
 class CPMLiveConfig(ModelConfig):
-    """Fields of both families; other fields are those of `ModelConfig`.
+    """Config fields of CPM-Ant and CPM-Bee; other fields are those of `ModelConfig`.
 
     Args:
-        max_seq_len: distance from which on all share one bucket; longer texts are possible.
+        max_seq_len: distance beyond which all token pairs share one bucket; longer texts are
+            possible.
         num_buckets: number of distance buckets.
         dropout: dropout probability of attention weights, in the MLP, and of each sublayer's
             output.
         sum_scale: factor on the residual stream after each sublayer.
-        mask_modules: per layer (lacks attention, lacks MLP); empty if none does.
+        mask_modules: per layer a pair (lacks attention, lacks MLP); empty if no layer lacks any.
         init_std: standard deviation of the initialization of linear weights and position biases.
-        pad_token_id: id of padding if there is no mask.
+        pad_token_id: id of padding tokens, used if there is no mask.
     """
 
     # Fields without effect on results.
@@ -101,7 +103,7 @@ class CPMLiveConfig(ModelConfig):
     pad_token_id: int = 0
 
     def __post_init__(self) -> None:
-        """Normalize `mask_modules`, which is a list or null in config.json."""
+        """Normalize `mask_modules`, which config.json gives as a list or null."""
         pairs = self.mask_modules or ()
         if any(len(pair) != 2 for pair in pairs):
             raise ConfigError(
@@ -112,7 +114,7 @@ class CPMLiveConfig(ModelConfig):
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         problems = self.problems()
         if problems:
@@ -133,7 +135,7 @@ class CPMLiveConfig(ModelConfig):
 
     @property
     def scales_weights(self) -> bool:
-        """True if the scales are separate from the weights."""
+        """Whether the muP scales are applied separately from the weights."""
         return True
 
     @property
@@ -142,7 +144,7 @@ class CPMLiveConfig(ModelConfig):
         return True
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the base's sizes, without the sublayers that layers lack."""
+        """Return the layer sizes, without the sublayers that compressed models lack."""
         full_sizes = self.layer_sizes()
         masks = self.mask_modules or ((False, False),) * self.num_layers
         return {"layers": [full_sizes.without(no_attn, no_mlp) for no_attn, no_mlp in masks]}
@@ -163,12 +165,12 @@ class CPMLiveConfig(ModelConfig):
 
 
 class CPMLive(CausalLM):
-    """Embedding, blocks that may lack a sublayer, norm, and the embedding as head.
+    """Decoder with blocks that may lack a sublayer; the embedding serves as head.
 
     Args:
         config: config of the family.
-        num_rows: rows of the attention bias table.
-        extra_tokens: rows of embedding and head beyond the vocabulary.
+        num_rows: number of rows of the attention bias table.
+        extra_tokens: number of rows of embedding and head beyond the vocabulary.
     """
 
     shifts_labels = False
@@ -218,17 +220,17 @@ class CPMLive(CausalLM):
 
     @property
     def is_begun(self) -> bool:
-        """True if an earlier pipeline stage embedded the tokens of this call."""
+        """Whether an earlier pipeline stage has embedded the tokens of this call."""
         return span_of(self.layers).first > 0
 
     @property
     def is_done(self) -> bool:
-        """True if this pipeline stage runs the last block."""
+        """Whether this pipeline stage runs the last block."""
         span = span_of(self.layers)
         return span.last == span.total
 
     def width_into(self, name: str) -> int:
-        """Return the width by whose square root a parameter's input is divided; 1 for none."""
+        """Return the width whose square root divides a parameter's input; 1 without scaling."""
         if name.endswith("norm.weight") or name.startswith("rel_bias"):
             return 1
         if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
@@ -236,7 +238,7 @@ class CPMLive(CausalLM):
         return int(self.config.hidden_size)
 
     def init_std(self, name: str) -> float:
-        """Return the std: small for embeddings, and divided by the scale for folded weights."""
+        """Return the standard deviation: small for embeddings; divided by the scale if folded."""
         inside = name.startswith(("layers.", "rel_bias"))
         std = self.config.init_std if inside else _EMBED_STD
         return std if self.config.scales_weights else std / math.sqrt(self.width_into(name))
@@ -250,7 +252,7 @@ class CPMLive(CausalLM):
         keep_states: bool,
         skipped: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Run the blocks and the final norm; drop the first `skipped` tokens of the output."""
+        """Run blocks and final norm; drop the first `skipped` tokens of the output."""
         x, states = run_layers(self.layers, x, {None: mask}, keep_states, bias=bias, cache=cache)
         if not self.is_done:
             return x, None
@@ -273,15 +275,15 @@ class CPMLive(CausalLM):
         extension: Tensor | None = None,
         logits_at: Tensor | None = None,
     ) -> ModelOutput:
-        """Apply the head: the loss with labels, which are not shifted, else logits.
+        """Apply the head: return the loss if there are (unshifted) labels, otherwise logits.
 
         Args:
             x: last hidden states.
-            kept: hidden states of all layers.
+            hidden_states: hidden states of all layers, or None.
             labels: target ids.
             num_items: divisor of the summed loss.
-            logits_to_keep: number of last positions whose logits are returned.
-            extension: further rows of the head, (E, D), which read unscaled hidden states.
+            logits_to_keep: number of trailing positions whose logits are returned.
+            extension: additional rows of the head, (E, D), which use unscaled hidden states.
             logits_at: positions of every sequence whose logits are returned.
         """
         check_places(self.config.head, labels, logits_at)
@@ -299,7 +301,7 @@ class CPMLive(CausalLM):
         return ModelOutput(loss, None, x, hidden_states)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to CPM-Live's names."""
+        """Return the map to CPM-Live's names."""
         block, published = "layers.{i}.", "encoder.layers.{i}."
         attn, mlp = f"{published}self_att.", f"{published}ffn."
         names = {

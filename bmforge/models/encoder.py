@@ -1,4 +1,4 @@
-"""Text encoder from which Bert, Roberta and Longformer are assembled: post-norm blocks and heads.
+"""Text encoder with post-norm blocks, the base class of Bert, Roberta and Longformer.
 
 A family file is its config, its map of weight names and an `EncoderSpec`; see `bert.py`.
 """
@@ -42,12 +42,12 @@ class EncoderSpec(StackSpec):
     """Hyperparameters of an encoder: its blocks, embedding and head.
 
     Args:
-        position_offset: row of the first position. If above 0, positions count the tokens that are
-            no padding, and padding has the row before the first.
+        position_offset: row of the first position. If above 0, positions count only tokens, not
+            padding, and padding has the row before the first position.
         embed_dropout: dropout probability after the embedding.
         classifier_dropout: dropout probability before a classifier.
         head_activation: activation of the masked-LM head.
-        deep_classifier: classify sequences with two layers instead of a pooler and one layer.
+        deep_classifier: classify sequences by two layers instead of a pooler and one layer.
     """
 
     position_offset: int = 0
@@ -58,7 +58,7 @@ class EncoderSpec(StackSpec):
 
 
 def encoder_block(config: EncoderConfig, **attention: Any) -> BlockSpec:
-    """Return a config's post-norm block; `attention` overrides fields of its attention."""
+    """Return the spec of a post-norm block; `attention` overrides its attention fields."""
     attn = AttentionSpec(
         config.num_heads,
         config.num_kv_heads,
@@ -78,11 +78,11 @@ def encoder_block(config: EncoderConfig, **attention: Any) -> BlockSpec:
 
 
 class EncoderModel(Model):
-    """Embeddings, post-norm blocks and a head.
+    """Text encoder: embeddings, post-norm blocks and a head.
 
     Args:
         config: config of the family.
-        spec: hyperparameters derived from it.
+        spec: hyperparameters derived from the config.
     """
 
     family_traits = Traits("both", "masked tokens", "learned")
@@ -140,20 +140,21 @@ class EncoderModel(Model):
 
         Args:
             input_ids: token ids.
-            attention_mask: 1 for tokens, 0 for padding; or a 4-D mask of every pair of tokens.
-            token_type_ids: segment type of every token; default 0.
-            position_ids: rows of the position table; counted by default.
+            attention_mask: 1 for tokens, 0 for padding; or a 4-D mask over pairs of tokens.
+            token_type_ids: segment type of every token (default: 0).
+            position_ids: rows of the position table (default: counted).
             document_ids: document of each token in packed sequences; tokens attend within a
                 document.
-            labels: for masked tokens, their ids, -100 to ignore; returns the loss instead of
-                logits. For a classifier, see `classification_loss`.
-            num_items_in_batch: divisor of the summed loss; None is the mean.
+            labels: for the masked-LM head, ids of the masked tokens (-100 is ignored); returns
+                the loss instead of logits. For a classifier, see `classification_loss`.
+            num_items_in_batch: divisor of the summed loss; None takes the mean.
             output_hidden_states: return the outputs of the embedding and of every layer.
             start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
             inputs_embeds: token embeddings in place of `input_ids`; positions then count all
                 tokens.
-            cache: KV cache of earlier tokens, which do not attend to these; needs a 4-D mask.
+            cache: KV cache of earlier tokens, which do not attend to the new tokens; needs a
+                4-D mask.
             logits_at: positions of every sequence whose logits are returned.
             extra: further arguments of `build_masks` in some families.
 
@@ -163,8 +164,8 @@ class EncoderModel(Model):
             start_positions, end_positions: (B,); inputs_embeds: (B, T, D); logits_at: (B, M)
 
         Raises:
-            ShapeError: too many positions, ids outside of the vocabulary, or not exactly one of ids
-                and embeddings.
+            ShapeError: there are too many positions, ids are outside of the vocabulary, or not
+                exactly one of ids and embeddings is given.
         """
         inputs = given_inputs(input_ids, inputs_embeds)
         check_places(self.config.head, labels, logits_at)
@@ -205,12 +206,12 @@ class EncoderModel(Model):
         normalize: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """Return one embedding per sequence, with any head; soft prompt rows are excluded.
+        """Return one embedding per sequence, with any head; soft-prompt rows are excluded.
 
         Args:
             input_ids: token ids.
             attention_mask: 1 for tokens, 0 for padding, which the mean excludes.
-            pooling: "mean" over tokens, or "cls", the first token's state.
+            pooling: "mean" of the tokens' states, or "cls" for the first token's state.
             normalize: scale embeddings to length 1.
             inputs: `token_type_ids`, `position_ids` and further arguments of `build_masks`.
 
@@ -218,7 +219,7 @@ class EncoderModel(Model):
             input_ids, attention_mask: (B, T); returns (B, D)
 
         Raises:
-            ConfigError: unknown pooling, or `position_ids` together with a soft prompt.
+            ConfigError: the pooling is unknown, or `position_ids` are given with a soft prompt.
         """
         if pooling not in ("mean", "cls"):
             raise ConfigError(f"unknown pooling: pooling={pooling!r} (known: mean, cls).")
@@ -246,7 +247,10 @@ class EncoderModel(Model):
     def build_masks(
         self, inputs: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None
     ) -> dict[int | None, Any]:
-        """Return window size -> mask, built once for all layers; `inputs` are ids or embeddings."""
+        """Build the mask for each window size, once for all layers.
+
+        `inputs` are ids or embeddings.
+        """
         if attention_mask is not None and attention_mask.dim() == 4:
             return {None: attention_mask.bool()}
         mask = build_mask(
@@ -265,7 +269,7 @@ class EncoderModel(Model):
 
         Args:
             x: token embeddings.
-            given: the ids or embeddings that were passed in.
+            inputs: token ids or embeddings passed by the caller.
             segments: segment type of every token.
             positions: rows of the position table.
         """
@@ -279,7 +283,7 @@ class EncoderModel(Model):
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def _count_positions(self, inputs: Tensor) -> Tensor:
-        """Return rows of the position table, (B or 1, T)."""
+        """Return the default rows of the position table, (B or 1, T)."""
         offset = self.spec.position_offset
         if not offset or inputs.dim() == 3:
             return torch.arange(inputs.shape[1], device=inputs.device)[None] + offset
@@ -294,7 +298,7 @@ class EncoderModel(Model):
             )
 
     def _pool(self, x: Tensor) -> Tensor:
-        """Return the first token's state, through the pooler if there is one: (B, D)."""
+        """Return the first token's state, after the pooler if there is one: (B, D)."""
         first = x[:, 0]
         return first if self.pooler is None else torch.tanh(self.pooler(first))
 
@@ -306,7 +310,7 @@ class EncoderModel(Model):
         num_items: float | Tensor | None,
         logits_at: Tensor | None,
     ) -> ModelOutput:
-        """Apply the masked-LM head: the loss with labels, else logits."""
+        """Apply the masked-LM head: return the loss if there are labels, otherwise logits."""
         decoder = self.mlm_head.decoder
         if labels is None:
             return out._replace(logits=decoder(self.mlm_head(pick_states(x, None, logits_at))))
@@ -318,7 +322,7 @@ class EncoderModel(Model):
         return out._replace(loss=decoder(self.mlm_head(x), labels, num_items))
 
     def all_rules(self) -> list[WeightRule]:
-        """Return the rules; an untied decoder's bias has its own name, as in transformers."""
+        """Return all weight rules; the bias of an untied decoder has a separate name."""
         rules = super().all_rules()
         if self.config.head != "masked_lm" or self.config.tie_word_embeddings:
             return rules
@@ -327,7 +331,7 @@ class EncoderModel(Model):
         return [bias if rule.ours == bias.ours else rule for rule in rules]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names."""
+        """Return the map to transformers' names."""
         rules = encoder_rules(self.hf_prefix)
         if self.config.head == "none":
             rules += linear_rules({"pooler": f"{self.hf_prefix}pooler.dense"})
@@ -335,7 +339,7 @@ class EncoderModel(Model):
 
 
 def encoder_rules(prefix: str) -> list[WeightRule]:
-    """Return the name map of an encoder's body, which all BERT-like families share."""
+    """Return the name map of an encoder's body, shared by all BERT-like families."""
     block, published = "layers.{i}.", f"{prefix}encoder.layer.{{i}}."
     embeddings = f"{prefix}embeddings."
     modules = {

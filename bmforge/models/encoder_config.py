@@ -29,8 +29,9 @@ def encoder_heads(stem: str, head: dict[str, str], sequence: dict[str, str]) -> 
 
     Args:
         stem: prefix of the class names, such as ``"Bert"``.
-        head: modules of the masked-LM head here -> published; ``"bias"`` -> the decoder's bias.
-        sequence: modules of the sequence classifier here -> published.
+        head: published names of the masked-LM head's modules by bmforge's names; ``"bias"`` for
+            the decoder's bias.
+        sequence: published names of the sequence classifier's modules by bmforge's names.
     """
     kinds = ("weight", "bias")
     modules = [(f"mlm_head.{part}", head[part]) for part in ("dense", "norm", "decoder")]
@@ -48,7 +49,7 @@ def encoder_heads(stem: str, head: dict[str, str], sequence: dict[str, str]) -> 
 
 @dataclass(kw_only=True)
 class EncoderConfig(ModelConfig):
-    """Config of an encoder; other fields are those of `ModelConfig`.
+    """Config of a BERT-like encoder; other fields are those of `ModelConfig`.
 
     Args:
         num_segments: number of segment types.
@@ -56,7 +57,7 @@ class EncoderConfig(ModelConfig):
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         dropout: dropout probability of embeddings and of each sublayer's output.
         attn_dropout: dropout probability of attention weights.
-        classifier_dropout: dropout probability before a classifier; None is `dropout`.
+        classifier_dropout: dropout probability before a classifier; None means `dropout`.
     """
 
     # Positions count the tokens that are no padding, starting after the padding's row.
@@ -118,7 +119,7 @@ class EncoderConfig(ModelConfig):
     classifier_dropout: float | None = None
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         problems = []
         if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
@@ -157,5 +158,5 @@ class EncoderConfig(ModelConfig):
         return {"max_position_embeddings": self.max_seq_len + self.position_offset}
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return 0: an encoder has no cache."""
+        """Return 0: an encoder has no KV cache."""
         return 0

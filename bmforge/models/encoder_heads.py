@@ -14,7 +14,7 @@ __all__ = ["DeepClassifier", "MaskedHead"]
 
 
 class MaskedHead(nn.Module):
-    """Masked-LM head: linear, activation, norm, and the embedding as decoder.
+    """Masked-LM head: linear layer, activation, norm, and a decoder tied to the embedding.
 
     Shape:
         x: (..., D) -> (..., D); `decoder` maps it to (..., V)
@@ -28,12 +28,12 @@ class MaskedHead(nn.Module):
         self.decoder = LMHead(config.hidden_size, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input of `decoder`."""
+        """Compute the input of `decoder`."""
         return self.norm(self.activation(self.dense(x)))
 
 
 class DeepClassifier(nn.Module):
-    """Classifier of two layers with tanh between.
+    """Classifier of two linear layers with tanh between them.
 
     Shape:
         x: (B, D) -> (B, L)

@@ -2,8 +2,8 @@
 
 A CPM-2 with role embeddings and, from 2.0 on, scaled attention. Names and fields are those of the
 published class (branch huggingface of thu-coai/EVA); Megatron shards, which have CPM-2's names, can
-be opened too. The published class uses the exact GELU, but EVA was trained in Megatron with its
-tanh approximation, so a model opened from shards has `activation="gelu_new"`.
+be opened too. The published class uses the exact GELU, but EVA was trained in Megatron with the
+tanh approximation of GELU, so a model opened from shards has `activation="gelu_new"`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EVAConfig(Seq2SeqConfig):
     """Config of EVA; other fields are those of the base classes.
 
     Args:
-        attn_scale: divide attention scores by sqrt(H) (EVA 2.0).
+        attn_scale: whether attention scores are divided by sqrt(H), as in EVA 2.0.
         activation: activation of the MLP's gate.
         init_std: factor on T5's standard deviations.
     """
@@ -101,7 +101,7 @@ class EVA(Seq2Seq):
         super().__init__(config, replace(spec, num_roles=_NUM_ROLES))
 
     def init_std(self, name: str) -> float:
-        """Return the published class's std: 1 for embeddings and head, else by the input width."""
+        """Return the published class's std: 1 for embeddings and head, else by input width."""
         config = self.config
         if name.startswith(("embed", "lm_head")):
             return float(config.init_std)
@@ -113,7 +113,7 @@ class EVA(Seq2Seq):
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return each stack's own names of the embeddings, also those in Megatron shards."""
+        """Map each stack's copies of the embeddings, by name, to the originals."""
         copies = {
             "embed_tokens": "shared",
             "word_embeds": "word_embeds",
@@ -127,7 +127,7 @@ class EVA(Seq2Seq):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Set the activation of Megatron's training for its shards, unless config.json has one."""
+        """For Megatron shards, set the activation of training unless config.json names one."""
         if _MEGATRON not in shapes or cls.config_class.hf_names["activation"] in config.raw:
             return config
         return config.replace(activation="gelu_new")
@@ -139,13 +139,13 @@ class EVA(Seq2Seq):
         return self.expand(self.megatron_rules())
 
     def megatron_rules(self) -> list[WeightRule]:
-        """Return the map to the names in Megatron shards, head included."""
+        """Return the map of weight names for Megatron shards, including the head."""
         roles = WeightRule("embed_segments.weight", "role_embeds.weight")
         head = WeightRule("lm_head.weight", "lm_head.weight")
         return [*megatron_rules(self.config), roles, head]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to the published class's names, in which sublayers are numbered."""
+        """Return the map to the published class's names, in which sublayers are numbered."""
         rules = [
             WeightRule("embed.weight", "shared.weight"),
             WeightRule("embed_segments.weight", "role_embeds.weight"),

@@ -1,4 +1,4 @@
-"""Table of all families; a family is an import line and two names here.
+"""Table of all model families; each family is one import line and two names.
 
 The exports of `bmforge.models`, the checkpoints that `AutoModel` opens, the presets, and the rows
 of docs/reference/capabilities.md and docs/reference/presets.md follow from it.

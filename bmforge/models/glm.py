@@ -1,11 +1,12 @@
-"""GLM: blank infilling, with a bidirectional text (part A) and then the contents of its blanks.
+"""GLM: blank infilling with a bidirectional text (part A) and the contents of its blanks.
 
 A token of part B has the position of the blank that it fills, and a second position within the
-blank. The original caches hidden states (`mems`); a KV cache computes the same.
+blank. The original caches hidden states (`mems`); this implementation uses a KV cache with the same
+results.
 
 Source: Du et al., "GLM: General language model pretraining with autoregressive blank infilling"
-(ACL 2022); names and fields are those of the published remote code, `modeling_glm.py`. Not GLM-4,
-which has the same model_type.
+(ACL 2022); names and fields are those of the published remote code, `modeling_glm.py`. GLM-4, which
+has the same model_type, is another family.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _DROPOUTS = ("dropout", "attn_dropout", "embed_dropout")
 
 
 def is_glm10b(raw: dict[str, Any]) -> bool:
-    """Return True if a config.json with model_type "glm" is of this family and not of GLM-4."""
+    """Return True if a config.json with model_type "glm" belongs to this family, not to GLM-4."""
     return raw.get("model_type") == "glm" and bool(_OURS & set(raw)) and not _GLM4S & set(raw)
 
 
@@ -126,12 +127,12 @@ class GLMConfig(ModelConfig):
     mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D, and the base class's values."""
+        """Derive F = 4 D and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields that config.json cannot express."""
+        """Raise `ConfigError` for values that config.json cannot express."""
         super().check()
         fixed = {
             "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
@@ -156,7 +157,7 @@ class GLMConfig(ModelConfig):
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()) -> Self:
-        """Read the published config; that of a GLM-4 is refused."""
+        """Convert the published config; a GLM-4 config raises an error."""
         if fields := sorted(_GLM4S & set(raw)):
             raise ConfigError(
                 f"this config.json has {', '.join(fields)}: it is a GLM-4, which shares nothing "
@@ -176,15 +177,15 @@ class GLMConfig(ModelConfig):
 class GLM(CausalLM):
     """GLM with a language-model head, tied to the embedding.
 
-    Its `forward` is that of `CausalLM`, with two arguments of another meaning:
+    Its `forward` is that of `CausalLM`, but two arguments differ:
 
     Args:
-        attention_mask: (B,) or one number: length of part A, which all tokens attend to; (B, 1, T,
-            past + T): mask of every pair of tokens; or (B, past + T): 0 for padding. Without
-            lengths part A is derived from the ids if the config has `sop_token_id`, else it is
-            empty.
-        position_ids: (B or 1, 2, T): positions, and positions within blanks; or (B or 1, T):
-            positions outside of blanks. By default derived from the ids like part A, or counted.
+        attention_mask: length of part A, to which all tokens attend, as (B,) or one number; or
+            a mask over pairs of tokens, (B, 1, T, past + T); or 0 for padding, (B, past + T).
+            Without lengths, part A is derived from the ids if the config has `sop_token_id`;
+            otherwise it is empty.
+        position_ids: positions and positions within blanks, (B or 1, 2, T); or positions alone,
+            (B or 1, T). By default they are derived from the ids like part A, or counted.
     """
 
     config_class = GLMConfig
@@ -203,14 +204,14 @@ class GLM(CausalLM):
             self.classifier = DeepClassifier(width, config.num_labels, config.dropout)
 
     def init_std(self, name: str) -> float:
-        """Scale residual projections by 1/sqrt(2 L), as the original training does."""
+        """Return the std, which is scaled by 1/sqrt(2 L) for residual projections."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def derive_positions(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return positions (B, 2, T) and the length of part A (B,); see `nn.glm_positions`.
+        """Derive positions, (B, 2, T), and the length of part A, (B,); see `nn.glm_positions`.
 
         The config must have `sop_token_id` and `mask_token_id`.
         """
@@ -224,7 +225,7 @@ class GLM(CausalLM):
         return blank_positions(input_ids, *ids, padding)
 
     def row_positions(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the positions; the blank that a new token fills is found in the whole sequence."""
+        """Return the positions of whole sequences, in which each new token's blank is found."""
         if self.config.sop_token_id is None:
             return None
         return self.derive_positions(input_ids, attention_mask)[0]
@@ -283,10 +284,10 @@ class GLM(CausalLM):
         return torch.zeros(inputs.shape[0], dtype=torch.long, device=inputs.device)
 
     def _check_length(self, length: int) -> None:
-        """Allow any length: the limit is on positions, which part B shares with part A."""
+        """Accept any length: the limit is on positions, and part B reuses those of part A."""
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to the published names; q, k and v are fused."""
+        """Return the map to the published names; q, k and v are fused."""
         width, block, published = self.config.hidden_size, "layers.{i}.", "layers.{i}."
         names = {
             "embed_positions": "position_embeddings",

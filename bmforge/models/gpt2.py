@@ -28,12 +28,12 @@ class GPT2Config(ModelConfig):
     Args:
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         dropout: dropout probability of each sublayer's output.
-        embed_dropout: dropout probability of the embedding; None is `dropout`.
+        embed_dropout: dropout probability of the embedding; None means `dropout`.
         attn_dropout: dropout probability of attention weights.
-        bias: biases in attention and MLP, as in the published models.
+        bias: whether attention and MLP have biases, as in the published models.
 
-    Heads with another width than hidden_size / num_heads, and no biases, exist in CPM-Pretrain:
-    such a model is saved with a field that transformers does not know.
+    CPM-Pretrain has models without biases and with another head width than hidden_size / num_heads;
+    these are saved with a field that transformers does not know.
     """
 
     family: ClassVar[str] = "gpt2"
@@ -106,12 +106,12 @@ class GPT2Config(ModelConfig):
     bias: bool = True
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D, and the base class's values."""
+        """Derive F = 4 D and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if self.num_kv_heads != self.num_heads:
             raise ConfigError(
@@ -167,12 +167,12 @@ class GPT2(CausalLM):
         super().__init__(config, DecoderSpec(block, embed_dropout=embed))
 
     def init_std(self, name: str) -> float:
-        """Scale residual projections by 1/sqrt(2 L), as in the paper."""
+        """Return the std, which is scaled by 1/sqrt(2 L) for residual projections."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names: Conv1D weights are transposed; q, k and v are fused."""
+        """Return the map to transformers' names; Conv1D is transposed, and q, k, v are fused."""
         width = self.config.num_heads * self.config.head_dim
         block, published = "layers.{i}.", "transformer.h.{i}."
         rules = [

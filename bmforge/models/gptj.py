@@ -24,7 +24,7 @@ class GPTJConfig(ModelConfig):
     """Config of GPT-J; other fields are those of `ModelConfig`.
 
     Args:
-        rotary_dim: number of head dims that are rotated (even).
+        rotary_dim: number of rotated head dims (even).
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
         embed_dropout: dropout probability of the embedding.
         dropout: dropout probability of the outputs of attention and MLP.
@@ -88,12 +88,12 @@ class GPTJConfig(ModelConfig):
     attn_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D, and the base class's values."""
+        """Derive F = 4 D and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         problems = []
         if (
@@ -118,7 +118,7 @@ class GPTJConfig(ModelConfig):
 
 
 class GPTJ(CausalLM):
-    """GPT-J: attention and MLP in parallel after one norm, and interleaved rotary pairs."""
+    """GPT-J: parallel attention and MLP after one norm, with interleaved rotary pairs."""
 
     config_class = GPTJConfig
     family_traits = Traits("left", "next token", "rotary")
@@ -149,12 +149,12 @@ class GPTJ(CausalLM):
         )
 
     def init_std(self, name: str) -> float:
-        """Scale residual projections by 1/sqrt(2 L), as in GPT-2."""
+        """Return the std, which is scaled by 1/sqrt(2 L) for residual projections (GPT-2)."""
         scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names; only the names differ."""
+        """Return the map to transformers' names."""
         block, published = "layers.{i}.", "transformer.h.{i}."
         parts = {f"{block}attn.{p}": f"{published}attn.{p}" for p in ("q_proj", "k_proj", "v_proj")}
         return [

@@ -84,7 +84,7 @@ class GraniteConfig(LlamaLikeConfig):
     logit_divisor: float = 8.0
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if not self.logit_divisor:
             raise ConfigError("GraniteConfig: logit_divisor=0 must be another number.")
@@ -97,7 +97,7 @@ class Granite(LlamaLike):
 
     @classmethod
     def make_block(cls, config: GraniteConfig) -> BlockSpec:
-        """Return Llama's block with Granite's biases and factors."""
+        """Return the spec of Llama's block with Granite's biases and factors."""
         block = super().make_block(config)
         bias = config.attn_bias
         assert block.attn is not None

@@ -1,4 +1,6 @@
-"""Heads that turn hidden states into predictions, shared by all families.
+"""Heads of all families, which turn hidden states into predictions, and their losses.
+
+A config names its head; the family's table gives the head's names in transformers.
 
 A config names its head; the family's table has the head's names in transformers.
 """
@@ -34,14 +36,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Head:
-    """One head of a family, with transformers' names.
+    """Head of a family, with transformers' names.
 
     Args:
-        architecture: transformers class, as in config.json.
-        names: parameters of the head here -> published.
-        prefix: prefix of the body's names; None is the family's default.
-        aliases: other classes whose checkpoints this head opens.
-        optional: parameters that a checkpoint may lack; they are initialized then.
+        architecture: name of the transformers class, as in config.json.
+        names: published names of the head's parameters by bmforge's names.
+        prefix: prefix of the body's parameter names; None uses the family's default.
+        aliases: names of other classes whose checkpoints this head can load.
+        optional: parameters that are initialized if a checkpoint lacks them.
     """
 
     architecture: str
@@ -54,14 +56,14 @@ class Head:
 def classifier_heads(
     stem: str, sequence: str, token: str, question: str, *, sequence_bias: bool = True
 ) -> dict[str, Head]:
-    """Return the three common heads: a linear layer on one token, on every token, on spans.
+    """Return the heads for sequence classification, token classification and question answering.
 
     Args:
         stem: prefix of the class names, such as ``"Llama"``.
         sequence: published module of the sequence classifier ("" for none).
         token: published module of the token classifier ("" for none).
         question: published module of question answering ("" for none).
-        sequence_bias: the sequence classifier has a bias.
+        sequence_bias: whether the sequence classifier has a bias.
     """
 
     def linear(module: str, bias: bool = True) -> dict[str, str]:
@@ -82,14 +84,14 @@ def classifier_heads(
 def classification_loss(
     logits: Tensor, labels: Tensor, problem_type: str = "", num_items: float | Tensor | None = None
 ) -> Tensor:
-    """Loss of a classifier, as in transformers.
+    """Return the loss of a classifier, as in transformers.
 
     Args:
         logits: logits of L classes.
-        labels: integers for one class per sequence (-100 is ignored), floats for several; with
-            L = 1, the regression target.
-        problem_type: "regression", "single_label_classification" or "multi_label_classification";
-            "" decides by L and the labels' dtype.
+        labels: class indices for one class per sequence (-100 is ignored), floats for
+            multi-label; with L = 1, regression targets.
+        problem_type: "regression", "single_label_classification" or
+            "multi_label_classification"; "" infers it from L and the labels' dtype.
         num_items: divisor of the summed loss; None takes the mean.
 
     Shape:
@@ -114,7 +116,7 @@ def classification_loss(
 def span_loss(
     logits: Tensor, starts: Tensor, ends: Tensor, num_items: float | Tensor | None = None
 ) -> Tensor:
-    """Loss of question answering: the mean of the start's and the end's cross-entropy.
+    """Return the loss of question answering: the mean cross-entropy of start and end.
 
     Positions outside of the sequence are ignored, as in transformers.
 
@@ -138,7 +140,7 @@ def finish_classes(
     problem_type: str,
     num_items: float | Tensor | None,
 ) -> ModelOutput:
-    """Add a classifier's logits and loss to `out`."""
+    """Add a classifier's logits and loss to the model output."""
     loss = None
     if labels is not None:
         loss = classification_loss(logits, labels, problem_type, num_items)
@@ -152,7 +154,7 @@ def finish_spans(
     ends: Tensor | None,
     num_items: float | Tensor | None,
 ) -> ModelOutput:
-    """Add question answering's logits (B, T, 2) and loss to `out`."""
+    """Add the logits (B, T, 2) and the loss of question answering to the model output."""
     loss = None
     if starts is not None and ends is not None:
         loss = span_loss(logits, starts, ends, num_items)
@@ -160,7 +162,11 @@ def finish_spans(
 
 
 def find_last_token(inputs: Tensor, attention_mask: Tensor | None, padding: int | None) -> Tensor:
-    """Return the index of every sequence's last real token, (B,).
+    """Return the index of the last token of every sequence, (B,).
+
+    With `attention_mask` it is the last token of the mask; without a mask, the last token that is
+    not
+    padding, if there is a padding token; otherwise, and for embeddings, the last position.
 
     It is the last one in `attention_mask`; without a mask the last that is no padding, if there is
     a padding token; else, and for embeddings, the last one.
@@ -178,7 +184,7 @@ def find_last_token(inputs: Tensor, attention_mask: Tensor | None, padding: int 
 
 
 def check_head(family: str, head: str, heads: Mapping[str, Head]) -> None:
-    """Raise `ConfigError` for a head that the family does not have."""
+    """Raise `ConfigError` if the family does not have the head."""
     if head not in heads:
         raise ConfigError(f"{family} has no head {head!r} (it has: {', '.join(heads)}).")
 
@@ -190,7 +196,7 @@ def check_labels(labels: Tensor, rows: int) -> None:
 
 
 def check_places(head: str, labels: Tensor | None, logits_at: Tensor | None) -> None:
-    """Raise `ShapeError` for `logits_at` with labels, or with a head that has no token logits."""
+    """Raise `ShapeError` if `logits_at` is used with labels or with a head without token logits."""
     if logits_at is None:
         return
     if labels is not None or head not in ("masked_lm", "language_model", "sequence_to_sequence"):
@@ -205,7 +211,7 @@ def pick_states(x: Tensor, last: int | None, logits_at: Tensor | None) -> Tensor
 
     Args:
         x: hidden states of all positions.
-        last: number of last positions; None is all.
+        last: number of trailing positions; None means all.
         logits_at: positions of every sequence.
 
     Shape:

@@ -1,4 +1,4 @@
-"""Interface of a model for initialization, loading and planning, with the families' defaults."""
+"""Hooks of a model for initialization, loading and planning, with the families' defaults."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ __all__ = ["ModelHooks"]
 
 
 class ModelHooks:
-    """Defaults that a model of another library overrides.
+    """Default hooks, which models of other libraries override.
 
     Attributes:
-        hf_unused: globs of published weights that none of our heads uses (a next-sentence head).
-        traces_memory: the model runs on the meta device, where its memory is measured.
-        keeps_foreign_cache: its library keeps keys and values; see `transformers.ForeignCache`.
+        hf_unused: globs of published weights that no head of bmforge uses, such as a
+            next-sentence head.
+        traces_memory: whether the model can run on the meta device, where its memory is measured.
+        keeps_foreign_cache: whether the model uses its own library's KV cache; see
+            `transformers.ForeignCache`.
     """
 
     config: Any
@@ -29,21 +31,21 @@ class ModelHooks:
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> Self:
-        """Build the unchanged model of a config on the meta device."""
+        """Build the model of a config on the meta device, without changes."""
         with torch.device("meta"), NoDrawing():
             model: Any = cls(config)  # type: ignore[call-arg]
         return model.to(dtype)
 
     def initial_value(self, name: str) -> Tensor | None:
-        """Return a tensor's fixed initial value; None if it is initialized at random."""
+        """Return the fixed initial value of a tensor; None if it is initialized at random."""
         return None
 
     def is_of_head(self, name: str) -> bool:
-        """Return True for a tensor of the head, changed or not."""
+        """Return True for a tensor of the head, including tensors that changes added to it."""
         names = self.config.heads[self.config.head].names
         owners = {own_name.rpartition(".")[0] for own_name in names}
         return name in names or any(name.startswith(f"{owner}.") for owner in owners if owner)
 
     def is_unused(self, name: str) -> bool:
-        """Return True for a published tensor that none of the heads uses."""
+        """Return True for a published tensor that no head uses."""
         return any(match_glob(name, glob) for glob in self.hf_unused)

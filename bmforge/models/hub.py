@@ -1,4 +1,4 @@
-"""Lookup of families by name: open any checkpoint, find a preset."""
+"""Finds model families: opens any checkpoint, and looks up presets."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Backend = Literal["auto", "native", "transformers"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return family and config of a preset by its name or that of its weights.
+    """Return the family and config of a preset, by its name or the name of its weights.
 
     Raises:
-        ConfigError: unknown preset; the message names the nearest.
+        ConfigError: the preset is unknown; the message suggests the nearest.
     """
     for family in FAMILIES.values():
         presets, ids = family.config_class.presets, family.config_class.hub_ids
@@ -56,10 +56,10 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
 
 
 def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], ModelConfig]:
-    """Return family and config of a model directory, GGUF file or preset.
+    """Return the family and config of a model directory, GGUF file or preset.
 
     Raises:
-        ConfigError: neither a preset nor a model.
+        ConfigError: the name is neither a preset nor a model.
     """
     if not is_gguf(name) and not (Path(name) / "config.json").is_file():
         return find_preset(name)
@@ -69,22 +69,22 @@ def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], Mode
 
 
 def family_of_config(config: ModelConfig) -> type[Model]:
-    """Return the class that builds a model of a config."""
+    """Return the class that builds models from a config."""
     native = (f for f in FAMILIES.values() if f.config_class is type(config))
     return next(native, TransformersModel)
 
 
 def find_model(name: str | Path) -> Path:
-    """Return the directory of a model given as a directory, hub id or short name.
+    """Return the directory of a model, given as directory, hub id or short name.
 
     Raises:
-        ConfigError: it is neither a directory, nor in the cache, nor on the hub.
+        ConfigError: the model is neither a directory, nor in the cache, nor on the hub.
     """
     return resolve_model(name, _hub_ids())
 
 
 def find_base_model(adapter: str | Path) -> Path:
-    """Return the directory of the base model of an adapter directory; see `find_base`."""
+    """Return the directory of an adapter's base model; see `find_base`."""
     return find_base(Path(adapter), _hub_ids())
 
 
@@ -93,20 +93,20 @@ def _hub_ids() -> dict[str, str]:
 
 
 class AutoModel:
-    """Loads a checkpoint of any family by the `model_type` in its config.json."""
+    """Loads checkpoints of any family, selected by `model_type` in config.json."""
 
     @staticmethod
     def family_of(raw: dict[str, Any], backend: Backend = "auto") -> type[Model]:
-        """Return the class for a config.json's contents.
+        """Return the model class for the contents of a config.json.
 
         Args:
             raw: contents of config.json.
-            backend: "native" for the families of bmforge, "transformers" for the transformers
-                library, "auto" for a native family where there is one.
+            backend: "native" for bmforge's families, "transformers" for the transformers
+                library, "auto" for a native family if there is one.
 
         Raises:
-            ConfigError: a model_type that neither has.
-            MissingDependencyError: transformers has it and is not installed.
+            ConfigError: neither backend has the model_type.
+            MissingDependencyError: the model needs transformers, which is not installed.
         """
         check_backend(backend)
         changes = raw.get(CHANGES_KEY)
@@ -125,13 +125,13 @@ class AutoModel:
     def from_pretrained(
         cls, name: str | Path, *, backend: Backend = "auto", **options: Any
     ) -> Model:
-        """Open a checkpoint, or a base model with an adapter.
+        """Load a checkpoint, or a base model with an adapter.
 
         Args:
-            name: directory, hub id or short name; a run's directory opens its export, an adapter
-                directory the base model that it names, with the adapter attached and frozen.
+            name: directory, hub id or short name. For a run directory its export is loaded; for
+                an adapter directory its base model, with the adapter attached and frozen.
             backend: see `family_of`.
-            options: those of `Model.from_pretrained`.
+            options: options of `Model.from_pretrained`.
         """
         name = find_export(name)
         if not is_adapter(name):
@@ -148,15 +148,15 @@ class AutoModel:
     def describe_pretrained(
         cls, name: str | Path, *, backend: Backend = "auto", **options: Any
     ) -> tuple[Model, WeightFiles]:
-        """Describe a checkpoint.
+        """Build a checkpoint's model on the meta device, with its weight files.
 
         Args:
             name: directory, hub id or short name.
             backend: see `family_of`.
-            options: those of `Model.describe_pretrained`.
+            options: options of `Model.describe_pretrained`.
 
         Raises:
-            ConfigError: an adapter directory, which has no weights of a model.
+            ConfigError: the directory contains only an adapter.
         """
         name = find_export(name)
         if is_adapter(name):
@@ -180,7 +180,7 @@ class AutoModel:
 
 
 def check_backend(backend: str) -> None:
-    """Raise `ConfigError` for a backend that does not exist."""
+    """Raise `ConfigError` if the backend does not exist."""
     if backend not in get_args(Backend):
         raise ConfigError(
             f"backend={backend!r} is unknown (allowed: {', '.join(get_args(Backend))})."
@@ -188,7 +188,7 @@ def check_backend(backend: str) -> None:
 
 
 def _describe_unknown(kind: str, raw: dict[str, Any], backend: str) -> str:
-    """Return the message about a model_type that nothing opens, and what would open it."""
+    """Return the error message for an unsupported model_type, with a way to open it."""
     configs = [family.config_class for family in FAMILIES.values()]
     native = sorted({t for c in configs for t in c.model_types or (c.family,)})
     if kind in native:

@@ -1,4 +1,4 @@
-"""Random initialization of models, with the same result on every layout."""
+"""Random initialization of models, with the same values on every layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ __all__ = [
 
 
 class NoDrawing(TorchFunctionMode):
-    """Context in which modules are built without initializing weights.
+    """Mode in which modules are built without initializing their weights.
+
+    On the meta device nothing would be initialized anyway, but torch would import its compiler,
+    which
+    takes seconds.
 
     On the meta device nothing would be initialized either, but torch would import its compiler,
     which takes seconds.
@@ -34,7 +38,7 @@ class NoDrawing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Skip the functions of `torch.nn.init`, returning their tensor unchanged."""
+        """Skip the functions of `torch.nn.init` and return their tensor unchanged."""
         if getattr(func, "__module__", None) == nn.init.__name__:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
@@ -45,12 +49,12 @@ def materialize_(
     device: torch.device | str | None = None,
     elsewhere: Mapping[str, torch.device] | None = None,
 ) -> None:
-    """Allocate a model built on meta; ties, layouts and existing tensors are kept.
+    """Allocate the meta tensors of a model; ties, layouts and allocated tensors are kept.
 
     Args:
         model: model to allocate.
-        device: device; None is the layout's, else the CPU.
-        elsewhere: module name -> device, for modules on other devices.
+        device: device of the tensors; None uses that of the layout, or else the CPU.
+        elsewhere: devices of modules that are on another device, by module name.
     """
     tensors = persistent_tensors(model).values()
     if any(tensor.is_meta for tensor in tensors):
@@ -77,7 +81,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_(model: nn.Module, first: str, others: list[str]) -> None:
-    """Restore ties that `to_empty` broke by allocating each parameter."""
+    """Tie parameters again after `to_empty` allocated them separately."""
     parameter = model.get_parameter(first)
     for name in others:
         owner, _, leaf = name.rpartition(".")
@@ -86,12 +90,12 @@ def _tie_(model: nn.Module, first: str, others: list[str]) -> None:
 
 
 def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | None = None) -> Any:
-    """Initialize all weights of a model, with the same result on every layout; return the model.
+    """Initialize all weights of a model, with the same values on every layout; return the model.
 
     Args:
-        model: a `Model`: plain, on meta, or parallelized.
+        model: `Model` that is plain, on meta, or parallelized.
         seed: random seed of the initialization.
-        device: device for a model on meta; None is its layout's, else the CPU.
+        device: device for a model on meta; None uses that of the layout, or else the CPU.
     """
     materialize_(model, device)
     for name, tensor in persistent_tensors(model).items():
@@ -101,15 +105,15 @@ def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | Non
 
 
 def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
-    """Return a function that initializes one tensor of `model`, as `init_weights_` does."""
+    """Return a function that initializes one tensor of a model, as `init_weights_` does."""
     return lambda name, target: init_tensor_(model, target, name, seed)
 
 
 def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
-    """Initialize a tensor: by its notes, else norm weights 1, biases 0, matrices N(0, std^2).
+    """Initialize a tensor by its note, or else norms with 1, biases with 0, others N(0, std^2).
 
     Raises:
-        TypeError: a buffer without a description.
+        TypeError: there is no note for a buffer.
     """
     initial_value = getattr(model, "initial_value", None)  # a model of the user's has none
     if initial_value is not None and (value := initial_value(name)) is not None:

@@ -1,4 +1,4 @@
-"""InternLM3 (Shanghai AI Laboratory, 2025): Llama's block, biases by two other config fields."""
+"""InternLM3 (Shanghai AI Laboratory, 2025): Llama's block with other names for bias fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["InternLM3", "InternLM3Config"]
 
 
 def _internlm3_heads() -> dict[str, Head]:
-    """Return the heads; transformers runs this model with Llama's classes."""
+    """Return the heads; in transformers this model uses Llama's classes."""
     return {
         name: replace(head, aliases=(head.architecture.replace("Llama", "InternLM3"),))
         for name, head in llama_heads("Llama", question_prefix="transformer.").items()
@@ -57,7 +57,7 @@ class InternLM3Config(LlamaLikeConfig):
     mlp_bias: bool = False
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if self.attn_bias != self.mlp_bias:  # transformers' implementation has one for both
             raise ConfigError(
@@ -80,7 +80,7 @@ class InternLM3(LlamaLike):
 
     @classmethod
     def make_block(cls, config: InternLM3Config) -> BlockSpec:
-        """Return Llama's block with its biases."""
+        """Return the spec of Llama's block with InternLM3's biases."""
         block, bias = super().make_block(config), config.attn_bias
         assert block.attn is not None
         assert block.mlp is not None

@@ -1,7 +1,7 @@
-"""Loading of integer weights of GGUF, GPTQ and AWQ checkpoints without requantization.
+"""Loads the integer weights of GGUF, GPTQ and AWQ checkpoints without requantizing.
 
-Formats that the packed layout represents exactly are repacked without rounding; others, and weights
-that the checkpoint stores as floats, become floats.
+Weights that the packed layout can represent exactly are repacked without rounding. All other
+weights become floats.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _INTEGERS_AT_ONCE = 1 << 22
 
 
 def keep_(plain: Any, read: WeightReader) -> Any:
-    """Replace layers by packed ones where the checkpoint has suitable integers; return the model.
+    """Replace layers by packed ones if the checkpoint's integers can be kept; return the model.
 
     Args:
         plain: model on the meta device.
         read: reader of the checkpoint.
 
     Raises:
-        ConfigError: the checkpoint has none.
+        ConfigError: the checkpoint has no such integers.
     """
     layers: dict[QuantSpec, list[str]] = {}
     for name, tensors in _targets(plain):
@@ -62,7 +62,7 @@ def _describe(spec: QuantSpec) -> str:
 
 
 def _targets(model: Any) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and weight names of every layer that can be packed."""
+    """Yield the name of every layer that can be packed, and the names of its weights."""
     names = {id(tensor): name for name, tensor in persistent_tensors(model).items()}
     globs = model.layout_rules().quantize_targets
     for name, module in model.named_modules():
@@ -75,7 +75,7 @@ def _targets(model: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def fill_kept_(store: nn.Module, base: str, name: str, read: WeightReader) -> None:
-    """Fill one matrix or stack of a packed layer with a checkpoint's integers.
+    """Fill a matrix or stack of a packed layer with the integers of a checkpoint.
 
     Args:
         store: packed layer with allocated parameters.

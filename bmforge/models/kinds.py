@@ -1,7 +1,7 @@
-"""The kinds of changes to a model, and how each is applied to the named modules.
+"""Kinds of changes to a model, and how each is applied to modules.
 
-A kind is an entry of `KINDS`: a dataclass of options and a function that changes modules. The
-modules that it adds are in `nn`, as are the kinds of adapters.
+A kind is an entry of `KINDS`: a dataclass of options and a function that changes modules. The added
+modules and the kinds of adapters are in `nn`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
 
 
 def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Replace modules by their quantized forms, with their adapters moved along."""
+    """Replace modules by their quantized versions; adapters move to the replacements."""
     for n, module in new.items():
         if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
             kind = type(module).__name__
@@ -88,7 +88,7 @@ def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
 
 
 def _check_ties(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if a weight is shared with a module that is not among `names`."""
+    """Raise `ConfigError` if a weight is shared with a module outside of `names`."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -116,10 +116,10 @@ KINDS: Mapping[str, Kind] = {
 
 
 def find_kind(name: str) -> Kind:
-    """Return a kind of change by its name.
+    """Return the kind of change with the given name.
 
     Raises:
-        ConfigError: this version has no such kind.
+        ConfigError: this version does not have the kind.
     """
     if name not in KINDS:
         raise ConfigError(

@@ -20,12 +20,12 @@ _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 def llama_heads(
     stem: str, sequence: str = "score", question_prefix: str | None = None
 ) -> dict[str, Head]:
-    """Return the heads of Llama and of the families that transformers derived from it.
+    """Return the heads of Llama and of families that transformers derives from it.
 
     Args:
         stem: prefix of transformers' class names.
         sequence: published module of the sequence and token classifiers.
-        question_prefix: prefix of the body's names in question answering checkpoints.
+        question_prefix: prefix of the body's parameter names in question answering checkpoints.
     """
     heads = classifier_heads(stem, sequence, sequence, "qa_outputs", sequence_bias=False)
     heads["question_answering"] = replace(heads["question_answering"], prefix=question_prefix)
@@ -37,7 +37,7 @@ def llama_heads(
 
 
 def llama_rules() -> list[WeightRule]:
-    """Map the body to transformers' names; only the names differ."""
+    """Return the map of the body's weight names to transformers' names."""
     block, published = "layers.{i}.", "model.layers.{i}."
     parts = {f"{block}attn.{p}": f"{published}self_attn.{p}" for p in _ATTENTION_PARTS}
     parts |= {
@@ -86,7 +86,7 @@ class LlamaConfig(RotaryConfig):
         attn_bias: biases on q, k, v and o.
         mlp_bias: biases in the MLP.
         attn_dropout: dropout probability of attention weights.
-        pad_token_id: token whose embedding gets no gradient; None is none.
+        pad_token_id: token whose embedding gets no gradient; None if there is none.
     """
 
     family: ClassVar[str] = "llama"
@@ -179,5 +179,5 @@ class Llama(CausalLM):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names."""
+        """Return the map to transformers' names."""
         return llama_rules()

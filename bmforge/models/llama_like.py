@@ -1,7 +1,7 @@
-"""Base of the decoders that differ from Llama by config fields, weight names and a few options.
+"""Base classes of decoders that differ from Llama in config fields, names and few options.
 
-A family of this kind overrides `make_block` (its block) and, where needed, `make_spec` (embedding,
-rotary positions and head) and `weight_rules`.
+Such a family overrides `make_block` (its block) and, if needed, `make_spec` (embedding, rotary
+positions and head) and `weight_rules`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ LLAMA_NAMES = {
 
 
 def renamed(**names: str) -> dict[str, str]:
-    """Return `LLAMA_NAMES` with some names replaced or added."""
+    """Return a copy of `LLAMA_NAMES` with some names replaced or added."""
     return {**LLAMA_NAMES, **names}
 
 
 @dataclass(kw_only=True)
 class LlamaLikeConfig(RotaryConfig):
-    """Config fields of these families; other fields are those of the base class.
+    """Config fields of Llama-like decoders; other fields are those of the base class.
 
     Args:
         activation: activation of the MLP.
         attn_dropout: dropout probability of attention weights.
-        pad_token_id: token whose embedding gets no gradient; None is none.
+        pad_token_id: token whose embedding gets no gradient; None if there is none.
     """
 
     hf_names: ClassVar[dict[str, str]] = LLAMA_NAMES
@@ -65,7 +65,7 @@ class LlamaLikeConfig(RotaryConfig):
 
     @property
     def is_gated(self) -> bool:
-        """True if the family's MLP has a gate."""
+        """Whether the family's MLP has a gate."""
         return self.has_gate
 
     @classmethod
@@ -81,7 +81,7 @@ class PartialRotaryConfig(LlamaLikeConfig):
     """Config of a family that rotates only the first dims of each head.
 
     Args:
-        rotary_part: share of a head's dims that are rotated (0 to 1).
+        rotary_part: fraction of a head's dims that are rotated (0 to 1).
     """
 
     # Share where config.json states none.
@@ -90,7 +90,7 @@ class PartialRotaryConfig(LlamaLikeConfig):
     rotary_part: float = 1.0
 
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> Any:
-        """Return the rotary embedding; see the base class."""
+        """Return the rotary embedding of the rotated dims; see the base class."""
         rotary_dim = rotary_dim or int(self.head_dim * self.rotary_part)
         return super().rope_spec(rotary_dim, interleaved)
 
@@ -116,7 +116,7 @@ class PartialRotaryConfig(LlamaLikeConfig):
 
 
 class LlamaLike(CausalLM):
-    """Decoder whose block is Llama's, with the changes that a family makes."""
+    """Decoder with Llama's block, as modified by a family."""
 
     hf_prefix = "model."
 
@@ -125,7 +125,7 @@ class LlamaLike(CausalLM):
 
     @classmethod
     def make_block(cls, config: Any) -> BlockSpec:
-        """Return the family's block; without an override it is Llama's without biases."""
+        """Return the spec of the family's block; the default is Llama's without biases."""
         attn = AttentionSpec(
             config.num_heads,
             config.num_kv_heads,
@@ -147,5 +147,5 @@ class LlamaLike(CausalLM):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, which are Llama's."""
+        """Return the map to transformers' names, which are the same as Llama's."""
         return llama_rules()

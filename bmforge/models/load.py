@@ -1,7 +1,8 @@
-"""Loading of published weights into a model on any layout; each rank reads its shards only.
+"""Loads published weights into a model on any layout; each rank reads only its shards.
 
-A new plain model on the CPU maps tensors that the file stores in the right form: they are not
-copied, and pages are read on first use. Other tensors are read into newly allocated memory.
+In a new, unsharded model on the CPU, tensors that the file stores in the right form are
+memory-mapped: they are not copied, and pages are read on first use. Other tensors are read into
+newly allocated memory.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ def load_weights_(
     threads: int | None = None,
     elsewhere: Mapping[str, torch.device] | None = None,
 ) -> Any:
-    """Load a Hugging Face checkpoint into a model; each rank reads its shards only.
+    """Load a Hugging Face checkpoint into a model; each rank reads only its shards.
 
     Args:
-        model: a `Model`: plain, on meta, or parallelized.
-        source: directory of the weights, or its opened files.
-        device: device for a model on meta; None is its layout's, else the CPU.
-        new_head: initialize the head's weights (seed 0) if the checkpoint has none of its shape.
-        threads: number of reading threads; None is torch's.
-        elsewhere: module name -> device, for modules on other devices.
+        model: `Model` that is plain, on meta, or parallelized.
+        source: directory of the weights, or the opened files.
+        device: device for a model on meta; None uses that of the layout, or else the CPU.
+        new_head: initialize the head's weights (seed 0) if the checkpoint has none of this shape.
+        threads: number of reading threads; None uses torch's number of threads.
+        elsewhere: devices of modules that are on another device, by module name.
 
     Raises:
-        CheckpointError: missing, unexpected or misshaped weights, all listed; the model is
-            unchanged.
+        CheckpointError: weights are missing, unexpected or have the wrong shape; all are
+            listed, and the model is unchanged.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     pairs, new_names, adapter_names = match_sources(model, files, new_head)
@@ -76,10 +77,10 @@ class WeightReader:
 
     Args:
         model: model with the tensors.
-        files: the checkpoint.
+        files: weight files of the checkpoint.
         pairs: rule and published name of each tensor.
-        fresh: names of tensors that are initialized instead.
-        threads: number of reading threads; None is torch's.
+        fresh: names of tensors to initialize instead of reading.
+        threads: number of reading threads; None uses torch's number of threads.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class WeightReader:
             self._rules.setdefault(rule.ours, []).append((rule, name))
 
     def __call__(self, tensor_name: str, target: Tensor) -> None:
-        """Read a tensor into a contiguous CPU tensor."""
+        """Read a tensor into `target`, a contiguous CPU tensor."""
         self.read_all({tensor_name: target})
 
     def read_all(self, targets: Mapping[str, Tensor]) -> None:
-        """Read several tensors, which is faster than one after the other."""
+        """Read several tensors at once, which is faster than one after the other."""
         for tensor_name in self._fresh & targets.keys():
             init_tensor_(self._model, targets[tensor_name], tensor_name, seed=0)
         reads = [
@@ -112,7 +113,7 @@ class WeightReader:
         run_reads(reads, threads=self._threads)
 
     def stored_spec(self, tensor_name: str) -> QuantSpec | None:
-        """Return a stored tensor's integer format; None for floats or another layout."""
+        """Return the integer format of a stored tensor; None for floats or other formats."""
         rules = self._rules.get(tensor_name, ())
         if any(rule.transpose for rule, _ in rules):
             return None
@@ -120,11 +121,11 @@ class WeightReader:
         return next(iter(specs)) if len(specs) == 1 else None
 
     def read_groups(self, tensor_name: str, box: Box) -> QuantizedGroups:
-        """Return the stored integers of whole rows of a tensor that has a `stored_spec`.
+        """Return the stored integers of whole rows of a tensor with a `stored_spec`.
 
         Args:
             tensor_name: name of the tensor.
-            box: part of the tensor; of a stacked one, rows of one entry.
+            box: box of the tensor with whole rows; for a stacked tensor, rows of one entry.
         """
         for rule, name in self._rules[tensor_name]:
             slices = rule.source_slices(box)
@@ -133,7 +134,7 @@ class WeightReader:
         raise AssertionError(f"no rule of {tensor_name} has {box}")
 
     def read_expert(self, tensor_name: str, expert: int, target: Tensor) -> None:
-        """Read one entry of a stacked tensor into a contiguous CPU tensor.
+        """Read one entry (expert) of a stacked tensor into a contiguous CPU tensor.
 
         Shape:
             target: shape of `tensor_name` without its first dim
@@ -154,13 +155,13 @@ def weight_reader(
     threads: int | None = None,
     new_head: bool = False,
 ) -> WeightReader:
-    """Return a reader of `model`'s tensors from a checkpoint.
+    """Return a reader of a model's tensors from a checkpoint.
 
     Args:
-        model: model, plain or on meta; mismatches are raised now.
-        source: directory of the weights, or its opened files.
-        threads: number of reading threads; None is torch's.
-        new_head: initialize the head's weights (seed 0) if the checkpoint has none of its shape.
+        model: model, plain or on meta; mismatches raise an error immediately.
+        source: directory of the weights, or the opened files.
+        threads: number of reading threads; None uses torch's number of threads.
+        new_head: initialize the head's weights (seed 0) if the checkpoint has none of this shape.
 
     Raises:
         CheckpointError: see `load_weights_`.
@@ -173,7 +174,7 @@ def weight_reader(
 
 
 def _plan_reads(tensor: Tensor, rule: WeightRule, name: str, files: WeightFiles) -> list[Read]:
-    """Return the reads that fill this rank's shard of a tensor; none if the shard is empty."""
+    """Return the reads that fill this rank's shard of a tensor; [] if the shard is empty."""
     box = local_box(tensor)
     slices = rule.source_slices(box) if box.numel else None
     if slices is None:

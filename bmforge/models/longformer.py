@@ -26,8 +26,10 @@ class LongformerConfig(EncoderConfig):
     """Config of Longformer; other fields are those of `EncoderConfig`.
 
     Args:
-        windows: window size of every layer, half of it to each side; one number is for all layers.
-        sep_token_id: id that ends a question, whose tokens are global in question answering.
+        windows: window size of every layer, half on each side; a single number applies to all
+            layers.
+        sep_token_id: id of the token after a question; in question answering the question's
+            tokens are global.
     """
 
     family: ClassVar[str] = "longformer"
@@ -82,13 +84,13 @@ class LongformerConfig(EncoderConfig):
     sep_token_id: int = 2
 
     def __post_init__(self) -> None:
-        """Expand one window size to all layers."""
+        """Expand a single window size to all layers."""
         if len(self.windows) == 1:
             self.windows = self.windows * self.num_layers
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if len(self.windows) != self.num_layers or any(w < 2 or w % 2 for w in self.windows):
             raise ConfigError(
@@ -141,18 +143,18 @@ class Longformer(EncoderModel):
         global_attention_mask: Tensor | None = None,
         max_global_tokens: int | None = None,
     ) -> dict[int | None, Any]:
-        """Return window size -> mask.
+        """Build the mask for each window size.
 
         Args:
-            inputs: token ids, or their embeddings.
+            inputs: token ids or embeddings.
             attention_mask: 1 for tokens, 0 for padding.
             document_ids: document of each token in packed sequences; tokens attend within a
                 document.
-            global_attention_mask: 1 for global tokens. None is the first token for sequence
-                classification, the question for question answering (tokens before the first of
-                three separators), and no token otherwise.
-            max_global_tokens: maximum number of global tokens per sequence, which a compiled model
-                needs for linear cost.
+            global_attention_mask: 1 for global tokens. None selects the first token for
+                sequence classification, the question (tokens before the first of three separators)
+                for question answering, and no token otherwise.
+            max_global_tokens: maximum number of global tokens per sequence; a compiled model
+                needs it for linear cost.
 
         Shape:
             inputs: (B, T) or (B, T, D); all other tensors: (B, T)
@@ -175,7 +177,7 @@ class Longformer(EncoderModel):
         }
 
     def _default_globals(self, inputs: Tensor) -> Tensor | None:
-        """Return True for the tokens that are global by default, as in transformers."""
+        """Return the mask of the default global tokens, as in transformers."""
         position = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
         if self.config.head == "sequence_classification":
             return position == 0
@@ -196,7 +198,7 @@ class Longformer(EncoderModel):
         return position < separators.int().argmax(1, keepdim=True)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names."""
+        """Return the map to transformers' names."""
         block = ("layers.{i}.attn.", "longformer.encoder.layer.{i}.attention.self.")
         projections = {"q": "query", "k": "key", "v": "value"}
         return super().weight_rules() + linear_rules(
@@ -204,5 +206,5 @@ class Longformer(EncoderModel):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """Return the decoder's bias, which is stored under two names."""
+        """Map the name of the decoder's bias, which is stored twice, to its original."""
         return {"lm_head.decoder.bias": "lm_head.bias"}

@@ -1,4 +1,4 @@
-"""Matching of a checkpoint's tensors to a model's, with all mismatches in one error."""
+"""Matches a checkpoint's tensors with a model's, reporting all mismatches in one error."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _COMPARED_ROWS = 1 << 12
 def match_sources(
     model: Any, files: WeightFiles, new_head: bool
 ) -> tuple[list[tuple[WeightRule, str]], list[str], list[str]]:
-    """Match every rule to a name in the files; raise `CheckpointError` with all mismatches.
+    """Match every rule with a stored tensor; raise `CheckpointError` with all mismatches.
 
     Returns:
-        the pairs; names of the head's tensors to initialize; and names of adapter tensors that a
-        file of the base model does not have.
+        pairs (rule, stored name); names of head tensors to initialize; names of adapter tensors
+        that the base model's files do not contain
     """
     shapes = {n: s for n, s in files.shapes.items() if not _is_dead(n)}
     local_names = set(persistent_tensors(model))
@@ -72,13 +72,13 @@ def match_sources(
 
 
 def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]:
-    """Return the published names of head weights that a checkpoint lacks or has in another shape.
+    """Return the published names of head weights that are missing or have another shape.
 
-    Optional weights and tied heads are not included.
+    Optional weights and tied heads are excluded.
 
     Args:
-        model: model with the head; on meta suffices.
-        source: directory of the weights, or its opened files.
+        model: model with the head; may be on the meta device.
+        source: directory of the weights, or the opened files.
     """
     files = source if isinstance(source, WeightFiles) else WeightFiles(source)
     head = model.config.heads[model.config.head]
@@ -95,6 +95,10 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
 
 def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
     """Return the model's config with `tie_word_embeddings` set according to the weights.
+
+    Old configs lack the field or have a wrong value. A stored head that differs from the embedding
+    is
+    kept; a missing head means a tied one, unless the config says otherwise.
 
     Old configs lack the field or state it wrongly. A head that differs from the embedding is kept;
     a missing head is the embedding, unless the config says otherwise.
@@ -130,7 +134,7 @@ def _is_dead(name: str) -> bool:
 
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the name in the files for `rule`, with any known prefix or older ending."""
+    """Return the stored name of a rule's tensor, trying known prefixes and older suffixes."""
     bare = rule.theirs.removeprefix(model.hf_prefix)
     head_prefix = model.config.heads[model.config.head].prefix or ""
     bare = bare.removeprefix(head_prefix)
@@ -155,7 +159,7 @@ def _as_new_name(model: Any, name: str) -> str:
 def _find_extra(
     model: Any, files: WeightFiles, shapes: dict[str, tuple[int, ...]], used: set[str]
 ) -> list[str]:
-    """Return unexplained names; tensors of other heads are only logged."""
+    """Return the stored names that no rule explains; tensors of other heads are only logged."""
     others = files.head_names(model)
     unused: list[str] = []
     extra: list[str] = []
@@ -173,7 +177,7 @@ def _find_extra(
 
 
 def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
-    """Return True if a tensor is stored twice and equals its original, such as a tied head."""
+    """Return True if a tensor is stored twice (such as a tied head) and equals its original."""
     copies = dict(model.tied_copies())
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     if head is not None and embed is not None and model.config.tie_word_embeddings:
@@ -191,7 +195,7 @@ def _their_name(model: Any, name: str) -> str | None:
 
 
 def _are_equal(files: WeightFiles, first: str, second: str) -> bool:
-    """Return True if two stored tensors are equal, comparing some rows at a time."""
+    """Return True if two stored tensors are equal; compares some rows at a time."""
     if files.shapes[first] != files.shapes[second]:
         return False
     rows = files.shapes[first][0]

@@ -1,8 +1,8 @@
-"""MiniCPM-1B, MiniCPM-2B and MiniCPM4: a Llama with muP scales.
+"""MiniCPM-1B, MiniCPM-2B and MiniCPM4: Llama with muP scales.
 
 Source: Hu et al., "MiniCPM" (arXiv 2404.06395); MiniCPM team, "MiniCPM4" (arXiv 2506.07900). The
-published checkpoints come with remote code, which is never run. MiniCPM4's sparse attention
-(`sparse_config`) is not implemented: without it the published configs compute dense attention.
+published checkpoints contain remote code, which is never run. MiniCPM4's sparse attention
+(`sparse_config`) is not implemented; without it, attention is dense, as in the published configs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FACTORS_8B = """
 
 
 def _longrope(factors: str) -> dict[str, Any]:
-    """MiniCPM4's rotary scaling, with the same factors for short and long inputs."""
+    """Return MiniCPM4's rotary scaling, with the same factors for short and long inputs."""
     numbers = [float(number) for number in factors.split()]
     return {
         "kind": "longrope",
@@ -76,12 +76,12 @@ class MiniCPMConfig(RotaryConfig):
     Args:
         embed_scale: factor on the embedding.
         depth_scale: factor on each sublayer's output, divided by sqrt(num_layers).
-        base_hidden_size: D of the muP base model; the input of the language-model head is divided
-            by hidden_size / base_hidden_size.
+        base_hidden_size: hidden size of the muP base model; the input of the language-model
+            head is divided by hidden_size / base_hidden_size.
         activation: activation of the gated MLP.
         attn_bias: biases on q, k, v and o.
         attn_dropout: dropout probability of attention weights.
-        pad_token_id: token whose embedding gets no gradient; None is none.
+        pad_token_id: token whose embedding gets no gradient; None if there is none.
     """
 
     family: ClassVar[str] = "minicpm"
@@ -174,7 +174,7 @@ class MiniCPMConfig(RotaryConfig):
     pad_token_id: int | None = None
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         problems = []
         if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
@@ -189,7 +189,7 @@ class MiniCPMConfig(RotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize the config; the first checkpoints have no model_type, only their class name."""
+        """Recognize the config; the first checkpoints have only a class name and no model_type."""
         class_names = {n for head in cls.heads.values() for n in (head.architecture, *head.aliases)}
         has_class = bool(class_names & set(raw.get("architectures") or ()))
         return raw.get("model_type") == cls.family or ("model_type" not in raw and has_class)
@@ -208,7 +208,7 @@ class MiniCPMConfig(RotaryConfig):
 
 
 class MiniCPM(CausalLM):
-    """Llama's blocks with scaled embeddings, residuals and logits."""
+    """MiniCPM: Llama's blocks with scaled embeddings, residuals and logits."""
 
     config_class = MiniCPMConfig
     family_traits = Traits("left", "next token", "rotary")
@@ -240,5 +240,5 @@ class MiniCPM(CausalLM):
         super().__init__(config, spec)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to the published names, which are Llama's."""
+        """Return the map to the published names, which are the same as Llama's."""
         return llama_rules()

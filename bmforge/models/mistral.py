@@ -1,7 +1,7 @@
 """Mistral and Ministral (Jiang et al., "Mistral 7B", arXiv 2310.06825).
 
-Llama's block with a sliding window: in all layers of a Mistral, in those that `layer_types` names
-of a Ministral.
+Llama's block with a sliding window: in all layers of Mistral, in the layers named by `layer_types`
+in Ministral.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _mistral_heads() -> dict[str, Head]:
-    """Return the heads; Ministral's classes differ in their names only."""
+    """Return the heads; Ministral's classes differ only in their names."""
     return {
         name: replace(head, aliases=(head.architecture.replace("Mistral", "Ministral"),))
         for name, head in llama_heads("Mistral").items()
@@ -38,9 +38,9 @@ class MistralConfig(LlamaLikeConfig):
     """Config of Mistral; other fields are those of the base class.
 
     Args:
-        model_type: "mistral", or "ministral" where layers differ.
-        window: number of tokens that a token attends to in `window_layers`; 0 is no limit.
-        window_layers: indices of the layers with a window; empty is all layers.
+        model_type: "mistral", or "ministral" if layers differ.
+        window: sliding window in `window_layers`, in tokens; 0 means no limit.
+        window_layers: indices of the layers with a window; empty means all layers.
     """
 
     family: ClassVar[str] = "mistral"
@@ -85,7 +85,7 @@ class MistralConfig(LlamaLikeConfig):
     window_layers: list[int] = field(default_factory=list)
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         problems = []
         if self.model_type not in self.model_types:
@@ -144,7 +144,7 @@ class Mistral(LlamaLike):
 
     @classmethod
     def make_spec(cls, config: MistralConfig) -> DecoderSpec:
-        """Return the hyperparameters of the model, with the windows of its layers."""
+        """Return the hyperparameters of the model, including the layers' windows."""
         spec = super().make_spec(config)
         block = spec.block
         assert block.attn is not None

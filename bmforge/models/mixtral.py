@@ -23,11 +23,11 @@ __all__ = ["Mixtral", "MixtralConfig", "expert_rules"]
 
 
 def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
-    """Map router and experts to checkpoints with one tensor per expert.
+    """Return the name map of router and experts, for checkpoints with one tensor per expert.
 
     Args:
-        theirs: published module of a layer, with `{i}` for the layer index.
-        names: projection here -> published.
+        published: published name of a layer's module, with `{i}` for the layer index.
+        names: published names of the projections by bmforge's names.
     """
     block = "layers.{i}.mlp."
     experts = [
@@ -46,10 +46,10 @@ class MixtralConfig(RotaryConfig):
         experts_per_token: number k of experts per token.
         activation: activation of the experts.
         attn_dropout: dropout probability of attention weights.
-        window: number of tokens that a token attends to, itself included; 0 is no limit.
-        output_router_logits: add the load balancing loss to the loss.
-        router_aux_loss_coef: weight of the load balancing loss.
-        pad_token_id: token whose embedding gets no gradient; None is none.
+        window: sliding window in tokens, including the token itself; 0 means no limit.
+        output_router_logits: whether the load-balancing loss is added to the loss.
+        router_aux_loss_coef: weight of the load-balancing loss.
+        pad_token_id: token whose embedding gets no gradient; None if there is none.
     """
 
     family: ClassVar[str] = "mixtral"
@@ -116,7 +116,7 @@ class MixtralConfig(RotaryConfig):
         return True
 
     def attn_spec(self) -> AttentionSpec:
-        """Return the attention of all layers, apart from the window."""
+        """Return the attention spec of all layers, without the window."""
         return AttentionSpec(
             self.num_heads,
             self.num_kv_heads,
@@ -131,14 +131,14 @@ class MixtralConfig(RotaryConfig):
         return (self.window or None,) * self.num_layers
 
     def layer_mlps(self) -> tuple[MLPSpec | MoESpec, ...]:
-        """Return the feed-forward sublayer of every layer."""
+        """Return the spec of every layer's feed-forward sublayer."""
         spec = MoESpec(
             self.num_experts, self.experts_per_token, self.intermediate_size, self.activation
         )
         return (spec,) * self.num_layers
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the base's sizes, with the experts or MLP of every layer."""
+        """Return the layer sizes, with each layer's experts or MLP."""
         full_sizes = self.layer_sizes()
         return {"layers": [replace(full_sizes, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
@@ -158,7 +158,7 @@ class MixtralConfig(RotaryConfig):
         return {**super()._give_special(), "sliding_window": self.window or None}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without a derived head_dim."""
+        """Return the config with transformers' names, without head_dim if it is implied."""
         out = super().to_hf()
         implied = self.head_dim == self.hidden_size // self.num_heads
         if implied and self.raw.get("head_dim") is None:
@@ -189,6 +189,6 @@ class Mixtral(CausalLM):
         super().__init__(config, spec)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names: w1, w3 and w2 are gate, up and down."""
+        """Return the map to transformers' names; w1, w3 and w2 are gate, up and down."""
         names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         return llama_rules() + expert_rules("model.layers.{i}.block_sparse_moe", names)

@@ -30,14 +30,15 @@ class OPTConfig(ModelConfig):
     """Config of OPT; other fields are those of `ModelConfig`.
 
     Args:
-        embed_size: width of the embedding, projected if it differs; 0 is hidden_size.
-        norm_first: norms before attention and MLP; else after the residual addition (350m).
-        remove_final_norm: no norm after the last block, as before transformers 4.20.1; without
-            `norm_first` there is none anyway.
+        embed_size: width of the embedding, projected if it differs from hidden_size; 0 means
+            hidden_size.
+        norm_first: pre-norm blocks; False for post-norm blocks (350m).
+        remove_final_norm: no norm after the last block, as before transformers 4.20.1;
+            post-norm models have none anyway.
         activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
-        bias: biases on all projections of the blocks.
-        norm_affine: the norms have weights and biases.
-        pad_token_id: token whose embedding gets no gradient; None is none.
+        bias: whether all projections of the blocks have biases.
+        norm_affine: whether the norms have weights and biases.
+        pad_token_id: token whose embedding gets no gradient; None if there is none.
         dropout: dropout probability of the outputs of attention and MLP.
         attn_dropout: dropout probability of attention weights.
         layer_drop: probability of skipping a block in training.
@@ -104,12 +105,12 @@ class OPTConfig(ModelConfig):
     layer_drop: float = 0.0
 
     def __post_init__(self) -> None:
-        """Derive F = 4 D, and the base class's values."""
+        """Derive F = 4 D and the base class's values."""
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         problems = []
         if (
@@ -140,7 +141,7 @@ class OPTConfig(ModelConfig):
         return {"word_embed_proj_dim": self.embed_size or self.hidden_size}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, which keep init_std."""
+        """Return the config with transformers' names; init_std keeps its name."""
         return {n: v for n, v in super().to_hf().items() if n != "initializer_range"}
 
 
@@ -180,7 +181,7 @@ class OPT(CausalLM):
         super().__init__(config, spec)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names; only the names differ."""
+        """Return the map to transformers' names."""
         block, stack = "layers.{i}.", "model.decoder."
         published = f"{stack}layers.{{i}}."
         parts = {

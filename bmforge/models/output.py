@@ -1,4 +1,4 @@
-"""Output of a model: one tuple for all families; values that were not computed are None."""
+"""Output type of all models; fields that were not computed are None."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class ModelOutput(NamedTuple):
     """Results of a forward pass.
 
     Shape:
-        loss: scalar, with labels
+        loss: scalar, if labels are given
         logits: (B, T, V) for a language model without labels; (B, L) or (B, T, L) for a classifier
         last_hidden_state: (B, T, D), after the final norm
-        hidden_states: num_layers + 1 tensors (B, T, D), on request
+        hidden_states: num_layers + 1 tensors (B, T, D), if requested
         pooler_output: (B, D), for encoders with a pooler
         start_logits, end_logits: (B, T), for question answering
         encoder_last_hidden_state: (B, S, D), for encoder-decoders
-        encoder_hidden_states: hidden states of the encoder, on request
+        encoder_hidden_states: hidden states of the encoder, if requested
         router_logits: one (B * T, E) tensor per layer with experts
-        aux_loss: scalar load balancing loss, included in `loss` with its weight
-        carry: activations for the next pipeline stage; all other fields are None then
+        aux_loss: scalar load-balancing loss, included in `loss` with its weight
+        carry: activations for the next pipeline stage; all other fields are then None
     """
 
     loss: Tensor | None = None

@@ -1,7 +1,7 @@
-"""Quantization of a model's weights, in memory or while they are loaded.
+"""Quantizes a model's weights, in memory or during loading.
 
 Linear layers, experts, the token embedding and the head are quantized; norms, biases, routers and
-position tables stay floats. The config of a quantized model records it as a change.
+position tables stay floats. The config of a quantized model records the quantization as a change.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ _FEW_FLOATS = 0.05
 
 
 def quantize_(model: M, scheme: str | QuantSpec, *, where: Sequence[str] | None = None) -> M:
-    """Quantize the weights of a model in place; return it.
+    """Quantize the weights of a model in place; return the model.
 
     Args:
-        model: model of bmforge, whose config records it, or any other with torch's linear layers or
-            transformers' Conv1D.
+        model: bmforge model, whose config records the change, or any model with torch's linear
+            layers or transformers' Conv1D.
         scheme: a name in `nn.packing.PRESETS`, or a `QuantSpec`.
-        where: module globs; None is the model's `quantize_targets`, or all linear layers in the
-            repeated blocks of another model.
+        where: globs of the modules to quantize; None uses the model's `quantize_targets` or,
+            for other models, all linear layers in repeated blocks.
 
     Raises:
-        ConfigError: unknown scheme, a layer width that the scheme does not divide (the message
-            lists schemes that do), or a layer that is quantized already; the model is unchanged
-            then.
+        ConfigError: the scheme is unknown, does not support a layer's width (the message lists
+            schemes that do), or a layer is already quantized. The model is then unchanged.
     """
     spec = find_preset(scheme)
     change = Change("quantize", tuple(where or find_targets(model)), asdict(spec))
@@ -68,7 +67,7 @@ def find_targets(model: Any) -> list[str]:
     """Return the globs of the modules that are quantized by default.
 
     Raises:
-        ConfigError: there are none, or all of them are quantized.
+        ConfigError: there are no such modules, or all are already quantized.
     """
     modules = dict(model.named_modules())
     if hasattr(model, "layout_rules"):
@@ -103,7 +102,7 @@ def _is_packable(module: nn.Module) -> bool:
 
 
 def _warn_of_floats(model: Any) -> None:
-    """Log which weights of the blocks stay floats, where they are more than a twentieth."""
+    """Log which weights of the blocks remain floats, if they are more than a twentieth."""
     blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
     stores = {n for n, module in model.named_modules() if isinstance(module, PackedStore)}
     packed, floats = 0, Counter[str]()
@@ -132,23 +131,23 @@ def load_quantized(
     device: torch.device | str | None = None,
     new_head: bool = False,
 ) -> Any:
-    """Load a model's weights and quantize them one by one; the plain model is never in memory.
+    """Load weights and quantize them one by one, so that the plain model is never in memory.
 
     Args:
         plain: model on the meta device.
-        files: a checkpoint of it.
-        scheme: see `quantize_`; "keep" loads the checkpoint's integers.
-        device: device of the model; None is the CPU.
-        new_head: initialize the head's weights if the checkpoint has none of its shape.
+        files: checkpoint of the model.
+        scheme: quantization scheme as in `quantize_`; "keep" loads the checkpoint's integers.
+        device: device of the model; None means the CPU.
+        new_head: initialize the head's weights if the checkpoint has none of this shape.
 
     Returns:
-        the quantized model.
+        quantized model
 
     Raises:
-        CheckpointError: missing, unexpected or misshaped weights.
+        CheckpointError: weights are missing, unexpected or have the wrong shape.
         ConfigError: see `quantize_`.
 
-    Memory: the quantized model, and one tensor of the plain one.
+    Memory: the quantized model and one tensor of the plain model.
     """
     read = PackedReader(plain, files, scheme, new_head)
     model = copy.deepcopy(read.model)
@@ -162,14 +161,14 @@ class PackedReader:
     """Computes a quantized model's tensors on demand from a plain checkpoint.
 
     Args:
-        plain: model on the meta device, which becomes the quantized one.
-        files: a checkpoint of it.
-        scheme: see `quantize_`; "keep" loads the checkpoint's integers.
-        new_head: initialize the head's weights if the checkpoint has none of its shape.
+        plain: model on the meta device; it is converted to the quantized model in place.
+        files: checkpoint of the model.
+        scheme: quantization scheme as in `quantize_`; "keep" loads the checkpoint's integers.
+        new_head: initialize the head's weights if the checkpoint has none of this shape.
         where: name globs of the modules to quantize; see `quantize_`.
 
     Attributes:
-        model: the quantized model on the meta device.
+        model: quantized model on the meta device.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class PackedReader:
         self._last: tuple[str, dict[str, Tensor]] | None = None  # the last quantized weight
 
     def __call__(self, name: str) -> Tensor:
-        """Return a tensor of the quantised model."""
+        """Return a tensor of the quantized model by name."""
         if name in self._plain:
             return self._values(name)
         owner, _, key = name.rpartition(".")
@@ -211,7 +210,7 @@ class PackedReader:
         return values
 
     def _pack(self, described: nn.Module, owner: str, base: str) -> dict[str, Tensor]:
-        """Return the quantized tensors of one weight, or of one stack of experts."""
+        """Return the quantized tensors of one weight or of one stack of experts."""
         store: Any = copy.copy(described)
         store._parameters = dict(described._parameters)
         is_stack = isinstance(described, (QuantizedExperts, PackedForeignExperts))

@@ -67,7 +67,7 @@ class PhiConfig(PartialRotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize the config; models with norms of q and k run by transformers."""
+        """Return True for a supported config.json; models with q and k norms use transformers."""
         return super().opens(raw) and not raw.get("qk_layernorm")
 
 
@@ -78,7 +78,7 @@ class Phi(LlamaLike):
 
     @classmethod
     def make_block(cls, config: PhiConfig) -> BlockSpec:
-        """Return a parallel block with one layer norm and biases everywhere."""
+        """Return the spec of a parallel block with one layer norm and biases everywhere."""
         block = super().make_block(config)
         assert block.attn is not None
         assert block.mlp is not None
@@ -99,7 +99,7 @@ class Phi(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names; only the names differ."""
+        """Return the map to transformers' names."""
         block, published = "layers.{i}.", "model.layers.{i}."
         parts = {
             "norm": "model.final_layernorm",

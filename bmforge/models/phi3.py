@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4 (Abdin et al., "Phi-3 Technical Report", arXiv 2404.14219; "Phi-4", 2412.08905).
 
-Llama's block; published checkpoints fuse q, k, v and gate, up. Phi-4-mini rotates a part of each
-head, and the long-context models scale their positions by `longrope`.
+Llama's block; published checkpoints fuse q, k, v and gate, up. Phi-4-mini rotates only some dims of
+each head, and the long-context models scale their positions by `longrope`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Phi3Config(PartialRotaryConfig):
     """Config of Phi-3; other fields are those of the base class.
 
     Args:
-        window: number of tokens that a token attends to; 0 is no limit.
+        window: sliding window in tokens; 0 means no limit.
         original_seq_len: context length of the pretraining, for `longrope`.
         dropout: dropout probability of the outputs of attention and MLP.
     """
@@ -83,7 +83,7 @@ class Phi3Config(PartialRotaryConfig):
 
     @property
     def pretraining_length(self) -> int:
-        """Context length before `longrope`, which Phi-3 states outside of the scaling."""
+        """Context length before `longrope` scaling, which Phi-3 gives outside of the scaling."""
         return self.original_seq_len
 
     @classmethod
@@ -108,7 +108,7 @@ class Phi3(LlamaLike):
 
     @classmethod
     def make_block(cls, config: Phi3Config) -> BlockSpec:
-        """Return Llama's block with the window and the dropout."""
+        """Return the spec of Llama's block with Phi-3's window and dropout."""
         block = super().make_block(config)
         assert block.attn is not None
         window = config.window or None
@@ -117,7 +117,7 @@ class Phi3(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, where q, k and v are one tensor, and gate and up another."""
+        """Return the map to transformers' names, where q, k, v and also gate, up are fused."""
         config: Any = self.config
         head, sizes = config.head_dim, (config.num_heads, *[config.num_kv_heads] * 2)
         fused = "gate_proj", "up_proj", *(f"{part}_proj" for part in "qkv")

@@ -1,4 +1,4 @@
-"""Quantization of model directories; see `pack.py` for models in memory."""
+"""Quantizes model directories; `pack.py` quantizes models in memory."""
 
 from __future__ import annotations
 
@@ -41,25 +41,26 @@ def quantize_directory(
     max_file_bytes: int = 4 << 30,
     allow_unknown: tuple[str, ...] = (),
 ) -> Path:
-    """Quantize a model directory, and copy its tokenizer's files; return the target.
+    """Quantize a model directory, and copy its tokenizer files; return the target.
 
-    The target is written to a temporary directory and renamed when complete, so an interrupted or
-    failed run never leaves a partial model.
+    The result is written to a temporary directory and renamed when complete, so a failed run never
+    leaves a partial model.
 
     Args:
         source: directory or hub id of a Hugging Face model, or a GGUF file.
         target: directory to create.
         scheme: a name in `nn.packing.PRESETS`, or a `QuantSpec`; "keep" loads the integers of a
-            GGUF file, GPTQ or AWQ as they are.
-        dtype: dtype of the weights that stay floats; None is the file's.
+            GGUF file, GPTQ or AWQ unchanged.
+        dtype: dtype of the weights that remain floats; None uses that of the file.
         max_file_bytes: size above which the weights are split over several files.
-        allow_unknown: unknown config fields to accept without reading.
+        allow_unknown: names of unknown config fields to ignore.
 
     Raises:
         CheckpointError: the target is not empty, or the source is damaged.
-        ConfigError: unknown source or scheme, or widths that the scheme does not divide.
+        ConfigError: the source or scheme is unknown, or the scheme does not support a layer's
+            width.
 
-    Memory: one tensor of the plain model and its quantized form, for any model size.
+    Memory: one plain tensor and its quantized form, for any model size.
     """
     spec = scheme if scheme == KEEP else find_preset(scheme)
 
@@ -86,11 +87,11 @@ def quantize_directory(
 def write_packed(
     model: Any, read: Callable[[str], Tensor], out: Path, max_file_bytes: int = 4 << 30
 ) -> int:
-    """Write a quantized model's weights, computed one by one, and its config; return their size.
+    """Write a quantized model's weights, computed one by one, and config; return their size.
 
     Args:
         model: quantized model on the meta device.
-        read: function from tensor name to tensor.
+        read: function that returns a tensor by name.
         out: directory to create.
         max_file_bytes: size above which the weights are split over several files.
     """

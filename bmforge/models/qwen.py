@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, the dense models (Qwen team 2024, 2025).
+"""Qwen2, Qwen2.5 and Qwen3, dense models (Qwen team 2024, 2025).
 
 Source: "Qwen2 Technical Report" (arXiv 2407.10671), "Qwen2.5 Technical Report" (2412.15115), "Qwen3
 Technical Report" (2505.09388).
@@ -24,7 +24,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def _qwen_heads() -> dict[str, Head]:
-    """Return the heads, whose classes differ between Qwen2 and Qwen3 in their names only."""
+    """Return the heads; the classes of Qwen2 and Qwen3 differ only in their names."""
     heads = llama_heads("Qwen2", question_prefix="transformer.")
     return {
         name: replace(head, aliases=(head.architecture.replace("Qwen2", "Qwen3"),))
@@ -59,11 +59,11 @@ class QwenConfig(RotaryConfig):
     Args:
         model_type: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" normalizes q and k.
         activation: activation of the gated MLP.
-        attn_bias: for qwen3, biases on q, k, v and o.
+        attn_bias: biases on q, k, v and o (qwen3 only).
         attn_dropout: dropout probability of attention weights.
-        window: number of tokens that a token attends to in `window_layers`; 0 without such layers.
+        window: sliding window in `window_layers`, in tokens; 0 if there are no such layers.
         window_layers: indices of the layers with a window.
-        pad_token_id: token whose embedding gets no gradient; None is none.
+        pad_token_id: token whose embedding gets no gradient; None if there is none.
     """
 
     family: ClassVar[str] = "qwen2"
@@ -129,7 +129,7 @@ class QwenConfig(RotaryConfig):
     pad_token_id: int | None = None
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         problems = []
         if self.model_type not in ("qwen2", "qwen3"):
@@ -190,7 +190,7 @@ class QwenConfig(RotaryConfig):
         }
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, without those that Qwen2 does not have."""
+        """Return the config with transformers' names, without the fields that Qwen2 lacks."""
         out = super().to_hf()
         if self.model_type == "qwen2":
             implied = self.head_dim == self.hidden_size // self.num_heads
@@ -230,5 +230,5 @@ class Qwen(CausalLM):
         super().__init__(config, spec)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, which are Llama's."""
+        """Return the map to transformers' names, which are the same as Llama's."""
         return llama_rules()

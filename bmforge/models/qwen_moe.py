@@ -30,9 +30,9 @@ class Qwen3MoeConfig(MixtralConfig):
     Args:
         intermediate_size: hidden width F of layers without experts.
         expert_size: hidden width F of one expert.
-        normalize_weights: normalize the weights of a token's experts to sum 1.
-        sparse_step: one of so many layers, the last, has experts.
-        dense_layers: indices of further layers without experts.
+        normalize_weights: normalize the weights of a token's experts to sum to 1.
+        sparse_step: every `sparse_step`-th layer has experts.
+        dense_layers: indices of additional layers without experts.
         attn_bias: biases on q, k, v and o.
     """
 
@@ -84,12 +84,12 @@ class Qwen3MoeConfig(MixtralConfig):
     attn_bias: bool = False
 
     def attn_spec(self) -> AttentionSpec:
-        """Return the attention, with per-head norms of q and k."""
+        """Return the attention spec, with per-head norms of q and k."""
         bias = self.attn_bias
         return replace(super().attn_spec(), qkv_bias=bias, out_bias=bias, qk_norm_eps=self.norm_eps)
 
     def expert_spec(self) -> MoESpec:
-        """Return the experts of a layer."""
+        """Return the spec of a layer's experts."""
         return MoESpec(
             self.num_experts,
             self.experts_per_token,
@@ -99,7 +99,7 @@ class Qwen3MoeConfig(MixtralConfig):
         )
 
     def layer_mlps(self) -> tuple[MLPSpec | MoESpec, ...]:
-        """Return the experts or MLP of every layer."""
+        """Return the spec of every layer's experts or MLP."""
         dense = MLPSpec(self.intermediate_size, self.activation, gated=True, bias=False)
         return tuple(
             dense if i in self.dense_layers or (i + 1) % self.sparse_step else self.expert_spec()
@@ -125,7 +125,7 @@ class Qwen3MoeConfig(MixtralConfig):
         return fields
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, the number of experts once."""
+        """Return the config with transformers' names; the number of experts appears only once."""
         out = super().to_hf()
         out.pop("num_local_experts", None)
         return out
@@ -165,7 +165,7 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
     window_layers: list[int] = field(default_factory=list)
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         outside = [i for i in self.window_layers if not 0 <= i < self.num_layers]
         if outside or bool(self.window) != bool(self.window_layers):
@@ -176,11 +176,11 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
             )
 
     def attn_spec(self) -> AttentionSpec:
-        """Return the attention, without norms of q and k."""
+        """Return the attention spec, without norms of q and k."""
         return replace(super().attn_spec(), out_bias=False, qk_norm_eps=None)
 
     def expert_spec(self) -> MoESpec:
-        """Return the experts of a layer, shared expert included."""
+        """Return the spec of a layer's experts, including the shared expert."""
         return replace(super().expert_spec(), shared_size=self.shared_size)
 
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -204,12 +204,12 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
 
 
 class Qwen3Moe(Mixtral):
-    """Qwen3-MoE."""
+    """Qwen3-MoE with a language-model head."""
 
     config_class = Qwen3MoeConfig
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names."""
+        """Return the map to transformers' names."""
         own, published = "layers.{i}.mlp.", "model.layers.{i}.mlp"
         shared = {f"{own}shared_expert.{n}": f"{published}.shared_expert.{n}" for n in _PROJECTIONS}
         shared[f"{own}shared_gate"] = f"{published}.shared_expert_gate"
@@ -218,6 +218,6 @@ class Qwen3Moe(Mixtral):
 
 
 class Qwen2Moe(Qwen3Moe):
-    """Qwen1.5-MoE or Qwen2-MoE."""
+    """Qwen1.5-MoE or Qwen2-MoE with a language-model head."""
 
     config_class = Qwen2MoeConfig

@@ -1,6 +1,6 @@
-"""Resizing of layers: fewer heads, another width, removed sublayers, experts in place of an MLP.
+"""Resizes layers: fewer heads, other widths, removed sublayers, experts instead of an MLP.
 
-Blocks are rebuilt from their `BlockSpec` and keep the weights that still fit.
+Blocks are rebuilt from their `BlockSpec` and keep the weights that fit the new size.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _FIELDS = {
 
 
 def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
-    """Resize layers in place, with or without weights.
+    """Resize layers of a model in place; the model may be on the meta device.
 
     The first weights are kept: the first key-value heads and the first query heads of each, the
     first dims of a head (with rotary positions the first pairs), the first features of an MLP and
-    of every expert, the first experts. Pruning reorders them before. New weights, of wider layers
-    and of experts that replace an MLP, are initialized like `init_weights_` with seed 0.
+    of every expert, the first experts. (Pruning reorders the weights first.) New weights, in wider
+    layers and in experts that replace an MLP, are initialized like `init_weights_` with seed 0.
 
-    Both attentions of an encoder-decoder layer get the same heads; `attn=False` removes the
-    self-attention only. A position bias shared by the layers (T5, CPM-Ant, CPM-Bee) keeps all its
-    heads: a narrowed layer uses the first ones. Scales that depend on a width (muP) follow the new
-    width; experts have no biases, even if the MLP had.
+    Both attentions of an encoder-decoder layer get the same heads; `attn=False` removes only
+    self-attention. A position bias that layers share (T5, CPM-Ant, CPM-Bee) keeps all its heads; a
+    narrowed layer uses the first ones. Scales that depend on a width (muP) are adjusted to the new
+    width. Experts have no biases, even if the MLP had.
 
     Args:
         model: model of any family, not yet parallelized.
         names: names of blocks, such as ``"layers.1"`` or ``"encoder.layers.0"``.
-        sizes: the new sizes.
+        sizes: new sizes of the layers.
 
     Raises:
-        ConfigError: unknown block; sizes that do not fit the layer or that it has already; a layer
-            with another change before. The model is unchanged then.
+        ConfigError: a block is unknown, the sizes do not fit a layer or do not change it, or a
+            layer already has another change. The model is then unchanged.
     """
     if not names:
         raise ConfigError("names=[] selects no layer to resize.")
@@ -77,7 +77,7 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
 
 
 def resize_block(block: BlockSpec, sizes: Sizes, name: str = "a layer") -> BlockSpec:
-    """Return the spec of a block with other sizes.
+    """Return the spec of a block after resizing.
 
     Raises:
         ConfigError: see `resize_`.
@@ -137,7 +137,7 @@ def _resize_feed(spec: MLPSpec | MoESpec | None, new: LayerSizes) -> MLPSpec | M
 
 
 def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
-    """Return an MLP's features as experts; their number does not change."""
+    """Return the spec of the experts into which an MLP is split; the width stays the same."""
     return MoESpec(
         new.num_experts,
         new.experts_per_token,
@@ -157,12 +157,12 @@ def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
 
 
 def _rescale(scale: float, before: int, after: int) -> float:
-    """Return a scale of 1/sqrt(width) for another width; 1 stays 1."""
+    """Return a scale of 1/sqrt(width), adjusted to another width; 1 is unchanged."""
     return scale if scale == 1.0 else scale * math.sqrt(before / after)
 
 
 def _find(model: Any, name: str) -> Block:
-    """Return a block that can be resized."""
+    """Return the named block, after checking that it can be resized."""
     block_names = [n for n, m in model.named_modules() if isinstance(m, Block)]
     if name not in block_names:
         raise ConfigError(f"{name!r} is not a layer of this model.{suggest(name, block_names)}")
@@ -213,7 +213,7 @@ def _rotary_dim(model: Any) -> int:
 
 
 def _take_after_(new: Block, old: Block) -> None:
-    """Copy devices, dtypes and flags of the old block to the new one on meta, without values."""
+    """Give a new block on meta the devices, dtypes and flags of the old block, without values."""
     before = dict(old.named_parameters())
     usual = next(iter(before.values()), None)
     for name, parameter in list(new.named_parameters()):
@@ -229,7 +229,7 @@ def _take_after_(new: Block, old: Block) -> None:
 
 @torch.no_grad()
 def _fill_(model: Any, name: str, old: Block, rotary_dim: int) -> None:
-    """Copy the weights that a new block keeps, and initialize the others."""
+    """Copy the weights that a new block keeps, and initialize its other weights."""
     new: Block = model.get_submodule(name)
     before = dict(old.named_parameters())
     for key, parameter in new.named_parameters():
@@ -261,7 +261,7 @@ def _keep_heads_(
     specs: tuple[AttentionSpec, AttentionSpec],
     rotary_dim: int,
 ) -> None:
-    """Copy a parameter's common slice between attention layers with different numbers of heads."""
+    """Copy the common slice of a parameter between attentions with different heads."""
     module, _, kind = leaf.partition(".")
     if module == "o_proj":
         if kind == "bias":
@@ -279,7 +279,7 @@ def _keep_heads_(
 
 
 def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
-    """Return the dims that a parameter's first dim consists of, the dims of a head last."""
+    """Return the dims into which a parameter's first dim factors; the last is within a head."""
     if module in ("q_norm", "k_norm"):
         return (spec.head_dim,)
     if module in ("k_proj", "v_proj"):
@@ -288,7 +288,9 @@ def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
 
 
 def kept_dims(new: int, old: int, rotary_dim: int, interleaved: bool) -> list[tuple[int, int]]:
-    """Return pairs (index in the new head, index in the old head) of the dims that both have.
+    """Return pairs (index in the new head, index in the old head) of the kept dims.
+
+    Rotary pairs in half layout remain pairs with the same frequency; see `nn.narrow_rope`.
 
     Rotary pairs of half layout stay pairs with the same frequency; see `nn.narrow_rope`.
     """

@@ -1,4 +1,4 @@
-"""Location of a model's files: a directory, the Hugging Face cache, or the hub, in this order."""
+"""Finds a model's files: a directory, the Hugging Face cache or the hub, in this order."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _WEIGHTS = ["model*.safetensors", "pytorch_model*.bin", "*.pt"]
 def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) -> Path:
     """Return the path of a model: `name` itself, its cached copy, or a download.
 
-    A cached copy without all weights is completed; if the hub is not reachable it is returned as it
-    is, for callers that read only its config or tokenizer.
+    An incomplete cached copy is completed. If the hub is not reachable, it is returned incomplete,
+    for callers that need only config or tokenizer.
 
     Args:
-        name: directory, GGUF file, hub id, or a name in `hub_ids`.
-        hub_ids: short name -> hub id.
+        name: directory, GGUF file, hub id, or short name in `hub_ids`.
+        hub_ids: hub ids by short name.
 
     Raises:
-        ConfigError: it is neither a directory, nor in the cache, nor on the hub.
+        ConfigError: the model is neither a directory, nor in the cache, nor on the hub.
     """
     path = Path(name)
     if path.is_dir() or is_gguf(path):
@@ -75,7 +75,7 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
 
 
 def _find_cached(name: str) -> Path | None:
-    """Return the cached copy, complete or not; None without one."""
+    """Return the cached copy, which may be incomplete; None if there is none."""
     from huggingface_hub import snapshot_download  # imports an HTTP client; few commands need it
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -88,7 +88,7 @@ def _find_cached(name: str) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    """Download the files of a repository's root that are needed."""
+    """Download the needed files from the root of a hub repository."""
     from huggingface_hub import list_repo_files, snapshot_download
 
     files = [file for file in list_repo_files(name) if "/" not in file]

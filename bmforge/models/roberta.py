@@ -14,7 +14,7 @@ __all__ = ["Roberta", "RobertaConfig", "roberta_heads"]
 
 
 def roberta_heads(stem: str) -> dict[str, Head]:
-    """Return the heads of RoBERTa and of the families that transformers derived from it.
+    """Return the heads of RoBERTa and of families that transformers derives from it.
 
     Args:
         stem: prefix of transformers' class names.
@@ -33,10 +33,10 @@ def roberta_heads(stem: str) -> dict[str, Head]:
 
 @dataclass(kw_only=True)
 class RobertaConfig(EncoderConfig):
-    """Config of RoBERTa; the fields are those of `EncoderConfig`.
+    """Config of RoBERTa, with the fields of `EncoderConfig`.
 
-    Positions count the tokens that are no padding; `max_seq_len` is the maximum input length, and
-    the position table has `pad_token_id` + 1 more rows.
+    Positions count only tokens, not padding; `max_seq_len` is the maximum input length, and the
+    position table has `pad_token_id` + 1 more rows.
     """
 
     family: ClassVar[str] = "roberta"
@@ -84,5 +84,5 @@ class Roberta(EncoderModel):
         super().__init__(config, spec)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return the decoder's bias, which is stored under two names."""
+        """Map the name of the decoder's bias, which is stored twice, to its original."""
         return {"lm_head.decoder.bias": "lm_head.bias"}

@@ -1,4 +1,4 @@
-"""Rotary positions in configs: transformers' two formats, and the fields of all such families."""
+"""Rotary positions in configs: transformers' two formats, and the fields of such families."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _ROPE_NAMES = {
 
 
 def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
-    """Remove the rotary fields from a transformers config, in its old or new format.
+    """Remove the rotary fields from a transformers config (old or new format) and return them.
 
     Args:
         raw: contents of config.json; the rotary fields are removed.
 
     Returns:
-        `rope_theta` and `rope_scaling` (a dict with `kind` and `RopeSpec`'s names, or empty).
+        `rope_theta` and `rope_scaling` (a dict with `kind` and `RopeSpec`'s field names, or empty)
 
     Raises:
-        ConfigError: unsupported scaling kind or parameter.
+        ConfigError: the scaling kind or a parameter is not supported.
     """
     parameters = dict(raw.pop("rope_parameters", None) or raw.pop("rope_scaling", None) or {})
     raw.pop("rope_scaling", None)
@@ -71,7 +71,7 @@ def rope_to_hf(theta: float, scaling: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class RotaryConfig(ModelConfig):
-    """Fields of all families with rotary positions.
+    """Config fields of all families with rotary positions.
 
     Args:
         rope_theta: base of the rotary frequencies.
@@ -82,21 +82,21 @@ class RotaryConfig(ModelConfig):
     rope_scaling: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Check the rotary fields and the others."""
+        """Raise `ConfigError` for invalid rotary or other fields."""
         super().check()
         self.rope_spec()
 
     @property
     def pretraining_length(self) -> int:
-        """Context length before a scaling of the positions, where `rope_scaling` states none."""
+        """Context length before position scaling, if `rope_scaling` does not give it."""
         return self.max_seq_len
 
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> RopeSpec:
-        """Return the rotary embedding that these fields describe.
+        """Return the rotary embedding that the fields describe.
 
         Args:
-            rotary_dim: number of head dims that are rotated; 0 is all.
-            interleaved: pairs are adjacent dims.
+            rotary_dim: number of rotated head dims; 0 means all.
+            interleaved: pair adjacent dims instead of the two halves.
         """
         numbers: dict[str, Any] = {
             n: tuple(v) if isinstance(v, list) else v for n, v in self.rope_scaling.items()
@@ -124,6 +124,6 @@ class RotaryConfig(ModelConfig):
         return {**rope_to_hf(self.rope_theta, self.rope_scaling), "rope_parameters": None}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' names, the rotary fields in one format only."""
+        """Return the config with transformers' names; rotary fields have one format only."""
         out = super().to_hf()
         return {name: value for name, value in out.items() if name != "rope_parameters"}

@@ -1,4 +1,4 @@
-"""Default sharding rules for the canonical module names, which `parallel` applies to any model."""
+"""Default sharding rules for canonical module names; `parallel` applies them to any model."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ __all__ = ["LayoutRules", "TensorCut", "default_cuts"]
 
 @dataclass(frozen=True)
 class TensorCut:
-    """Tensor parallel style of the modules that match a glob.
+    """Tensor-parallel style of the modules whose names match a glob.
 
     Args:
         glob: module glob, see `surgery`.
-        style: "part": module with sharded children that takes the whole input; "column": linear
-            layer sharded by outputs; "row": by inputs; "key_value": by outputs, replicated if there
-            are fewer heads than ranks; "bias": table sharded by columns, one per head; "head_norm"
-            and "gate": replicated, each rank uses the part of its heads; "embedding" and "head":
-            sharded by vocabulary; "experts": each expert sharded by width. For linear layers of
-            foreign modules: "own_column": as "column", and sums the gradient of its input itself;
-            "gathered_column": likewise, with all outputs on every rank; "split_row": as "row", for
-            an input that every rank has; "shared_tail": replicated, with the gradient of the last
-            `units` outputs summed, which the heads of all ranks share.
-        units: number of indivisible units (heads); 0 is every row or column.
+        style: "part": sublayer with sharded children, whose input is replicated; "column":
+            linear layer sharded by outputs; "row": by inputs; "key_value": by outputs, replicated
+            if there are fewer heads than ranks; "bias": table sharded by columns, one per head;
+            "head_norm" and "gate": replicated, each rank uses the entries of its heads; "embedding"
+            and "head": sharded by vocabulary; "experts": each expert sharded by width. For linear
+            layers of
+            foreign modules: "own_column": as "column", but sums its own input gradient;
+                "gathered_column": as "own_column", with all outputs on every rank; "split_row": as
+                "row", with a replicated input; "shared_tail": replicated, with the gradient of the
+                last `units` outputs summed, which the heads of all ranks share.
+        units: number of indivisible units (heads); 0 means every row or column.
     """
 
     glob: str
@@ -33,19 +34,20 @@ class TensorCut:
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Sharding plan of a model: module globs (see `surgery`) per purpose.
+    """Sharding plan of a model: module globs (see `surgery`) for each purpose.
 
     Args:
-        zero_units: modules whose parameters are all-gathered together; others belong to the root.
+        zero_units: modules whose parameters are all-gathered as one unit; all others belong to
+            the root unit.
         recompute_units: modules whose activations can be recomputed in backward.
-        tensor_parallel: tensor parallel plan; empty if the family does not support it.
+        tensor_parallel: tensor-parallel plan; empty if the family does not support it.
         stacks: containers of blocks, in execution order.
         pipeline_first: modules that belong to the pipeline stage where the stack begins.
-        pipeline_last: modules that belong to the stage where it ends; all others are on every stage
-            of the stack.
-        quantize_targets: modules that are quantized by default; norms, biases, routers and position
-            tables stay floats. Globs without a match are skipped.
-        tensor_refusal: reason why there is no tensor parallel plan; "" if the family has one.
+        pipeline_last: modules that belong to the pipeline stage where the stack ends; all
+            others are on every stage of the stack.
+        quantize_targets: modules to quantize by default; norms, biases, routers and position
+            tables remain floats. Globs without a match are skipped.
+        tensor_refusal: reason why there is no tensor-parallel plan; "" if there is one.
     """
 
     zero_units: tuple[str, ...] = ("layers.*",)
@@ -109,7 +111,7 @@ def default_cuts(
     without: Iterable[str] = (),
     differing: Mapping[str, tuple[int, int]] | None = None,
 ) -> tuple[TensorCut, ...]:
-    """Return the tensor parallel plan of a model with the canonical names.
+    """Return the tensor-parallel plan for a model with canonical module names.
 
     A position bias shared by layers with different numbers of heads is replicated: a rank needs
     different columns of it in each layer.
@@ -118,8 +120,8 @@ def default_cuts(
         names: names of all modules.
         num_heads: number N of heads.
         num_kv_heads: number K of key-value heads.
-        without: last parts of names of modules that are replicated.
-        differing: attention with another number of heads -> (N, K).
+        without: last name components of modules to replicate.
+        differing: (N, K) of attention modules with other numbers of heads, by name.
     """
     units = {"heads": num_heads, "kv_heads": num_kv_heads, "": 0}
     excluded, differing = set(without), differing or {}

@@ -1,4 +1,4 @@
-"""Saving of a model on any layout as a Hugging Face directory."""
+"""Saves a model on any layout as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def write_model(
 
     Args:
         model: parallelized or plain model.
-        out: directory.
+        out: directory to write.
         overwrite: replace existing weights.
         max_file_bytes: size above which the weights are split over several files.
-        alone: this rank has the whole model and writes it without the others.
-        dtype: dtype of the written floats, or a function of their published names; None keeps the
-            model's.
+        alone: whether this rank has the whole model and writes it alone.
+        dtype: dtype of the written float tensors, or a function from published name to dtype;
+            None keeps the model's.
     """
     if has_weights(out) and not overwrite:
         raise CheckpointError(
@@ -94,13 +94,13 @@ def write_model(
 def write_config(
     model: Any, out: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None
 ) -> None:
-    """Write a model's config.json, and generation_config.json if it was read.
+    """Write a model's config.json and, if it has one, generation_config.json.
 
     Args:
-        model: the model.
+        model: model to describe.
         out: directory of the export.
         tensors: the model's tensors by name.
-        dtype: dtype of the written floats; None takes that of the first float tensor.
+        dtype: dtype of the written float tensors; None uses that of the first one.
     """
     dtypes = (tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     written = str(dtype or next(dtypes, torch.float32)).removeprefix("torch.")
@@ -136,14 +136,14 @@ def _source_bytes(rule: WeightRule, parameter: Tensor, dtype: torch.dtype) -> in
 def _dtype_of(
     tensor: Tensor, name: str, dtype: torch.dtype | Callable[[str], torch.dtype] | None
 ) -> torch.dtype:
-    """Return the dtype in which a tensor is written under a published name."""
+    """Return the dtype in which a tensor is written under its published name."""
     if dtype is None or not tensor.is_floating_point():
         return tensor.dtype
     return dtype if isinstance(dtype, torch.dtype) else dtype(name)
 
 
 class _Whole:
-    """All-gathers parameters by name; caches the last one, which may have many parts."""
+    """All-gathers parameters by name; caches the last one, as it may have many slices to write."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         self.parameters = parameters

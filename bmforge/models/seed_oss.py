@@ -58,7 +58,7 @@ class SeedOss(LlamaLike):
 
     @classmethod
     def make_block(cls, config: SeedOssConfig) -> BlockSpec:
-        """Return Llama's block with the biases and the dropout."""
+        """Return the spec of Llama's block with Seed-OSS's biases and dropout."""
         block = super().make_block(config)
         assert block.attn is not None
         assert block.mlp is not None

@@ -1,4 +1,4 @@
-"""Encoder-decoder from which T5 and its relatives are assembled."""
+"""Encoder-decoder, the base class of T5 and its relatives."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["Seq2Seq", "shift_right"]
 
 
 class Seq2Seq(Model):
-    """Shared embedding, encoder, decoder and a head.
+    """Encoder-decoder: shared embedding, encoder, decoder and a head.
 
     Args:
         config: config of the family, with `decoder_start_token_id`, `pad_token_id`, `eos_token_id`.
-        spec: hyperparameters derived from it.
+        spec: hyperparameters derived from the config.
 
     Attributes:
-        encoder_heads: heads on the encoder, with which there is no decoder.
+        encoder_heads: names of heads on the encoder; such models have no decoder.
     """
 
     family_traits = Traits("apart", "spans", "relative")
@@ -101,15 +101,15 @@ class Seq2Seq(Model):
             attention_mask: 1 for tokens of the source, 0 for padding.
             decoder_input_ids: token ids of the target; by default the labels (for classification
                 and question answering: the source), shifted right after the start token.
-            decoder_attention_mask: 1 for tokens of the target, 0 for padding, cached tokens
-                included.
-            labels: for sequence-to-sequence, target ids, -100 to ignore; returns the loss instead
-                of logits. For a classifier, see `classification_loss`.
+            decoder_attention_mask: 1 for tokens of the target, 0 for padding, including cached
+                tokens.
+            labels: for sequence-to-sequence, target ids (-100 is ignored); returns the loss
+                instead of logits. For a classifier, see `classification_loss`.
             encoder_outputs: result of `encode` for the source.
             cache: KV cache of the target's earlier tokens and of the source.
-            num_items_in_batch: divisor of the summed loss; None is the mean.
+            num_items_in_batch: divisor of the summed loss; None takes the mean.
             output_hidden_states: return the outputs of the embedding and of every layer.
-            logits_to_keep: number of last positions whose logits are returned.
+            logits_to_keep: number of trailing positions whose logits are returned.
             start_positions: first token of the answers (question answering).
             end_positions: last token of the answers.
             role_ids: speaker of each source token, in models with roles.
@@ -126,7 +126,8 @@ class Seq2Seq(Model):
             decoder_inputs_embeds: (B, T, D); logits_at: (B, M)
 
         Raises:
-            ShapeError: source or target missing or given twice, or ids outside of the vocabulary.
+            ShapeError: source or target are missing or given twice, or ids are outside of the
+                vocabulary.
         """
         head, source = self.config.head, encoder_outputs
         check_places(head, labels, logits_at)
@@ -176,7 +177,7 @@ class Seq2Seq(Model):
         output_hidden_states: bool = False,
         role_ids: Tensor | None = None,
     ) -> ModelOutput:
-        """Return the encoder's `last_hidden_state` (and `hidden_states`), for `encoder_outputs`.
+        """Run the encoder; the result can be passed as `encoder_outputs`.
 
         Shape:
             input_ids, attention_mask, role_ids: (B, S)
@@ -189,7 +190,7 @@ class Seq2Seq(Model):
         return Span(0, 0, 0) if self.decoder is None else span_of(self.decoder.layers)
 
     def _embed(self, source: Pair, target: Pair) -> tuple[Any, Any]:
-        """Embed both texts; ids in one lookup, so that the table gets one gradient."""
+        """Embed source and target; ids use a single lookup, so that the table gets one gradient."""
         names = ("inputs_embeds", "decoder_inputs_embeds")
         texts: list[Any] = [
             None if ids is None and embeds is None else given_inputs(ids, embeds, name)
@@ -207,7 +208,7 @@ class Seq2Seq(Model):
         return x, y
 
     def _add_roles(self, x: Tensor | None, roles: Tensor | None) -> Any:
-        """Add the speakers' embeddings to token embeddings."""
+        """Add the embeddings of the speakers to token embeddings."""
         if roles is None or x is None:
             return x
         if not self.spec.num_roles:
@@ -240,7 +241,7 @@ class Seq2Seq(Model):
         )
 
     def _shift(self, input_ids: Tensor | None, labels: Tensor | None) -> Tensor:
-        """Return the default input of the decoder."""
+        """Return the default input of the decoder: the target shifted right."""
         target = labels if self.config.head == "sequence_to_sequence" else input_ids
         if target is None:
             raise ShapeError(
@@ -257,7 +258,7 @@ class Seq2Seq(Model):
         logits_to_keep: int | None,
         logits_at: Tensor | None,
     ) -> ModelOutput:
-        """Apply the sequence-to-sequence head: the loss with labels, else logits."""
+        """Apply the sequence-to-sequence head: return the loss if there are labels, else logits."""
         x, scale = out.last_hidden_state, self.spec.head_scale
         assert x is not None
         if labels is None:
@@ -274,7 +275,7 @@ class Seq2Seq(Model):
         num_items: float | Tensor | None,
         ends_of: Tensor | None = None,
     ) -> ModelOutput:
-        """Classify every token or, with the source's ids, its last end token."""
+        """Classify every token, or the last end token of each sequence (if `ends_of` is given)."""
         x = out.last_hidden_state
         assert x is not None
         if self.config.head == "sequence_classification":
@@ -287,7 +288,7 @@ class Seq2Seq(Model):
         return finish_classes(out, logits, labels, self.config.problem_type, num_items)
 
     def layout_rules(self) -> LayoutRules:
-        """Return the sharding plan, with the layers of both stacks as units."""
+        """Return the sharding plan, whose units are the layers of both stacks."""
         parts = ("encoder",) if self.decoder is None else ("encoder", "decoder")
         stacks = tuple(f"{part}.layers" for part in parts)
         units = tuple(f"{stack}.*" for stack in stacks)
@@ -295,7 +296,7 @@ class Seq2Seq(Model):
 
 
 def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:
-    """Return the decoder input for `ids`: the start token, then all but the last id.
+    """Shift ids to the right to make the decoder's input: start token first, last id dropped.
 
     Shape:
         ids: (B, T), with -100 replaced by `padding` -> (B, T)
@@ -305,10 +306,10 @@ def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:
 
 
 def find_last_end(input_ids: Tensor, end: int) -> Tensor:
-    """Return the index of every sequence's last end token, (B,).
+    """Return the index of the last end token of every sequence, (B,).
 
     Raises:
-        ShapeError: a sequence has none.
+        ShapeError: a sequence has no end token.
     """
     is_end = input_ids == end
     if reads_are_free(is_end) and not bool(is_end.any(1).all()):

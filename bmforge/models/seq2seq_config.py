@@ -1,4 +1,4 @@
-"""Config fields and encoder-decoder that CPM-2 and EVA share."""
+"""Config fields and hyperparameters that CPM-2 and EVA share."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _IGNORED_FIELDS = """
 
 @dataclass(kw_only=True)
 class Seq2SeqConfig(ModelConfig):
-    """Config of an encoder-decoder with T5's relative positions; names are those of the originals.
+    """Config of an encoder-decoder with T5's relative positions, as in CPM-2 and EVA.
 
     Relative positions have no maximum; `max_seq_len` is the training length.
 
     Args:
-        num_layers: number of blocks of the encoder, and of the decoder.
-        num_buckets: number of relative position buckets; distances from 128 on share the last.
-        dropout: dropout probability everywhere.
+        num_layers: number of blocks of the encoder, and also of the decoder.
+        num_buckets: number of relative position buckets; distances of 128 and more share the
+            last bucket.
+        dropout: dropout probability of all dropout layers.
         decoder_start_token_id: first token of every target.
         pad_token_id: id of padding.
         eos_token_id: token that ends a target.
@@ -67,7 +68,7 @@ class Seq2SeqConfig(ModelConfig):
     pad_token_id: int = 5
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if self.tie_word_embeddings or self.num_kv_heads != self.num_heads:
             raise ConfigError(
@@ -102,7 +103,10 @@ class Seq2SeqConfig(ModelConfig):
         return out
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward per pair of tokens.
+        """Return the FLOPs of forward and backward per pair of tokens.
+
+        A pair is one source token in the encoder and one target token in the decoder and head, with
+        `seq_len` tokens each. FLOPs are counted as in `ModelConfig`.
 
         A pair is one source token through the encoder and one target token through the decoder and
         head, with `seq_len` tokens each. Counted as in `ModelConfig`.
@@ -110,7 +114,7 @@ class Seq2SeqConfig(ModelConfig):
         return super().flops_per_token(seq_len)
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the layer sizes of both stacks; the decoder has cross-attention."""
+        """Return the layer sizes of both stacks; decoder layers have cross-attention."""
         layer = self.layer_sizes()
         return {
             "encoder.layers": [layer] * self.num_layers,
@@ -118,7 +122,10 @@ class Seq2SeqConfig(ModelConfig):
         }
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return the bytes of one pair of tokens in the cache.
+        """Return the KV cache bytes per pair of a source and a target token.
+
+        The target token has keys and values in every layer, the source token those of
+        cross-attention.
 
         The target token has keys and values in every layer, and the source token those of
         cross-attention.
@@ -129,13 +136,13 @@ class Seq2SeqConfig(ModelConfig):
 def make_spec(
     config: Any, activation: str, scale: float | None, moe: MoESpec | None = None
 ) -> Seq2SeqSpec:
-    """Return the encoder-decoder of a config: pre-norm RMS norms, gated MLPs, no biases.
+    """Return an encoder-decoder's hyperparameters: pre-norm RMS norms, gated MLPs, no biases.
 
     Args:
-        config: a `Seq2SeqConfig`.
+        config: `Seq2SeqConfig` of the model.
         activation: activation of the MLP's gate.
-        scale: factor on attention scores; None is 1/sqrt(H).
-        moe: experts in place of the MLP.
+        scale: factor on attention scores; None means 1/sqrt(H).
+        moe: spec of experts that replace the MLP; None for an MLP.
     """
     heads, dropout = config.num_heads, config.dropout
     block = BlockSpec(

@@ -22,17 +22,17 @@ class Seq2SeqSpec:
     """Hyperparameters of an encoder-decoder.
 
     Args:
-        block: spec of the blocks, completed by `encoder_block` and `decoder_block`.
+        block: common spec of all blocks; see `encoder_block` and `decoder_block`.
         num_encoder_layers: number of blocks of the encoder.
         num_decoder_layers: number of blocks of the decoder.
-        encoder_blocks: layer index -> spec of an encoder block that differs from `encoder_block`.
-        decoder_blocks: layer index -> spec of a decoder block that differs from `decoder_block`.
+        encoder_blocks: specs of encoder blocks that differ from `encoder_block`, by layer index.
+        decoder_blocks: specs of decoder blocks that differ from `decoder_block`, by layer index.
         num_buckets: number of relative position buckets, see `RelativeBias`.
         max_distance: largest bucketed distance, see `RelativeBias`.
         dropout: dropout probability after the embedding and after each stack's final norm.
         classifier_dropout: dropout probability before a classifier's layers.
         head_scale: factor on the input of the language-model head.
-        num_roles: rows of `embed_segments`, one per speaker; 0 is none.
+        num_roles: number of speaker roles, the rows of `embed_segments`; 0 for none.
     """
 
     block: BlockSpec
@@ -94,14 +94,14 @@ class Seq2SeqStack(nn.Module):
         memory_mask: Tensor | None = None,
         keep_states: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Return the last hidden state and, on request, those of all layers.
+        """Return the last hidden states and, if requested, those of all layers.
 
         Args:
-            x: embeddings.
+            x: token embeddings.
             attention_mask: 1 for tokens, 0 for padding, (B, past + T).
             cache: KV cache of earlier tokens.
             memory: output of the encoder, (B, S, D).
-            memory_mask: True for tokens of `memory` that count, (B, 1, 1, S).
+            memory_mask: True for tokens of `memory` that may be attended to, (B, 1, 1, S).
             keep_states: return all hidden states.
         """
         span = span_of(self.layers)

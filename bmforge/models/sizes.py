@@ -1,6 +1,6 @@
-"""Sizes of a model's layers, and how a change resizes them.
+"""Sizes of a model's layers, and the result of resizing them.
 
-`LayerSizes` is the basis of costs (FLOPs, caches); `Sizes` holds the options of the change
+`LayerSizes` is used to compute costs (FLOPs, caches); `Sizes` are the options of the change
 "resize". `resize.py` rebuilds the modules.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["LayerSizes", "Sizes", "feed_sizes", "sizes_of"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """New sizes of layers; None keeps a size.
+    """New sizes of layers; None keeps the present size.
 
     Args:
         num_heads: number N of heads.
@@ -27,13 +27,13 @@ class Sizes:
         intermediate_size: hidden width F of the MLP or of every expert.
         attn: False removes self-attention and its norm.
         mlp: False removes the MLP or experts and their norm.
-        num_experts: number E of experts; in a layer with an MLP they replace it.
+        num_experts: number E of experts; they replace the MLP if there is one.
         experts_per_token: number k of experts per token.
-        split: the experts are slices of the MLP's hidden features, (F - shared_size) / E each, and
-            their outputs are summed.
-        shared_size: with `split`, number of first features that form the shared expert.
-        router: with `split`, kind of router; see `nn.MoESpec`.
-        choice: with `split`, expert choice per token ("top_k") or "per_call".
+        split: make each expert a slice of the MLP's hidden features, (F - shared_size) / E
+            wide; their outputs are summed.
+        shared_size: number of leading MLP features that form the shared expert; needs `split`.
+        router: kind of router, see `nn.MoESpec`; needs `split`.
+        choice: selection of experts per token ("top_k") or per call ("per_call"); needs `split`.
     """
 
     num_heads: int | None = None
@@ -50,7 +50,7 @@ class Sizes:
     choice: Literal["top_k", "per_call"] | None = None
 
     def __post_init__(self) -> None:
-        """Check each value."""
+        """Raise `ConfigError` for invalid values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values = {name: value for name, value in values.items() if value is not None}
         problems = ["no size is changed"] * (not values)
@@ -95,14 +95,14 @@ class LayerSizes:
         num_kv_heads: number K of key-value heads.
         head_dim: width H of a head.
         intermediate_size: hidden width F of the MLP or of every expert; 0 without an MLP.
-        gated: the MLP has a gate.
-        attn: the layer has self-attention.
-        cross: the layer has cross-attention.
+        gated: whether the MLP has a gate.
+        attn: whether the layer has self-attention.
+        cross: whether the layer has cross-attention.
         num_experts: number E of experts; 0 for an MLP.
         experts_per_token: number k of experts per token.
-        shared_size: hidden width F of the shared expert; 0 is none.
-        shared_gate: the shared expert has a gate of its own.
-        two_layers: the router has a second layer of size E x E.
+        shared_size: hidden width F of the shared expert; 0 for none.
+        shared_gate: whether the shared expert has its own gate.
+        two_layers: whether the router has a second layer of size E x E.
     """
 
     num_heads: int
@@ -137,7 +137,7 @@ class LayerSizes:
         return ", ".join(parts) or "nothing"
 
     def count_weights(self, hidden_size: int) -> int:
-        """Return the number of linear weights that process one token of width D."""
+        """Return the number of linear weights that process one token of width `hidden_size`."""
         inner = self.head_dim * (self.num_heads + self.num_kv_heads)
         attention = 2 * hidden_size * inner * self.num_attentions
         each = 3 if self.gated else 2
@@ -148,24 +148,25 @@ class LayerSizes:
 
     @property
     def num_attentions(self) -> int:
-        """Number of attentions."""
+        """Number of attention sublayers."""
         return self.attn + self.cross
 
     @property
     def products(self) -> int:
-        """Width of attention's products with every key: N x H over all attentions."""
+        """Multiplications per (query, key) pair in attention scores: N x H, over all attentions."""
         return self.num_heads * self.head_dim * self.num_attentions
 
     @property
     def kv_width(self) -> int:
-        """Number of values that a token has in the cache."""
+        """Number of values per token in the KV cache."""
         return 2 * self.num_kv_heads * self.head_dim * self.num_attentions
 
     def resized(self, sizes: Sizes, name: str = "a layer") -> LayerSizes:
-        """Return the sizes after a change.
+        """Return the sizes after resizing.
 
         Raises:
-            ConfigError: the layer lacks a sublayer that the change resizes, or heads do not fit.
+            ConfigError: the layer lacks a sublayer that is resized, or the numbers of heads do
+                not fit.
         """
         problems = []
         heads = sizes.num_heads or sizes.num_kv_heads or sizes.head_dim
@@ -216,7 +217,7 @@ class LayerSizes:
         return replace(self, **changes).without(sizes.attn is False, sizes.mlp is False)
 
     def without(self, attn: bool, mlp: bool) -> LayerSizes:
-        """Return the sizes without self-attention or MLP."""
+        """Return the sizes without self-attention and/or without the MLP."""
         new = replace(self, attn=False) if attn else self
         if mlp:
             new = replace(new, **feed_sizes(None))
@@ -224,7 +225,7 @@ class LayerSizes:
 
 
 def _nearest_experts(width: int, sizes: Sizes) -> str:
-    """Describe which number of experts divides an MLP's features."""
+    """Describe the nearest number of experts into which an MLP can be split evenly."""
     remaining, count = width - (sizes.shared_size or 0), sizes.num_experts or 1
     fits = sorted(
         (n for n in range(1, remaining + 1) if remaining % n == 0), key=lambda n: abs(n - count)
@@ -236,7 +237,7 @@ def _nearest_experts(width: int, sizes: Sizes) -> str:
 
 
 def sizes_of(block: BlockSpec) -> LayerSizes:
-    """Return the sizes of a block from its spec."""
+    """Return the layer sizes of a block spec."""
     heads = block.attn or block.cross_attn
     sizes = LayerSizes(
         heads.num_heads if heads else 0,
@@ -250,7 +251,7 @@ def sizes_of(block: BlockSpec) -> LayerSizes:
 
 
 def feed_sizes(mlp: MLPSpec | MoESpec | None) -> dict[str, Any]:
-    """Return the fields of `LayerSizes` that the feed-forward sublayer defines."""
+    """Return the fields of `LayerSizes` that depend on the feed-forward sublayer."""
     if mlp is None:
         return dict.fromkeys(_FEED, 0) | dict.fromkeys(_FLAGS, False)
     if isinstance(mlp, MLPSpec):

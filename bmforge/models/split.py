@@ -1,7 +1,7 @@
-"""MLPs split into experts: their initialization from an MLP, and their format in files.
+"""MLPs split into experts: initialization from an MLP, and format in files.
 
-In memory a split MLP is a mixture of experts (`nn.MoE`) that sums the selected experts' outputs; in
-a file it is the original MLP, with its router added, so other programs open the dense model.
+In memory a split MLP is a mixture of experts (`nn.MoE`) that sums the selected experts' outputs. In
+a file it is the original MLP plus the router, so that other programs can open the dense model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["fill_split_", "split_modules", "split_rules"]
 
 
 def split_modules(model: nn.Module) -> Iterator[tuple[str, MoE]]:
-    """Yield name and module of every MLP that was split into experts."""
+    """Yield the name and module of every MLP that is split into experts."""
     for name, module in model.named_modules():
         if isinstance(module, MoE) and module.is_split:
             yield name, module
@@ -29,7 +29,7 @@ def split_modules(model: nn.Module) -> Iterator[tuple[str, MoE]]:
 
 @torch.no_grad()
 def fill_split_(new: MoE, old: Any) -> None:
-    """Copy the features of an MLP to the experts, the first ones to the shared expert."""
+    """Copy an MLP's features to the experts; the first features go to the shared expert."""
     experts, shared = new.experts, new.shared_expert
     count, size, _ = experts.up_proj.shape
     first = 0 if shared is None else shared.up_proj.weight.shape[0]
@@ -56,13 +56,15 @@ def fill_split_(new: MoE, old: Any) -> None:
 
 
 def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRule]:
-    """Return the rules that map split MLPs to the MLPs in a file.
+    """Return the rules that map split MLPs to dense MLPs in a file.
+
+    A layer with quantized experts has no such rules; its tensors are saved as they are in memory.
 
     A layer with quantized experts has no such rules: its tensors are saved as they are in memory.
 
     Args:
         model: model with split MLPs.
-        rules: rules of its family, with `{i}` for layers.
+        rules: weight rules of the family, with `{i}` for the layer index.
     """
     split = []
     for name, module in split_modules(model):
@@ -99,7 +101,7 @@ def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRul
 
 
 def _rule_of(rules: Sequence[WeightRule], name: str) -> WeightRule | None:
-    """Return the family's rule for a tensor, with the layer index filled in."""
+    """Return the family's rule for a tensor, with the layer index inserted."""
     for rule in rules:
         match = re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), name)
         if match:

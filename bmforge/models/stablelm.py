@@ -1,7 +1,7 @@
 """StableLM 2 and StableLM 3B (Bellagamba et al., "Stable LM 2 1.6B Technical Report", 2402.17834).
 
-StableLM 2 12B runs attention and MLP in parallel and normalizes q and k, which is left to
-transformers' own implementation.
+StableLM 2 12B has parallel attention and MLP and normalizes q and k; it runs by transformers'
+implementation.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class StableLMConfig(PartialRotaryConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Recognize the config; parallel blocks and norms of q and k run by transformers."""
+        """Return True for a supported config.json.
+
+        Models with parallel blocks or norms of q and k use transformers.
+        """
         return super().opens(raw) and not any(raw.get(name) for name in cls.hf_required)
 
 
@@ -79,7 +82,7 @@ class StableLM(LlamaLike):
 
     @classmethod
     def make_block(cls, config: StableLMConfig) -> BlockSpec:
-        """Return Llama's block with layer norms."""
+        """Return the spec of Llama's block with layer norms."""
         block = super().make_block(config)
         assert block.attn is not None
         return replace(
@@ -89,12 +92,12 @@ class StableLM(LlamaLike):
         )
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names, which are Llama's; norms have a bias too."""
+        """Return the map to transformers' names: Llama's, with biases of the norms."""
         return layer_norm_rules()
 
 
 def layer_norm_rules() -> list[WeightRule]:
-    """Return Llama's rules for a model whose norms have a bias."""
+    """Return Llama's weight rules for a model whose norms have biases."""
     rules = llama_rules()
     norms = {r.ours: r.theirs for r in rules if r.ours.endswith("norm.weight")}
     norms = {o: t for o, t in norms.items() if ".attn." not in o}

@@ -1,4 +1,4 @@
-"""Stacks of blocks: building them and running them, for all families."""
+"""Builds and runs stacks of blocks, for all families."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StackSpec:
-    """Blocks of a stack, which are equal except for some.
+    """Specs of a stack's blocks, which are equal except for those in `blocks`.
 
     Args:
         block: spec of the blocks.
-        blocks: layer index -> spec of a block that differs.
+        blocks: specs of the blocks that differ from `block`, by layer index.
     """
 
     block: BlockSpec
@@ -47,19 +47,19 @@ class StackSpec:
 
 
 def span_of(layers: Stack) -> Span:
-    """Return the blocks that run: those of the layout's pipeline stage, or all."""
+    """Return the range of blocks to run: those of the pipeline stage, or all."""
     return layers.span or Span(0, len(layers), len(layers))
 
 
 def differing(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSpec]:
-    """Return layer index -> spec for the specs that differ from `block` (`StackSpec.blocks`)."""
+    """Return the specs that differ from `block` by layer index, for `StackSpec.blocks`."""
     return {layer: spec for layer, spec in enumerate(specs) if spec != block}
 
 
 def build_layers(
     block: BlockSpec, num_layers: int, blocks: Mapping[int, BlockSpec] | None = None
 ) -> Stack:
-    """Build `num_layers` blocks with keys "0", "1", ..., from `block` or the entry in `blocks`."""
+    """Build a stack of `num_layers` blocks with the keys "0", "1", ..."""
     specs = [(blocks or {}).get(layer, block) for layer in range(num_layers)]
     layers = Stack({str(i): Block(spec, i) for i, spec in enumerate(specs)})
     number_places_(layers)
@@ -67,7 +67,10 @@ def build_layers(
 
 
 def number_places_(layers: nn.ModuleDict) -> None:
-    """Number the layers that have keys and values with their index in the cache.
+    """Assign KV cache indices to the layers that have self-attention.
+
+    The last indices are used, so that the last such layer has the last index of the cache, which
+    advances the cache's length.
 
     The last indices are used, so that the last storing layer always has the cache's last index,
     which advances the cache.
@@ -78,7 +81,7 @@ def number_places_(layers: nn.ModuleDict) -> None:
 
 
 def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the name and heads (N, K) of every attention, independent of sharding."""
+    """Yield the name and number of heads (N, K) of every attention, independent of sharding."""
     for name, block in model.named_modules():
         if isinstance(block, Block):
             for part in ("attn", "cross_attn"):
@@ -88,7 +91,7 @@ def find_heads(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def width_into(model: nn.Module, name: str) -> int:
-    """Return the input width of an output projection of attention or MLP, by parameter name."""
+    """Return the input width of an attention or MLP output projection, by parameter name."""
     spec = find_block(model, name).spec
     if "o_proj" not in name:
         assert spec.mlp is not None
@@ -99,7 +102,7 @@ def width_into(model: nn.Module, name: str) -> int:
 
 
 def expert_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters of experts and their routers."""
+    """Return the parameter names of experts and their routers."""
     moe_names = (name for name, module in model.named_modules() if isinstance(module, MoE))
     return {
         f"{name}.{key}"
@@ -109,7 +112,7 @@ def expert_names(model: nn.Module) -> set[str]:
 
 
 def find_block(model: nn.Module, name: str) -> Block:
-    """Return the block that contains a parameter."""
+    """Return the block that contains the named parameter."""
     module: Any = model
     for part in name.split("."):
         module = getattr(module, part) if not isinstance(module, nn.ModuleDict) else module[part]
@@ -129,14 +132,14 @@ def run_layers(
     """Run blocks one after the other.
 
     Args:
-        layers: the blocks.
+        layers: stack of blocks.
         x: input of the first block, (B, T, D).
-        masks: window size -> mask of the layers with this window.
+        masks: attention masks by window size.
         keep_states: return the inputs and outputs of all blocks.
-        routed: list to which the router logits of every layer with experts are appended.
+        routed: list to which the router logits of each layer with experts are appended.
         inputs: further arguments of `Block.forward`.
 
-    A layout that shards tokens sets `token_cut` on the blocks. With a cache all ranks have all
+    A layout that shards tokens sets `token_cut` on the stack. With a KV cache, all ranks have all
     tokens.
     """
     cut: TokenCut | None = layers.token_cut
@@ -189,7 +192,7 @@ def run_block(
 
 
 def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor]:
-    """Return number of heads -> bias, from a bias that all layers share."""
+    """Return the shared bias for each number of heads that occurs in the layers."""
     if bias is None:
         return {}
     attentions = (layer.attn for layer in layers.values() if layer.attn is not None)
@@ -197,12 +200,12 @@ def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor
 
 
 def _stores(layers: nn.ModuleDict) -> bool:
-    """Return True if any of these layers has keys and values to cache."""
+    """Return True if any of these layers stores keys and values in the cache."""
     return any(layer.attn is not None for layer in layers.values())
 
 
 def _gather_logits(share: TokenAssignment, logits: list[Tensor], rows: int) -> list[Tensor]:
-    """All-gather the router logits of all layers at once: (B * T, E) each."""
+    """All-gather the router logits of all layers in one collective: (B * T, E) each."""
     if not logits:
         return []
     joined = share.gather(torch.cat(logits, -1).unflatten(0, (rows, -1))).flatten(0, 1)
@@ -212,7 +215,7 @@ def _gather_logits(share: TokenAssignment, logits: list[Tensor], rows: int) -> l
 def given_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, name: str = "inputs_embeds"
 ) -> Tensor:
-    """Return the one of both that is given: token ids (B, T) or embeddings (B, T, D).
+    """Return the given input: token ids (B, T) or embeddings (B, T, D).
 
     Raises:
         ShapeError: both or neither are given.
@@ -229,7 +232,9 @@ def given_inputs(
 def check_ids(
     input_ids: Tensor, vocab_size: int, name: str = "input_ids", limit: str = "vocab_size"
 ) -> None:
-    """Raise `ShapeError` for ids outside of the vocabulary, if reading them needs no sync.
+    """Raise `ShapeError` for ids outside the vocabulary; skipped if it needs a device sync.
+
+    `name` and `limit` are the names of the ids and of the vocabulary size in the message.
 
     `name` and `limit` are the names of the ids and of their number in the message.
     """

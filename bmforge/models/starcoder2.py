@@ -27,10 +27,10 @@ class Starcoder2Config(LlamaLikeConfig):
     """Config of StarCoder2; other fields are those of the base class.
 
     Args:
-        bias: biases on all linear layers of the blocks.
+        bias: whether all linear layers of the blocks have biases.
         embed_dropout: dropout probability of the embedding.
         dropout: dropout probability of the outputs of attention and MLP.
-        window: number of tokens that a token attends to; 0 is no limit.
+        window: sliding window in tokens; 0 means no limit.
     """
 
     family: ClassVar[str] = "starcoder2"
@@ -99,7 +99,7 @@ class Starcoder2(LlamaLike):
 
     @classmethod
     def make_block(cls, config: Starcoder2Config) -> BlockSpec:
-        """Return a block with layer norms, biases and an MLP without a gate."""
+        """Return the spec of a block with layer norms, biases and an MLP without a gate."""
         block, bias = super().make_block(config), config.bias
         assert block.attn is not None
         assert block.mlp is not None
@@ -118,7 +118,7 @@ class Starcoder2(LlamaLike):
         return replace(super().make_spec(config), embed_dropout=config.embed_dropout)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names."""
+        """Return the map to transformers' names."""
         block, published = "layers.{i}.", "model.layers.{i}."
         parts = {
             "norm": "model.norm",

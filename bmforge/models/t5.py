@@ -44,12 +44,12 @@ _HEADS: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 def t5_heads(stem: str, *more: str, old: tuple[str, ...] = ()) -> dict[str, Head]:
-    """Return the heads of T5 and of the families that transformers derived from it.
+    """Return the heads of T5 and of families that transformers derives from it.
 
     Args:
         stem: prefix of transformers' class names.
-        more: prefixes of further classes whose checkpoints these heads open.
-        old: further classes of the sequence-to-sequence head.
+        more: class-name prefixes of other models whose checkpoints these heads can load.
+        old: other class names of the sequence-to-sequence head.
     """
     writer = "ForConditionalGeneration"
     head = {"lm_head.weight": "lm_head.weight"}
@@ -90,7 +90,7 @@ _PRESETS = {
 
 
 def _owner(preset: str) -> str:
-    """Return the hub organization of a preset."""
+    """Return the hub organization that published a preset."""
     if preset.startswith("mengzi"):
         return "Langboat"
     return "google" if preset.startswith(("mt5", "flan", "t5-v1_1")) else "google-t5"
@@ -115,15 +115,15 @@ class T5Config(ModelConfig):
     Args:
         model_type: "t5" or "mt5", as published.
         num_layers: number of blocks of the encoder.
-        num_decoder_layers: number of blocks of the decoder; 0 is num_layers.
-        feed_forward: activation of the MLP, with prefix "gated-" if there is a gate, as in
+        num_decoder_layers: number of blocks of the decoder; 0 means num_layers.
+        feed_forward: activation of the MLP, with the prefix "gated-" for a gated MLP, as in
             transformers ("gated-gelu" is the tanh approximation).
         num_buckets: number of relative position buckets.
-        max_distance: distance from which on all relative positions share a bucket.
-        scale_head: multiply the input of the language-model head by D^-0.5 (T5 1.0, whose head is
-            tied).
+        max_distance: distance beyond which all relative positions share a bucket.
+        scale_head: multiply the input of the language-model head by D^-0.5, as in T5 1.0 with
+            its tied head.
         init_std: factor on the paper's standard deviations.
-        dropout: dropout probability everywhere.
+        dropout: dropout probability of all dropout layers.
         classifier_dropout: dropout probability before and after a classifier's first layer.
         decoder_start_token_id: first token of every target.
         pad_token_id: id of padding.
@@ -181,12 +181,12 @@ class T5Config(ModelConfig):
     eos_token_id: int = 1
 
     def __post_init__(self) -> None:
-        """Derive the decoder's depth, and the base class's values."""
+        """Derive the decoder's depth and the base class's values."""
         self.num_decoder_layers = self.num_decoder_layers or self.num_layers
         super().__post_init__()
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if self.model_type not in self.model_types:
             raise ConfigError(
@@ -198,7 +198,7 @@ class T5Config(ModelConfig):
 
     @property
     def is_gated(self) -> bool:
-        """True if the MLP has a gate."""
+        """Whether the MLP has a gate."""
         return self.feed_forward.startswith("gated-")
 
     @property
@@ -225,7 +225,7 @@ class T5Config(ModelConfig):
         return {**values, "max_seq_len": raw.pop("n_positions", None) or 512}, raw
 
     def _implied(self) -> dict[str, Any]:
-        """Return the fields of config.json that repeat feed_forward_proj."""
+        """Return the fields of config.json that follow from feed_forward_proj."""
         return {"dense_act_fn": self.activation, "is_gated_act": self.is_gated}
 
     def _give_special(self) -> dict[str, Any]:
@@ -254,7 +254,10 @@ class T5Config(ModelConfig):
         return out
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward per pair of tokens.
+        """Return the FLOPs of forward and backward per pair of tokens.
+
+        A pair is one source token in the encoder and one target token in the decoder and head, with
+        `seq_len` tokens each. FLOPs are counted as in `ModelConfig`.
 
         A pair is one source token through the encoder and one target token through the decoder and
         head, with `seq_len` tokens each. Counted as in `ModelConfig`.
@@ -262,7 +265,7 @@ class T5Config(ModelConfig):
         return super().flops_per_token(seq_len)
 
     def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the layer sizes of both stacks; the decoder has cross-attention."""
+        """Return the layer sizes of both stacks; decoder layers have cross-attention."""
         layer = self.layer_sizes()
         return {
             "encoder.layers": [layer] * self.num_layers,
@@ -270,7 +273,10 @@ class T5Config(ModelConfig):
         }
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return the bytes of one pair of tokens in the cache.
+        """Return the KV cache bytes per pair of a source and a target token.
+
+        The target token has keys and values in every layer, the source token those of
+        cross-attention.
 
         The target token has keys and values in every layer, and the source token those of
         cross-attention.
@@ -318,12 +324,12 @@ class T5(Seq2Seq):
 
     @property
     def hf_unused(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Globs of unused weights: a bias in T5 1.0, and the decoder if this is an encoder only."""
+        """Globs of unused weights: a bias in T5 1.0, and the decoder of an encoder-only model."""
         dead = "**decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
         return (dead, "**decoder.**") if self.decoder is None else (dead,)
 
     def init_std(self, name: str) -> float:
-        """Return the std as in the paper's code: 1 for embeddings, else by the input width."""
+        """Return the standard deviation of the paper's code, which depends on the input width."""
         config = self.config
         if name in ("embed.weight", "lm_head.weight"):
             return float(config.init_std)
@@ -335,7 +341,7 @@ class T5(Seq2Seq):
         return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return each stack's own name of the embedding."""
+        """Map each stack's copy of the embedding, by name, to the original."""
         return {
             f"{prefix}{stack}.embed_tokens.weight": f"{prefix}shared.weight"
             for prefix in ("", "transformer.")
@@ -343,7 +349,7 @@ class T5(Seq2Seq):
         }
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names: sublayers are numbered, and block 0 has the position bias."""
+        """Return the map to transformers' names; sublayers are numbered, block 0 has the bias."""
         rules = [WeightRule("embed.weight", "shared.weight")]
         for stack, parts in (
             ("encoder", ("attn", "mlp")),

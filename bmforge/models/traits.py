@@ -1,7 +1,8 @@
-"""Properties of a family that other packages need: attention pattern, generation, objective.
+"""Properties of a model family: attention pattern, generation and objective.
 
-Every family sets them as data (`Model.family_traits`); `Model.traits` adds what depends on a
-config, such as whether the head generates. No other package asks for a family's class.
+Every family defines them as data (`Model.family_traits`); `Model.traits` adds the properties that
+depend on the config, such as whether the head generates text. Other packages use these properties
+and never test for a family's class.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ _WRITING_HEADS = ("language_model", "sequence_to_sequence")
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a family.
+    """Properties of a model or family.
 
     Args:
-        reads: attention pattern. "left": causal; "both": bidirectional; "apart": encoder-decoder;
-            "blanks": bidirectional text whose blanks are filled causally. It describes plain text;
-            a CPM-Bee document defines its own pattern.
+        reads: attention pattern. "left": causal; "both": bidirectional; "apart":
+            encoder-decoder; "blanks": bidirectional text whose blanks are filled causally. It
+            describes plain text; a CPM-Bee document defines its own pattern.
         objective: pretraining objective.
         positions: "learned": a table with a maximum; "rotary": no maximum, trained up to
             max_seq_len; "relative": bucketed distances.
-        has_images: the input is pixels, not tokens.
-        sentinel: tokens that mark masked spans, with {} for the span's index.
-        ends_inside: the end token belongs to the text from which spans are masked; otherwise it
-            follows source and target.
-        marks_between: number of end tokens between two texts that are encoded together.
-        tokenizer: class of the family's own tokenizer, if its texts need that tokenizer's marks.
-        writes: the model has a head that generates text.
-        position_limit: maximum input length in tokens; None without a limit.
+        has_images: whether the input is pixels instead of tokens.
+        sentinel: format of the tokens that mark masked spans, with {} for the span's index.
+        ends_inside: whether the end token is part of the text in which spans are masked;
+            otherwise it follows source and target.
+        marks_between: number of end tokens between two texts of one sequence.
+        tokenizer: name of the family's tokenizer class, if its texts need that class's special
+            tokens.
+        writes: whether the model has a head that generates text.
+        position_limit: maximum input length in tokens; None for no limit.
     """
 
     reads: Reading
@@ -60,14 +62,14 @@ class Traits:
 
     @property
     def answer_sentinel(self) -> str:
-        """Prefix of an encoder-decoder's answers, with {} for the index; EVA's have none."""
+        """Format of the sentinel before an encoder-decoder's answers; "" if there is none (EVA)."""
         return "" if self.objective == "dialogues" else self.sentinel
 
     def of(self, config: Any) -> Traits:
-        """Return the properties of a model with this config."""
+        """Return the properties for a specific config."""
         limit = config.max_seq_len if self.positions == "learned" else None
         return replace(self, writes=config.head in _WRITING_HEADS, position_limit=limit)
 
     def row_limit(self, config: Any) -> int | None:
-        """Return the maximum training length in tokens for this config; None is no limit."""
+        """Return the maximum training length in tokens for a config; None for no limit."""
         return None if self.positions == "relative" else config.max_seq_len

@@ -1,6 +1,6 @@
 """Vision Transformer (Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020).
 
-An image is cut into patches, one token each, after a class token that the classifier reads.
+An image is split into patches, one token each, preceded by a class token that the classifier uses.
 Verified against transformers' ViTForImageClassification and ViTModel.
 """
 
@@ -47,9 +47,9 @@ class ViTConfig(ModelConfig):
         qkv_bias: biases on q, k and v.
         dropout: dropout probability of embeddings and of each sublayer's output.
         attn_dropout: dropout probability of attention weights.
-        pooler_size: width of `pooler_output`; 0 is D.
+        pooler_size: width of `pooler_output`; 0 means D.
         pooler_activation: activation of the pooler.
-        add_pooling_layer: head "none" has a pooler.
+        add_pooling_layer: whether the model without a head has a pooler.
     """
 
     family: ClassVar[str] = "vit"
@@ -127,7 +127,7 @@ class ViTConfig(ModelConfig):
         return self.image_size // max(self.patch_size, 1)
 
     def check(self) -> None:
-        """Check the fields for consistency."""
+        """Raise `ConfigError` for inconsistent fields."""
         super().check()
         if self.patch_size < 1 or self.num_channels < 1 or self.image_size < self.patch_size:
             raise ConfigError(
@@ -161,12 +161,12 @@ class ViTConfig(ModelConfig):
         return out
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Like `ModelConfig.flops_per_token`, with the patch embedding instead of a vocabulary."""
+        """Return the FLOPs per token, with the patch embedding instead of a vocabulary."""
         patch = self.num_channels * self.patch_size**2 * self.hidden_size
         return super().flops_per_token(seq_len) + 6 * patch
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return 0: nothing is generated, so nothing is cached."""
+        """Return 0: an image model has no KV cache."""
         return 0
 
 
@@ -201,13 +201,13 @@ class PatchEmbedding(nn.Module):
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
+        """Return the sizes as text."""
         width, channels = self.weight.shape[:2]
         return f"{channels}, {width}, patch_size={self.patch_size}"
 
 
 class ViT(Model):
-    """ViT with a classifier on the class token, or bare with a pooler."""
+    """ViT with a classifier on the class token, or without a head but with a pooler."""
 
     config_class = ViTConfig
     family_traits = Traits("both", "images", "learned", has_images=True)
@@ -252,18 +252,19 @@ class ViT(Model):
 
         Args:
             pixel_values: images from the model's image processor.
-            labels: see `classification_loss`; returns the loss as well.
-            num_items_in_batch: divisor of the summed loss; None is the mean.
+            labels: labels as in `classification_loss`; the loss is then returned as well.
+            num_items_in_batch: divisor of the summed loss; None takes the mean.
             interpolate_pos_encoding: accept images of another size by interpolating the positions.
             output_hidden_states: return the outputs of embedding and layers, before `norm`.
-            attention_mask: 1 for tokens that are attended to, the class token and then the patches.
+            attention_mask: 1 for tokens that may be attended to; the class token, then the patches.
 
         Shape:
             pixel_values: (B, C, H, W); labels: (B,), or (B, L) for several classes;
             attention_mask: (B, 1 + patches)
 
         Raises:
-            ShapeError: images of another size or number of channels, or a mask of another length.
+            ShapeError: the images have another size or number of channels, or the mask has
+                another length.
         """
         self._check_images(pixel_values, interpolate_pos_encoding)
         span = span_of(self.layers)
@@ -313,7 +314,7 @@ class ViT(Model):
             )
 
     def _embed(self, images: Tensor, any_size: bool) -> Tensor:
-        """Embed images as the input of the first block, (B, 1 + patches, D)."""
+        """Embed images to the first block's input, (B, 1 + patches, D)."""
         patches = self.embed_patches(images.to(self.embed_patches.weight.dtype))
         first = self.embed_class.expand(patches.shape[0], -1, -1)
         positions = self._stretch_positions(*images.shape[2:]) if any_size else self.embed_positions
@@ -332,7 +333,7 @@ class ViT(Model):
         return torch.cat((self.embed_positions[:, :1], grid.flatten(2).transpose(1, 2)), 1)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map to transformers' names; only the names differ."""
+        """Return the map to transformers' names."""
         block, published = "layers.{i}.", "vit.encoder.layer.{i}."
         attention = f"{published}attention.attention."
         return [

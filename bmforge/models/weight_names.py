@@ -1,4 +1,4 @@
-"""The published names of a model's tensors: which rule reads and writes each of them."""
+"""Published names of a model's tensors, and the rules that read and write them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["WeightNames"]
 
 
 class WeightNames:
-    """Mixin of `Model`: weight rules of the whole model, from the rules of its family."""
+    """Mixin of `Model` that derives the whole model's weight rules from the family's."""
 
     config: Any
     hf_prefix: ClassVar[str]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Return the map of weight names of this family's body, with `{i}` for the layer index."""
+        """Return the weight rules of the family's body, with `{i}` for the layer index."""
         raise TypeError(f"{type(self).__name__} defines no weight_rules")
 
     @property
@@ -34,11 +34,11 @@ class WeightNames:
         return cast(nn.Module, self)
 
     def tied_copies(self) -> dict[str, str]:
-        """Map copies to originals (names) of tensors that checkpoints store twice."""
+        """Map the name of each tensor that checkpoints store twice to its original."""
         return {}
 
     def all_rules(self) -> list[WeightRule]:
-        """Return the rules of body and head with the names of this head's checkpoints."""
+        """Return the rules of body and head, with the names of this head's checkpoints."""
         head = self.config.heads[self.config.head]
         rules = self.weight_rules()
         if head.prefix is not None:
@@ -51,11 +51,13 @@ class WeightNames:
         return rules + [WeightRule(name, published) for name, published in head.names.items()]
 
     def active_rules(self) -> list[WeightRule]:
-        """Return the expanded rules of this model's tensors (a tied tensor once)."""
+        """Return the expanded rules of this model's tensors; tied tensors appear once."""
         return self.expand(self.all_rules())
 
     def published_rules(self) -> list[WeightRule]:
-        """Return the rules of this model before its layers were quantized.
+        """Return the rules of this model as if its layers were not quantized.
+
+        Published checkpoints have a layer's plain weight, however bmforge stores it.
 
         Published checkpoints name the weight of a layer whatever its storage is here.
         """
@@ -74,7 +76,7 @@ class WeightNames:
         return expand_rules(rules, shapes, (), split_rules(self._module, rules))
 
     def expand(self, rules: Sequence[WeightRule]) -> list[WeightRule]:
-        """Expand rules to every layer and tensor; changed modules keep this library's names."""
+        """Expand rules to all layers and tensors; changed modules keep bmforge's names."""
         shapes = {
             name: tuple(tensor.shape) for name, tensor in persistent_tensors(self._module).items()
         }
@@ -86,7 +88,7 @@ class WeightNames:
         return expand_rules(rules, shapes, own, split_rules(self._module, rules))
 
     def _own_names(self) -> set[str]:
-        """Return the names of tensors that have no name in published checkpoints."""
+        """Return the names of tensors that published checkpoints do not have."""
         changed = changed_modules(self._module)
         names = set()
         for name in persistent_tensors(self._module):
@@ -98,7 +100,9 @@ class WeightNames:
         return names
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules that read a checkpoint with these tensor names.
+        """Return the rules for reading a checkpoint with these tensor names.
+
+        These are the `active_rules`, except in families that were published in several formats.
 
         They are the `active_rules`, except for families published in several formats.
         """

@@ -1,8 +1,8 @@
-"""Map of weight names: where a tensor of this library is in a published checkpoint.
+"""Rules that map parameters to tensors in published checkpoints.
 
-A rule gives the published name of a parameter, whether it is transposed, which rows of a fused
-tensor it is, or which entry of a stacked parameter. The same rule loads any slice of the parameter
-and saves it.
+A rule gives the published name of a parameter, whether it is transposed, its rows in a fused
+tensor, or its entry in a stacked parameter. The same rule loads any slice of the parameter, and
+saves it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WeightRule:
-    """The tensor `ours` is (a part of) the published tensor `theirs`.
+    """Rule: the parameter `ours` is the published tensor `theirs`, or a part of it.
+
+    `{i}` is the layer index; `{e}` in `theirs` is the expert, the first dim of `ours`.
 
     `{i}` is the layer index; `{e}` in `theirs` is the expert, the first dim of `ours`.
 
     Args:
-        ours: canonical name.
+        ours: canonical name in bmforge.
         theirs: published name.
         transpose: the published tensor is stored as (in, out).
-        part: (first row, number of rows) in the fused tensor, in this library's orientation; None
-            is the whole tensor. In resized layers the rows are recomputed, in the same order.
+        part: (first row, number of rows) in the fused tensor, in bmforge's orientation; None
+            for the whole tensor. For resized layers the rows are recomputed, in the same order.
         index: entry of the stacked tensor `ours`; set by `expand_rules`.
-        part_dim: dim that `part` slices, in this library's orientation: 0 rows, 1 columns.
+        part_dim: dim that `part` slices, in bmforge's orientation: 0 for rows, 1 for columns.
     """
 
     ours: str
@@ -53,7 +55,7 @@ class WeightRule:
     part_dim: int = 0
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the published tensor for the shape of our whole tensor."""
+        """Return the shape of the published tensor, given the shape of the whole parameter."""
         shape = shape if self.index is None else shape[1:]
         full_shape = list(shape)
         if self.part is not None:
@@ -61,7 +63,7 @@ class WeightRule:
         return tuple(reversed(full_shape)) if self.transpose else tuple(full_shape)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return the slices of `theirs` for a box of our tensor; None if they do not overlap."""
+        """Return the slices of `theirs` for a box of the parameter; None if they do not overlap."""
         slices = [slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True)]
         if self.index is not None:
             stack = slices.pop(0)
@@ -73,24 +75,24 @@ class WeightRule:
         return tuple(reversed(slices)) if self.transpose else tuple(slices)
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return the part of our local tensor (the box) that `theirs` fills."""
+        """Return the part of a local parameter (the box) that `theirs` fills."""
         return local if self.index is None else local[self.index - box.offsets[0]]
 
     def source_view(self, target: Tensor) -> Tensor:
-        """Return a view of a part of our tensor in the published order of dims."""
+        """Return a view of a part of the parameter with the dims in published order."""
         return target.t() if self.transpose else target
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
-        """Return how many elements of theirs come from our whole tensor of `shape`."""
+        """Return how many elements of `theirs` come from a whole parameter of this shape."""
         return math.prod(shape if self.index is None else shape[1:])
 
     @property
     def is_renaming(self) -> bool:
-        """True if the published tensor is our whole tensor with another name."""
+        """Whether the published tensor is the whole parameter with another name."""
         return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, tensor: Tensor) -> Tensor:
-        """Return the published tensor, not yet transposed, from our whole tensor."""
+        """Return the published tensor, before transposition, from the whole parameter."""
         return tensor if self.index is None else tensor[self.index]
 
 
@@ -117,13 +119,13 @@ def expand_rules(
 
     Args:
         rules: rules of a family; those without a tensor are skipped.
-        shapes: name -> whole shape of our tensors.
-        own: names of changed tensors and of those fused with them in published checkpoints; files
-            store them with our names, except those in `expanded`.
-        expanded: expanded rules of some of them.
+        shapes: whole shapes of the parameters by name.
+        own: names of changed tensors, and of tensors fused with them in published checkpoints;
+            files store them with bmforge's names, except those in `expanded`.
+        expanded: already expanded rules for some of `own`.
 
     Raises:
-        TypeError: a tensor without a rule, which saving would lose.
+        TypeError: a tensor has no rule, so that saving would lose it.
     """
     patterns = [(_pattern_of(rule), rule) for rule in rules]
     matched = _expand_family(patterns, {n: s for n, s in shapes.items() if n not in own})
@@ -159,7 +161,7 @@ def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]])
 def _expand_family(
     patterns: list[tuple[re.Pattern[str], WeightRule]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[WeightRule]:
-    """Return the family's rules of these tensors, without incomplete fused tensors."""
+    """Return the family's rules for these tensors, without incomplete fused tensors."""
     fused: dict[tuple[str, str], list[int]] = {}
     out: list[WeightRule] = []
     for name, shape in shapes.items():
@@ -188,7 +190,7 @@ def _expand_family(
 def _fit_parts_(
     rules: list[WeightRule], indices: list[int], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Set the rows of the parts of a layer's fused tensor from the shapes of our tensors."""
+    """Set the row ranges of a fused tensor's parts from the shapes of the parameters."""
     total, first = sum(shapes[rules[index].ours][0] for index in indices), 0
     for index in sorted(indices, key=lambda index: (rules[index].part or (0, 0))[0]):
         rules[index] = replace(rules[index], part=(first, total))
@@ -196,7 +198,7 @@ def _fit_parts_(
 
 
 def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
-    """Return published name -> rules that read from it, ordered by rows."""
+    """Group rules by the published tensor that they read, ordered by rows."""
     groups: dict[str, list[WeightRule]] = {}
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)
@@ -204,7 +206,7 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 
 
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
-    """Assemble a published tensor from ours; `find_tensor` returns our whole tensor by name."""
+    """Assemble a published tensor from parameters; `find_tensor` returns one by name."""
     parts = [rule.to_source(find_tensor(rule.ours)) for rule in rules]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, rules[0].part_dim)
     return joined.t().contiguous() if rules[0].transpose else joined.contiguous()

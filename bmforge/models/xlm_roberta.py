@@ -14,7 +14,7 @@ __all__ = ["XLMRoberta", "XLMRobertaConfig"]
 
 @dataclass(kw_only=True)
 class XLMRobertaConfig(RobertaConfig):
-    """Config of XLM-RoBERTa; the fields are RoBERTa's."""
+    """Config of XLM-RoBERTa, with the fields of RoBERTa."""
 
     family: ClassVar[str] = "xlm-roberta"
     heads: ClassVar[dict[str, Head]] = roberta_heads("XLMRoberta")
@@ -32,6 +32,6 @@ class XLMRobertaConfig(RobertaConfig):
 
 
 class XLMRoberta(Roberta):
-    """XLM-RoBERTa, which is a RoBERTa with another vocabulary."""
+    """XLM-RoBERTa: RoBERTa with another vocabulary."""
 
     config_class = XLMRobertaConfig

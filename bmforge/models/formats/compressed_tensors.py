@@ -1,11 +1,11 @@
 """Reads checkpoints in vLLM's compressed-tensors format; `compressed_write.py` writes them.
 
-A linear layer X has ``X.weight`` in int8 with ``X.weight_scale``, or ``X.weight_packed``, words of
-32 bits that hold integers of 4 or 8, with ``X.weight_scale`` and ``X.weight_shape``; asymmetric
-ones have ``X.weight_zero_point`` as well, packed along the rows. Weights are ``scale * (q - zero)``
-with a scale for every row or every group of inputs.
+A linear layer X has either ``X.weight`` in int8 and ``X.weight_scale``, or ``X.weight_packed``
+(32-bit words of 4- or 8-bit integers), ``X.weight_scale`` and ``X.weight_shape``. Asymmetric layers
+also have ``X.weight_zero_point``, packed along the rows. Weights are ``scale * (q - zero)``, with a
+scale per row or per group of inputs.
 
-Source: the format of the package compressed-tensors (0.20), as its files are.
+Source: files written by the package compressed-tensors (0.20).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True)
 class _Parts:
-    """A layer's tensors: how many bits an integer has, and whether words hold several."""
+    """Storage of a layer's integers: bits per integer, and whether words pack several integers."""
 
     bits: int
     is_packed: bool
@@ -67,19 +67,19 @@ class CompressedTensorsScheme:
 
 
 def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json's contents as those of the uncompressed model.
+    """Return a config.json without the quantization section, as for an uncompressed model.
 
     Raises:
-        ConfigError: compressed in a way that is not read.
+        ConfigError: the compression is not supported.
     """
     return leave_out_packing(raw, _find)
 
 
 def find_compression(directory: Path) -> CompressedTensorsScheme | None:
-    """Return the scheme of a directory's weights; None if it is not in this format.
+    """Return the scheme of a directory's weights; None if they have another format.
 
     Raises:
-        ConfigError: an unsupported scheme.
+        ConfigError: the scheme is not supported.
     """
     return _find(read_raw_config(directory))
 
@@ -132,7 +132,7 @@ def _find(raw: Mapping[str, Any]) -> CompressedTensorsScheme | None:
 
 
 def _token_problems(tokens: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a scheme of activations that are not dynamic 8-bit integer tokens."""
+    """Return the fields that differ from dynamic 8-bit integer activations per token."""
     required = {
         "num_bits": 8,
         "type": "int",
@@ -170,14 +170,14 @@ def _weight_problems(weights: Mapping[str, Any]) -> list[str]:
 
 
 class CompressedLinears:
-    """The compressed linear layers of a checkpoint as weights; see `TensorFile`.
+    """Compressed linear layers of a checkpoint, read as float weights; see `TensorFile`.
 
     Args:
-        files: tensor name -> the file that has it.
-        how: they are compressed.
+        files: file of each tensor, by tensor name.
+        how: compression scheme.
 
     Raises:
-        CheckpointError: parts of a layer are missing, or their shapes contradict each other.
+        CheckpointError: tensors of a layer are missing, or their shapes contradict each other.
     """
 
     def __init__(self, files: Mapping[str, TensorFile], how: CompressedTensorsScheme) -> None:
@@ -197,7 +197,7 @@ class CompressedLinears:
             self.parts.add(f"{stem}.weight_zero_point")
 
     def _check(self, stem: str, kind: _Parts) -> tuple[int, int]:
-        """Return the shape of a layer's weight."""
+        """Validate the tensors of a layer; return the shape of its weight."""
         weight_part, scale = (
             "weight_packed" if kind.is_packed else "weight",
             self._shape(stem, "scale"),
@@ -226,11 +226,11 @@ class CompressedLinears:
         return tuple(self.files[name].shapes[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return fp32, in which values come."""
+        """Return fp32, the dtype of the dequantized values."""
         return torch.float32
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
+        """Dequantize a slice into `target` (same shape, plain, on the CPU, contiguous, fp32)."""
         rows, columns = slices
         all_columns = slice(0, self.shapes[name][1])
         integers, scales = self._read_integers(name, (rows, all_columns))
@@ -265,11 +265,11 @@ class CompressedLinears:
         return spec if spec.fits(columns) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
-        """Return the stored integers of whole rows.
+        """Return the stored integers, scales and minima of whole rows.
 
         Args:
             name: published name of a layer's weight.
-            slices: rows, and all columns.
+            slices: slice of rows, and a slice of all columns.
         """
         integers, scales = self._read_integers(name, slices)
         if self._how.symmetric:
@@ -280,7 +280,7 @@ class CompressedLinears:
         return QuantizedGroups(integers, scales, (0 - zeros.float()) * scales)  # no -0.0
 
     def _read_integers(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
-        """Return the integers of whole rows, (R, G, W), and their scales, (R, G), in fp32."""
+        """Return the integers of whole rows, (R, G, W), and their fp32 scales, (R, G)."""
         rows, columns = slices[0], self.shapes[name][1]
         stem, kind = name.removesuffix(".weight"), self._kinds[name]
         groups = self._shape(stem, "scale")[1]
@@ -294,7 +294,7 @@ class CompressedLinears:
         return values.unflatten(1, (groups, -1)), scales
 
     def _read_zeros(self, name: str, rows: slice) -> Tensor:
-        """Return the signed zero points of some rows: (R, G) int8."""
+        """Return the signed zero points of rows, (R, G) int8."""
         stem, kind = name.removesuffix(".weight"), self._kinds[name]
         stored = self._read_whole(f"{stem}.weight_zero_point")
         if kind.is_packed:  # a word holds the zero points of several rows
@@ -321,10 +321,10 @@ class CompressedLinears:
 
 
 def pack_words(values: Tensor, bits: int) -> Tensor:
-    """Return integers as words of 32 bits, the first in the lowest bits.
+    """Pack integers into 32-bit words, the first integer in the lowest bits.
 
     Shape:
-        values: (rows, columns) int8, of 4 or 8 bits; returns (rows, words) int32
+        values: (rows, columns) int8, with values of 4 or 8 bits; returns (rows, words) int32
     """
     each = _WORD_BITS // bits
     wide = values.to(torch.int64) + (1 << (bits - 1))
@@ -335,7 +335,7 @@ def pack_words(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return the integers in packed words, padding columns included.
+    """Unpack the integers of 32-bit words, including padding columns.
 
     Shape:
         words: (rows, words) int32; returns (rows, columns) int8

@@ -1,7 +1,7 @@
 """Writes quantized models in vLLM's compressed-tensors format; see `compressed_tensors.py`.
 
-transformers and vLLM open the result. Linear layers of blocks keep their integers; other quantized
-modules (embedding, head) are written as dequantized floats.
+transformers and vLLM can open the result. Linear layers of blocks keep their integers; other
+quantized modules (embedding, head) are written as dequantized floats.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _RENAMED_MODULES = ("ViT",)
 def save_compressed(
     model: Any, directory: str | Path, *, overwrite: bool = False, max_file_bytes: int = 4 << 30
 ) -> Path:
-    """Write a quantized model that transformers and vLLM can open; return the directory.
+    """Write a quantized model in a format that transformers and vLLM open; return the directory.
 
     Args:
         model: bmforge model in one process, with quantized layers (`quantize`). Layers with one
             scale per row and int8 activations are written with 8-bit activations per token; all
-            others as weight-only quantization, which equals ``activations="float"``.
+            others with weight-only quantization, equivalent to ``activations="float"``.
         directory: output directory; created if it does not exist.
         overwrite: replace existing weights.
         max_file_bytes: maximum file size; larger weights are split over several files.
 
     Raises:
-        ConfigError: nothing is quantized, or the scheme or family is unsupported by the format.
-        CheckpointError: the directory has weights already and `overwrite` is off.
+        ConfigError: nothing is quantized, or the format does not support the scheme or family.
+        CheckpointError: the directory already has weights and `overwrite` is off.
     """
     out = Path(directory)
     if has_weights(out) and not overwrite:
@@ -88,15 +88,15 @@ def save_compressed(
 
 
 def check_compressed(model: Any) -> None:
-    """Raise `ConfigError` for a model that the format does not hold; it may be on meta."""
+    """Raise `ConfigError` if the format cannot represent the model, which may be on meta."""
     _check(model, _Source(model).stems)
 
 
 class _Source:
-    """Reads a model as tensors of the format: one packed layer, or one published tensor, at a time.
+    """Reads a model as tensors of the format: one packed layer or published tensor at a time.
 
     Attributes:
-        stems: owner -> published name, for all packed layers.
+        stems: published names of all packed layers by module name.
     """
 
     def __init__(self, model: Any) -> None:
@@ -109,7 +109,7 @@ class _Source:
                 self.stems[owner] = published.removesuffix(".packed")
 
     def places(self) -> list[str]:
-        """Return the owners of packed layers, and the published names of all other tensors."""
+        """Return the names of packed layers, and the published names of all other tensors."""
         names: dict[str, None] = {}
         for published, rules in self._groups.items():
             owner, _, key = rules[0].ours.rpartition(".")
@@ -117,7 +117,7 @@ class _Source:
         return list(names)
 
     def read(self, source_name: str) -> dict[str, Tensor]:
-        """Return the tensors of one place."""
+        """Return the tensors to store for one of the names in `places`."""
         if source_name not in self.stems:
             rules = self._groups[source_name]
             tensor = assemble_source(rules, lambda name: self._tensors[name].detach())
@@ -129,7 +129,7 @@ class _Source:
 
 
 def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
-    """Return the one scheme of the linear layers."""
+    """Validate the model; return the quantization scheme that its linear layers share."""
     problems: list[str] = []
     if type(model).__name__ in _WITHOUT_READERS:
         problems.append(f"neither transformers nor vLLM opens a {type(model).__name__}")
@@ -184,7 +184,7 @@ def _storage_problems(store: QuantizedLinear) -> list[str]:
 
 
 def find_zero_points(store: MatrixStore) -> Tensor | None:
-    """Return the integer zero points of an asymmetric layer; None if its minima are no such.
+    """Return an asymmetric layer's integer zero points; None if its minima are not such.
 
     Shape:
         returns (rows, groups), in the range of the stored integers
@@ -199,7 +199,7 @@ def find_zero_points(store: MatrixStore) -> Tensor | None:
 
 
 def _form_of(spec: QuantSpec) -> tuple[int, int, bool]:
-    """Return bits, group size, and whether whole rows are multiplied with 8-bit tokens."""
+    """Return bits, group size, and whether the layer uses row scales with 8-bit activations."""
     return spec.bits, spec.group_size, not spec.group_size and spec.activations == "int8"
 
 
@@ -265,7 +265,7 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
 
 
 def _as_targets(names: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Return patterns of these published names and no others, few where layers are alike."""
+    """Return few patterns that match exactly these published names."""
     patterns: dict[str, None] = {}
     for name in names:
         pattern = re.escape(re.sub(r"\.\d+(?=\.)", ".#", name)).replace(r"\#", r"\d+")

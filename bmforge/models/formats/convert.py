@@ -1,4 +1,6 @@
-"""Conversion of checkpoints to Hugging Face's format: safetensors and a config.json.
+"""Converts checkpoints to Hugging Face's format: safetensors and config.json.
+
+Models that were published as Megatron shards can also be written in that format.
 
 Models that were published as Megatron's shards can also be written as such.
 """
@@ -58,28 +60,30 @@ def convert_checkpoint(
     preset: str | None = None,
     megatron_degree: int | None = None,
 ) -> Path:
-    """Read a checkpoint in any format and write it in Hugging Face's, with its tokenizer files.
+    """Convert a checkpoint of any format to Hugging Face's, with its tokenizer files.
+
+    The result is written to a temporary directory and moved to `target` when complete.
 
     It is written to a temporary directory and moved to `target` when complete.
 
     Args:
-        source: a directory, hub id or preset name: Hugging Face's format, safetensors or pickled,
-            ModelCenter's (`pytorch_model.pt`), Megatron's shards of CPM-1, CPM-2 or EVA; or a GGUF
-            file, whose quantized values are converted to fp32 by default.
+        source: directory, hub id or preset name of a model in Hugging Face's format
+            (safetensors or pickled), ModelCenter's (`pytorch_model.pt`) or Megatron's (CPM-1,
+            CPM-2, EVA); or a GGUF file, whose quantized values become fp32 by default.
         target: directory to create.
         dtype: dtype of the weights (default: the file's).
         max_file_bytes: maximum size of one file of weights.
         family: family of a ModelCenter checkpoint, such as "GPT2", if its tensors are ambiguous.
-        allow_unknown: unknown config fields to ignore.
-        preset: model of Megatron's shards, if their sizes and config.json are ambiguous.
-        megatron_degree: write this number of Megatron's shards instead.
+        allow_unknown: names of unknown config fields to ignore.
+        preset: preset of Megatron shards, if their sizes and config.json are ambiguous.
+        megatron_degree: number of Megatron shards to write instead.
 
     Returns:
-        the target.
+        path of the target
 
     Raises:
         CheckpointError: the target is not empty, or the source is damaged.
-        ConfigError: no such source, or an unsupported config.
+        ConfigError: the source does not exist, or its config is not supported.
     """
 
     def write(directory: Path, partial: Path) -> str:
@@ -102,15 +106,15 @@ def convert_checkpoint(
 def write_directory(
     source: str | Path, target: str | Path, write: Callable[[Path, Path], str]
 ) -> Path:
-    """Create a model directory from another; it is moved to its place when complete.
+    """Create a model directory from another one; it is moved to its place when complete.
 
-    Other files of the model, such as the tokenizer, are copied, with its provenance.
+    Other files of the model, such as tokenizer and provenance, are copied.
 
     Args:
-        source: a directory, hub id or preset name.
+        source: directory, hub id or preset name of the source model.
         target: directory to create.
-        write: function of the source's directory and a directory to create; returns a summary
-            for the log.
+        write: function (source directory, directory to create) that writes the model and
+            returns a summary for the log.
 
     Raises:
         CheckpointError: the target is not empty.
@@ -162,7 +166,7 @@ def _open(
 
 
 def find_dtype(files: WeightFiles) -> torch.dtype:
-    """Return the most common floating-point dtype of the stored values."""
+    """Return the most common floating-point dtype of the stored weights."""
     sizes: Counter[torch.dtype] = Counter()
     for name, shape in files.shapes.items():
         if files.dtype(name).is_floating_point:  # integers are packed weights, kept as they are
@@ -179,5 +183,5 @@ def _save_tokenizer(source: Path, target: Path) -> None:
 
 
 def find_companions(directory: Path) -> list[str]:
-    """Return the names of a model's files besides its weights and config."""
+    """Return the names of a model's files other than its weights and config."""
     return sorted({p.name for glob in _COMPANIONS for p in directory.glob(glob) if p.is_file()})

@@ -1,7 +1,7 @@
-"""Reads GGUF files as checkpoints: their tensors, by slices, as values of torch's dtypes.
+"""Reads GGUF files as checkpoints: slices of their tensors, with torch's dtypes.
 
-`gguf_header`, the lowest layer, parses the header; `gguf_config` derives a config from it, and
-`gguf_names` maps tensor names; `gguf_blocks` decodes quantized blocks.
+`gguf_header` parses the header, `gguf_config` derives a config from it, `gguf_names` maps tensor
+names, and `gguf_blocks` decodes quantized blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _ROW_MATRIX = ".ffn_gate_inp_shexp.weight"
 
 
 class GgufFile(CheckedFile):
-    """One GGUF file; see `TensorFile`. Tensors are read lazily.
+    """GGUF file whose tensors are read lazily; implements `TensorFile`.
+
+    Tensor names are those of the file, dims are in torch's order, and rows of query and key are in
+    bmforge's order.
 
     Names are the file's, dims in torch's order, rows of query and key in bmforge's order.
 
@@ -61,7 +64,7 @@ class GgufFile(CheckedFile):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape by its name."""
+        """Shapes of all tensors by name."""
         return {name: self._shape(name) for name in self._entries}
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -69,15 +72,15 @@ class GgufFile(CheckedFile):
         return (1, *shape) if len(shape) == 1 and name.endswith(_ROW_MATRIX) else shape
 
     def kind(self, name: str) -> str:
-        """Return how a tensor is stored, such as "Q4_0"; a key of `gguf_header.BLOCKS`."""
+        """Return the stored type of a tensor, such as "Q4_0"; a key of `gguf_header.BLOCKS`."""
         return self._entries[name].kind
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that a tensor's values come in; fp32 where they are quantised."""
+        """Return the dtype of a tensor's values; fp32 if they are quantized."""
         return FLOAT_KINDS.get(self.kind(name), torch.float32)
 
     def rules_for(self, model: Any) -> list[WeightRule]:
-        """Return the rules that map these tensors to a model's."""
+        """Return the rules that map these tensors to a model's parameters."""
         return find_rules(self.architecture.name, model)
 
     def head_names(self) -> set[str]:
@@ -86,7 +89,7 @@ class GgufFile(CheckedFile):
         return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Read a slice into `target` (its shape, plain, on the CPU, contiguous, same dtype)."""
+        """Read a slice into `target` (same shape and dtype, plain, on the CPU, contiguous)."""
         rows, last = self._find_rows(name, slices)
         width = last.stop - last.start
         flat = target.as_strided((len(rows), width), (width, 1))
@@ -102,20 +105,20 @@ class GgufFile(CheckedFile):
         return spec if spec is not None and spec.fits(self._shape(name)[-1]) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
-        """Return the stored quantized values of a slice.
+        """Return the stored integers, scales and minima of a slice.
 
         Args:
             name: name of a quantized tensor.
-            slices: one per dim; the last takes whole rows.
+            slices: one slice per dim; the last must cover whole rows.
 
         Shape:
-            see `QuantizedGroups`, R being all rows of the slice's leading dims
+            see `QuantizedGroups`, where R is the number of rows in the slice's leading dims
         """
         rows, _ = self._find_rows(name, slices)
         return unpack_blocks(self.kind(name), self._read_rows(name, rows))
 
     def _head_dim(self, name: str) -> int:
-        """Return the width of the heads whose rows are in another order; 0 where none are."""
+        """Return the head width of a tensor with permuted rows; 0 if its rows are not permuted."""
         if not self.architecture.permutes or not is_permuted(name):
             return 0
         kind, rows = self.architecture.kind, self._entries[name].shape[0]
@@ -133,12 +136,12 @@ class GgufFile(CheckedFile):
         return self._row_shape(name)[-1] // values * block_bytes
 
     def _row_shape(self, name: str) -> tuple[int, ...]:
-        """Return a shape whose leading dims number rows: of a reordered bias, its numbers."""
+        """Return the tensor's shape; a permuted bias gets a last dim of 1, so that it has rows."""
         shape = self._shape(name)
         return (*shape, 1) if len(shape) == 1 and self._head_dims[name] else shape
 
     def _find_rows(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, slice]:
-        """Return the indices of the stored rows in a slice, and the part needed of each."""
+        """Return the indices of the stored rows in a slice, and the needed slice of each row."""
         shape = self._row_shape(name)
         if len(shape) > len(slices):
             slices = (*slices, slice(0, 1))
@@ -148,7 +151,7 @@ class GgufFile(CheckedFile):
         return restore_rows(rows, head_dim) if head_dim else rows, slices[-1]
 
     def _read_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Return stored rows by their numbers: (R, bytes) in uint8."""
+        """Read stored rows by their indices: (R, bytes) in uint8."""
         entry, size = self._entries[name], self._row_bytes(name)
         order = rows.sort()
         # Rows with at most one other between them are read in one go.

@@ -1,8 +1,8 @@
-"""Decodes the blocks of a GGUF file: bytes -> integers, scales and minima -> values.
+"""Decodes the blocks of a GGUF file to integers, scales and minima, or to values.
 
-Every quantized kind reduces to the same form: a group of adjacent integers q with one scale and, in
-some, one minimum; their values are ``scale * q + minimum`` in fp32. The kinds differ in group width
-and bit layout.
+Every quantized type is decoded to the same form: groups of adjacent integers q with one scale and,
+for some types, one minimum; values are ``scale * q + minimum`` in fp32. The types differ in group
+width and bit layout.
 
 Source: the block layouts of ggml-org/ggml (``ggml-common.h``).
 """
@@ -38,11 +38,11 @@ SPECS = {
 
 
 class QuantizedGroups(NamedTuple):
-    """Quantised values.
+    """Quantized values of some rows.
 
     Shape:
-        integers: (R, G, W) in int8: R rows of G groups of W neighbours; scales: (R, G) in fp32;
-        minima: the same, or None where they are 0
+        integers: (R, G, W) in int8, R rows of G groups of W adjacent integers; scales: (R, G)
+            in fp32; minima: (R, G) in fp32, or None if they are 0
     """
 
     integers: Tensor
@@ -58,14 +58,14 @@ class QuantizedGroups(NamedTuple):
 
 
 def read_values(kind: str, rows: Tensor) -> Tensor:
-    """Return the values of rows of stored bytes.
+    """Decode rows of stored bytes to values.
 
     Args:
         kind: a key of `gguf_header.BLOCKS`.
         rows: (R, bytes) in uint8.
 
     Shape:
-        returns (R, values), in fp32 where they are quantised
+        returns (R, values), in fp32 for quantized types
     """
     if kind in FLOAT_KINDS:
         return rows.view(FLOAT_KINDS[kind])
@@ -75,7 +75,7 @@ def read_values(kind: str, rows: Tensor) -> Tensor:
 
 
 def _dequantize(kind: str, rows: Tensor) -> Tensor:
-    """Return the values of a kind whose integers no packed layer here holds, by `gguf`'s tables.
+    """Decode a type that no packed layer supports, by the package `gguf`.
 
     Raises:
         MissingDependencyError: the package `gguf` is not installed.
@@ -89,10 +89,10 @@ def _dequantize(kind: str, rows: Tensor) -> Tensor:
 
 
 def unpack_blocks(kind: str, rows: Tensor) -> QuantizedGroups:
-    """Return the integers, scales and minima of rows of blocks.
+    """Decode rows of blocks to integers, scales and minima.
 
     Args:
-        kind: a quantised one.
+        kind: quantized type, a key of `gguf_header.BLOCKS`.
         rows: (R, bytes) in uint8.
     """
     count = rows.shape[0]
@@ -108,17 +108,17 @@ _Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _half(blocks: Tensor, first: int) -> Tensor:
-    """Return the fp16 number at a place in every block, in fp32: (blocks, 1)."""
+    """Return the fp16 number at byte `first` of every block, as fp32: (blocks, 1)."""
     return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(data: Tensor) -> Tensor:
-    """Return all low halves of the bytes, then all high ones, along the last dim."""
+    """Return all low nibbles of the bytes, then all high nibbles, along the last dim."""
     return torch.cat((data & 15, data >> 4), -1)
 
 
 def _bits(data: Tensor) -> Tensor:
-    """Return 32 bits of 4 bytes, the lowest first, as the fifth bits of integers."""
+    """Expand 4 bytes to the fifth bits of 32 integers, lowest bit first."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((data[..., None] >> shifts & 1) << 4).flatten(1)
 
@@ -147,6 +147,12 @@ def _q8_0(blocks: Tensor) -> _Unpacked:
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the eight scales and eight negative minima of a block of 256: (blocks, 8) each.
+
+    Both are 6-bit factors of the block's two fp16 numbers. The bits of the first four are
+    contiguous, in
+    bytes 0 to 3 and 4 to 7. The lower four bits of the last four are in bytes 8 to 11, and their
+    upper
+    two bits are in the upper bits of bytes 0 to 7.
 
     Both are 6-bit factors of the block's own two numbers. Of the first four the bits are together,
     in bytes 0 to 3 and 4 to 7; of the last four the lower four bits are in bytes 8 to 11, the upper

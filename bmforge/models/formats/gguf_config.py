@@ -1,7 +1,7 @@
-"""Converts the metadata of a GGUF file to a model's config, by tables of keys and fields.
+"""Converts the metadata of a GGUF file to the fields of config.json, by tables.
 
-The result has the form of config.json, which the families then validate. Metadata of the
-architecture that is in no table is passed on under its own name, and refused there.
+The families then validate these fields. Metadata of the architecture that is in no table keeps its
+name, so that the families reject it as an unknown field.
 
 Source: ``constants.py`` of the ``gguf`` package (Keys); the defaults that an architecture implies
 are from llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
@@ -81,17 +81,18 @@ _Sizes = dict[str, tuple[str, int]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Mapping of a GGUF architecture to a bmforge family.
+    """Maps a GGUF architecture to a bmforge family.
 
     Args:
-        name: bmforge's name; GGUF's `general.architecture` except for Mixtral, which is "llama".
+        name: bmforge's name; equals GGUF's `general.architecture`, except for Mixtral ("llama"
+            in GGUF).
         kind: `general.architecture`.
-        raw: fields of config.json that it implies.
-        keys: metadata key without the architecture -> field of config.json.
-        sizes: fields of config.json that are sizes of tensors.
-        alone: metadata keys with the only supported value.
-        permutes: True if rows of query and key are permuted; see `gguf_names.is_permuted`.
-        rotary: True if it has rotary positions with a base of its own.
+        raw: fields of config.json that the architecture implies.
+        keys: fields of config.json by metadata key without the architecture.
+        sizes: fields of config.json that are derived from sizes of tensors.
+        alone: metadata keys that must have a certain value, and this value.
+        permutes: whether the rows of query and key are permuted; see `gguf_names.is_permuted`.
+        rotary: whether the architecture has rotary positions with a configurable base.
     """
 
     name: str
@@ -186,7 +187,7 @@ def find_architecture(header: GgufHeader) -> Architecture:
     """Return the architecture of a file's model.
 
     Raises:
-        CheckpointError: an unsupported architecture, or none is named.
+        CheckpointError: the architecture is missing or not supported.
     """
     kind = header.metadata.get("general.architecture")
     kinds = sorted({architecture.kind for architecture in _LIST})
@@ -202,16 +203,16 @@ def find_architecture(header: GgufHeader) -> Architecture:
 
 
 def read_gguf_config(path: str | Path) -> dict[str, Any]:
-    """Return the equivalent of config.json for a GGUF file's model.
+    """Return the equivalent of config.json for the model of a GGUF file.
 
     Raises:
-        CheckpointError: the file is damaged, of an unknown architecture, or lacks a size.
+        CheckpointError: the file is damaged, its architecture is unknown, or a size is missing.
     """
     return to_raw(read_gguf_header(path))
 
 
 def to_raw(header: GgufHeader) -> dict[str, Any]:
-    """Return the equivalent of config.json; see `read_gguf_config`."""
+    """Return the equivalent of config.json for a parsed header; see `read_gguf_config`."""
     architecture = find_architecture(header)
     own = _Metadata(header, architecture.kind)
     raw: dict[str, Any] = dict(architecture.raw)
@@ -271,19 +272,19 @@ def _head_dim(raw: dict[str, Any]) -> int:
 
 
 class _Metadata:
-    """The metadata of a file's architecture, each value checked when it is asked for."""
+    """Metadata of a file's architecture; each value is validated when it is read."""
 
     def __init__(self, header: GgufHeader, kind: str) -> None:
         self.header, self.kind = header, kind
         self.taken: set[str] = {*_SAID_ELSEWHERE, "expert_count", *_TENSOR_SIZES}
 
     def names(self) -> list[str]:
-        """Return the architecture's keys, without its name."""
+        """Return the architecture's metadata keys, without the architecture's name."""
         prefix = f"{self.kind}."
         return [k.removeprefix(prefix) for k in self.header.metadata if k.startswith(prefix)]
 
     def number(self, key: str, default: Any = None) -> Any:
-        """Return a number or a flag; for a missing optional key None or the default."""
+        """Return a number or flag; for a missing optional key None or the default."""
         self.taken.add(key)
         value = self.header.metadata.get(f"{self.kind}.{key}", default)
         if value is None and key in _OPTIONAL:
@@ -298,7 +299,7 @@ class _Metadata:
         )
 
     def size(self, tensor: str, dim: int) -> int:
-        """Return a tensor's size."""
+        """Return the size of a tensor in one dim."""
         entry = self.header.tensors.get(tensor)
         if entry is None or len(entry.shape) <= dim:
             raise CheckpointError(
@@ -308,7 +309,7 @@ class _Metadata:
         return entry.shape[dim]
 
     def check_heads(self, raw: dict[str, Any], architecture: Architecture) -> None:
-        """Fill in the head size; contradictory fields are kept, so that they are refused later."""
+        """Fill in the head size; contradictory fields are kept, so that the family rejects them."""
         heads, width = self.number("attention.head_count"), self.number("embedding_length")
         if type(heads) is not int or heads < 1:
             raise CheckpointError(f"{str(self.header.path)!r} has {heads} attention heads.")
@@ -345,7 +346,7 @@ class _Metadata:
                 )
 
     def rest(self) -> dict[str, Any]:
-        """Return the unread metadata that may affect the outputs, by its own name."""
+        """Return the metadata that was not read and may affect outputs, under its own keys."""
         out = {}
         for key in self.names():
             value = self.header.metadata[f"{self.kind}.{key}"]
@@ -360,7 +361,7 @@ _TENSOR_SIZES = ("expert_feed_forward_length", "expert_shared_feed_forward_lengt
 
 
 def _leave(raw: dict[str, Any], own: _Metadata) -> None:
-    """Read no further fields."""
+    """Do nothing: the architecture has no further fields."""
 
 
 def _llama(raw: dict[str, Any], own: _Metadata) -> None:
@@ -369,7 +370,7 @@ def _llama(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
-    """Convert the file's precomputed factors on residuals and logits back to config fields."""
+    """Convert the precomputed factors on residuals and logits back to config fields."""
     raw["scale_depth"] *= math.sqrt(raw["num_hidden_layers"])
     if not raw["dim_model_base"] > 0:
         raise CheckpointError(f"{str(own.header.path)!r} has a minicpm.logit_scale of no use.")

@@ -1,4 +1,4 @@
-"""Exporting a model with its tokenizer as one GGUF file."""
+"""Exports a model with its tokenizer as one GGUF file."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ def export_gguf(
 ) -> Path:
     """Write a model as a GGUF file for llama.cpp and compatible runtimes.
 
-    Supported are Llama, Qwen2, Qwen3, their MoE models, Mixtral, MiniCPM, GPT-2, GPT-J, T5 and
-    the body of a BERT.
+    Supported families: Llama, Qwen2, Qwen3, their MoE models, Mixtral, MiniCPM, GPT-2, GPT-J, T5,
+    and BERT without head.
 
     Args:
-        model: one of ours, or its directory, GGUF file, hub id or short name.
-        path: output file; ends in ``.gguf``.
+        model: bmforge model, or a model's directory, GGUF file, hub id or short name.
+        path: output file, which must end in ``.gguf``.
         kind: tensor type of the matrices: "f32", "f16", "bf16", "q8_0" or "q4_0".
-        tokenizer: tokenizer to include; None uses the directory's, if there is one.
-        allow_unknown: config fields to accept unread.
+        tokenizer: tokenizer to include; None uses that of the directory, if there is one.
+        allow_unknown: names of unknown config fields to ignore.
         overwrite: replace an existing file.
 
     Returns:
-        the path.
+        path of the output file
 
     Raises:
-        CheckpointError: the file exists, the source is damaged, or values do not fit the kind.
-        ConfigError: no such source, or a model or tokenizer that GGUF cannot represent.
+        CheckpointError: the file exists, the source is damaged, or values do not fit the tensor
+            type.
+        ConfigError: the source does not exist, or GGUF cannot represent the model or tokenizer.
         MissingDependencyError: `gguf` is not installed.
     """
     check_target(Path(path), kind, overwrite)
@@ -75,7 +76,7 @@ def export_gguf(
 
 
 def _describe_generation(config: ModelConfig, eos_id: int | None) -> dict[str, Any]:
-    """Return the keys of generation_config.json's end tokens and sampling options."""
+    """Return the metadata keys for end tokens and sampling options."""
     published = config.generation_defaults
     ids: list[int] = []
     for source in (published, config.raw):

@@ -96,7 +96,9 @@ _TABLES = {"gpt2": _GPT2, "bert": _BERT, "t5": _T5}
 
 
 def find_rules(architecture: str, model: Any) -> list[WeightRule]:
-    """Return the name map of a model's tensors in files of an architecture.
+    """Return the name map between a model's tensors and files of an architecture.
+
+    A head that the architecture does not have gets names that do not occur in any such file.
 
     A head that the architecture has not gets names that no such file holds.
     """
@@ -113,16 +115,18 @@ _PERMUTED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 def is_permuted(name: str) -> bool:
     """Return True for Llama's query and key, whose rows some architectures permute.
 
+    In those files the two dims of a rotary pair are adjacent.
+
     In these files the two dims of a rotary pair are adjacent.
     """
     return _PERMUTED.fullmatch(name) is not None
 
 
 def restore_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Return the row indices in the file of rows of ours, for a tensor with adjacent rotary pairs.
+    """Map row indices of a bmforge tensor to row indices in a file with adjacent rotary pairs.
 
     Shape:
-        rows: any, numbers of rows; returns the same
+        rows: (...), row indices; returns (...)
     """
     head, inner = rows // head_dim, rows % head_dim
     half = head_dim // 2
@@ -130,10 +134,10 @@ def restore_rows(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def permute_rows(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return a tensor of ours with its rows in the file's order.
+    """Return a bmforge tensor with its rows in the file's order.
 
     Shape:
-        tensor: (heads * head_dim, ...); returns the same
+        tensor: (heads * head_dim, ...); returns the same shape
     """
     halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
     return torch.transpose(halves, 1, 2).reshape(tensor.shape)

@@ -26,20 +26,22 @@ _LLAMA3 = {
 
 
 def read_rope(header: GgufHeader, kind: str, head_dim: int) -> tuple[dict[str, Any], set[str]]:
-    """Return config.json's rotary fields, and the metadata keys that they account for.
+    """Return config.json's rotary fields, and the metadata keys from which they follow.
+
+    Any other key would change llama.cpp's outputs in a way that no config field expresses.
 
     Any other key changes llama.cpp's outputs in a way that no config field expresses.
 
     Args:
         header: header of the file.
-        kind: its architecture.
+        kind: architecture of the file.
         head_dim: number of rotary dims.
 
     Returns:
-        the fields; keys without the architecture's name.
+        config fields; metadata keys without the architecture's name
 
     Raises:
-        CheckpointError: an unsupported scaling type, or a value that is not a number.
+        CheckpointError: the scaling type is not supported, or a value is not a number.
     """
     prefix = f"{kind}.rope."
     values = {
@@ -70,7 +72,7 @@ _YARN = (_ORIGINAL, "scaling.yarn_beta_fast", "scaling.yarn_beta_slow")
 def _read_scaling(
     header: GgufHeader, kind: str, values: dict[str, Any], theta: float, head_dim: int
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """Return config.json's rope_scaling and the keys behind "rope." that it accounts for."""
+    """Return config.json's rope_scaling, and the keys after "rope." from which it follows."""
     # A factor without a type is linear scaling in llama.cpp.
     name = str(values.get("scaling.type", "linear" if "scaling.factor" in values else "none"))
     fields: dict[str, Any]
@@ -117,7 +119,7 @@ def _number(header: GgufHeader, numbers: dict[str, Any], key: str, default: floa
 
 
 def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None:
-    """Return the factors on the frequencies that a tensor holds, where there is such a one."""
+    """Return the frequency factors that a tensor contains; None if there is no such tensor."""
     entry = header.tensors.get(name)
     if entry is None:
         return None
@@ -137,7 +139,7 @@ def _factors(header: GgufHeader, name: str, head_dim: int) -> list[float] | None
 def _from_frequencies(
     factors: list[float], theta: float, header: GgufHeader, kind: str
 ) -> dict[str, Any]:
-    """Return the scaling whose factors these are: Llama 3's, else factors for every length."""
+    """Return the rope_scaling with these factors: Llama 3's, or else longrope's."""
     llama3 = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
     expected = llama3_factors(2 * len(factors), theta, llama3)
     if torch.allclose(torch.tensor(factors), expected, rtol=_CLOSE, atol=0.0):
@@ -171,10 +173,10 @@ def llama3_factors(head_dim: int, theta: float, scaling: dict[str, Any]) -> Tens
 
 
 def write_rope(raw: dict[str, Any], head_dim: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the keys (without architecture) and tensors that say config.json's rotary fields.
+    """Return the metadata keys (without architecture) and tensors for the rotary fields.
 
     Raises:
-        ConfigError: scaling that GGUF cannot say.
+        ConfigError: GGUF cannot represent the scaling.
     """
     keys: dict[str, Any] = {"rope.freq_base": float(raw["rope_theta"])}
     scaling = raw.get("rope_scaling")
@@ -202,7 +204,7 @@ def write_rope(raw: dict[str, Any], head_dim: int) -> tuple[dict[str, Any], dict
 
 
 def _attention_factor(raw: dict[str, Any], scaling: dict[str, Any]) -> float:
-    """Return longrope's factor on cosines and sines, which GGUF wants worked out."""
+    """Return longrope's factor on cos and sin, which GGUF stores explicitly."""
     longest = raw["max_position_embeddings"]
     original = scaling.get("original_max_position_embeddings") or longest
     factor = scaling.get("factor") or longest / original

@@ -1,4 +1,4 @@
-"""Reads a model's tensors for the writer of GGUF files: packed weights as values or integers."""
+"""Reads a model's tensors for the GGUF writer: packed weights as values or integers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _BLOCK = 32  # values of a Q8_0 block, which share an fp16 scale
 
 
 def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
-    """Return a function that reads a tensor by its plain name, packed weights dequantized.
+    """Return a function that reads a tensor by its plain name and dequantizes packed weights.
 
     Raises:
-        ConfigError: packed weights would be quantized to 4 bits again.
+        ConfigError: packed weights would be quantized to 4 bits a second time.
     """
     tensors = persistent_tensors(model)
     stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}
@@ -49,8 +49,8 @@ def find_values(model: Model, kind: str) -> Callable[[str], Tensor]:
 def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
     """Return a function that reads the scales of a tensor's integers by its plain name.
 
-    The function returns None for floats, and for integers that are not integers times scales. With
-    type "q8_0", a warning counts the packed layers whose values are quantized again.
+    The function returns None for floats, and for integers with minima or outliers. With type
+    "q8_0", a warning gives the number of packed layers whose values are quantized again.
     """
     stores = {n: m for n, m in model.named_modules() if isinstance(m, PackedStore)}
     again = [n for n, m in stores.items() if not _are_blocks(m)]
@@ -74,13 +74,15 @@ def find_scales(model: Model, kind: str) -> Callable[[str], Tensor | None]:
 
 
 def _are_blocks(store: PackedStore) -> bool:
-    """Return True if 32 neighbors of a row always have one scale and nothing else."""
+    """Return True if every 32 adjacent values share one scale, without minima or outliers."""
     spec = store.spec
     return spec.symmetric and not spec.outlier_ratio and spec.group_size % _BLOCK == 0
 
 
 def write_integers(values: Tensor, scales: Tensor) -> np.ndarray | None:
-    """Return the bytes of Q8_0 blocks with the integers ``values / scales``, not rounded again.
+    """Return Q8_0 blocks with the integers ``values / scales``, without rounding again.
+
+    Returns None if scales differ within a block or exceed the range of fp16.
 
     None if scales differ within a block, or are beyond the range of fp16.
 
@@ -100,7 +102,7 @@ def write_integers(values: Tensor, scales: Tensor) -> np.ndarray | None:
 
 
 def describe_plain(model: Model) -> Model:
-    """Return the model on meta as it would be without packed weights."""
+    """Return the model on the meta device as it would be without packed weights."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     plain = type(model).from_config(model.config.replace(changes=()), device="meta", dtype=dtype)
     plain.provenance = model.provenance
@@ -108,7 +110,7 @@ def describe_plain(model: Model) -> Model:
 
 
 def quantizer(gguf: Any, kind: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function of `gguf` that quantizes fp32 rows to a tensor type."""
+    """Return the function of the package `gguf` that quantizes fp32 rows to a tensor type."""
     number = gguf.GGMLQuantizationType[kind]
     return lambda values: gguf.quants.quantize(values, number)
 
@@ -120,7 +122,7 @@ def stored_parts(
     quantize: Callable[[np.ndarray], np.ndarray],
     scales: Tensor | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yield a tensor's stored bytes, some rows at a time."""
+    """Yield the bytes to store for a tensor, some rows at a time."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     step = max(1, _CHUNK_VALUES // rows.shape[1])
     if scales is not None:

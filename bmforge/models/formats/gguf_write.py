@@ -1,7 +1,7 @@
-"""Writes models as GGUF files for llama.cpp, with the `gguf` package.
+"""Writes models as GGUF files for llama.cpp, by the package `gguf`.
 
-The metadata is read back by bmforge's own reader before any tensor is written: a config that GGUF
-cannot represent is refused, and the fields are named.
+Before any tensor is written, bmforge's own reader reads the metadata back: if GGUF cannot represent
+the config, an error names the fields.
 """
 
 from __future__ import annotations
@@ -56,22 +56,23 @@ def write_gguf(
     tokens: dict[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model as a GGUF file, atomically: to a temporary file that is renamed at the end.
+    """Write a model as a GGUF file; a temporary file is renamed when complete.
 
     Args:
-        model: model of a family that GGUF supports, unchanged except for packed weights.
-        path: output file; ends in ``.gguf``.
-        kind: tensor type of matrices; vectors, routers and position tables are fp32. With "q4_0"
-            the head, or a tied embedding, is "q8_0"; rows not divisible by 32 are "f16".
+        model: model of a family that GGUF supports, without changes other than packed weights.
+        path: output file, which must end in ``.gguf``.
+        kind: tensor type of matrices; vectors, routers and position tables are fp32. With
+            "q4_0" the head (or tied embedding) is "q8_0". Matrices whose row length is not
+            divisible by 32 are "f16".
         tokens: metadata of the tokenizer; None writes none.
         overwrite: replace an existing file.
 
     Raises:
         CheckpointError: the file exists or cannot be written, or values exceed fp16.
-        ConfigError: another file ending, an unknown kind, or a model that GGUF cannot represent.
+        ConfigError: the file suffix or tensor type is wrong, or GGUF cannot represent the model.
         MissingDependencyError: `gguf` is not installed.
 
-    Memory: one tensor, its stored form, and some rows in fp32.
+    Memory: one tensor, its encoded form, and some rows in fp32.
     """
     out = Path(path)
     check_target(out, kind, overwrite)
@@ -108,7 +109,7 @@ _NO_TOKENS = {"tokenizer.ggml.model": "none"}
 
 
 def check_target(out: Path, kind: str, overwrite: bool) -> None:
-    """Raise an error if the file cannot be written, exists already, or has an unknown type."""
+    """Raise an error if the file cannot be written or exists, or if the type is unknown."""
     if kind not in get_args(GgufType):
         raise ConfigError(f"type={kind!r} is not written; known: {', '.join(get_args(GgufType))}.")
     if out.suffix != ".gguf":
@@ -124,7 +125,8 @@ def _find(model: Model) -> Architecture:
     """Return the GGUF architecture of a model.
 
     Raises:
-        ConfigError: there is none, or the model was changed in a way that files cannot represent.
+        ConfigError: GGUF has no such architecture, or the model has changes that GGUF cannot
+            represent.
     """
     kind = model.config.to_hf()["model_type"]
     kind = {"mt5": "t5"}.get(kind, kind)
@@ -154,13 +156,16 @@ def _find(model: Model) -> Architecture:
 
 
 def _stem(architecture: Architecture) -> str:
-    """Return how our family's class begins: EVA and CPM-1 share config names with others."""
+    """Return the prefix of the family's class name.
+
+    It distinguishes families with the same config names, such as EVA and CPM-1.
+    """
     kind = str(architecture.raw["model_type"]).replace("_", "")
     return kind if "moe" in kind else kind.rstrip("23") if kind.startswith("qwen") else kind
 
 
 def _metadata(model: Model, architecture: Architecture) -> dict[str, Any]:
-    """Return the metadata of the file and, as "tensors", the metadata stored as tensors."""
+    """Return the metadata of the file and, under "tensors", metadata that is stored as tensors."""
     config = model.config
     fields_by_hf_name = {
         **config.to_hf(),
@@ -187,7 +192,7 @@ def _metadata(model: Model, architecture: Architecture) -> dict[str, Any]:
 def _more(
     architecture: Architecture, hf_fields: dict[str, Any], keys: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return an architecture's metadata that is not in its table of fields."""
+    """Return the metadata of an architecture that its field table does not cover."""
     if architecture.name == "minicpm":
         return {
             "residual_scale": hf_fields["scale_depth"] / math.sqrt(hf_fields["num_hidden_layers"]),
@@ -206,28 +211,28 @@ def _more(
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Return a value as it comes back: numbers with fractions have 32 bits."""
+    """Return a value as it is read back: floats have 32 bits."""
     return float(np.float32(value)) if key.endswith(_FLOATS) else value
 
 
 def _split_groups(
     rules: list[WeightRule],
 ) -> tuple[dict[str, list[WeightRule]], list[str]]:
-    """Return the tensors to write, and our names without an equivalent in the file."""
+    """Return the tensors to write, and bmforge's names without an equivalent in the file."""
     groups = group_by_source(rules)
     with_entry = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
     return with_entry, [g[0].ours for name, g in groups.items() if name not in with_entry]
 
 
 class _Plan:
-    """Mapping of a model's tensors to tensors of the file.
+    """Maps a model's tensors to the tensors of the file.
 
     Args:
         model: model to write.
-        found: its architecture.
-        groups: name in the file -> rules of its source tensors.
+        found: GGUF architecture of the model.
+        groups: rules of the source tensors by name in the file.
         kind: requested tensor type.
-        values: function that returns a tensor by its name.
+        values: function that returns a tensor by name.
     """
 
     def __init__(
@@ -247,7 +252,7 @@ class _Plan:
         self.head = "output.weight" if "output.weight" in groups else "token_embd.weight"
 
     def places(self) -> dict[str, GgufTensor]:
-        """Return every tensor's kind, shape and bytes, in the order of writing."""
+        """Return the type, shape and byte size of every tensor, in file order."""
         out = {}
         for name in (*self.extra, *self.groups):
             shape = self._shape(name)
@@ -257,13 +262,13 @@ class _Plan:
         return out
 
     def load(self, name: str) -> Tensor:
-        """Return a tensor whole, in the file's order."""
+        """Return a complete tensor in the file's row order."""
         if name in self.extra:
             return self.extra[name]
         return self._assemble(name, self.values)
 
     def load_scales(self, name: str) -> Tensor | None:
-        """Return the scales of a tensor's stored integers in its shape; None if it has none."""
+        """Return the scales of a tensor's integers in its shape; None if it has none."""
         scales = {rule.ours: self.scales(rule.ours) for rule in self.groups.get(name, [])}
         known = {ours: each for ours, each in scales.items() if each is not None}
         complete = bool(known) and len(known) == len(scales)
@@ -293,7 +298,7 @@ class _Plan:
 def _check_said(
     model: Model, architecture: Architecture, values: dict[str, Any], plan: _Plan
 ) -> None:
-    """Raise where the file would be read as another model than this."""
+    """Raise an error if reading the file would give another model than this one."""
     # Scaling stored in tensors is not written yet; `write_rope` checks it.
     tensors = {n: t for n, t in plan.places().items() if n not in ROPE_TENSORS}
     if plan.extra:
@@ -328,7 +333,7 @@ def _are_same(first: Any, other: Any) -> bool:
 
 
 def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan: _Plan) -> None:
-    """Write it all to `path`, and make it durable."""
+    """Write metadata and tensors to `path`, and sync the file to disk."""
     try:
         import gguf
     except ImportError as error:
@@ -366,7 +371,7 @@ def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan:
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a metadata value in the width that llama.cpp reads it with."""
+    """Add a metadata value with the type that llama.cpp expects."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

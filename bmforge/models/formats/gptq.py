@@ -1,8 +1,8 @@
-"""Reads checkpoints of GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ): packed 4- or 8-bit integers.
+"""Reads GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ) checkpoints of 4- or 8-bit integers.
 
 A linear layer X has ``X.qweight``, ``X.qzeros``, ``X.scales`` (with GPTQ ``X.g_idx``) instead of
-``X.weight``. Weights are ``scale * (q - zero)``, with a scale and a zero for every group of inputs;
-``g_idx`` names the group of each input, which differs from their order with ``desc_act``.
+``X.weight``. Weights are ``scale * (q - zero)``, with a scale and a zero point per group of inputs.
+``g_idx`` contains the group of each input; with ``desc_act``, groups are not consecutive inputs.
 
 Source: the layouts of AutoGPTQ, GPTQModel and AutoAWQ ("gemm"); Frantar et al., "GPTQ" (2022), Lin
 et al., "AWQ" (2023).
@@ -116,8 +116,8 @@ class Packing:
 
     Args:
         method: "gptq" or "awq".
-        bits: bits per integer: 4, or with GPTQ 8.
-        group_size: inputs that share a scale; -1 for all.
+        bits: bits per integer: 4, or 8 for GPTQ.
+        group_size: number of inputs that share a scale; -1 for all.
         zero_offset: offset added to the stored zero points.
     """
 
@@ -128,19 +128,19 @@ class Packing:
 
 
 def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json's contents as those of the unpacked model.
+    """Return a config.json without the quantization section, as for an unpacked model.
 
     Raises:
-        ConfigError: packed in a way that is not read.
+        ConfigError: the packing is not supported.
     """
     return leave_out_packing(raw, _find)
 
 
 def find_packing(directory: Path) -> Packing | None:
-    """Return how a directory's weights are packed; None where they are not, or its config is gone.
+    """Return the packing of a directory's weights; None if there is none or no config.json.
 
     Raises:
-        ConfigError: packed in a way that is not read.
+        ConfigError: the packing is not supported.
     """
     return _find(read_raw_config(directory))
 
@@ -185,7 +185,7 @@ def _find(raw: Mapping[str, Any]) -> Packing | None:
 
 
 def _find_format(quantization: Mapping[str, Any], method: str) -> tuple[str, list[str]]:
-    """Return the layout of the integers, and what is wrong with the fields that name it."""
+    """Return the layout of the integers, and the problems of the fields that define it."""
     old, usual = ("checkpoint_format", "gptq") if method == "gptq" else ("version", "gemm")
     supported = ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
     names = {
@@ -200,14 +200,14 @@ def _find_format(quantization: Mapping[str, Any], method: str) -> tuple[str, lis
 
 
 class PackedLinears:
-    """The packed linear layers of a checkpoint as weights; see `TensorFile`.
+    """Packed linear layers of a checkpoint, read as float weights; see `TensorFile`.
 
     Args:
-        files: tensor name -> the file that has it.
-        packing: how they are packed.
+        files: file of each tensor, by tensor name.
+        packing: layout of the packed integers.
 
     Raises:
-        CheckpointError: parts of a layer are missing, or their shapes contradict each other.
+        CheckpointError: tensors of a layer are missing, or their shapes contradict each other.
     """
 
     def __init__(self, files: Mapping[str, TensorFile], packing: Packing) -> None:
@@ -224,11 +224,11 @@ class PackedLinears:
                 self.parts |= {f"{stem}.{part}" for part in (*_PARTS, "g_idx")}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return fp32, in which values come."""
+        """Return fp32, the dtype of the dequantized values."""
         return torch.float32
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Unpack a slice into `target` (its shape, plain, on the CPU, contiguous, fp32)."""
+        """Dequantize a slice into `target` (same shape, plain, on the CPU, contiguous, fp32)."""
         inputs, group = slices[1], self._group(self.shapes[name][1])
         values, zeros, scales = self._read_parts(name, slices)
         order = self._orders.get(name.removesuffix(".weight"))
@@ -238,6 +238,8 @@ class PackedLinears:
 
     def stored_spec(self, name: str) -> QuantSpec | None:
         """Return the QuantSpec equivalent to a layer's quantization; None if there is none.
+
+        The spec is symmetric if every zero point is the middle of the integer range.
 
         It is symmetric if every zero point is the middle of the integer range.
         """
@@ -260,11 +262,11 @@ class PackedLinears:
         return spec if spec.fits(columns) else None
 
     def read_groups(self, name: str, slices: tuple[slice, ...]) -> QuantizedGroups:
-        """Return the stored integers of whole rows.
+        """Return the stored integers, scales and minima of whole rows.
 
         Args:
             name: name of a layer that has a `stored_spec`.
-            slices: rows, and all columns.
+            slices: slice of rows, and a slice of all columns.
         """
         values, zeros, scales = (part.t() for part in self._read_parts(name, slices))
         middle = 1 << (self.packing.bits - 1)
@@ -278,7 +280,7 @@ class PackedLinears:
         return QuantizedGroups(integers.unflatten(1, (scales.shape[1], -1)), scales, minima)
 
     def _read_parts(self, name: str, slices: tuple[slice, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return integers (inputs, outputs), and their zeros and scales (groups, outputs)."""
+        """Return integers (inputs, outputs), and zero points and scales (groups, outputs)."""
         stem, (rows, inputs) = name.removesuffix(".weight"), slices
         group = self._group(self.shapes[name][1])
         groups = slice(inputs.start // group, (inputs.stop - 1) // group + 1)
@@ -290,13 +292,13 @@ class PackedLinears:
         return along(f"{stem}.qweight", inputs, rows), zeros, scales
 
     def _read_zeros(self, name: str, groups: slice) -> Tensor:
-        """Return the zeros of all outputs of some groups: (groups, outputs)."""
+        """Return the zero points of some groups, (groups, outputs)."""
         outputs = slice(0, self.shapes[name][0])
         zeros = self._outputs(f"{name.removesuffix('.weight')}.qzeros", groups, outputs)
         return zeros + self.packing.zero_offset
 
     def _check(self, stem: str) -> tuple[int, int]:
-        """Return the shape of a layer's weight."""
+        """Validate the tensors of a layer; return the shape of its weight."""
         shapes = {part: self._shape(f"{stem}.{part}") for part in _PARTS}
         rows, columns = shapes["qweight"]
         is_awq = self.packing.method == "awq"
@@ -310,7 +312,7 @@ class PackedLinears:
         return outputs, inputs
 
     def _find_order(self, stem: str, inputs: int, groups: int) -> None:
-        """Keep the group of each input where groups are not runs of neighbouring inputs."""
+        """Store the group of each input if groups are not consecutive inputs."""
         name = f"{stem}.g_idx"
         if name not in self.files:
             return
@@ -337,7 +339,7 @@ class PackedLinears:
         return out
 
     def _inputs(self, name: str, inputs: slice, outputs: slice) -> Tensor:
-        """Unpack integers of which a word holds several inputs: (inputs, outputs)."""
+        """Unpack integers packed along the inputs: (inputs, outputs)."""
         count = self.per_word
         words = slice(inputs.start // count, -(-inputs.stop // count))
         unpacked = self._unpack(self._read(name, (words, outputs)))
@@ -346,7 +348,7 @@ class PackedLinears:
         return integers[inputs.start - first : inputs.stop - first]
 
     def _outputs(self, name: str, rows: slice, outputs: slice) -> Tensor:
-        """Unpack integers of which a word holds several outputs: (rows, outputs)."""
+        """Unpack integers packed along the outputs: (rows, outputs)."""
         count = self.per_word
         words = slice(outputs.start // count, -(-outputs.stop // count))
         unpacked = self._unpack(self._read(name, (rows, words)))
@@ -356,6 +358,6 @@ class PackedLinears:
         return unpacked.flatten(1)[:, outputs.start - first : outputs.stop - first]
 
     def _unpack(self, words: Tensor) -> Tensor:
-        """Return the integers of words, the lowest bits first, in a new last dim."""
+        """Unpack words into a new last dim, lowest bits first."""
         shifts = torch.arange(0, 32, self.packing.bits, dtype=torch.int32)
         return words[..., None] >> shifts & (1 << self.packing.bits) - 1

@@ -1,7 +1,7 @@
-"""Reading and writing of Hugging Face weight files, one tensor (or slice) at a time.
+"""Reads and writes Hugging Face weight files, one tensor or slice at a time.
 
-Only safetensors is written. `pytorch_model.bin` is read with `weights_only=True`, so that files
-cannot run code.
+Files are written as safetensors only. `pytorch_model.bin` is read with `weights_only=True`, so that
+it cannot run code.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _HOLDS_INTEGERS = (GgufFile, PackedLinears, CompressedLinears)
 
 
 def has_weights(directory: Path) -> bool:
-    """Return True if a directory holds model weights."""
+    """Return True if a directory contains model weights."""
     return any((directory / name).exists() for name in (_INDEX, _SINGLE, *_PICKLED))
 
 
 def has_all_weights(directory: Path) -> bool:
-    """Return True if a directory holds a model's weights, with all files of the index."""
+    """Return True if a directory contains weights, including all files of the index."""
     try:
         return bool(_find_files(directory))
     except CheckpointError:
@@ -67,7 +67,7 @@ def has_all_weights(directory: Path) -> bool:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a flat pickle, mapped from the file if it is a zip archive.
+    """Return the tensors of a flat pickle; zip archives are memory-mapped.
 
     Raises:
         CheckpointError: the file is damaged, or is not a dictionary of tensors.
@@ -87,7 +87,7 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 class _PickledFile:
-    """Tensors of one `pytorch_model.bin`; see `TensorFile`."""
+    """Tensors of one `pytorch_model.bin`; implements `TensorFile`."""
 
     def __init__(self, path: Path) -> None:
         self._tensors = read_pickle(path)
@@ -101,7 +101,7 @@ class _PickledFile:
 
 
 def _read_index(index: Path) -> list[str]:
-    """Return the names of the files listed in an index."""
+    """Return the names of the weight files listed in an index file."""
     try:
         files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -115,7 +115,7 @@ def _read_index(index: Path) -> list[str]:
 
 
 def _find_files(directory: Path) -> list[Path]:
-    """Return the files with the weights; see `WeightFiles`."""
+    """Return the weight files of a directory; see `WeightFiles`."""
     for name in (_INDEX, _PICKLED[0]):
         index = directory / name
         if index.exists():
@@ -143,13 +143,13 @@ class WeightFiles:
     """Tensors of a checkpoint by name, read lazily.
 
     Args:
-        directory: a GGUF file, or a directory with `model.safetensors`, a sharded one with its
-            index, `pytorch_model.bin`, a single `.pt` file with any name (CPM-Live), or Megatron's
+        directory: GGUF file, or a directory with `model.safetensors` (or several files and an
+            index), `pytorch_model.bin`, a single `.pt` file of any name (CPM-Live), or Megatron
             shards.
-        reads: reader of safetensors files; None is the default.
+        reads: reader of safetensors files; None uses the default reader.
 
     Raises:
-        CheckpointError: no weights, a file of the index is missing, or a file is damaged.
+        CheckpointError: there are no weights, a file of the index is missing, or a file is damaged.
     """
 
     def __init__(self, directory: str | Path, reads: FileReads | None = None) -> None:
@@ -176,7 +176,7 @@ class WeightFiles:
         ]
 
     def _packed_linears(self) -> PackedLinears | CompressedLinears | None:
-        """Return the reader of packed linear layers, or None."""
+        """Return the reader of packed linear layers; None if there are none."""
         files = dict(self._files)
         if packing := find_packing(self.directory):
             return PackedLinears(files, packing)
@@ -184,7 +184,7 @@ class WeightFiles:
         return None if how is None else CompressedLinears(files, how)
 
     def rules_for(self, model: Any, names: Collection[str]) -> list[WeightRule]:
-        """Return the naming rules for reading a model from a checkpoint with these names."""
+        """Return the rules for reading a model from a checkpoint with these tensor names."""
         return self._gguf.rules_for(model) if self._gguf else model.rules_for(names)
 
     def head_names(self, model: Any) -> set[str]:
@@ -200,7 +200,7 @@ class WeightFiles:
         return self._files[name].dtype(name)
 
     def stored_spec(self, name: str) -> QuantSpec | None:
-        """Return the scheme of a tensor stored as integers, if it is supported."""
+        """Return the scheme of a tensor that is stored as integers; None if not supported."""
         file = self._files[name]
         return file.stored_spec(name) if isinstance(file, _HOLDS_INTEGERS) else None
 
@@ -211,11 +211,11 @@ class WeightFiles:
         return file.read_groups(name, slices)
 
     def plan_read(self, name: str, slices: tuple[slice, ...], target: Tensor) -> Read:
-        """Return a `Read` of a slice of a tensor into `target`, for `run_reads`."""
+        """Create a `Read` of a slice of a tensor into `target`, for `run_reads`."""
         return Read(self._files[name], name, slices, target)
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Return a copy of a tensor, or of a slice of its first dimensions."""
+        """Return a copy of a tensor, or of a slice along its first dims."""
         remaining = (slice(0, n) for n in self.shapes[name][len(slices) :])
         box = (*slices, *remaining)
         out = torch.empty([s.stop - s.start for s in box], dtype=self.dtype(name))
@@ -226,15 +226,15 @@ class WeightFiles:
 def plan_files(
     sizes: dict[str, int], max_file_bytes: int, homes: dict[str, int] | None = None
 ) -> dict[str, list[str]]:
-    """Assign tensors to files.
+    """Assign tensors to weight files.
 
     Args:
-        sizes: dictionary from tensor name to bytes, in the order of writing.
+        sizes: size of each tensor in bytes by name, in the order of writing.
         max_file_bytes: maximum size of a file, except for a single larger tensor.
-        homes: tensors with different numbers are in different files.
+        homes: number of each tensor by name; tensors with different numbers are in different files.
 
     Returns:
-        dictionary from file name to tensor names, in transformers' naming.
+        names of the tensors by file name, in transformers' naming
     """
     homes = homes or {}
     groups: list[list[str]] = [[]]
@@ -254,7 +254,9 @@ def plan_files(
 
 
 def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) -> None:
-    """Write the index of several files; a single file has none.
+    """Write the index file if there are several weight files.
+
+    Files of an earlier save are removed, since readers might use them.
 
     Files of an earlier save are removed, since a reader might use them.
     """

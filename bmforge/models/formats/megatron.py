@@ -1,8 +1,8 @@
-"""Reading and writing of Megatron's model-parallel shards, with any number of shards.
+"""Reads and writes Megatron's model-parallel shards, for any number of shards.
 
-A shard has a part of every large matrix: rows if the output is split, columns if the input is, and
-a part of each of fused q, k and v. Small tensors are in all shards. CPM-1, CPM-2 and EVA were
-published in this format, as ``ITERATION/mp_rank_00_model_states.pt`` and so on.
+A shard has a slice of every large matrix: rows if the output is split, columns if the input is
+split, and a slice of each of the fused q, k and v. Small tensors are in all shards. CPM-1, CPM-2
+and EVA were published in this format, as ``ITERATION/mp_rank_00_model_states.pt`` and so on.
 
 Source: `change_mp.py` of TsinghuaAI/CPM-1-Generate and of thu-coai/EVA.
 """
@@ -57,7 +57,7 @@ _BOOKKEEPING: dict[str, Any] = {
 
 
 def _find_cut(name: str, num_dims: int) -> tuple[int, int] | None:
-    """Return the dimension that is split and the number of fused matrices, or None."""
+    """Return the split dim and the number of fused matrices; None if a tensor is not split."""
     if any(part in name for part in _WHOLE):
         return None
     for part, fused in _ROWS.items():
@@ -67,10 +67,10 @@ def _find_cut(name: str, num_dims: int) -> tuple[int, int] | None:
 
 
 def find_shards(directory: Path) -> list[Path]:
-    """Return the shards in a directory, or in that of its tracker file, in order.
+    """Return the shard files, in order, of a directory or of the one in its tracker file.
 
     Raises:
-        CheckpointError: shards are missing, or they contain CPM-2's experts.
+        CheckpointError: shards are missing, or they are those of CPM-2's experts.
     """
     tracker = directory / _TRACKER
     if tracker.is_file():
@@ -96,21 +96,25 @@ def find_shards(directory: Path) -> list[Path]:
 
 
 def holds_shards(directory: Path) -> bool:
-    """Return True if a directory, or that of its tracker file, has Megatron shards."""
+    """Return True if a directory contains Megatron shards or a tracker file."""
     return (directory / _TRACKER).is_file() or any(directory.glob("mp_rank_*_model_states.pt"))
 
 
 class MegatronShards:
-    """All shards of a checkpoint as one file of unsplit tensors; see `safe_file.TensorFile`.
+    """Shards of a checkpoint, read as one file of unsplit tensors; implements `TensorFile`.
+
+    Slices are copied directly from the shards, without joining them. Shards are memory-mapped,
+    except
+    those written before torch 1.6.
 
     Slices are copied directly from the shards, without joining them. Shards are memory-mapped,
     except those written before torch 1.6.
 
     Args:
-        directory: directory with the shards, or with a tracker file.
+        directory: directory with the shards or with a tracker file.
 
     Raises:
-        CheckpointError: shards are missing, damaged, or from different degrees.
+        CheckpointError: shards are missing, damaged, or of different parallel degrees.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -131,7 +135,7 @@ class MegatronShards:
         return self._shards[0][name].dtype
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
-        """Copy a slice of the unsplit tensor into `target`, from all shards that overlap it."""
+        """Copy a slice of the unsplit tensor into `target`, from all overlapping shards."""
         for shard, source, region in self._pieces(name):
             parts = [_overlap(want, have) for want, have in zip(slices, region, strict=True)]
             if any(stop <= start for start, stop in parts):
@@ -142,7 +146,7 @@ class MegatronShards:
             target[into].copy_(self._shards[shard][name][out_of])
 
     def _pieces(self, name: str) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...]]]:
-        """Yield (shard, offset of a piece in its tensor, slices of it in the unsplit tensor)."""
+        """Yield the pieces of a tensor: shard, offset in the shard, slices in the whole."""
         shape = tuple(self._shards[0][name].shape)
         cut = _find_cut(name, len(shape))
         if cut is None or self.degree == 1:
@@ -163,7 +167,7 @@ class MegatronShards:
         return tuple(size * n for size, n in zip(shape, times, strict=True))
 
     def _check_alike(self) -> None:
-        """Raise `CheckpointError` if the shards are not of one model."""
+        """Raise `CheckpointError` if the shards belong to different models."""
         first = self._shards[0]
         for path, shard in zip(self.paths, self._shards, strict=True):
             wrong = sorted(set(first) ^ set(shard))
@@ -185,7 +189,7 @@ def _overlap(want: slice, have: slice) -> tuple[int, int]:
 
 
 def _harmless() -> list[Any]:
-    """Return harmless types in training states: arrays and namespaces."""
+    """Return the types in training states that are safe to unpickle: arrays and namespaces."""
     array, scalar = (value.__reduce__()[0] for value in (np.zeros(1), np.float64(0)))
     return [
         *((array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
@@ -223,7 +227,7 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
 
 
 def split_tensor(name: str, tensor: Tensor, rank: int, degree: int) -> Tensor:
-    """Return a copy of shard `rank`'s part of a tensor.
+    """Return a copy of the slice of a tensor that shard `rank` has.
 
     Raises:
         CheckpointError: the tensor is not divisible by `degree`.
@@ -253,14 +257,14 @@ def write_shards(
     Peak memory is that of one shard and one tensor.
 
     Args:
-        shapes: shapes of the tensors, by their names in shards.
-        read: function that returns a tensor by its name.
+        shapes: shapes of the tensors by their names in shards.
+        read: function that returns a tensor by name.
         directory: output directory, created if needed.
         degree: number of shards.
-        copies: dictionary from additional name in the shards to the tensor's name.
+        copies: additional names in the shards, each with the name of the copied tensor.
 
     Raises:
-        CheckpointError: shards exist already, or the tensors are not divisible by `degree`.
+        CheckpointError: shards already exist, or the tensors are not divisible by `degree`.
     """
     if degree < 1:
         raise CheckpointError(f"degree={degree} must be at least 1.")

@@ -1,7 +1,8 @@
-"""Conversion of models to and from Megatron's shards; `megatron.py` reads and writes the files.
+"""Converts models to and from Megatron's shards; `megatron.py` reads and writes the files.
 
-Shards have no config.json: the preset is identified by the sizes. A `config.json` next to them (the
-original program's, with its field names) is used instead, and models of other sizes need one.
+Shards have no config.json, so the preset is identified by the tensor sizes. If there is a
+`config.json` of the original program next to them, it is used instead; models of other sizes need
+one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _Family = type[CPM1] | type[CPM2] | type[EVA]
 
 
 def is_megatron(directory: Path) -> bool:
-    """Return True if a directory's weights are Megatron's shards."""
+    """Return True if the weights of a directory are Megatron shards."""
     return holds_shards(directory) and not has_weights(directory)
 
 
@@ -41,13 +42,13 @@ def load_megatron(
     dtype: torch.dtype | None = None,
     allow_unknown: tuple[str, ...] = (),
 ) -> Model:
-    """Open shards of any degree as a model.
+    """Load shards of any parallel degree as a model.
 
     Args:
-        directory: directory with the shards, or with a tracker file.
+        directory: directory with the shards or with a tracker file.
         preset: preset of the model, if config.json and the sizes are ambiguous.
-        dtype: dtype of the parameters (default: the shards').
-        allow_unknown: unknown fields of config.json to ignore.
+        dtype: dtype of the parameters (default: that of the shards).
+        allow_unknown: names of unknown config fields to ignore.
 
     Raises:
         CheckpointError: shards are missing, damaged, of different degrees, or of another model.
@@ -112,16 +113,16 @@ def _shard_shapes(model: CPM1 | CPM2 | EVA) -> dict[str, tuple[int, ...]]:
 
 
 def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
-    """Write an unchanged model as shards for the original programs, with its config.json.
+    """Write a model without changes as shards for the original programs, with its config.json.
 
     Args:
-        model: a CPM1, CPM2 (without experts) or EVA.
+        model: CPM1, CPM2 (without experts) or EVA model.
         directory: output directory, created if needed.
         degree: number of shards.
 
     Raises:
-        ConfigError: a model that was never published as shards, or a changed one.
-        CheckpointError: shards exist already, or the model is not divisible by `degree`.
+        ConfigError: the family was never published as shards, or the model has changes.
+        CheckpointError: shards already exist, or the model is not divisible by `degree`.
     """
     has_experts = isinstance(model, CPM2) and model.config.num_experts > 0
     if not isinstance(model, CPM1 | CPM2 | EVA) or has_experts:
@@ -152,7 +153,7 @@ def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
 
 
 def reshard_megatron(source: str | Path, target: str | Path, degree: int) -> None:
-    """Convert shards to another degree, tensor by tensor and exactly.
+    """Convert shards to another parallel degree exactly, tensor by tensor.
 
     Args:
         source: directory as in `load_megatron`.

@@ -1,8 +1,8 @@
-"""Reading of ModelCenter's checkpoints: `config.json` with its field names, `pytorch_model.pt`.
+"""Reads ModelCenter checkpoints: `config.json` with its field names, `pytorch_model.pt`.
 
 The weights are one flat pickle of tensors, usually fp16; it is memory-mapped with
-`weights_only=True`. Source: ModelCenter's layers, and its converters from Hugging Face, which are
-inverted here.
+`weights_only=True`. Source: ModelCenter's layers and its converters from Hugging Face, of which
+this is the inverse.
 """
 
 from __future__ import annotations
@@ -98,18 +98,18 @@ def load_model_center(
     dtype: torch.dtype | None = None,
     allow_unknown: tuple[str, ...] = (),
 ) -> Model:
-    """Open a ModelCenter checkpoint as a bmforge model, on the CPU.
+    """Load a ModelCenter checkpoint as a bmforge model, on the CPU.
 
     Args:
         directory: directory with `config.json` and `pytorch_model.pt`.
         family: a name in `FAMILIES`; None identifies it by the tensor names.
-        dtype: dtype of the parameters; None is the file's, and fp32 for a T5 whose weights were
-            scaled down for fp16.
-        allow_unknown: unknown config fields to ignore.
+        dtype: dtype of the parameters; None uses that of the file, or fp32 for a T5 whose
+            weights were scaled down for fp16.
+        allow_unknown: names of unknown config fields to ignore.
 
     Raises:
-        ConfigError: unsupported family or fields.
-        CheckpointError: missing, unexpected or wrongly shaped tensors; all are listed.
+        ConfigError: the family or a field is not supported.
+        CheckpointError: tensors are missing, unexpected or have the wrong shape; all are listed.
     """
     raw = read_config_file(directory)
     tensors = _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES)
@@ -137,10 +137,10 @@ def load_model_center(
 def fill_model_center(model: Model, directory: Path) -> Model:
     """Load a ModelCenter checkpoint into a model on the meta device, by tensor names.
 
-    For models outside bmforge; `load_model_center` opens the others.
+    This is for the compatibility classes; `load_model_center` opens bmforge's families.
 
     Raises:
-        CheckpointError: missing, unexpected or wrongly shaped tensors; all are listed.
+        CheckpointError: tensors are missing, unexpected or have the wrong shape; all are listed.
     """
     return _fill(model, "", _rename(read_pickle(directory / _WEIGHTS), _OLD_NAMES), directory)
 
@@ -148,7 +148,7 @@ def fill_model_center(model: Model, directory: Path) -> Model:
 def _fill(
     model: Model, family: str, tensors: Mapping[str, Tensor], directory: Path, factor: float = 1.0
 ) -> Model:
-    """Copy tensors into a model on the meta device; `factor` is the divisor of T5's weights."""
+    """Copy tensors into a model on the meta device; `factor` is the scale of T5's weights."""
     sources = {name: their_name(model, family, name) for name, _ in model.named_parameters()}
     _check_fit(model, sources, tensors, directory)
     materialize_(model)
@@ -169,7 +169,7 @@ def _rename(tensors: Mapping[str, Tensor], pairs: tuple[tuple[str, str], ...]) -
 
 
 def _drop_padding(family: str, tensors: dict[str, Tensor]) -> None:
-    """Remove the unused last row of GPT-2's vocabulary, which was added for an even size."""
+    """Remove the unused last row of GPT-2's vocabulary, which only makes its size even."""
     if family == "GPT2" and is_padded(tensors["input_embedding.weight"]):
         for name in ("input_embedding.weight", "output_projection.weight"):
             if name in tensors:
@@ -177,7 +177,7 @@ def _drop_padding(family: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
-    """Return the config with the values of its fields."""
+    """Build the config from its field values."""
     config_class = FAMILIES[family].config_class
     if values.get("head", "") not in ("", *config_class.heads):
         raise ConfigError(f"cls_head: {family} has no token classification head.")
@@ -195,7 +195,11 @@ def their_name(model: Model, family: str, name: str) -> str:
 
 
 def _place_post_norm(name: str, num_layers: int) -> str:
-    """Return the pre-norm name of a post-norm model's norm, as used by ModelCenter.
+    """Return the name that ModelCenter uses for a norm of a post-norm model.
+
+    In ModelCenter every norm belongs to the layer after it: the embedding's norm to the first
+    attention,
+    the norm after attention to the MLP, and the norm after the MLP to the next block or the end.
 
     There every norm belongs to the layer after it: the embedding's to the first attention, that
     after attention to the MLP, and that after the MLP to the next block, or to the end.
@@ -213,7 +217,7 @@ def _place_post_norm(name: str, num_layers: int) -> str:
 def _check_fit(
     model: Model, sources: Mapping[str, str], tensors: Mapping[str, Tensor], directory: Path
 ) -> None:
-    """Raise for missing, unexpected or wrongly shaped tensors; log those that are ignored."""
+    """Raise an error for missing, unexpected or wrongly shaped tensors; log ignored ones."""
     shapes = {sources[name]: tuple(p.shape) for name, p in model.named_parameters()}
     missing = [name for name in shapes if name not in tensors]
     wrong = [
@@ -243,7 +247,7 @@ def _check_fit(
 
 
 def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if a tensor equals its original: a tied head, or GPT-J's only norm of a block."""
+    """Return True if a tensor duplicates another: a tied head, or GPT-J's second norm."""
     if name in ("output_projection.weight", "lm_head.decoder.weight"):
         original = "input_embedding.weight"
     else:
@@ -254,7 +258,11 @@ def _is_copy(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
-    """Return the divisor of the residual stream, which was scaled down for fp16.
+    """Return the factor by which T5's residual stream was scaled down for fp16.
+
+    Norms cancel the scale, so the config does not mention it. It is detected from the embedding,
+    whose
+    published values are 1 and more. (FLAN-T5 stayed in fp32 without scaling.)
 
     Norms undo the scale, so the config does not mention it. It is detected from the embedding:
     published ones have values of 1 and more. (FLAN-T5 was kept in fp32 without scaling.)
@@ -266,6 +274,11 @@ def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
 
 def _undo_factor(name: str, factor: float) -> float:
     """Return the factor that restores a parameter of a scaled T5.
+
+    The weights that write to the residual stream were divided by 100: the embedding and attention's
+    output directly, the MLP's two matrices by 10 each, which commutes with ReLU and with the
+    ungated
+    half.
 
     Divided by 100 were the weights that write to the residual stream: the embedding and
     attention's output directly, the MLP's two matrices by 10 each, which commutes with ReLU and
@@ -279,7 +292,13 @@ def _undo_factor(name: str, factor: float) -> float:
 def _settle_t5(
     values: Mapping[str, Any], raw: Mapping[str, Any], tensors: dict[str, Tensor], factor: float
 ) -> dict[str, Any]:
-    """Convert relative positions and head of a T5 to the published form; return their fields.
+    """Convert a T5's relative positions and head to the published form; return their fields.
+
+    T5 1.0, which has no gate, computes logits as D^-0.5 h E'. ModelCenter saved either only the
+    scaled
+    embedding E and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5 versions
+    do not
+    scale, and have a separate head.
 
     T5 1.0, which has no gate, has the logits D^-0.5 h E'. ModelCenter saved either only the
     divided E and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5s do not

@@ -1,7 +1,7 @@
-"""Conversion of ModelCenter's `config.json`: detection of the family, and its fields.
+"""Converts ModelCenter's `config.json`: detects the family and maps its fields.
 
 The file does not name the family and omits defaults. The family is detected from the tensor names;
-the defaults are in the tables here, from ModelCenter's config classes.
+the defaults are in tables, taken from ModelCenter's config classes.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _IGNORED = frozenset(_IGNORED_FIELDS.split())
 
 @dataclass(frozen=True)
 class OldFamily:
-    """ModelCenter's defaults of a family.
+    """ModelCenter's defaults for a family.
 
     Args:
         defaults: values of absent fields.
-        needed: fields that must have this value, which is also their default.
-        activations: dictionary from ffn_activate_fn to the activation with the same formula; ""
-            is an absent field.
+        needed: fields with their only supported value, which is also the default.
+        activations: bmforge's activation for each value of ffn_activate_fn; "" stands for an
+            absent field.
     """
 
     defaults: Mapping[str, Any]
@@ -176,10 +176,10 @@ _VOCABULARIES = {
 
 
 def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
-    """Return the family with tensors of these names.
+    """Identify the family by the names of the tensors.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no family has these tensors.
     """
 
     def has(ending: str) -> bool:
@@ -215,10 +215,11 @@ def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
 
 
 def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
-    """Return the family of an encoder-decoder: T5's and CPM-2's tensors have the same names.
+    """Identify an encoder-decoder family; T5's and CPM-2's tensors have the same names.
 
     Raises:
-        ConfigError: it could be both: a gated GELU, a separate head, and an unknown vocabulary.
+        ConfigError: both families are possible: a gated GELU, a separate head, and an unknown
+            vocabulary size.
     """
     is_gated = any(name.endswith("w_in.w_0.weight") for name in tensors)
     own_head = "output_projection.weight" in tensors
@@ -242,16 +243,16 @@ def read_old_config(
     tensors: Mapping[str, Tensor],
     allow_unknown: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the fields of the config, some of which the family may not have.
+    """Return the config fields in bmforge's names; the family may not have all of them.
 
     Args:
         family: a name in `OLD_FAMILIES`.
         raw: contents of config.json.
-        tensors: tensors of the checkpoint, which show its head, ties and padding.
-        allow_unknown: unknown fields to ignore.
+        tensors: tensors of the checkpoint, which reveal its head, ties and padding.
+        allow_unknown: names of unknown config fields to ignore.
 
     Raises:
-        ConfigError: unknown fields, or unsupported values; all are listed.
+        ConfigError: fields are unknown or have unsupported values; all are listed.
     """
     old = OLD_FAMILIES[family]
     old_config = {**old.needed, **old.defaults, **raw}
@@ -288,7 +289,7 @@ def read_old_config(
 
 
 def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the maximum sequence length: some position tables have unused rows."""
+    """Return the maximum sequence length; some position tables have unused rows."""
     if family in ("Roberta", "Longformer"):
         return {"max_seq_len": old_config["position_size"] - old_config["pad_token_id"] - 1}
     return {"max_seq_len": old_config["position_size"] - 1} if family == "GLM" else {}
@@ -297,7 +298,7 @@ def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
 def _read_head(
     family: str, old_config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return head and tied weights as shown by the tensors."""
+    """Return the head and tied weights that the tensors reveal."""
     out: dict[str, Any] = {}
     embed = tensors.get("input_embedding.weight")
     if old_config.get("cls_head"):
@@ -319,5 +320,5 @@ def _read_head(
 
 
 def is_padded(embed: Tensor) -> bool:
-    """Return True if the last row is padding."""
+    """Return True if the last row of the embedding is padding."""
     return embed.shape[0] == PADDED_GPT2 or not bool(embed[-1].any())

@@ -1,4 +1,4 @@
-"""Reading of the quantization section of config.json, for all formats."""
+"""Reads the quantization section of config.json, for all formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ __all__ = ["leave_out_packing", "read_raw_config"]
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:
-    """Return the contents of config.json, or nothing if it is missing or invalid.
+    """Return the contents of config.json; {} if it is missing or invalid.
+
+    Errors of the config are reported when the model is opened.
 
     Opening the model reports errors of the config.
     """
@@ -26,7 +28,7 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
 def leave_out_packing(
     raw: dict[str, Any], find: Callable[[Mapping[str, Any]], object | None]
 ) -> dict[str, Any]:
-    """Return a config without its quantization section, if `find` supports its packing."""
+    """Return a config without its quantization section if `find` supports the packing."""
     if find(raw) is None:
         return raw
     return {name: value for name, value in raw.items() if name != "quantization_config"}

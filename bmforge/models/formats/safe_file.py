@@ -1,7 +1,8 @@
-"""safetensors files: reading into existing memory, mapping, and aligned writing.
+"""Safetensors files: reading into existing memory, mapping, and aligned writing.
 
 A tensor is read at its offset in the file: directly into the parameter if both have the same dtype
-and layout, else through a small buffer, so a sharded rank never holds more than its shard and that.
+and layout, otherwise through a small buffer. So a rank needs memory only for its shards and this
+buffer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Entry(NamedTuple):
-    """Position of a tensor: its first byte in the file, and its size."""
+    """Dtype, shape and byte range of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,17 +71,20 @@ class _Entry(NamedTuple):
 
 
 class FileReads(Protocol):
-    """Reader of files, used from several threads at a time."""
+    """Interface of file readers, which several threads may use at once."""
 
     def open(self, path: Path) -> int:
-        """Return a file descriptor."""
+        """Open a file and return its descriptor."""
 
     def read_into(self, descriptor: int, target: memoryview, offset: int) -> None:
-        """Fill `target` from `offset` on; raises `OSError` if the file is too short."""
+        """Read bytes from `offset` on until `target` is full.
+
+        Raises `OSError` if the file is too short.
+        """
 
 
 class CheckedFile:
-    """A file of tensors that must stay the same file while it is read.
+    """File of tensors that must not be replaced or changed while it is read.
 
     Args:
         path: path of the file.
@@ -92,21 +96,21 @@ class CheckedFile:
         self._identity = identity
 
     def check_same(self, descriptor: int) -> None:
-        """Raise `CheckpointError` if an opened file is not the original one."""
+        """Raise `CheckpointError` if an opened file is not the original file."""
         if identify(descriptor) != self._identity:
             raise CheckpointError(f"{str(self.path)!r} was changed while it was being read.")
 
     def damaged(self, reason: str) -> CheckpointError:
-        """Return the error for a file that cannot be read."""
+        """Return the error for a damaged file."""
         return _damaged(self.path, reason)
 
 
 class SafeFile(CheckedFile):
-    """One safetensors file; tensors are read lazily.
+    """Safetensors file whose tensors are read lazily; implements `TensorFile`.
 
     Args:
         path: path of the file.
-        reads: reader; None is the default, through the page cache.
+        reads: reader of the file; None uses the default, through the page cache.
 
     Raises:
         CheckpointError: the file is truncated, or its header is inconsistent.
@@ -142,7 +146,7 @@ class SafeFile(CheckedFile):
         """Return the dtype of a stored tensor.
 
         Raises:
-            CheckpointError: a dtype that torch does not have.
+            CheckpointError: torch does not have the dtype.
         """
         kind = self._entries[name].dtype
         if kind not in _DTYPES:
@@ -194,7 +198,7 @@ class SafeFile(CheckedFile):
 
 
 class TensorFile(Protocol):
-    """Interface of files with tensors."""
+    """Interface of files that contain tensors."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -209,13 +213,13 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class Read:
-    """Task that fills `target` with a slice of a tensor.
+    """Task to fill `target` with a slice of a stored tensor.
 
     Args:
         file: file with the tensor.
         name: name of the tensor.
-        slices: one slice per dimension of the tensor.
-        target: tensor of the slice's shape, with any dtype, strides and device.
+        slices: one slice per dim of the tensor.
+        target: tensor with the slice's shape and any dtype, strides and device.
     """
 
     file: TensorFile
@@ -224,7 +228,7 @@ class Read:
     target: Tensor
 
     def split(self) -> Iterator[Read]:
-        """Yield parts of at most `_CHUNK_BYTES` along the first dimension, or of one row."""
+        """Yield reads of at most `_CHUNK_BYTES` (or of one row) along the first dim."""
         rows = self.target.shape[0] if self.target.dim() else 0
         if not rows:
             yield self
@@ -238,7 +242,7 @@ class Read:
             yield replace(self, slices=slices, target=self.target[first:last])
 
     def run(self) -> None:
-        """Read, through a buffer if the target differs from the file in dtype or layout."""
+        """Read the slice, through a buffer if dtype or layout differ from those of the file."""
         target, dtype = self.target.detach(), self.file.dtype(self.name)
         if reads_are_free(target) and target.dtype == dtype and target.is_contiguous():
             self.file.fill(self.name, self.slices, target)
@@ -250,11 +254,11 @@ class Read:
 
 
 def run_reads(reads: list[Read], title: str | None = None, threads: int | None = None) -> None:
-    """Run all reads with several threads, in chunks.
+    """Run all reads in chunks on several threads.
 
     Args:
-        reads: reads with distinct targets.
-        title: title of a progress bar.
+        reads: reads into distinct targets.
+        title: title of the progress bar; None shows none.
         threads: number of threads (default: torch's, at most 8).
     """
     chunks = [chunk for read in reads for chunk in read.split()]
@@ -275,7 +279,7 @@ def _run_without_gradient(read: Read) -> None:
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor as a memoryview of bytes."""
     # Not a reshape: dimensions of size 1 may have any stride.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())
@@ -288,13 +292,13 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 
 
 def identify(descriptor: int) -> tuple[int, int, int]:
-    """Return the identity of an opened file: inode, size, modification time."""
+    """Return the identity of an opened file: inode, size and modification time."""
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _runs(shape: tuple[int, ...], slices: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (first element, count) of the contiguous runs of a slice, in order."""
+    """Yield (first element, count) of the contiguous runs within a slice, in order."""
     depth, inner = len(shape), 1
     while depth and (slices[depth - 1].start, slices[depth - 1].stop) == (0, shape[depth - 1]):
         depth -= 1
@@ -319,13 +323,13 @@ def write_file(
 ) -> None:
     """Write a safetensors file to a temporary path and rename it when complete.
 
-    The header is padded so that tensors start at multiples of 64 bytes, if their sizes allow it:
-    a model that maps the file then computes on aligned memory. One tensor is copied at a time.
+    The header is padded so that tensors start at multiples of 64 bytes, if their sizes allow it; a
+    model that maps the file then has aligned weights. One tensor is copied at a time.
 
     Args:
         path: path of the file.
-        tensors: tensors on the CPU; on meta with `read`.
-        read: function that returns each tensor when it is written, in file order.
+        tensors: tensors on the CPU, or on the meta device if `read` is given.
+        read: function that returns a tensor by name; called once per tensor, in file order.
 
     Raises:
         CheckpointError: the file cannot be written, for example because the disk is full.

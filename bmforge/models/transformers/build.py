@@ -1,8 +1,7 @@
-"""Building a transformers model without memory for its weights.
+"""Builds a transformers model without memory for its weights.
 
-Matrices live on the meta device. Small tensors and every buffer that a constructor computes (rotary
-tables, embedding scales, decay rates) are real: with all of a model on meta they would be garbage,
-and no file has them.
+Matrices are on the meta device. Small tensors and all buffers that a constructor computes (rotary
+tables, embedding scales, decay rates) are real, since no file contains them.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _FILL = {torch.zeros, torch.ones, torch.full}
 
 
 class _Sparing(TorchFunctionMode):
-    """Allocates matrices on the meta device and everything else for real."""
+    """Mode that allocates matrices on the meta device and all other tensors normally."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Choose the device of a new tensor; skip initializers of tensors without memory."""
+        """Choose the device of a new tensor; skip initializers of meta tensors."""
         kwargs = dict(kwargs or {})
         if getattr(func, "__module__", None) == nn.init.__name__:
             target = args[0] if args else kwargs["tensor"]
@@ -53,12 +52,12 @@ def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 class Built:
-    """A transformers model on the meta device, and the values its constructor gave.
+    """Transformers model on the meta device, with the values that its constructor computed.
 
     Args:
-        module: the model; its parameters and persistent buffers are on meta.
-        values: name of a parameter or persistent buffer -> its initial value, of those that the
-            constructor computes; files or `init_weights_` replace it.
+        module: model with parameters and persistent buffers on meta.
+        values: initial values that the constructor computed, by the name of the parameter or
+            persistent buffer; loading or `init_weights_` replaces them.
     """
 
     def __init__(self, module: Any, values: dict[str, Tensor]) -> None:
@@ -66,7 +65,7 @@ class Built:
 
 
 def find_class(hf_config: Any, head: str) -> Any:
-    """Return the transformers class of a config and a head.
+    """Return the transformers class for a config and a head.
 
     Raises:
         ConfigError: the architecture has no such head.
@@ -89,7 +88,7 @@ def find_class(hf_config: Any, head: str) -> Any:
 
 
 def fit_config(hf_config: Any, chosen: Any) -> Any:
-    """Return the config that a class takes: the text part where the class has only that."""
+    """Return the config that a class expects: the text config if the class is text-only."""
     own = hf_config.sub_configs.get("text_config")
     return hf_config.get_text_config() if own and chosen.config_class is own else hf_config
 
@@ -115,7 +114,7 @@ def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
 
 
 def _move_to_meta_(module: nn.Module) -> dict[str, Tensor]:
-    """Move parameters and persistent buffers to meta, ties kept; return the real values."""
+    """Move parameters and persistent buffers to meta, keeping ties; return the real values."""
     values: dict[str, Tensor] = {}
     moved: dict[int, Any] = {}
     for prefix, owner in module.named_modules():

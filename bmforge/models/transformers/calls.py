@@ -1,4 +1,4 @@
-"""Calling a transformers model: arguments that it takes, and outputs of every form."""
+"""Calls a transformers model: selects supported arguments and reads outputs of any form."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Return under which name a forward takes and returns its cache; "" for none."""
+    """Return the name of a forward's cache argument and output; "" if it has none."""
     names, _ = accepted_arguments(module)
     return next((name for name in _CACHES if name in names), "")
 
 
 def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool) -> dict[str, Any]:
-    """Return the arguments of a call: those that are set and that the forward takes.
+    """Select the arguments of a call that are set and that the forward accepts.
 
     Args:
         module: a transformers model or its body.
-        arguments: argument -> value; None is left out.
-        cached: the call keeps keys and values for the next one.
+        arguments: values by argument name; None values are dropped.
+        cached: whether the call returns a cache for the next call.
 
     Raises:
-        ConfigError: an argument that the model does not have.
+        ConfigError: the model does not have an argument.
     """
     names, passes_on = accepted_arguments(module)
     chosen = {name: value for name, value in arguments.items() if value is not None}
@@ -56,13 +56,13 @@ def call_arguments(module: nn.Module, arguments: dict[str, Any], *, cached: bool
 
 
 def hidden_of(out: Any) -> Tensor:
-    """Return the last hidden states of a body's output."""
+    """Return the last hidden states from a body's output."""
     hidden = getattr(out, "last_hidden_state", None)
     return out[0] if hidden is None else hidden
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask of packed rows: a token sees its own document up to itself.
+    """Return the additive causal mask of packed rows: tokens attend within their document.
 
     Shape:
         document_ids: (B, T) -> (B, 1, T, T)
@@ -75,7 +75,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def count_positions(document_ids: Tensor) -> Tensor:
-    """Return positions that restart at every document.
+    """Return positions that restart with every document.
 
     Shape:
         document_ids: (B, T) -> (B, T)
@@ -87,19 +87,19 @@ def count_positions(document_ids: Tensor) -> Tensor:
 
 
 class _Replay(nn.Module):
-    """Replaces the base model's `forward` and returns a precomputed output."""
+    """Replaces the base model; its `forward` returns a precomputed output."""
 
     def __init__(self, out: Any) -> None:
         super().__init__()
         self.out = out
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output."""
+        """Return the precomputed output."""
         return self.out
 
 
 class ReplacedChild:
-    """Context in which a child of a model is replaced by one that returns a given output."""
+    """Context manager: replace a child of a model by a module that returns a given output."""
 
     def __init__(self, module: nn.Module, name: str, out: Any) -> None:
         owner, _, self.key = name.rpartition(".")
@@ -114,7 +114,7 @@ class ReplacedChild:
 
 
 def with_hidden(out: Any, hidden: Tensor) -> Any:
-    """Return a body's output with other last hidden states."""
+    """Return a body's output with its last hidden states replaced."""
     if hasattr(out, "items"):
         return type(out)(**{**out, "last_hidden_state": hidden})
     return (hidden, *out[1:])

@@ -1,4 +1,4 @@
-"""The config of a model that transformers implements: sizes for plans, and the file itself."""
+"""Config of a model that transformers implements: the sizes, and the original file."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "ssm", "moe", "m
 
 @dataclass(frozen=True)
 class TransformersTraits(Traits):
-    """How a model of the backend is used: its head decides."""
+    """Properties of a transformers model, which depend on its head."""
 
     def of(self, config: Any) -> Traits:
-        """Return the traits of a config."""
+        """Return the properties for a specific config."""
         apart = config.head in _HEADS_THAT_READ_APART
         left = config.head in ("language_model", "image_text_to_text")
         reads: Any = "apart" if apart else "left" if left else "both"
@@ -73,17 +73,17 @@ class TransformersTraits(Traits):
 
 @dataclass(kw_only=True)
 class TransformersConfig(ModelConfig):
-    """Sizes of a model that transformers implements.
+    """Config of a model that transformers implements.
 
-    The sizes serve plans and reports. The model itself is built from `source`, which transformers
-    alone interprets.
+    The sizes are used for plans and reports. The model itself is built from `source`, which only
+    transformers interprets.
 
     Args:
         model_type: `model_type` in config.json.
         source: contents of config.json as JSON text.
-        learned_positions: the model has a table of positions, which limits the input length.
-        gated: the MLP has a gate.
-        decoder_start_token_id: first target token of an encoder-decoder; None for none.
+        learned_positions: whether the model has a position table, which limits the input length.
+        gated: whether the MLP has a gate.
+        decoder_start_token_id: first target token of an encoder-decoder; None for other models.
     """
 
     family: ClassVar[str] = "transformers"
@@ -108,21 +108,21 @@ class TransformersConfig(ModelConfig):
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
-        """Return True for every architecture of the installed transformers."""
+        """Return True for every architecture that the installed transformers supports."""
         return supports(str(raw.get("model_type")))
 
     @classmethod
     def from_hf(
         cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()
     ) -> TransformersConfig:
-        """Read a config.json; transformers checks and interprets its fields.
+        """Read a config.json, whose fields transformers validates and interprets.
 
         Args:
             raw: contents of config.json.
-            allow_unknown: without effect, because transformers accepts unknown fields.
+            allow_unknown: ignored, because transformers accepts unknown fields.
 
         Raises:
-            ConfigError: transformers has no such model, or it is remote code.
+            ConfigError: transformers does not have the model, or the model needs remote code.
         """
         plain = without_changes(raw)
         hf = config_from_json(plain)
@@ -152,7 +152,7 @@ class TransformersConfig(ModelConfig):
         return self.gated
 
     def build_config(self) -> Any:
-        """Return the transformers config, with the fields of this one that may change."""
+        """Build the transformers config, with this config's changed fields."""
         if not self.source:
             raise ConfigError(
                 "a model of the transformers backend is built from a config.json: open a directory."
@@ -167,7 +167,7 @@ class TransformersConfig(ModelConfig):
         return hf
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the contents of config.json: those that were read, and what was changed."""
+        """Return the original contents of config.json with this config's changes."""
         out = dict(json.loads(self.source))
         if self.tie_word_embeddings != bool(_read_tie(out)):
             out["tie_word_embeddings"] = self.tie_word_embeddings
@@ -183,7 +183,7 @@ class TransformersConfig(ModelConfig):
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Bytes of keys and values that one token adds to the cache; recurrent layers add none."""
+        """Return the KV cache bytes per token; recurrent layers need none."""
         hf = own_config(self.build_config())
         kinds = getattr(hf, "layer_types", None) or getattr(hf, "layers_block_type", None)
         count = self.num_layers
@@ -199,7 +199,7 @@ class TransformersConfig(ModelConfig):
 
 
 def own_config(hf: Any) -> Any:
-    """Return the part of a transformers config that describes the (text) decoder."""
+    """Return the sub-config of the (text) decoder in a transformers config."""
     return hf.get_text_config(decoder=True)
 
 
@@ -214,7 +214,7 @@ def _read_tie(raw: dict[str, Any]) -> bool:
 
 
 def _pick(hf: Any, names: tuple[str, ...]) -> int:
-    """Return the first whole number among fields; per-layer fields that disagree count as none."""
+    """Return the first of the fields that is an integer; unequal per-layer values are skipped."""
     for name in names:
         try:
             value = getattr(hf, name, None)

@@ -1,4 +1,4 @@
-"""The transformers library: imported on first use, and its tables of architectures."""
+"""The transformers library, imported on first use, and its tables of architectures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ AUTO_CLASSES: dict[str, tuple[str, str]] = {
 
 
 def load_library(purpose: str = "A model without a native family") -> ModuleType:
-    """Import transformers.
+    """Import transformers, with a clear error if it is not installed.
 
     Args:
         purpose: subject of the error message.
@@ -68,20 +68,20 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def supports(model_type: str) -> bool:
-    """Return True if the installed transformers has a config class for this model_type."""
+    """Return True if the installed transformers supports the model_type."""
     load_library(f"model_type={model_type!r}")
     module = importlib.import_module("transformers.models.auto.configuration_auto")
     return model_type in module.CONFIG_MAPPING
 
 
 def config_from_json(raw: dict[str, Any]) -> Any:
-    """Build the transformers config of a config.json.
+    """Build the transformers config from the contents of a config.json.
 
     Args:
         raw: contents of config.json.
 
     Raises:
-        ConfigError: transformers has no such model_type, or rejects a field.
+        ConfigError: transformers does not have the model_type, or rejects a field.
     """
     kind = str(raw.get("model_type"))
     if not supports(kind):
@@ -96,7 +96,7 @@ def config_from_json(raw: dict[str, Any]) -> Any:
 
 
 def find_auto_class(raw: dict[str, Any]) -> str:
-    """Return the head, a key of `AUTO_CLASSES`, with which a config.json opens.
+    """Return the head (a key of `AUTO_CLASSES`) with which a config.json is opened.
 
     Args:
         raw: contents of config.json; `architectures` decides, then `model_type`.

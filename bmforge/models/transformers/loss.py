@@ -1,7 +1,7 @@
-"""Losses of transformers models, computed here so that all of them follow one convention.
+"""Losses of transformers models, computed by bmforge so that all follow one convention.
 
-transformers' own losses differ: some old decoders do not shift labels, fifteen types ignore
-`num_items_in_batch`, and most build all logits in fp32.
+transformers' own losses differ: some old decoders do not shift labels, fifteen model types ignore
+`num_items_in_batch`, and most compute all logits in fp32 at once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LanguageLoss:
     """Next-token loss of a causal language model.
 
     Args:
-        foreign: the transformers model.
-        structure: names of its parts.
-        behavior: how its logits follow from its hidden states.
+        foreign: transformers model.
+        structure: names of the model's main modules.
+        behavior: tested behavior, including how logits are computed from hidden states.
     """
 
     foreign: Any
@@ -71,18 +71,18 @@ class LanguageLoss:
         return self._by_chunks(out, arguments, targets, num_items)
 
     def _balances(self) -> bool:
-        """Whether the model adds a loss of its experts' balance."""
+        """Whether the model adds a load-balancing loss of its experts."""
         config = self.foreign.config.get_text_config(decoder=True)
         return bool(getattr(config, "output_router_logits", False))
 
     def _is_plain_head(self) -> bool:
-        """Whether the output layer's weight can be read without calling the layer."""
+        """Whether the output layer's weight can be used without calling the layer."""
         head: Any = self.foreign.get_submodule(self.structure.head)
         is_whole = type(head.weight) in (nn.Parameter, Tensor)  # a layout makes it a DTensor
         return type(head) is nn.Linear and is_whole and not list(beside_parts(head))
 
     def _measure(self, given: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
-        """Return the scores of every token; the load-balancing loss of experts is left out.
+        """Return the scores of every token; the experts' load-balancing loss is excluded.
 
         Raises:
             ConfigError: the head is not a plain linear layer.
@@ -102,7 +102,7 @@ class LanguageLoss:
         return linear_cross_entropy(flat, weight, targets.flatten(), bias, num_items)
 
     def _head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the flattened hidden states, the weight and the bias of a linear head."""
+        """Return the flattened hidden states, and the weight and bias of a linear head."""
         head: Any = self.foreign.get_submodule(self.structure.head)
         factor = self.behavior.factor
         flat, bias = hidden.flatten(0, 1), head.bias
@@ -113,7 +113,7 @@ class LanguageLoss:
     def _by_chunks(
         self, out: Any, arguments: dict[str, Any], targets: Tensor, num_items: float | Tensor
     ) -> Tensor:
-        """Let the model make logits of some positions at a time, and again in backward."""
+        """Compute the loss over chunks of positions; backward recomputes the logits of a chunk."""
         hidden = hidden_of(out)
         size = max(1, _LOGITS_AT_ONCE // (hidden.shape[0] * self._vocabulary()))
         total: Any = 0.0
@@ -137,7 +137,7 @@ class LanguageLoss:
     def _whole(
         self, arguments: dict[str, Any], targets: Tensor, num_items: float | Tensor, own: Tensor
     ) -> Tensor:
-        """Make all logits at once; add the balance of the experts as the model weighs it."""
+        """Compute the loss from all logits at once; add the model's weighted balancing loss."""
         out = self.foreign(**call_arguments(self.foreign, arguments, cached=False))
         loss = sum_cross_entropy(out.logits, targets) / num_items
         aux = getattr(out, "aux_loss", None)
@@ -149,7 +149,7 @@ class LanguageLoss:
 
 
 def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed cross-entropy in fp32 or wider; targets of -100 count nothing."""
+    """Return the summed cross-entropy in fp32 or wider; targets of -100 are ignored."""
     wide = logits.to(wide_dtype(logits.dtype)).flatten(0, -2)
     return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
@@ -161,17 +161,18 @@ def head_loss(
     labels: Tensor | None,
     num_items: float | Tensor | None,
 ) -> Tensor:
-    """Return the loss of a model other than a causal language model.
+    """Return the loss of a model that is not a causal language model.
 
     Args:
-        foreign: the transformers model.
-        config: its `TransformersConfig`.
+        foreign: transformers model.
+        config: `TransformersConfig` of the model.
         arguments: arguments of the call, without labels.
-        labels: labels in transformers' form; those of image-text models are shifted here.
-        num_items: divisor of the summed loss; None gives the mean.
+        labels: labels in transformers' format; those of image-text models are shifted by this
+            function.
+        num_items: divisor of the summed loss; None takes the mean.
 
     Raises:
-        ConfigError: a head without a known loss.
+        ConfigError: the loss of the head is not known.
     """
     if config.head == "question_answering":
         starts, ends = arguments.pop("start_positions"), arguments.pop("end_positions")

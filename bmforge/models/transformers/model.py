@@ -1,4 +1,4 @@
-"""`TransformersModel`: any architecture of transformers as a `Model`."""
+"""`TransformersModel`: runs any transformers architecture as a bmforge `Model`."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _SHIFTED = ("language_model", "image_text_to_text")
 
 
 class ForeignCache:
-    """Cache of a row that transformers' own cache classes keep.
+    """KV cache that wraps transformers' own cache classes.
 
     Attributes:
-        past: transformers' cache; None before the first call.
-        length: tokens in it.
-        step: always None; native decoding steps do not apply.
+        past: cache object of transformers; None before the first call.
+        length: number of cached tokens.
+        step: always None, as native decoding steps do not apply.
     """
 
     def __init__(self) -> None:
@@ -64,26 +64,26 @@ class ForeignCache:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors in the cache."""
+        """Size of the tensors in the cache in bytes."""
         layers = getattr(self.past, "layers", ())
         tensors = [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def reorder(self, rows: Tensor) -> None:
-        """Continue the old rows `rows` as the new rows."""
+        """Replace the rows by copies of the old rows with the given indices."""
         self.past.reorder_cache(rows)
 
 
 class TransformersModel(Model):
-    """A model that transformers implements.
+    """Model that transformers implements.
 
     Module and parameter names are those of transformers: this module and the transformers model
     share their dictionaries of children, parameters and buffers, so a layer that is replaced in one
     is replaced in both.
 
     Args:
-        config: a `TransformersConfig`, read from a directory.
-        dtype: dtype of the parameters; tensors that transformers keeps in fp32 stay so.
+        config: `TransformersConfig` that was read from a directory.
+        dtype: dtype of the parameters; tensors that transformers keeps in fp32 remain fp32.
     """
 
     config_class = TransformersConfig
@@ -106,12 +106,12 @@ class TransformersModel(Model):
 
     @cached_property
     def behavior(self) -> Behavior:
-        """What the twin of this architecture did; see `probe.py`."""
+        """Behavior of this architecture, as tested on a small copy; see `probe.py`."""
         return probe_architecture(self.config.build_config(), self.config.head)
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> TransformersModel:
-        """Build the unchanged model of a config: matrices on meta, computed tensors real."""
+        """Build the model of a config without changes: matrices on meta, computed tensors real."""
         return cls(config, dtype)
 
     def train(self, mode: bool = True) -> TransformersModel:
@@ -122,12 +122,12 @@ class TransformersModel(Model):
 
     @property
     def embed(self) -> Any:
-        """Token embedding; None for models that read no tokens."""
+        """Token embedding; None for models without token inputs."""
         return self.get_submodule(self.structure.embed) if self.structure.embed else None
 
     @property
     def shifts_labels(self) -> bool:  # type: ignore[override]
-        """Whether a label is predicted one position earlier."""
+        """Whether position t predicts label t + 1, so that the model shifts labels."""
         return self.config.head in _SHIFTED
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:
@@ -145,22 +145,22 @@ class TransformersModel(Model):
 
     @property
     def tied_head(self) -> tuple[str, str]:  # type: ignore[override]
-        """Names of the output layer's and the embedding's weights."""
+        """Names of the weights of the output layer and the embedding."""
         head, embed = self.structure.head, self.structure.embed
         return f"{head or 'lm_head'}.weight", f"{embed or 'embed'}.weight"
 
     def tied_copies(self) -> dict[str, str]:
-        """Return the stored names of tied weights: the copy -> the original."""
+        """Map the stored name of each tied weight to its original."""
         return dict(self._ties)
 
     def all_rules(self) -> list[WeightRule]:
-        """Return the rules of the unchanged model, and those of tied copies."""
+        """Return the weight rules of the model without changes, including tied copies."""
         stored = {rule.ours for rule in self.stored_names.rules}
         ties = [WeightRule(copy, copy) for copy in self._ties if copy not in stored]
         return [*self.stored_names.rules, *ties]
 
     def active_rules(self) -> list[WeightRule]:
-        """Return the rules of the tensors that this model holds."""
+        """Return the weight rules of the tensors that this model has."""
         changed = changed_modules(self)
         own = {
             name
@@ -170,7 +170,9 @@ class TransformersModel(Model):
         return self.stored_names.of(persistent_tensors(self), own)
 
     def rules_for(self, names: Collection[str]) -> list[WeightRule]:
-        """Return the rules by which a checkpoint with these names is read.
+        """Return the rules for reading a checkpoint with these tensor names.
+
+        transformers renames tensors of old checkpoints; the rules then contain the old names.
 
         transformers renames tensors of old checkpoints; theirs is then the name in the files.
         """
@@ -196,7 +198,7 @@ class TransformersModel(Model):
         ]
 
     def is_unused(self, name: str) -> bool:
-        """Return True for a stored tensor that transformers leaves out as well."""
+        """Return True for a stored tensor that transformers ignores as well."""
         foreign = self.foreign
         return matches_any(name, foreign._keys_to_ignore_on_load_unexpected) or (
             matches_any(name, foreign._keys_to_ignore_on_load_missing)
@@ -208,13 +210,16 @@ class TransformersModel(Model):
         return bool(body) and not name.startswith(f"{body}.")
 
     def initial_value(self, name: str) -> Tensor | None:
-        """Return the value that the constructor computes for a tensor; None if it is random."""
+        """Return the value that the constructor computed for a tensor; None if it is random."""
         return self._constructed.get(name)
 
     # --- layouts
 
     def layout_rules(self) -> LayoutRules:
-        """Return the layout rules: the blocks that ZeRO and recomputation use as units.
+        """Return the layout rules, whose units for ZeRO and recomputation are the blocks.
+
+        Tensor-parallel cuts follow transformers' plan. There are no `stacks`, so pipelines raise an
+        error.
 
         Tensor cuts follow transformers' plan. Without `stacks`, pipelines are refused by name.
         """
@@ -232,20 +237,20 @@ class TransformersModel(Model):
         )
 
     def called_linear(self) -> list[str]:
-        """Return the blocks' linear layers whose weight is used only by their own `forward`."""
+        """Return the blocks' linear layers whose weight only their own `forward` uses."""
         uncalled = {*find_uncalled(self, self._linear), *self.read_outside(self._linear)}
         return [name for name in self._linear if name not in uncalled]
 
     def read_outside(self, names: Collection[str]) -> list[str]:
-        """Return the given linear layers whose weight other modules read."""
+        """Return those of the linear layers whose weight other modules read."""
         return [name for name in names if self._general.get(name, "") in self.behavior.read]
 
     def untrained(self, names: Collection[str]) -> list[str]:
-        """Return the given linear layers that no gradient reaches."""
+        """Return those of the linear layers that get no gradient."""
         return [name for name in names if self._general.get(name, "") in self.behavior.untrained]
 
     def uncalled(self, names: Collection[str]) -> list[str]:
-        """Return the given modules whose forward is never called."""
+        """Return those of the modules whose forward is never called."""
         idle = self.behavior.idle
         return [name for name in names if self._general.get(name, "") in idle]
 
@@ -265,20 +270,21 @@ class TransformersModel(Model):
         inputs_embeds: Tensor | None = None,
         **inputs: Any,
     ) -> ModelOutput:
-        """Run the model; with labels return the loss instead of the logits.
+        """Run the model; if labels are given, return the loss instead of logits.
 
         Args:
             input_ids, attention_mask, position_ids, inputs_embeds: as in transformers.
-            document_ids: number of the document of every token of a packed row.
-            labels: token ids of a language model, shifted inside; for others as in transformers.
-            num_items_in_batch: divisor of the summed loss; None gives the mean.
-            cache: keys and values of earlier tokens.
+            document_ids: document of each token in packed sequences.
+            labels: for a language model, target ids, which the model shifts; otherwise as in
+                transformers.
+            num_items_in_batch: divisor of the summed loss; None takes the mean.
+            cache: KV cache of earlier tokens.
             output_hidden_states: also return the hidden states of every layer.
-            logits_to_keep: number of last positions whose logits are returned; None for all.
-            inputs: further arguments of the transformers model (`pixel_values`, ...).
+            logits_to_keep: number of trailing positions whose logits are returned; None for all.
+            inputs: further arguments of the transformers model, such as `pixel_values`.
 
         Raises:
-            ConfigError: packed rows of an architecture that does not keep documents apart.
+            ConfigError: the rows are packed, but the architecture cannot separate documents.
         """
         self._check_ids(input_ids)
         position_ids, attention_mask = self._separate(document_ids, position_ids, attention_mask)
@@ -316,7 +322,7 @@ class TransformersModel(Model):
     def _separate(
         self, documents: Tensor | None, positions: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return positions and mask that keep the documents of packed rows apart."""
+        """Return positions and mask that separate the documents of packed rows."""
         if documents is None or bool((documents == documents[:, :1]).all()):
             return positions, mask
         kind = self.behavior.packing

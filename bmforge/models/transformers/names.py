@@ -1,8 +1,9 @@
-"""Maps each parameter of a transformers model to its stored tensors in checkpoints.
+"""Maps each parameter of a transformers model to the tensors stored in checkpoints.
 
 transformers 5 renames, splits and merges tensors when it loads and saves. Its saving code is run
-once on meta tensors, whose views reveal offset, shape and strides: so every stored tensor becomes a
-box of one parameter, or a concatenation of such boxes, and can be read and written by slices.
+once on meta tensors, whose views reveal offsets, shapes and strides. So every stored tensor is
+identified as a box of one parameter or a concatenation of boxes, and can be read and written by
+slices.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ __all__ = ["BoxRule", "StoredNames", "find_stored_names"]
 
 @dataclass(frozen=True)
 class BoxRule(WeightRule):
-    """The stored tensor, or a part of it, is a box of our tensor with its dims permuted.
+    """Rule for a stored tensor, or a part of one, that is a box of a permuted parameter.
 
     Args:
-        box: (start, stop, step, keeps the dim) of every dim of ours.
-        order: which kept dim of ours each stored dim is.
-        part: (first, total) along stored dim `part_dim`; None if the box is all of the stored one.
+        box: (start, stop, step, whether the dim is kept) for every dim of the parameter.
+        order: for each stored dim, the corresponding kept dim of the parameter.
+        part: (first, total) along stored dim `part_dim`; None if the box is the whole stored
+            tensor.
     """
 
     box: tuple[tuple[int, int, int, bool], ...] = ()
@@ -51,7 +53,7 @@ class BoxRule(WeightRule):
         return tuple(full_shape)
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return the slices of the stored tensor that a box of our tensor needs; None for none."""
+        """Return the slices of the stored tensor that fill a box of the parameter, or None."""
         spans = []
         for dim in range(len(self.box)):
             first, last = self._overlap(dim, box)
@@ -66,7 +68,7 @@ class BoxRule(WeightRule):
         return tuple(slices)
 
     def _overlap(self, dim: int, box: Box) -> tuple[int, int]:
-        """Return the range of the stored dim inside a box of ours: first, last + 1."""
+        """Return the range (first, last + 1) of a stored dim within a box of the parameter."""
         start, stop, step, _ = self.box[dim]
         low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
         first = max(0, -(-(low - start) // step))
@@ -74,7 +76,7 @@ class BoxRule(WeightRule):
         return first, last
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return the elements of our local tensor that the stored one fills."""
+        """Return the elements of the local parameter that the stored tensor fills."""
         index: list[Any] = []
         for dim, (start, _, step, keeps) in enumerate(self.box):
             first, last = self._overlap(dim, box)
@@ -83,29 +85,29 @@ class BoxRule(WeightRule):
         return local[tuple(index)]
 
     def source_view(self, target: Tensor) -> Tensor:
-        """Return a view in the stored order of dims."""
+        """Return a view with the dims in stored order."""
         return target.permute(self.order)
 
     @property
     def is_renaming(self) -> bool:
-        """Return False: the stored tensor differs from ours."""
+        """False: the stored tensor differs from the parameter."""
         return False
 
     def to_source(self, tensor: Tensor) -> Tensor:
-        """Return the stored tensor of our whole tensor."""
+        """Return the stored tensor, computed from the whole parameter."""
         index = tuple(slice(a, b, s) if keeps else a for a, b, s, keeps in self.box)
         return tensor[index].permute(self.order)
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
-        """Return how many elements of the stored tensor come from ours."""
+        """Return how many elements of the stored tensor come from the parameter."""
         return math.prod(self._own_shape())
 
 
 class _Tracking(TorchFunctionMode):
-    """Runs a conversion on meta tensors: copies stay views, and concatenations are remembered.
+    """Mode that runs a conversion on meta tensors: copies remain views, joins are recorded.
 
     Attributes:
-        joined: id of a concatenated tensor -> it, its members and the dim.
+        joined: by the id of a concatenated tensor: the tensor, its members and the dim.
     """
 
     def __init__(self) -> None:
@@ -115,7 +117,7 @@ class _Tracking(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Skip copies; remember the members of a concatenation."""
+        """Skip copies, and record the members of concatenations."""
         kwargs = kwargs or {}
         if func in (Tensor.contiguous, Tensor.clone):
             return args[0]
@@ -128,18 +130,18 @@ class _Tracking(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class StoredNames:
-    """The name map of one model.
+    """Name map of one model.
 
     Args:
         rules: rules of all stored tensors.
-        opaque: stored tensors that are no boxes of ours, and can be neither read nor written.
+        opaque: stored tensors that are not boxes of parameters and can be neither read nor written.
     """
 
     rules: tuple[WeightRule, ...]
     opaque: tuple[str, ...] = ()
 
     def of(self, names: Iterable[str], changed: Collection[str]) -> list[WeightRule]:
-        """Return the rules of the tensors that a model holds, in their order.
+        """Return the rules of the given tensors, in their order.
 
         Args:
             names: names of the model's tensors.
@@ -162,7 +164,7 @@ class StoredNames:
         return out
 
     def _incomplete(self, names: set[str], changed: Collection[str]) -> set[str]:
-        """Return the stored tensors that need a tensor of ours that was removed or changed."""
+        """Return the stored tensors that depend on a removed or changed parameter."""
         return {r.theirs for r in self.rules if r.ours not in names or r.ours in changed}
 
     def _own_name(self, name: str, rules: Mapping[str, list[WeightRule]]) -> str:
@@ -174,10 +176,10 @@ class StoredNames:
 
 
 def find_stored_names(module: Any) -> StoredNames:
-    """Return the map between a transformers model's parameters and the tensors in its checkpoints.
+    """Return the map between a transformers model's parameters and its stored tensors.
 
     Args:
-        module: the model, with its parameters on meta.
+        module: transformers model with its parameters on meta.
     """
     loading = importlib.import_module("transformers.core_model_loading")
     tensors = persistent_tensors(module)
@@ -204,7 +206,7 @@ def find_stored_names(module: Any) -> StoredNames:
 def _owners(
     module: Any, stored: Mapping[str, Tensor], first: Mapping[int, str]
 ) -> dict[int, tuple[str, Tensor]]:
-    """Return storage of a meta tensor -> the name of ours, and it."""
+    """Return the name and tensor of each parameter by the id of its storage."""
     state = module.state_dict(keep_vars=True)
     return {
         tensor.untyped_storage()._cdata: (first[id(state[name])], tensor)
@@ -215,7 +217,7 @@ def _owners(
 def _rules_of(
     published: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
-    """Return the rules of one stored tensor; None if it is no box of ours."""
+    """Return the rules of one stored tensor; None if it is not made of boxes of parameters."""
     if id(tensor) in tracking.joined:
         _, members, dim = tracking.joined[id(tensor)]
         return _rules_of_parts(published, members, dim % tensor.dim(), owners, tracking)
@@ -255,7 +257,7 @@ def _rules_of_parts(
 def _find_box(
     view: Tensor, owner: Tensor
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], tuple[int, ...]] | None:
-    """Return the box of the contiguous tensor `owner` that a view covers; None if it is none."""
+    """Return the box of the contiguous tensor `owner` that a view covers; None if impossible."""
     offset, starts = view.storage_offset(), []
     for stride in owner.stride():
         starts.append(offset // stride if stride else 0)
@@ -277,7 +279,7 @@ def _find_box(
 
 
 def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the dim of our tensor that a dim of a view iterates over."""
+    """Return the dim of the parameter over which a dim of a view iterates."""
     free = [dim for dim in range(owner.dim()) if not sizes[dim][3]]
     for dim in free:
         own = owner.stride(dim)
@@ -290,7 +292,11 @@ def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ..
 
 
 def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return name in a file -> the name that transformers gives it before it splits or merges.
+    """Map names in a file to transformers' present names, before splits and merges.
+
+    Checkpoints of old versions or of a bare body have other names; transformers' own renamings
+    determine
+    which tensor is meant.
 
     Old checkpoints and those of a bare body have other names than today's; transformers' own
     renamings decide which tensor is meant.
@@ -309,7 +315,7 @@ def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def matches_any(name: str, patterns: Iterable[str] | None) -> bool:
-    """Return True if a regular expression of transformers' lists is found in a name."""
+    """Return True if any of transformers' regular expressions matches a name."""
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 

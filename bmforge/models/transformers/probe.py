@@ -1,7 +1,8 @@
-"""Checks of an architecture on its twin, so that nothing about it is silently wrong.
+"""Tests an architecture on a small copy (its twin), to avoid silently wrong behavior.
 
-A config does not say how logits follow from hidden states, what keeps packed documents apart,
-whether a cache continues a row exactly, with padding or not, and which layers are never called.
+A config does not tell how logits are computed from hidden states, how packed documents can be
+separated, whether decoding with the cache is exact (also with padding), and which layers are never
+called.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ class Behavior:
     """Observed behavior of an architecture's twin.
 
     Args:
-        head: "linear": logits are the output layer's result times `factor`; "own": the model
-            computes logits position by position from its body's output; "whole": neither.
+        head: "linear" if logits are the output layer's result times `factor`; "own" if logits
+            can be computed position by position from the body's output; otherwise "whole".
         factor: factor on the output layer's result.
-        packing: mechanism that separates the documents of a packed row: "positions" that restart, a
-            "mask" of pairs; "" for none.
-        caches: True if decoding with the cache is exact; else the whole row is computed again.
-        padding: input that makes decoding of left-padded rows exact: a "mask" at every step, a mask
-            of the "prompt" only (recurrent layers), the "whole" row again; "" for none.
-        idle: general names of the modules that a forward never calls.
+        packing: how documents of a packed row can be separated: by restarting "positions", by a
+            "mask" over pairs, or not at all ("").
+        caches: whether decoding with the cache is exact; otherwise the whole row is recomputed.
+        padding: input that makes decoding of left-padded rows exact: a "mask" at every step, a
+            mask of the "prompt" only (recurrent layers), recomputing the "whole" row; "" if nothing
+            does.
+        idle: general names of the modules that are never called.
         read: general names of the linear layers whose weight other modules read.
-        untrained: general names of the linear layers that get no gradient of the loss.
-        reason: error that prevented building the twin; "" for none.
+        untrained: general names of the linear layers that get no gradient.
+        reason: error that prevented building the twin; "" if it was built.
     """
 
     head: str = "whole"
@@ -63,7 +65,10 @@ class Behavior:
 
 
 def general_names(module: nn.Module) -> dict[str, str]:
-    """Return each module's name with the numbers of blocks replaced by the blocks' class names.
+    """Return the general name of each module, with block numbers replaced by class names.
+
+    Blocks of one class behave alike at any depth, so these names hold for both the model and its
+    twin.
 
     Blocks of one class behave alike at any depth, so these names hold for the model and its twin.
     """
@@ -80,11 +85,11 @@ def general_names(module: nn.Module) -> dict[str, str]:
 
 
 def probe_architecture(hf_config: Any, head: str) -> Behavior:
-    """Check an architecture on its twin.
+    """Test an architecture on its twin.
 
     Args:
         hf_config: transformers config of the model; only its sizes are changed.
-        head: a key of `library.AUTO_CLASSES`; only language models are checked.
+        head: key of `library.AUTO_CLASSES`; only language models are tested.
     """
     if head != "language_model":
         return Behavior(reason=f"head={head!r} has no twin")
@@ -126,7 +131,7 @@ def _probe(twin: Any, structure: Structure) -> Behavior:
 
 
 def _find_untrained(twin: Any, ids: Tensor) -> frozenset[str]:
-    """Return the general names of the linear layers without a gradient in any block."""
+    """Return the general names of the linear layers that get no gradient in any block."""
     try:
         with torch.enable_grad():
             untrained = find_untrained(twin, _run(twin, ids).float().square().sum())
@@ -147,7 +152,7 @@ def _run(twin: Any, ids: Tensor, **options: Any) -> Tensor:
 
 
 def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> tuple[str, float]:
-    """Return the kind of the head, and the factor of a linear one."""
+    """Return the kind of the head, and the factor if it is linear."""
     if not structure.body:
         return "whole", 1.0
     body = twin.get_submodule(structure.body)
@@ -174,7 +179,7 @@ def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> 
 
 
 def _find_packing(twin: Any, ids: Tensor) -> str:
-    """Return the mechanism that separates two documents of a packed row."""
+    """Find out how two documents of a packed row can be separated."""
     first = 7
     documents = (torch.arange(_TOKENS) >= first).long()[None]
     positions = torch.cat((torch.arange(first), torch.arange(_TOKENS - first)))[None]
@@ -191,12 +196,12 @@ def _find_packing(twin: Any, ids: Tensor) -> str:
 
 
 def _continues(twin: Any, ids: Tensor, logits: Tensor) -> bool:
-    """Return True if a row that is continued through the cache has the logits of the whole row."""
+    """Return True if decoding with the cache gives the same logits as the whole row."""
     return _matches_cached(twin, ids, logits, None, steps_masked=False)
 
 
 def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
-    """Return how rows that are padded on the left equal rows without padding."""
+    """Find out which input makes left-padded rows equal to rows without padding."""
     first = 5
     alone = _run(twin, ids[:, first:])
     padded = ids.clone()
@@ -217,14 +222,14 @@ def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
 def _matches_cached(
     twin: Any, ids: Tensor, logits: Tensor, mask: Tensor | None, *, steps_masked: bool
 ) -> bool:
-    """Return True if a prompt and two steps through the cache have the given logits.
+    """Return True if a prompt and two decoding steps with the cache give the expected logits.
 
     Args:
-        twin: the small model.
-        ids: the whole row.
-        logits: expected at every position.
-        mask: 0 for padding on the left; None for none.
-        steps_masked: single tokens get the mask of the whole row as well.
+        twin: small copy of the model.
+        ids: token ids of the whole row.
+        logits: expected logits at every position.
+        mask: 0 for padding on the left; None without padding.
+        steps_masked: pass the mask of the whole row to decoding steps, too.
     """
     name = cache_argument(twin)
     if not name:

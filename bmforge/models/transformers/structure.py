@@ -1,4 +1,4 @@
-"""Finds the structure of a transformers model: body, output layer, stacks of blocks, arguments."""
+"""Finds the main modules of a transformers model: body, output layer, stacks of blocks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "e_score_correctio
 
 @dataclass(frozen=True)
 class Structure:
-    """Names of the parts of a transformers model; "" where it has none.
+    """Names of the main modules of a transformers model; "" for a module that it lacks.
 
     Args:
-        body: module that computes the hidden states which the output layer reads.
+        body: module that computes the input of the output layer.
         head: output layer of the vocabulary.
         embed: token embedding.
-        stacks: containers of blocks; the one that the decoder runs comes first.
+        stacks: containers of blocks, the text decoder's first.
     """
 
     body: str
@@ -35,7 +35,7 @@ class Structure:
 
 
 def find_structure(module: Any) -> Structure:
-    """Find the parts of a transformers model."""
+    """Find the main modules of a transformers model."""
     names = {id(part): name for name, part in module.named_modules()}
     body = module.base_model
     body_name = names.get(id(body), "") if body is not module else ""
@@ -48,7 +48,7 @@ def find_structure(module: Any) -> Structure:
 
 
 def _find_stacks(module: Any, embed: str) -> list[str]:
-    """Return containers of at least two blocks with parameters, that of the text decoder first."""
+    """Return the containers of two or more blocks with parameters, the text decoder's first."""
     ranked: list[tuple[tuple[bool, bool, int], str]] = []
     classes = set(module._no_split_modules or ())
     owner = embed.rpartition(".")[0]
@@ -69,7 +69,7 @@ def _find_stacks(module: Any, embed: str) -> list[str]:
 
 
 def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
-    """Return the names of linear layers and experts in the blocks, without routers."""
+    """Return the names of the linear layers and experts in the blocks, without routers."""
     inside = tuple(f"{name}." for name in stacks)
     return [
         name
@@ -84,7 +84,7 @@ def _is_matrix(part: nn.Module) -> bool:
 
 
 def accepted_arguments(module: nn.Module) -> tuple[frozenset[str], bool]:
-    """Return the names of a forward's arguments, and whether it passes on others."""
+    """Return the argument names of a module's forward, and whether it accepts other keywords."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     names = frozenset(p.name for p in parameters)
     return names, any(p.kind == p.VAR_KEYWORD for p in parameters)

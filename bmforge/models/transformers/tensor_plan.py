@@ -1,8 +1,8 @@
-"""Tensor-parallel plan of a transformers model, from the plan that transformers states for it.
+"""Tensor-parallel plan of a transformers model, derived from transformers' own plan.
 
-Attention and MLPs are sharded. Embedding, output layer, routers and stacked experts are held whole
-by every process. A plan that could give wrong gradients is refused: every parameter of a sharded
-part must be in the plan, or belong to a layer that is known to be used before the sharded ones.
+Attention and MLPs are sharded. Embedding, output layer, routers and stacked experts are replicated.
+A plan that could give wrong gradients is rejected: every parameter of a sharded sublayer must be in
+the plan, or belong to a layer that is known to run before the sharded ones.
 
 Source: `base_model_tp_plan` in transformers' configs; its styles are those of
 `transformers.distributed`.
@@ -38,10 +38,10 @@ _BEFORE = ("_a_proj", "_a_layernorm", "_a_norm", "gate", "router", "kv_a_proj_wi
 
 
 def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
-    """Return the cuts of a model, or none and the reason why it cannot be sharded.
+    """Return the cuts of a model; if it cannot be sharded, no cuts and the reason.
 
     Args:
-        model: a `TransformersModel`.
+        model: `TransformersModel` to shard.
     """
     config = model.foreign.config.get_text_config(decoder=True)
     stated = getattr(config, "base_model_tp_plan", None) or {}
@@ -61,7 +61,7 @@ def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
 def _make_cuts(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str], config: Any
 ) -> tuple[tuple[TensorCut, ...], str]:
-    """Return one cut per planned module, and the first style that is not supported."""
+    """Return one cut per planned module, and the first unsupported style."""
     cuts = []
     for name, style in styles.items():
         module = modules[name]
@@ -75,7 +75,7 @@ def _make_cuts(
 
 
 def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> TensorCut:
-    """Return the cut of a linear layer; its units are heads, or the rows that must divide."""
+    """Return the cut of a linear layer; its units are heads or indivisible rows."""
     units = 0
     if style == "shared_tail":
         units = int(config.qk_rope_head_dim)
@@ -90,7 +90,7 @@ def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> Tensor
 
 
 def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str:
-    """Return the first parameter of a sharded part that the plan does not cover; "" for none."""
+    """Return the first parameter of a sharded sublayer that the plan misses; "" if none."""
     # Between a gathered and a split layer every process has everything.
     sharded = {n for n, s in styles.items() if s == "colwise" and type(modules[n]) is nn.Linear}
     parts = {name.rpartition(".")[0] for name in sharded}
@@ -106,7 +106,7 @@ def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mappin
 
 
 def _parameter_owners(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield the names of modules with parameters of their own."""
+    """Yield the names of the modules that have their own parameters."""
     for name, module in modules.items():
         if any(True for _ in module.parameters(recurse=False)):
             yield name

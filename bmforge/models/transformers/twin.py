@@ -1,8 +1,8 @@
-"""A twin: a small model of the same architecture, with real weights, for checks.
+"""Builds a twin: a small copy of an architecture with real weights, used for tests.
 
-What an architecture does (shift labels, keep packed documents apart, call a layer) depends on its
-code and its switches, not on its sizes. A twin shows it in milliseconds, before there are weights,
-and the same on every process of any layout.
+Whether an architecture shifts labels, separates packed documents or calls a layer depends on its
+code and config flags, not on its sizes. A twin shows this in milliseconds, before weights are
+loaded, and equally on every process of any layout.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def shrink_config(hf_config: Any) -> Any:
-    """Return a copy of a transformers config with small sizes and no dropout.
+    """Return a copy of a transformers config with small sizes and without dropout.
+
+    Every kind of layer remains, as do ratios such as "one KV head per head".
 
     Every kind of layer stays; ratios such as "one KV head per head" stay.
     """
@@ -142,7 +144,7 @@ def _shrink_(config: Any) -> Any:
 
 
 def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a config that become smaller, with their new values."""
+    """Yield the config fields to make smaller, with their new values."""
     heads = next((values[n] for n in _HEAD_FIELDS if isinstance(values.get(n), int)), None)
     for name, value in values.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -157,7 +159,7 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
-    """Return as many values as the twin has layers, with every kind among them."""
+    """Return as many values as the twin has layers, including every kind that occurs."""
     short = values[:LAYERS]
     missing = [value for value in dict.fromkeys(values) if value not in short]
     if keeps_kinds:
@@ -185,15 +187,15 @@ def _drop_dropout_(config: Any) -> None:
 
 
 def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
-    """Return a small real model of an architecture, in fp32 on the CPU, in evaluation mode.
+    """Build a small real model of an architecture, in fp32 on the CPU, in eval mode.
 
     Args:
         hf_config: transformers config of the model.
-        head: a key of `library.AUTO_CLASSES`.
+        head: key of `library.AUTO_CLASSES`.
         seed: random seed of the weights.
 
     Raises:
-        Exception: of any kind, where the architecture does not build at small sizes.
+        Exception: any error of an architecture that cannot be built with small sizes.
     """
     config = shrink_config(hf_config)
     with torch.random.fork_rng(devices=[]):

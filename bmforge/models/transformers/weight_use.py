@@ -1,8 +1,8 @@
-"""Finds which linear layers of a model have weights that others read, and which never train.
+"""Finds linear layers whose weights other modules read, and layers that never train.
 
-Some modules read the dtype or the values of another module's weight, which packed storage does not
-have. Others compute a choice (the tokens that sparse attention keeps), through which no gradient
-flows, so an adapter attached to them never trains.
+Some modules read the dtype or values of another module's weight, which does not exist after
+quantization. Others compute a discrete choice, such as the tokens that sparse attention keeps; no
+gradient flows through it, so adapters on them never train.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ __all__ = ["find_untrained", "noting_reads"]
 
 @contextmanager
 def noting_reads(model: nn.Module) -> Iterator[set[str]]:
-    """Collect the names of linear layers whose weight is read other than by calling the layer.
+    """Context manager: collect the linear layers whose weight is read outside of their forward.
+
+    The class of each `nn.Linear` is replaced meanwhile, as reads of module attributes cannot be
+    observed
+    otherwise.
 
     The class of each `nn.Linear` is replaced within the block, as attributes of modules cannot be
     observed otherwise.
@@ -37,7 +41,7 @@ def noting_reads(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _watched_class(name: str, read: set[str]) -> type[nn.Linear]:
-    """Return a linear class that adds `name` to `read` when its weight is read from outside."""
+    """Return a linear layer class that adds `name` to `read` when its weight is read outside."""
 
     def note_read(layer: Any) -> Tensor:
         read.add(name)
@@ -51,7 +55,7 @@ def _watched_class(name: str, read: set[str]) -> type[nn.Linear]:
 
 
 def find_untrained(model: nn.Module, loss: Tensor) -> set[str]:
-    """Return the linear layers that get no gradient of a loss, whose graph is freed."""
+    """Return the linear layers that get no gradient from a loss; frees the loss's graph."""
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     weights: list[Any] = [layer.weight for layer in layers.values()]
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
