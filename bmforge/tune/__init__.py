@@ -1,1 +1,1 @@
-"""Parameter-efficient tuning: adapters (`delta/`), and templates with label words (`prompt/`)."""
+"""Parameter-efficient tuning: adapters (`delta/`), and prompts with label words (`prompt/`)."""

@@ -1,7 +1,7 @@
-"""Deltas (adapters): few trained parameters attached to a frozen base, for all families and
-layouts.
+"""Adapters ("deltas"): small trained modules attached to a frozen base model.
 
-Start reading at `delta.py` (what all types do); each type is a small file. The modules that do the
+All model families and parallel layouts are supported. Start reading at `delta.py`, which has the
+operations common to all adapter types; each type is a small file. The modules that do the
 computation are in `bmforge.nn`.
 """
 

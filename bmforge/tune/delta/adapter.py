@@ -1,4 +1,4 @@
-"""Bottleneck adapters: sequential, with low-rank matrices, and parallel."""
+"""Bottleneck adapters: sequential, low-rank, and parallel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Adapter", "LowRankAdapter", "ParallelAdapter"]
 
 
 class Adapter(Delta):
-    """Bottleneck ``h + up(act(down(h)))`` applied to the output of a module.
+    """Bottleneck adapter ``h + up(act(down(h)))`` on the output of a module.
 
     Options: those of `nn.bottleneck.BottleneckOptions`.
 
@@ -31,7 +31,7 @@ class Adapter(Delta):
 
 
 class LowRankAdapter(Adapter):
-    """An `Adapter` whose matrices are products of two thin matrices, of any rank.
+    """Bottleneck adapter whose two matrices are low-rank products, of any rank.
 
     Options: as `Adapter`.
     """
@@ -41,7 +41,7 @@ class LowRankAdapter(Adapter):
 
 
 class ParallelAdapter(Delta):
-    """Bottleneck that reads the input of one module and adds to the output of another.
+    """Bottleneck adapter that reads a module's input and adds its result to a module's output.
 
     Args:
         model: any model.
@@ -66,9 +66,7 @@ class ParallelAdapter(Delta):
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach the adapter as a directory describes it: pairs of the module read and the module
-        written.
-        """
+        """Attach the adapter that a directory describes by pairs of read and written modules."""
         arguments = dict(options)
         reads_at = arguments.pop("reads_at", {})
         pairs = [(reads_at.get(n, n), n) for n in arguments.pop("targets")]
@@ -95,7 +93,7 @@ class ParallelAdapter(Delta):
 
 
 def _has_mlps(model: nn.Module) -> bool:
-    """Return True if the MLPs of a model are modules, as in all but BERT's relatives."""
+    """Return True if the model's MLPs are separate modules; in BERT's relatives they are not."""
     try:
         return bool(find_places(model, ("mlp",)))
     except ConfigError:

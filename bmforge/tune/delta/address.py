@@ -1,10 +1,9 @@
-"""Finds the modules that a target matches: OpenDelta's rules, globs, common words, published names.
+"""Finds the modules that a target matches.
 
 A target is, in this order: a common word (`WORDS`), which means the same in every family; an ending
 of a module's name that begins at a dot; ``[r]`` and a regular expression that matches such an
 ending; a name glob (see `surgery`); or one of these among the names that the model has in published
-checkpoints, where a fused layer means all of its parts.
-
+checkpoints, where a fused layer means all layers that it combines.
 Source: the rules of endings and regular expressions are OpenDelta's (Hu et al., 2023).
 """
 
@@ -157,7 +156,7 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Return True if a module's name has this ending or matches this ``[r]`` regular expression.
+    """Return True if a module name has this ending or matches this ``[r]`` regular expression.
 
     Raises:
         ConfigError: the regular expression is invalid.
@@ -174,18 +173,18 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def is_excluded(name: str, exclude: Iterable[str]) -> bool:
-    """Return True if a name starts with an excluded name or matches an excluded pattern."""
+    """Return True if a module name has an excluded prefix or matches an excluded pattern."""
     return any(name.startswith(pattern) or _hits(name, pattern) for pattern in exclude)
 
 
 def known_names(model: nn.Module) -> list[str]:
-    """Return the names of modules and parameters, and those of published checkpoints."""
+    """Return all names of a model's modules and parameters, including published ones."""
     own = [name for name, _ in model.named_modules() if name]
     return [*own, *all_names(model), *(name for name, _ in model.named_parameters())]
 
 
 def excludes_of(module_names: Sequence[str], exclude: Iterable[str]) -> list[str]:
-    """Return the patterns of `exclude` that match a known name, and all common words."""
+    """Return the `exclude` patterns that match at least one module, and all common words."""
     return [
         pattern
         for pattern in exclude
@@ -194,7 +193,7 @@ def excludes_of(module_names: Sequence[str], exclude: Iterable[str]) -> list[str
 
 
 def published_names(model: Any) -> dict[str, list[str]]:
-    """Return a map: module name in published checkpoints -> our names; {} for other models."""
+    """Map the module names of published checkpoints to bmforge's; {} for other models."""
     rules = getattr(model, "published_rules", None)
     names: dict[str, list[str]] = {}
     for rule in rules() if callable(rules) else ():
@@ -205,12 +204,12 @@ def published_names(model: Any) -> dict[str, list[str]]:
 
 
 def all_names(model: Any) -> dict[str, list[str]]:
-    """Return all alternative names of a model's modules -> the names that they have in it.
+    """Map all alternative names of a model's modules to the names that they have in it.
 
-    Included are the names in published checkpoints, also of bmforge models nested in it; names that
-    a
-    module declares itself (`published_modules`, as in the old model classes); and published modules
-    with exactly the contents of one of ours (``h.0.attn``).
+    Alternative names are those in published checkpoints, also of bmforge models nested in the
+    model;
+    those that a module declares itself (`published_modules`, as in the old model classes); and
+    published container modules with exactly the contents of a bmforge module (``h.0.attn``).
     """
     names: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
@@ -224,7 +223,7 @@ def all_names(model: Any) -> dict[str, list[str]]:
 
 
 def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return published container modules whose contents are exactly those of one of our modules."""
+    """Map published container modules to the bmforge modules with exactly the same contents."""
     leaves = {name for names in published.values() for name in names}
     holds, containers = (
         {owner: frozenset(inside) for owner, inside in _inside(pairs).items()}
@@ -239,7 +238,7 @@ def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[st
 
 
 def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
-    """Return every dotted prefix of the names -> the modules meant by names with it."""
+    """Map every dotted prefix of the names to the set of modules below it."""
     modules: dict[str, set[str]] = {}
     for name, meant in pairs:
         parts = name.split(".")
@@ -249,7 +248,9 @@ def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
 
 
 def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, of the modules or single parameters that targets match.
+    """Find the parameters of the modules, or the single parameters, that targets match.
+
+    Returns them by name.
 
     Raises:
         ConfigError: a target matches neither a module with parameters nor a parameter.
@@ -287,13 +288,13 @@ def find_places(
     exclude: Sequence[str] = (),
     needs_all: bool = True,
 ) -> list[str]:
-    """Return the names of the modules that targets match, in the model's order.
+    """Find the modules that targets match; return their names in the model's order.
 
     Args:
         model: any model.
         targets: see the module docstring.
         exclude: name prefixes, or targets, to leave out.
-        needs_all: raise if any target matches nothing; else only if none matches.
+        needs_all: True to raise if any target matches nothing; else only if none matches.
 
     Raises:
         ConfigError: a target that matches nothing; similar names are listed.
@@ -314,7 +315,7 @@ def find_places(
 
 
 def _linear_in_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers in the repeated blocks, routers excluded."""
+    """Return the names of all linear layers in the repeated blocks, except MoE routers."""
     blocks = tuple(f"{name}." for name in find_repeated_blocks(model))
     return [
         name
@@ -329,10 +330,13 @@ def _linear_in_blocks(model: nn.Module) -> list[str]:
 def find_called(
     model: nn.Module, targets: Sequence[str], exclude: Sequence[str], needs_all: bool
 ) -> list[str]:
-    """Return the names of the targeted modules that the model calls, so that parts can be attached.
+    """Find targeted modules that the model calls, since adapters work only on these.
 
     Args:
         model, targets, exclude, needs_all: see `find_places`.
+
+    Returns:
+        their names.
 
     Raises:
         ConfigError: as `find_places`; or a target other than a common word matches a module that

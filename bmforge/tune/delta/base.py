@@ -1,6 +1,6 @@
-"""Base class of all deltas: find target modules, attach parts, freeze, detach, describe.
+"""Base class of all adapters: find target modules, attach, freeze, detach, and describe.
 
-A delta is a set of parts of one kind (`nn.part_kinds`) under one name, trained and saved
+An adapter is a set of modules of one kind (`nn.part_kinds`) under one name, trained and saved
 separately from the base. A type is a class that declares the kind, the default options and the
 default targets.
 """
@@ -37,33 +37,33 @@ __all__ = ["AttachedDelta"]
 
 
 class AttachedDelta:
-    """Parts of one kind attached to modules of a model under one name, on construction.
+    """Adapter: modules of one kind, attached to a model's layers under one name.
 
-    The rest of the model is frozen. A delta is fp32 on a base of half precision or integers, and
-    casts
-    its inputs and outputs.
+    Constructing it attaches it and freezes the rest of the model. On a base of half precision or
+    integers, an adapter is fp32, and casts its inputs and outputs.
 
     Args:
         model: any `nn.Module`; on meta or not, not yet parallelized.
         targets: modules to attach to, see `address`; None uses the type's default targets.
-        name: name of the delta and of its parts in the model.
+        name: name of the adapter and of its modules in the model.
         exclude: name prefixes, or targets, to leave out.
         train_also: modules, or single parameters, that are trained in full and saved with the
-            delta, such as a new head; `modules_to_save` is another name of it, PEFT's.
+            adapter, such as a new head; also accepted under PEFT's name `modules_to_save`.
         seed: random seed of the initialization; see `init_deltas_`.
         options: options of the kind; see `nn.part_kinds`.
 
     Attributes:
         default_targets: common words of the default targets; those that a model lacks are skipped.
         defaults: default values of the options.
-        stands_behind: True if the parts need the complete output of a module: a target that is the
-            last projection of an attention or MLP is replaced by that attention or MLP.
-        peft_options: PEFT's names of options -> names in `nn.part_kinds`; both are accepted.
+        stands_behind: True if the adapter needs the complete output of a module: a target that is
+            the last projection of an attention or MLP is replaced by that attention or MLP.
+        peft_options: map from PEFT's names of options to those in `nn.part_kinds`; both are
+            accepted.
         peft_type: `peft_type` of its directories: PEFT's name, or one that begins with BMFORGE.
         peft_reads: further PEFT types that compute the same once they are saved.
         origin: config of the PEFT directory that it was loaded from; written back on saving.
         extra: tensors of that directory outside the adapter; written back on saving.
-        provenance: data and licenses that a loaded delta was trained on.
+        provenance: data and licenses that a loaded adapter was trained on.
 
     Raises:
         ConfigError: targets or options that do not fit the model. The model is unchanged then.
@@ -115,7 +115,7 @@ class AttachedDelta:
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach an adapter as a directory describes it; overridden by types with more to read.
+        """Attach an adapter with the options from its directory; some types override this.
 
         Args:
             model: base model.
@@ -130,7 +130,7 @@ class AttachedDelta:
     # Hooks that types override.
 
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options with defaults, after checking that the kind has them."""
+        """Return all options with their defaults, after checking that this type has them."""
         option_names = PART_KINDS[self.kind].options.__dataclass_fields__
         for key in options:
             if key not in option_names:
@@ -143,7 +143,7 @@ class AttachedDelta:
         return options
 
     def _settle_names(self) -> list[str]:
-        """Return the names of the modules to which parts will be attached."""
+        """Return the names of the modules to which the adapter will be attached."""
         patterns = self.default_targets if self.targets is None else tuple(self.targets)
         names = find_called(self.model, patterns, self.exclude, self.targets is not None)
         if self.targets is None:
@@ -153,7 +153,7 @@ class AttachedDelta:
         return names
 
     def _is_usual(self, module: nn.Module) -> bool:
-        """Return True if a module matched by a default target can have a part."""
+        """Return True if the adapter can be attached to a module that a default target matches."""
         return True
 
     # Methods common to all types.
@@ -184,7 +184,7 @@ class AttachedDelta:
         self.record_(True)
 
     def record_(self, is_there: bool) -> None:
-        """Add the adapter's entry to the config of a bmforge model, or delete it."""
+        """Add the adapter's entry to the config of a bmforge model, or delete the entry."""
         if not hasattr(self.model, "remember_part_"):
             return
         model: Any = self.model
@@ -197,7 +197,7 @@ class AttachedDelta:
             model.forget_part_(self.kind, where, dict(self.options), name)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and parameter of all its parts; a shared parameter is yielded once."""
+        """Yield the adapter's parameters with their names; a shared parameter is yielded once."""
         seen: set[int] = set()
         for owner, slot, part in self.here():
             for key, parameter in part.named_parameters():
@@ -206,12 +206,12 @@ class AttachedDelta:
                     yield f"{owner}.{slot}.{key}", parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of its parts."""
+        """Yield the adapter's parameters."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def names(self) -> list[str]:
-        """Return the names that its parts' tensors have in the model while it is attached."""
+        """Return the names of the adapter's tensors in the model's state dict."""
         return [
             f"{owner}.{slot}.{key}"
             for owner, slot, part in self.held
@@ -219,17 +219,18 @@ class AttachedDelta:
         ]
 
     def here(self) -> list[Held]:
-        """Return the parts on this process (pipeline stage), attached or detached."""
+        """Return the adapter modules on this process (pipeline stage), attached or detached."""
         names = {name for name, _ in self.model.named_modules()}
         return [part for part in self.held if part.owner in names]
 
     def places(self) -> list[str]:
-        """Return the names of the modules to which its parts are attached."""
+        """Return the names of the modules to which the adapter is attached."""
         return [part.owner for part in self.held]
 
     def init_(self, seed: int = 0) -> Self:
-        """Initialize its tensors at random by their names, identically on every layout; return
-        self.
+        """Initialize the adapter at random, by tensor names, so identically on every layout.
+
+        Returns the adapter.
         """
         for owner, slot, part in self.here():
             for key, note in tensor_notes(part).items():
@@ -240,10 +241,10 @@ class AttachedDelta:
         return self
 
     def freeze_(self, base: bool = True) -> Self:
-        """Leave only deltas, and the modules they train in full, trainable.
+        """Make only adapters, and the modules that they train in full, trainable.
 
         Args:
-            base: freeze the base; False makes the base trainable too.
+            base: True to freeze the base; False makes the base trainable too.
         """
         trained = {
             id(parameter)
@@ -257,33 +258,33 @@ class AttachedDelta:
         return self
 
     def train_also_(self, targets: Sequence[str]) -> Self:
-        """Train exactly these modules or parameters in full, and save them with the delta."""
+        """Set the modules or parameters that are trained in full and saved with the adapter."""
         self._whole_names = frozenset(find_wholes(self.model, targets))
         self.train_also = tuple(targets)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Switch the training of its parts on or off; False leaves it in the model, frozen."""
+        """Set whether the adapter's parameters are trained; False freezes the attached adapter."""
         for parameter in self.parameters():
             parameter.requires_grad_(requires_grad)
         return self
 
     def wholes(self) -> dict[str, nn.Parameter]:
-        """Return the parameters, by name, that are trained and saved in full (`train_also`)."""
+        """Return the base's parameters, by name, that are trained in full (`train_also`)."""
         named = self.model.named_parameters() if self._whole_names else ()
         return {name: p for name, p in named if name in self._whole_names}
 
     def is_attached(self) -> bool:
-        """Return True if its parts are attached to the model."""
+        """Return True if the adapter's modules are attached to the model."""
         return any(
             self.model.get_submodule(owner)._modules.get(slot) is part
             for owner, slot, part in self.here()
         )
 
     def detach(self) -> Self:
-        """Remove the adapter modules, restoring the base model's outputs; `attach` adds them again.
+        """Remove the adapter's modules from the model, which then computes the base's outputs.
 
-        On a parallelized model the parts stay attached with weight 0.
+        `attach` adds them again. On a parallelized model they stay attached with weight 0.
         """
         if not self.is_attached():
             raise ConfigError(f"delta {self.name!r} is detached already.")
@@ -301,7 +302,7 @@ class AttachedDelta:
         return self
 
     def attach(self) -> Self:
-        """Attach the parts again where they were."""
+        """Attach a detached adapter again to the same modules."""
         if is_laid_out(self.model):
             self.weigh_(1.0)
             return self
@@ -325,7 +326,7 @@ class AttachedDelta:
         return self
 
     def _restore_order_(self, module: nn.Module) -> None:
-        """Move later adapters of a module after this one again, since the order matters."""
+        """Move the adapters attached later behind this one, since their order matters."""
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
             for slot in (f"{name}_reader", name):
@@ -333,13 +334,13 @@ class AttachedDelta:
                     module._modules[slot] = module._modules.pop(slot)
 
     def remove(self) -> None:
-        """Detach it if it is attached, and delete it from the model's record."""
+        """Detach the adapter, and delete it from the model's list of adapters."""
         if self.is_attached():
             self.detach()
         deltas_of(self.model).pop(self.name, None)
 
     def weigh_(self, weight: float) -> Self:
-        """Set the factor on its output; 0 disables it.
+        """Set the factor on the adapter's output; 0 disables the adapter.
 
         Raises:
             ConfigError: a prefix or a soft prompt with a weight other than 0 or 1.
@@ -356,7 +357,7 @@ class AttachedDelta:
         return self
 
     def check_weight(self, weight: float) -> None:
-        """Raise `ConfigError` if the adapter cannot have this weight now."""
+        """Raise `ConfigError` if the adapter does not support this weight now."""
         if self.kind in ("prefix", "prompt") and weight not in (0, 1):
             raise ConfigError(
                 f"weight={weight} is not possible for the {type(self).__name__} {self.name!r} (0 "
@@ -373,21 +374,21 @@ class AttachedDelta:
             raise ConfigError(f"delta {self.name!r} is merged: call unmerge() before {what}.")
 
     def describe(self) -> dict[str, Any]:
-        """Return the type, kind and options that are written to its config file."""
+        """Return the type, kind and options, as written to the adapter's config file."""
         kind = PART_KINDS[self.kind]
         settled = asdict(config_from_dict(kind.options, dict(self.options), "options."))
         return {"type": type(self).__name__, "kind": self.kind, "options": settled}
 
     def count_parameters(self) -> int:
-        """Return the number of trained parameters: its parts and the modules trained in full."""
+        """Return the number of trained parameters, including modules trained in full."""
         return sum(p.numel() for p in (*self.parameters(), *self.wholes().values()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors by name, with the parameters that are trained in full."""
+        """Return the adapter's tensors by name, including the parameters trained in full."""
         return {**dict(self.named_parameters()), **self.wholes()}
 
     def __repr__(self) -> str:
-        """Show name, number of modules, number of parameters and state."""
+        """Show the adapter's name, number of modules, number of parameters, and state."""
         state = "merged" if self.merged else "attached" if self.is_attached() else "detached"
         return (
             f"{type(self).__name__}({self.name!r}, {len(self.held)} places, "

@@ -1,4 +1,4 @@
-"""BitFit: a trained bias on linear layers and norms."""
+"""BitFit: trained biases on linear layers and norms."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ __all__ = ["BitFit"]
 
 
 class BitFit(Delta):
-    """A bias added to the output of modules, equivalent to training the module's own bias.
+    """Trained bias added to a module's output, equivalent to training the module's own bias.
 
     It has no options. Stacked experts, whose projections have no bias, share one bias that is added
-    to
-    the output of the mixture.
+    to the output of the mixture.
 
     Source: Ben Zaken et al., "BitFit" (2021).
     """

@@ -1,8 +1,7 @@
-"""Black-box tuning: train a soft prompt from scores alone, without gradients.
+"""Black-box tuning: trains a soft prompt from scores alone, without gradients.
 
-The prompt's rows move in a small random subspace. CMA-ES asks for the scores of a few candidates at
+The prompt's rows vary in a small random subspace. CMA-ES requests the scores of a few candidates at
 a time and adapts its search distribution to them.
-
 Source: Sun et al., "Black-box tuning for language-model-as-a-service" (2022); the search is that of
 the library `cma` (Hansen).
 """
@@ -29,14 +28,14 @@ __all__ = ["BlackBoxConfig", "tune_black_box"]
 
 @dataclass(frozen=True)
 class BlackBoxConfig:
-    """Settings of the black-box search.
+    """Settings of the black-box search for a soft prompt.
 
     Args:
         evaluations: maximum number of scores to request, the initial one included.
         dims: dimensions of the subspace.
         sigma: initial step size of CMA-ES; 1 moves rows by about the standard deviation of the
             model's own.
-        population: candidates per iteration; 0 takes 4 + 3 log(dims).
+        population: candidates per iteration; 0 uses 4 + 3 log(dims).
         seed: random seed of subspace and search.
     """
 
@@ -66,14 +65,14 @@ def tune_black_box(
     config: BlackBoxConfig | None = None,
     **options: Any,
 ) -> SoftPrompt:
-    """Search for a soft prompt with a high score, and leave it attached to the model, frozen.
+    """Search for a soft prompt with a high score; leave it attached to the model, frozen.
 
     Args:
         model: bmforge model that reads tokens; not parallelized.
         score: function called with the model, in evaluation mode and without gradients; higher is
             better. It should be deterministic: resampled examples only add noise.
         length: rows of the prompt.
-        name: name of the delta.
+        name: name of the adapter.
         config: settings of the search.
         options: options of `SoftPrompt`, such as `words`.
 
@@ -104,7 +103,7 @@ def _search(
     prompt: SoftPrompt,
     config: BlackBoxConfig,
 ) -> list[float]:
-    """Write the best rows into the prompt; return all scores."""
+    """Search for the best rows with CMA-ES, and write them into the prompt; return all scores."""
     rows: Tensor = prompt.held[0].part.weight
     start, spread = rows.clone(), _spread_of(model)
     rng = np.random.default_rng(config.seed)

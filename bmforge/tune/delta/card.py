@@ -1,4 +1,4 @@
-"""Writes an adapter's model card: a README with its base, data, license and scores."""
+"""Writes an adapter's model card: a README with base model, data, license and scores."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CARD_FIELDS = ("base", "data", "license", "scores", "command")
 
 
 def write_card(delta: AttachedDelta, facts: Mapping[str, Any]) -> str:
-    """Return a card in Markdown, with the YAML header that model hubs read.
+    """Return a model card in Markdown, with the YAML header that model hubs read.
 
     Args:
         delta: adapter that the card describes.
-        facts: values of the fields in `CARD_FIELDS`; scores is a map of table name -> number.
+        facts: values of the fields in `CARD_FIELDS`; scores maps table names to numbers.
 
     Raises:
         ConfigError: an unknown field.

@@ -1,4 +1,4 @@
-"""Combines several deltas into one: weighted sums of their contributions."""
+"""Combines several adapters into one, as a weighted sum of their contributions."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def combine_deltas(
     how: str = "concatenate",
     rank: int | None = None,
 ) -> Delta:
-    """Attach a new delta that adds the weighted sum of the contributions of others.
+    """Attach a new adapter that adds the weighted sum of the contributions of others.
 
-    The others stay attached, disabled.
+    The others stay attached, but are disabled.
 
     Args:
-        model: model with the deltas; not parallelized.
-        weights: name of a delta -> its weight.
-        into: name of the new one.
+        model: model with the adapters; not parallelized.
+        weights: weight of each adapter by its name.
+        into: name of the new adapter.
         how: "concatenate": ranks add up, lossless; "svd": the best approximation of rank `rank` to
-            the weighted sum; both for LoRAs. "sum": sum of every tensor, for deltas of one type,
+            the weighted sum; both for LoRAs. "sum": sum of every tensor, for adapters of one type,
             targets and options; for LoRAs this differs from the sum of their contributions.
-        rank: rank of the new delta, with "svd".
+        rank: rank of the new adapter, with "svd".
 
     Raises:
-        ConfigError: deltas that cannot be combined in this way.
+        ConfigError: adapters that cannot be combined in this way.
     """
     deltas = [find_delta(model, name) for name in weights]
     if not deltas:

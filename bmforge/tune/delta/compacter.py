@@ -1,4 +1,4 @@
-"""Adapters whose matrices are sums of Kronecker products."""
+"""Compacter: bottleneck adapters whose matrices are sums of Kronecker products."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ __all__ = ["Compacter"]
 
 
 class Compacter(Adapter):
-    """``h + up(act(down(h)))`` with matrices ``sum over n of kron(rule[n], left[n] right[n])``.
+    """Bottleneck adapter whose matrices are sums of Kronecker products.
+
+    It computes ``h + up(act(down(h)))`` with ``sum over n of kron(rule[n], left[n] right[n])``.
 
     Options: as `Adapter`; `rank` 0 keeps the right factors at full rank, and with `shared_rule`
-    both
-    matrices of an adapter share their left factors.
+    both matrices of an adapter share their left factors.
 
     Source: Karimi Mahabadi et al., "Compacter" (2021).
     """

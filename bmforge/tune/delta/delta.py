@@ -1,4 +1,4 @@
-"""The adapter class that users see: attaching (`base.py`), merging, saving and loading."""
+"""Public base class of adapters, which adds merging, saving and loading to `base.py`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Delta(AttachedDelta):
     """An adapter: trained modules attached to a frozen base model, under one name.
 
     Arguments and attributes are those of `AttachedDelta`. Subclasses are the methods (LoRA, IA3,
-    ...): each names the kind of its modules, their default options and default targets.
+    ...): each declares the kind of its modules, their default options and default targets.
     """
 
     def attach(self) -> Self:
-        """Attach the modules again where they were.
+        """Attach a detached adapter again to the same modules.
 
         Raises:
-            ConfigError: they are attached, or do not go with adapters that are merged now.
+            ConfigError: it is attached, or is not compatible with the adapters that are merged now.
         """
         super().attach()
         if base_weights_of(self.model):
@@ -39,10 +39,10 @@ class Delta(AttachedDelta):
         return self
 
     def merge(self, dequantize: bool = False) -> Self:
-        """Add the adapter to the base's weights, at its current weight, and detach its modules.
+        """Add the adapter, times its current weight, to the base's weights; detach its modules.
 
         Args:
-            dequantize: replace torchao's quantized weights by plain ones first.
+            dequantize: True to replace torchao's quantized weights with plain ones first.
 
         Raises:
             ConfigError: a kind that no weight can hold; a weight that is quantized, shared or
@@ -55,10 +55,10 @@ class Delta(AttachedDelta):
         return self
 
     def unmerge(self) -> Self:
-        """Take the adapter out of the base's weights and attach its modules again.
+        """Remove the adapter from the base's weights and attach its modules again.
 
-        Adapters may be unmerged in any order; after the last one the base is bit-identical to what
-        it was.
+        Adapters may be unmerged in any order; after the last one the base is bit-identical to the
+        original.
 
         Raises:
             ConfigError: an adapter that is not merged, or that can only be unmerged together with
@@ -68,7 +68,7 @@ class Delta(AttachedDelta):
         return self
 
     def save(self, directory: str | Path, **card: Any) -> None:
-        """Write the adapter to a directory: PEFT's two files, and a card.
+        """Write the adapter to a directory: PEFT's two files, and a model card.
 
         Args:
             directory: target directory; created if it does not exist.

@@ -1,6 +1,6 @@
-"""Deltas on disk: ``adapter_config.json``, ``adapter_model.safetensors`` and a card.
+"""Adapters on disk: ``adapter_config.json``, ``adapter_model.safetensors`` and a model card.
 
-Types that PEFT supports are written in PEFT's form; other types use the same two files with a
+Types that PEFT supports are written in PEFT's format; other types use the same two files with a
 `peft_type` and tensor names of bmforge. Pickles are never written; OpenDelta's are read with
 ``weights_only``.
 """
@@ -54,12 +54,12 @@ _OURS, _VERSION = "bmforge", 1
 
 
 def is_delta_dir(directory: str | Path) -> bool:
-    """Return True if a directory contains a delta: bmforge's, PEFT's or OpenDelta's."""
+    """Return True if a directory contains an adapter saved by bmforge, PEFT or OpenDelta."""
     return (Path(directory) / CONFIG_NAME).exists()
 
 
 def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) -> None:
-    """Write a delta; see `Delta.save`. On a parallelized model every process must call this."""
+    """Write an adapter; see `Delta.save`. On a parallelized model every process must call this."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mark: dict[str, Any] = {"version": _VERSION}
     keeps_origin = delta.origin is not None and peft_write.can_write(delta)
@@ -100,7 +100,7 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
 
 @contextmanager
 def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
-    """Gather a delta's parts on every process; return the parameters that are trained in full.
+    """Gather an adapter's tensors on every process; return the parameters trained in full.
 
     Comm: an all-gather of each tensor; in a pipeline an exchange of all of them.
     """
@@ -134,7 +134,10 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
 
 
 def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
-    """Return the parts' tensors by our names, without the delta's name; a prefix is folded."""
+    """Return an adapter's tensors by bmforge's names, as saved: without the adapter's name.
+
+    The layers that compute a prefix in training are folded into it.
+    """
     collected: dict[str, Tensor] = {}
     for owner, slot, part in delta.held:
         named = dict(part.named_parameters())
@@ -146,7 +149,7 @@ def _own_tensors(delta: AttachedDelta) -> dict[str, Tensor]:
 
 
 def _describe(delta: AttachedDelta) -> dict[str, Any]:
-    """Return the fields needed to build the delta again."""
+    """Return the config fields from which the adapter can be built again."""
     description = delta.describe()
     if delta.kind == "prefix":
         description["options"]["inner"] = 0
@@ -164,21 +167,20 @@ def load_delta(
     kind: type[AttachedDelta] | None = None,
     trainable: bool = True,
 ) -> AttachedDelta:
-    """Load a saved delta of any type and attach it to a model.
+    """Load a saved adapter of any type and attach it to a model.
 
     Args:
         model: base model with its weights; not parallelized.
         directory: directory written by bmforge, PEFT or OpenDelta.
-        name: name of the delta in the model.
-        allow_other_base: accept a base other than the one that it was trained on.
-        kind: required type; None accepts any.
-        trainable: leave it trainable; else it is frozen with the base.
+        name: name of the adapter in the model.
+        allow_other_base: True to accept a base model other than the one that it was trained on.
+        kind: required adapter type; None accepts any.
+        trainable: True to leave it trainable; else it is frozen with the base.
 
     Raises:
-        CheckpointError: no delta, or one that does not fit: trained on another base, or with
-            tensors
-            that are missing, unexpected, of a wrong shape or not finite, all listed. The model is
-            unchanged.
+        CheckpointError: no adapter, or one that does not fit: trained on another base, or with
+            tensors that are missing, unexpected, of a wrong shape or not finite, all listed. The
+            model is unchanged.
         ConfigError: an unknown type, version or setting.
     """
     directory = Path(directory)
@@ -249,10 +251,10 @@ def _load(
 
 
 def type_of_delta(directory: str | Path) -> type[AttachedDelta]:
-    """Return the type of a saved delta: bmforge's, PEFT's or OpenDelta's.
+    """Return the type of a saved adapter, which bmforge, PEFT or OpenDelta may have written.
 
     Raises:
-        CheckpointError: the directory contains no delta.
+        CheckpointError: the directory contains no adapter.
         ConfigError: an unknown type.
     """
     directory = Path(directory)
@@ -291,7 +293,7 @@ def _told(own_config: Mapping[str, Any]) -> dict[str, Any]:
 def _ranks_of_blocks(
     model: nn.Module, options: dict[str, Any], blocks: Mapping[str, list[int]]
 ) -> None:
-    """Set the ranks of parts written block by block, and exclude those without a block."""
+    """Set the ranks of adapters written block by block; exclude modules without a block."""
     names = peft_format.Names(model)
     scale = options["alpha"] / options["rank"]
     for published, ranks in blocks.items():
@@ -309,7 +311,7 @@ def _ranks_of_blocks(
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-    """Return the config, the tensors and bmforge's own metadata."""
+    """Read the config, the tensors and bmforge's own metadata from an adapter directory."""
     weights = directory / WEIGHTS_NAME
     old = directory / OLD_WEIGHTS_NAME
     if not (directory / CONFIG_NAME).exists() or not (weights.exists() or old.exists()):
@@ -333,7 +335,7 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
-    """Read PEFT's older pickle file without executing code from it."""
+    """Read PEFT's older pickle format without executing code from the file."""
     tensors = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ValueError(f"{path.name} is not a table of tensors")
@@ -361,7 +363,7 @@ def _check_base(
 
 
 def _own_names(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Insert the delta's name, which files omit, into the tensor names."""
+    """Insert the adapter's name, which files omit, into the tensor names."""
     owners = {part.owner: part for part in delta.held if part.slot == delta.name}
     renamed = {}
     for name, tensor in tensors.items():
@@ -372,7 +374,7 @@ def _own_names(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _fill(delta: AttachedDelta, loaded: Mapping[str, Tensor], directory: Path) -> None:
-    """Check loaded tensors against the delta's, and copy them into it."""
+    """Check loaded tensors against the adapter's, and copy them into the adapter."""
     own, expected = delta.tensors(), set(delta.names())
     problems = [f"missing: {name}" for name in own if name not in loaded]
     problems += [f"unexpected: {name}" for name in loaded if name not in own.keys() | expected]

@@ -1,4 +1,4 @@
-"""Fingerprints of base models, equal on any layout and in any float dtype."""
+"""Fingerprints of base models, which are independent of layout and float dtype."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["fingerprint_of", "is_torchao"]
 
 
 def is_torchao(weight: Tensor) -> bool:
-    """Return True if a tensor is one of torchao's subclasses."""
+    """Return True if a tensor is an instance of one of torchao's tensor subclasses."""
     return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 def fingerprint_of(model: nn.Module, but: Collection[str] = ()) -> str | None:
-    """Return a hash of sampled values of every parameter of a model, its deltas excluded.
+    """Return a hash of sampled values from every base parameter; adapters are excluded.
 
     Args:
         model: any model; if it is parallelized, every process must call this.

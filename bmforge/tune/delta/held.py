@@ -1,4 +1,4 @@
-"""Records of the attached parts of deltas, and the model's record of its deltas."""
+"""Registry of a model's adapters, and of the modules that belong to each."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _DELTAS, _BASE_WEIGHTS = "_deltas", "_base_weights"
 
 
 class Held(NamedTuple):
-    """A part of a delta and the module that it is, or was, attached to.
+    """One module of an adapter, and the base module to which it is (or was) attached.
 
     Args:
-        owner: name of the module.
-        slot: attribute name of the part in that module.
-        part: the attached module.
+        owner: name of the base module.
+        slot: attribute name of the adapter module in the base module.
+        part: the adapter module.
     """
 
     owner: str
@@ -47,7 +47,7 @@ class Held(NamedTuple):
 
 
 class AdapterLike(Protocol):
-    """Interface of an adapter in a model's record; `base.AttachedDelta` implements it."""
+    """Interface of an adapter in a model's registry; `base.AttachedDelta` implements it."""
 
     kind: Any
     name: str
@@ -57,53 +57,53 @@ class AdapterLike(Protocol):
     options: Mapping[str, Any]
 
     def is_attached(self) -> bool:
-        """Return True if its modules are attached."""
+        """Return True if the adapter's modules are attached."""
         ...
 
     def names(self) -> list[str]:
-        """Return the names of its tensors in the model."""
+        """Return the names of the adapter's tensors in the model."""
         ...
 
     def wholes(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the base that it trains whole."""
+        """Return the base's parameters that the adapter trains in full."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield its parameters."""
+        """Yield the adapter's parameters."""
         ...
 
     def check_weight(self, weight: float) -> None:
-        """Raise `ConfigError` for a weight that it cannot have."""
+        """Raise `ConfigError` for a weight that the adapter does not support."""
         ...
 
     def weigh_(self, weight: float) -> Self:
-        """Set the factor on its output."""
+        """Set the factor on the adapter's output."""
         ...
 
 
 def deltas_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's mutable record of its deltas by name, detached ones included."""
+    """Return the model's mutable registry of adapters by name, including detached ones."""
     deltas: dict[str, Any] = model.__dict__.setdefault(_DELTAS, {})
     return deltas
 
 
 def base_weights_of(model: nn.Module) -> dict[str, Any]:
-    """Return the base's value of every parameter that holds merged adapters, by name."""
+    """Return the original value of every base parameter with merged adapters, by name."""
     weights: dict[str, Any] = model.__dict__.setdefault(_BASE_WEIGHTS, {})
     return weights
 
 
 def delta_tensors(model: nn.Module) -> set[str]:
-    """Return the names of all tensors that a model's deltas added, or train in full."""
+    """Return the names of all tensors that a model's adapters added, or train in full."""
     deltas = deltas_of(model).values()
     return {name for delta in deltas for name in (*delta.names(), *delta.wholes())}
 
 
 def find_delta(model: nn.Module, name: str) -> Any:
-    """Return a delta by its name.
+    """Return a model's adapter by its name.
 
     Raises:
-        ConfigError: the model has no delta of that name.
+        ConfigError: the model has no adapter of that name.
     """
     deltas = deltas_of(model)
     if name not in deltas:
@@ -115,7 +115,7 @@ def find_delta(model: nn.Module, name: str) -> Any:
 def refuse_laid_out(model: nn.Module, what: str) -> None:
     """Raise `ConfigError` if a model is parallelized or streamed.
 
-    Code that also parallelizes newly attached parts sets `takes_parts` on the model to skip this
+    Code that also parallelizes newly attached modules sets `takes_parts` on the model to skip this
     check.
     """
     if getattr(model, "takes_parts", False):
@@ -145,9 +145,9 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def part_around(model: nn.Module, name: str) -> str:
-    """Return the attention or MLP that ends with the projection `name`, else `name` itself.
+    """Return the attention or MLP whose last projection is `name`; for others, `name` itself.
 
-    For an expert that sees all tokens it is the mixture of experts that contains it.
+    For an expert that processes all tokens it is the mixture of experts that contains it.
     """
     owner, _, last = name.rpartition(".")
     if last not in _LAST or not isinstance(model.get_submodule(owner), _LAST[last]):
@@ -157,9 +157,7 @@ def part_around(model: nn.Module, name: str) -> str:
 
 
 def is_in_mixture(model: nn.Module, name: str) -> bool:
-    """Return True if a module is inside a mixture of experts, where tokens of all samples are
-    mixed.
-    """
+    """Return True if a module is in a mixture of experts, which mixes tokens of all samples."""
     parts = name.split(".")
     return any(
         isinstance(model.get_submodule(".".join(parts[:count])), MoE)
@@ -168,6 +166,6 @@ def is_in_mixture(model: nn.Module, name: str) -> bool:
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """Return the whole model's description if this is a pipeline stage, else the model."""
+    """Return the description of the whole model if this is a pipeline stage, else the model."""
     find_whole = getattr(model, "whole", None)
     return find_whole() if callable(find_whole) else model

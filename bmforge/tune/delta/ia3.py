@@ -1,4 +1,4 @@
-"""IA3: a trained factor per channel on keys, values and the MLP's hidden activations."""
+"""IA3: trained per-channel factors on keys, values and the MLP's hidden activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["IA3"]
 
 
 class IA3(Delta):
-    """Trained factors on the outputs of linear layers, or on the inputs of the layers in `into`.
+    """Trained per-channel factors on layers' outputs, or on inputs of the layers in `into`.
 
     Options: `into`, endings of module names; stacked experts are not supported.
 

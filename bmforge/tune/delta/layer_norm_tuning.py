@@ -1,4 +1,4 @@
-"""LayerNorm tuning: the norms of a model are trained whole, and nothing else."""
+"""LayerNorm tuning: trains only the norms of a model, in full."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LayerNormTuning"]
 
 
 class LayerNormTuning(Delta):
-    """Trains the weights and biases of norms in place; the base's values are kept for `detach`.
+    """Adapter that trains the norms' own weights and biases; `detach` restores the base's.
 
     It has no options. Several of them on one model must not share norms.
 
@@ -50,22 +50,22 @@ class LayerNormTuning(Delta):
         self._attached = True
 
     def places(self) -> list[str]:
-        """Return the names of the norms."""
+        """Return the names of the trained norms."""
         return list(self.norm_names)
 
     def is_attached(self) -> bool:
-        """Return True if the norms have their trained values."""
+        """Return True if the norms currently have their trained values."""
         return self._attached
 
     def detach(self) -> LayerNormTuning:
-        """Give the norms the base's values; `attach` gives them the trained ones again."""
+        """Restore the base's values in the norms; `attach` sets the trained ones again."""
         if not self._attached:
             raise ConfigError(f"adapter {self.name!r} is detached already.")
         self._swap_()
         return self
 
     def attach(self) -> LayerNormTuning:
-        """Give the norms their trained values."""
+        """Set the norms to their trained values."""
         if self._attached:
             raise ConfigError(f"adapter {self.name!r} is attached already.")
         self._swap_()
@@ -90,7 +90,7 @@ class LayerNormTuning(Delta):
             )
 
     def weigh_(self, weight: float) -> LayerNormTuning:
-        """Enable (1) or disable (0) it."""
+        """Enable (weight 1) or disable (weight 0) the adapter."""
         self.check_weight(weight)
         if bool(weight) != self._attached:
             self._swap_()
@@ -98,15 +98,15 @@ class LayerNormTuning(Delta):
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the trained norms by name."""
+        """Return the trained norm parameters by name."""
         return dict(self.wholes())
 
     def describe(self) -> dict[str, Any]:
-        """Return the type, kind and options that are written to its config file."""
+        """Return the type, kind and options, as written to the adapter's config file."""
         return {"type": type(self).__name__, "kind": self.kind, "options": {}}
 
     def merge(self, dequantize: bool = False) -> LayerNormTuning:
-        """Refuse: the trained values are in the model already."""
+        """Raise `ConfigError`: the trained values are in the model already."""
         raise ConfigError(
             f"adapter {self.name!r} cannot be merged, because it trains the model's own norms. "
             "Save the model: its norms have the trained values."

@@ -1,4 +1,4 @@
-"""LoRA: low-rank updates of linear layers, embeddings, heads and stacked experts."""
+"""LoRA: low-rank updates of linear layers, embeddings, output heads and stacked experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LoRA", "Lora"]
 
 
 class Lora(Delta):
-    """Low-rank update ``alpha / rank * B A x`` added to a layer's output.
+    """LoRA adapter: a low-rank update ``alpha / rank * B A x`` added to a layer's output.
 
     Options: those of `nn.low_rank.LowRankOptions`; `use_rslora` (`root_scale`) scales by
     ``alpha / sqrt(rank)``, `use_dora` (`magnitude`) trains the magnitudes of weight rows, `bias`

@@ -1,8 +1,8 @@
 """Merges adapters into the base weights, and unmerges them bit for bit, in any order.
 
-A merged weight is always computed from the base weight and the adapters that are merged then, in
-the order in which they apply, never from an earlier merged weight. Merging or unmerging is refused
-before anything changes if adapters that stay attached would compute something else afterwards.
+A merged weight is always computed from the base weight and all merged adapters, in the order in
+which they apply, never from an earlier merged weight. Merging or unmerging is refused, before
+anything changes, if adapters that stay attached would then compute something else.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ Values = dict[str, dict[str, Tensor]]
 def merge_deltas(
     model: nn.Module, names: Sequence[str] | None = None, dequantize: bool = False
 ) -> None:
-    """Merge several adapters at once; DoRA and IA3 next to others can only be merged together.
+    """Merge several adapters together, as DoRA and IA3 need if others share their layers.
 
     Args:
         model: model with adapters.
-        names: adapters to merge; None merges all attached ones.
-        dequantize: replace torchao's quantized weights by plain ones first.
+        names: names of the adapters to merge; None merges all attached ones.
+        dequantize: True to replace torchao's quantized weights with plain ones first.
 
     Raises:
         ConfigError: as `Delta.merge`.
@@ -68,7 +68,7 @@ def unmerge_deltas(model: nn.Module, names: Sequence[str] | None = None) -> None
 
     Args:
         model: model with merged adapters.
-        names: adapters to unmerge; None unmerges all.
+        names: names of the adapters to unmerge; None unmerges all.
 
     Raises:
         ConfigError: as `Delta.unmerge`.
@@ -79,7 +79,7 @@ def unmerge_deltas(model: nn.Module, names: Sequence[str] | None = None) -> None
 
 
 def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool = False) -> None:
-    """Merge adapters; see `Delta.merge`."""
+    """Merge adapters into the base weights; see `Delta.merge`."""
     for delta in deltas:
         if delta.merged:
             raise ConfigError(f"adapter {delta.name!r} is merged already. Unmerge it first.")
@@ -141,14 +141,14 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
 
 
 def check_attached(model: nn.Module, delta: AttachedDelta) -> None:
-    """Raise `ConfigError` if an adapter just attached does not go with the merged ones."""
+    """Raise `ConfigError` if a newly attached adapter is not compatible with the merged ones."""
     merged = [d for d in deltas_of(model).values() if d.merged]
     for target in _targets(model, merged):
         _check_exact(model, target, merged)
 
 
 class _Link(NamedTuple):
-    """One adapter module in the chain that a layer's output passes through."""
+    """One adapter module in the chain of those that transform a layer's output."""
 
     delta: AttachedDelta | None
     owner: str
@@ -156,7 +156,7 @@ class _Link(NamedTuple):
 
 
 def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, list[_Link]]:
-    """Return module names whose parameters hold the merged adapters -> their adapter modules."""
+    """Map each module whose parameters hold merged adapters to its adapter modules."""
     targets: dict[str, list[_Link]] = {}
     for delta in deltas:
         for attached in delta.here():
@@ -168,7 +168,7 @@ def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, lis
 
 
 def _target(model: nn.Module, attached: Held) -> str | None:
-    """Return the name of the module that can hold what an adapter module computes."""
+    """Return the name of the base module into whose weights an adapter module can be merged."""
     if isinstance(attached.part, (LowRank, ExpertsLowRank, Gain)):
         return attached.owner
     if isinstance(attached.part, Shift):
@@ -188,8 +188,9 @@ def _refuse_part(delta: AttachedDelta, part: Any) -> None:
 def _chain(model: nn.Module, target: str) -> list[_Link]:
     """Return all adapter modules that act on a layer's output, in the order in which they apply.
 
-    Those of the layer come before those of the attention or MLP that it ends; in each, those that
-    belong to no `Delta` first, then by attachment.
+    Adapter modules of the layer come before those of the attention or MLP that the layer ends. In
+    each group, those that belong to no `Delta` come first, then the others by the time of
+    attachment.
     """
     owners = [target]
     around = target.rpartition(".")[0]
@@ -211,7 +212,7 @@ def _chain(model: nn.Module, target: str) -> list[_Link]:
 
 
 def _is_additive(part: Any) -> bool:
-    """Return True if the part adds to the output a term that the output does not influence."""
+    """Return True if the adapter module adds a term that does not depend on the layer's output."""
     if isinstance(part, LowRank):
         return part.magnitude is None
     if isinstance(part, Bottleneck):
@@ -220,10 +221,10 @@ def _is_additive(part: Any) -> bool:
 
 
 def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta]) -> None:
-    """Raise `ConfigError` if merging changes what the adapters together compute.
+    """Raise `ConfigError` if merging would change the joint result of the adapters.
 
-    Sums commute. Otherwise the merged modules must be the first of the chain: a DoRA takes the
-    norms of the base's rows, and a factor on the input is for all modules of the layer.
+    Sums commute. Otherwise the merged modules must be the first of the chain: DoRA uses the norms
+    of the base's rows, and a factor on the input affects all adapter modules of the layer.
     """
     chain = _chain(model, target)
     inside = [any(link.delta is delta for delta in merged) for link in chain]
@@ -248,7 +249,7 @@ def _name(link: _Link) -> str:
 
 
 def _keys(model: nn.Module, target: str, chain: Iterable[_Link]) -> list[str]:
-    """Return the names of the parameters of a module that adapter modules change."""
+    """Return the names of a module's parameters that adapter modules change."""
     module = model.get_submodule(target)
     keys: dict[str, None] = {}
     for link in chain:
@@ -273,7 +274,7 @@ def _keys(model: nn.Module, target: str, chain: Iterable[_Link]) -> list[str]:
 def _merged_values(
     model: nn.Module, target: str, merged: Sequence[AttachedDelta], plain: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the parameters of one module with these adapters in them; {} without adapters."""
+    """Return the parameters of one module with the given adapters merged; {} without adapters."""
     chain = [
         link for link in _chain(model, target) if any(link.delta is applied for applied in merged)
     ]
@@ -312,7 +313,7 @@ def _merged_values(
 def _apply_low_rank(
     part: LowRank, weight: float, values: dict[str, Tensor], base: dict[str, Tensor], module: Any
 ) -> None:
-    """Add a LoRA to the values, or replace them by a DoRA's."""
+    """Add a LoRA update to the weight values, or replace them with those of a DoRA."""
     up, down = full_precision(part.up), full_precision(part.down)
     turned = isinstance(part, EmbeddingLowRank) or not hasattr(module, "out_features")
     added = part.scale * (up @ down)
@@ -343,7 +344,7 @@ def _apply_gain(part: Gain, weight: float, values: dict[str, Tensor], module: An
 def _check_weights(
     model: nn.Module, targets: dict[str, list[_Link]], deltas: Sequence[AttachedDelta]
 ) -> None:
-    """Raise `ConfigError` for weights that are shared with other modules, or are not in memory."""
+    """Raise `ConfigError` for weights that are shared between modules, or are not in memory."""
     shared = shared_tensors(model)
     for target, chain in targets.items():
         for key in _keys(model, target, chain):
@@ -359,7 +360,7 @@ def _check_weights(
 
 
 def _join_licences_(delta: AttachedDelta) -> None:
-    """Add a merged adapter's provenance and licenses to the model's."""
+    """Add the provenance and licenses of a merged adapter to the model's."""
     model: Any = delta.model
     base, source = getattr(model, "provenance", None), delta.provenance
     if base is None or not source:
@@ -373,7 +374,7 @@ def _join_licences_(delta: AttachedDelta) -> None:
 
 
 def _take_out_(delta: AttachedDelta) -> None:
-    """Detach the adapter modules, on a parallelized model too, where `detach` only disables."""
+    """Remove the adapter modules; unlike `detach`, this also works on a parallelized model."""
     if not is_laid_out(delta.model):
         delta.detach()
         return

@@ -1,4 +1,4 @@
-"""Reads and writes the weights that merging changes: full precision in, local shards out."""
+"""Reads weights for merging in full precision, and writes the results to local shards."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def get_parameter(model: nn.Module, target: str, key: str) -> Tensor:
 
 @torch.no_grad()
 def write_local_(tensor: Tensor, value: Tensor) -> None:
-    """Copy a full or local value into this rank's part of a tensor."""
+    """Copy a full or local value into this rank's shard of a tensor."""
     box = local_box(tensor)
     local = local_tensor(tensor.detach())
     local.copy_(value[box.slices] if value.shape != local.shape else value)
 
 
 def full_precision(tensor: Tensor) -> Tensor:
-    """Return the whole tensor in fp32 at least, so that the merged weight is rounded once."""
+    """Return the unsharded tensor in at least fp32, so that the merged weight is rounded once."""
     full = whole_tensor(tensor.detach())
     return full if full.dtype == torch.float64 else full.float()
 
 
 def last_projection(module: nn.Module) -> str | None:
-    """Return the last projection of an attention or MLP of ours, whose bias is its own."""
+    """Return the name of the last projection of a bmforge attention or MLP; None for others."""
     for last in ("o_proj", "down_proj"):
         if isinstance(getattr(module, last, None), nn.Module):
             return last
@@ -48,10 +48,10 @@ def last_projection(module: nn.Module) -> str | None:
 
 
 def dequantized_weight(model: nn.Module, target: str, allowed: bool) -> Tensor | None:
-    """Return the plain weight of a layer that torchao quantized; None for a plain layer.
+    """Return the dequantized weight of a layer quantized by torchao; None for a plain layer.
 
     Raises:
-        ConfigError: a weight of another quantized storage, or dequantizing is not allowed.
+        ConfigError: a weight in another quantized storage, or dequantizing is not allowed.
     """
     module: Any = model.get_submodule(target)
     weight = getattr(module, "weight", None)

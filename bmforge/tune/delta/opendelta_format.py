@@ -1,8 +1,7 @@
-"""Reads OpenDelta's files, ``config.json`` and ``pytorch_model.bin``, into deltas of bmforge.
+"""Loads adapters that OpenDelta saved (``config.json`` and ``pytorch_model.bin``).
 
 Tensor names combine transformers' module names with OpenDelta's inner names; the pickle is read
 with ``weights_only``. This format is never written.
-
 Source: opendelta 0.3.2, `utils/` and `delta_models/`.
 """
 
@@ -87,25 +86,25 @@ _LEAVES = {
 
 
 def is_opendelta(directory: Path) -> bool:
-    """Return True if OpenDelta's `save_finetuned` wrote this directory."""
+    """Return True if a directory was written by OpenDelta's `save_finetuned`."""
     return (directory / _FILE).exists() and (directory / "config.json").exists()
 
 
 def read_opendelta_config(directory: Path) -> dict[str, Any]:
-    """Return the fields of the config that OpenDelta's `save_finetuned` wrote."""
+    """Read the config that OpenDelta's `save_finetuned` wrote, as a dict."""
     fields: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return fields
 
 
 def old_type_of(kind: type[AttachedDelta]) -> str | None:
-    """Return OpenDelta's name of a delta type; None if OpenDelta does not have it."""
+    """Return OpenDelta's name of an adapter type; None if OpenDelta does not have the type."""
     return next((name for name, class_name in _TYPES.items() if class_name == kind.__name__), None)
 
 
 def opendelta_type(
     config: Mapping[str, Any], model: nn.Module | None = None
 ) -> tuple[type[AttachedDelta], dict[str, Any]]:
-    """Return the type of a delta and its options from OpenDelta's config.
+    """Convert OpenDelta's config to an adapter type and its options.
 
     Raises:
         ConfigError: a type that bmforge does not have.
@@ -128,7 +127,7 @@ def opendelta_type(
 
 
 def _pairs(config: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, str]]:
-    """Return (read, write) targets of a parallel adapter; its attention includes the norm."""
+    """Return the (read, write) targets of a parallel adapter; its attention includes the norm."""
     backbone = str(config.get("backbone_class", ""))
     names = [_COMMON.get(name, name) for name in config.get("modified_modules") or ()]
     if names[::2] == ["attn", "mlp.up"] and model is not None and not hasattr(model, "traits"):
@@ -179,12 +178,12 @@ _OPTIONS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: Any) -> AttachedDelta:
-    """Load a delta saved by OpenDelta and attach it to a bmforge model.
+    """Load an adapter that OpenDelta saved, and attach it to a bmforge model.
 
     Args:
         model: bmforge model; its published names are those in OpenDelta's files.
         directory: directory with both files.
-        name: name of the delta.
+        name: name of the adapter.
         overrides: options common to every `Delta`.
 
     Raises:
@@ -229,13 +228,14 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
 def to_our_names(
     model: nn.Module, delta: AttachedDelta, tensors: Mapping[str, Tensor], minus_base: bool = True
 ) -> dict[str, Tensor]:
-    """Rename OpenDelta's tensors, or their gradients, to our names.
+    """Rename tensors in OpenDelta's format, or their gradients, to bmforge's names.
 
     Args:
-        model: bmforge model with the delta.
-        delta: delta built from OpenDelta's config.
+        model: bmforge model with the adapter.
+        delta: adapter built from OpenDelta's config.
         tensors: tensors by OpenDelta's names.
-        minus_base: subtract the model's biases: OpenDelta's biases replace them, ours are added.
+        minus_base: True to subtract the model's biases: OpenDelta's biases replace them, bmforge's
+            are added.
     """
     published = all_names(model)
     renamed = {} if delta.kind == "shift" else _wholes(model, tensors)
@@ -270,7 +270,7 @@ def to_our_names(
 def _owner(
     model: nn.Module, delta: AttachedDelta, published: Mapping[str, list[str]], published_name: str
 ) -> str:
-    """Return the name here of the module that the adapter module of `published_name` extends."""
+    """Return bmforge's name of the module to which a published module's adapter belongs."""
     own = {part.owner for part in delta.held}
     reads_at = delta.options.get("reads_at") or {}
     written = [writes for writes, reads in reads_at.items() if reads == published_name]
@@ -281,7 +281,7 @@ def _owner(
 
 
 def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters that were trained in full with a delta, by our names."""
+    """Return the parameters trained in full with an adapter, by bmforge's names."""
     published, renamed = all_names(model), {}
     for name, tensor in tensors.items():
         if _INSIDE.fullmatch(name) is None and "reparams." not in name:
@@ -294,7 +294,7 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _place(delta: AttachedDelta, beginning: str) -> str:
-    """Return the full name of the first part whose module's name starts with `beginning`."""
+    """Return the full name of the first adapter module whose base module has this name prefix."""
     for owner, slot, part in delta.held:
         if owner.startswith(beginning) and list(part.parameters()):
             return f"{owner}.{slot}"
@@ -304,7 +304,7 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
 
 
 def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: str) -> str:
-    """Return the attention or MLP that a published module is, or is inside of."""
+    """Return the attention or MLP that equals or contains a published module."""
     inside = [
         n
         for t in published
@@ -355,13 +355,13 @@ def _biases(
 
 
 def _as_heads(delta: AttachedDelta, tensor: Tensor) -> Tensor:
-    """Reshape (P, heads * H) to (K, P, H)."""
+    """Split a prefix tensor into attention heads: (P, heads * H) to (K, P, H)."""
     heads, _, width = delta.held[0].part.key.shape
     return tensor.unflatten(1, (heads, width)).transpose(0, 1)
 
 
 def _fold(delta: AttachedDelta, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the keys and values that the reparameterization MLP computes, for all layers."""
+    """Run the prefix's reparameterization MLP; return the keys and values of all layers."""
     mid = torch.tanh(
         tensors["wte.weight"] @ tensors["control_trans.0.weight"].T
         + tensors["control_trans.0.bias"]

@@ -1,8 +1,7 @@
-"""Reads PEFT's LoRAs on stacked experts (`target_parameters`).
+"""Loads PEFT's LoRA adapters on stacked experts (`target_parameters`).
 
 PEFT has one pair of factors for all experts of a stack, gate and up projection fused; bmforge has
-one pair per matrix. The loaded adapter computes the same; it is saved in bmforge's form.
-
+one pair per matrix. The loaded adapter computes the same; it is saved in bmforge's format.
 Source: PEFT 0.21, `ParamWrapper`.
 """
 
@@ -23,7 +22,7 @@ _NAME = re.compile(r"(?:model\.)?(layers\.\d+\.mlp\.experts)(?:\.base_layer)*")
 
 
 def expert_owner(model: nn.Module, name: str) -> str | None:
-    """Return our name of transformers' stacked experts module; None for any other module."""
+    """Return bmforge's name of a transformers module with stacked experts; None for others."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -36,13 +35,16 @@ def expert_owner(model: nn.Module, name: str) -> str | None:
 def read_experts(
     name: str, part: Any, pairs: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the tensors of an experts adapter, by their names in it.
+    """Convert PEFT's factors to the tensors of a bmforge adapter on stacked experts.
 
     Args:
-        name: name of the part, used in messages.
+        name: name of the adapter module, used in messages.
         part: an `ExpertsLowRank`.
         pairs: factors "A" and "B" of every PEFT stack; the matrix they belong to is inferred from
             their shapes. Matrices without factors get an update of zero.
+
+    Returns:
+        tensors by their names in `part`.
 
     Raises:
         CheckpointError: factors that match no stack.

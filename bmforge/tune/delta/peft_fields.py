@@ -1,10 +1,9 @@
-"""Table of PEFT's adapter config fields and how bmforge treats each.
+"""Table of PEFT's adapter config fields, and how bmforge handles each of them.
 
 Every field is *read*, is *without effect* on what a saved adapter computes, or has *required*
 values: any other value is refused by name, and so is a field that is not in the table. A field has
 no effect for one of three reasons: it describes how the adapter was initialized or trained, it
 describes the file rather than its numbers, or the tensors' names and shapes already say the same.
-
 Source: PEFT 0.21, the config classes of its tuners. `tests/tune/delta/test_peft_law.py` compares
 the table with the installed version and the logits with those of PEFT.
 """
@@ -119,7 +118,7 @@ FIELDS: Mapping[str, Mapping[str, str | Required]] = {
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a field of a PEFT config that would silently change the outputs.
+    """Raise `ConfigError` for a PEFT config field that would silently change the outputs.
 
     Args:
         config: config of an adapter directory, its `peft_type` in `FIELDS`.

@@ -1,10 +1,9 @@
-"""Reads PEFT's adapter directories: the config's fields and the names of its tensors.
+"""Reads PEFT's adapter directories: converts config fields and tensor names.
 
 Tensors are named after transformers' modules. Where transformers has one fused layer for several of
-ours (`c_attn` = q, k and v), one pair of factors is split into one per layer of ours with the same
-`down`; layers of ours with different `down` are written as one pair of the summed rank, whose `up`
-is block-diagonal.
-
+bmforge's (`c_attn` = q, k and v), one pair of factors is split into one per bmforge layer with the
+same `down`; bmforge layers with different `down` are written as one pair of the summed rank, whose
+`up` is block-diagonal.
 Source: PEFT 0.21, `utils/save_and_load.py` and the configs of its tuners.
 """
 
@@ -33,7 +32,7 @@ PREFIX = "base_model.model."
 
 
 class Names:
-    """Map between published module names and our names, in row order of fused layers.
+    """Map between published module names and bmforge's, in row order of fused layers.
 
     Args:
         model: bmforge model; for any other model the map is the identity.
@@ -54,7 +53,7 @@ class Names:
         self.tied = _tied_names(model)
 
     def read_whole(self, published_name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return our parameters, by name, that a published parameter holds; {} if there are none.
+        """Return bmforge's parameters, by name, stored in a published parameter; {} if none are.
 
         Args:
             published_name: published name of the parameter.
@@ -83,7 +82,7 @@ class Names:
         return pieces
 
     def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return published parameters, by name, computed from these parameters of ours."""
+        """Compute published parameters, by name, from bmforge's parameters."""
         if self.rules is None:
             return dict(tensors)
         sources: dict[str, Tensor] = {}
@@ -96,7 +95,7 @@ class Names:
         return sources
 
     def of(self, name: str) -> str:
-        """Return the published name of a module of ours.
+        """Return the published name of a bmforge module.
 
         Raises:
             ConfigError: published checkpoints have no such module.
@@ -107,7 +106,7 @@ class Names:
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
-    """Return published names of tied parameters -> their other published names."""
+    """Map the published name of each tied parameter to its other published names."""
     if not hasattr(model, "all_rules"):
         return {}
     published_names = {rule.ours: rule.theirs for rule in model.all_rules() if rule.is_renaming}
@@ -128,10 +127,10 @@ def rows_of(model: nn.Module, name: str) -> int:
 def options_of(
     model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the options of our adapter for PEFT's config and tensors.
+    """Convert PEFT's config and tensors to the options of a bmforge adapter.
 
     Raises:
-        ConfigError: a field that would change numbers and that is not supported, by its name.
+        ConfigError: an unsupported field that would change numbers, by its name.
         CheckpointError: tensors of modules that the model does not have.
     """
     check_fields(config)
@@ -183,13 +182,13 @@ def _low_rank_options(
 
 
 def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
-    """Return the first pattern that an ending of the name matches, as PEFT chooses it."""
+    """Return the first pattern that matches an ending of the name, like PEFT."""
     matches = (key for key in patterns if re.match(rf"(.*\.)?({key})$", name))
     return next(matches, None)
 
 
 def _module_of(key: str) -> str | None:
-    """Return the published name of the module that a tensor of an adapter is attached to."""
+    """Return the published name of the module that an adapter tensor modifies, or None."""
     bare = key.removeprefix(PREFIX)
     for mark in (".lora_", ".ia3_l"):
         if mark in bare:
@@ -211,7 +210,7 @@ def _named(name: str, patterns: Any) -> bool:
 
 
 def _whole_key(key: str) -> str | None:
-    """Return the published name of a parameter that is saved whole; None for other tensors."""
+    """Return the published name of a parameter that is saved in full; None for adapter tensors."""
     if _module_of(key) is not None or key == "prompt_embeddings" or ".ln_tuning_layers." in key:
         return None
     bare = key.removeprefix(PREFIX) if key.startswith(PREFIX) else key.removeprefix("base_model.")
@@ -225,7 +224,7 @@ def _whole_key(key: str) -> str | None:
 def _saved_whole(
     names: Names, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    """Return the names of our parameters that a file contains in full.
+    """Return the names of the bmforge parameters that a file contains in full.
 
     Raises:
         CheckpointError: parameters that this model does not have.
@@ -249,7 +248,7 @@ def _saved_whole(
 
 
 def _is_copy(tensors: Mapping[str, Tensor], key: str) -> bool:
-    """Return True if a file has a tensor twice, because it is tied in transformers."""
+    """Return True if a file has a tensor twice, since it is tied in transformers."""
     tensor = tensors[key]
     others = (t for name, t in tensors.items() if name != key and t.shape == tensor.shape)
     return any(torch.equal(tensor, other) for other in others)
@@ -272,12 +271,13 @@ def _refuse_untied(names: Names, config: Mapping[str, Any], parameters: Iterable
 def read_tensors(
     delta: AttachedDelta, tensors: Mapping[str, Tensor], blocks: Mapping[str, list[int]]
 ) -> dict[str, Tensor]:
-    """Rename PEFT's tensors to our names.
+    """Rename the tensors of a PEFT adapter to bmforge's names.
 
     Args:
-        delta: delta built from PEFT's config.
+        delta: adapter built from PEFT's config.
         tensors: tensors by PEFT's names.
-        blocks: fused layer -> ranks of our parts of it, if bmforge wrote them block by block.
+        blocks: ranks of the bmforge layers in each fused layer, if bmforge wrote them block by
+            block.
     """
     names, attached = Names(delta.model), {part.owner: part for part in delta.held}
     stacks: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -308,7 +308,7 @@ def read_tensors(
 
 
 def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return a tensor that belongs to no adapted module, by our names."""
+    """Convert a tensor that belongs to no adapted module; return it by bmforge's name."""
     if key == "prompt_embeddings":
         return _read_prompt(delta, tensor)
     if ".ln_tuning_layers." in key:
@@ -355,14 +355,14 @@ _LEAVES = {
 def _split(
     parts: list[Held | None], rows: list[int], leaf: str, tensor: Tensor, ranks: list[int] | None
 ) -> dict[str, Tensor]:
-    """Split a fused layer's tensor into the tensors of our parts.
+    """Split the adapter tensor of a fused layer into those of the bmforge layers.
 
     Args:
-        parts: parts of the layer, in order; None for modules without a part.
-        rows: output features of each part; [] if the layer is not fused.
+        parts: adapter modules of the fused layer, in order; None for layers without one.
+        rows: output features of each layer; [] if the layer is not fused.
         leaf: PEFT's name of the tensor.
-        tensor: tensor of the whole layer.
-        ranks: rank of each part, if they were written block by block.
+        tensor: tensor of the whole fused layer.
+        ranks: rank of each adapter module, if they were written block by block.
     """
     if leaf not in _LEAVES:
         raise CheckpointError(f"lora_{leaf} is no tensor of PEFT's that is known.")
@@ -384,11 +384,11 @@ def _split(
 
 
 def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
-    """Share one `down` among our parts of each fused layer, as PEFT does.
+    """Share one `down` factor among the bmforge layers of each fused layer, as PEFT does.
 
     Args:
-        delta: delta loaded from PEFT's files.
-        blocks: layers whose parts have separate `down` factors.
+        delta: adapter loaded from PEFT's files.
+        blocks: fused layers whose bmforge layers have separate `down` factors.
     """
     names, attached = Names(delta.model), {part.owner: part.part for part in delta.held}
     for published_name, owners in names.ours.items():

@@ -1,4 +1,4 @@
-"""Writes deltas in PEFT's form; see `peft_format.py`."""
+"""Writes adapters in PEFT's format; `peft_format.py` reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
 
 
 def can_write(delta: AttachedDelta) -> bool:
-    """Return True if PEFT computes the same from a directory of this adapter in its form."""
+    """Return True if PEFT would compute the same from this adapter in PEFT's format."""
     model = whole_model(delta.model)
     wholes = delta.wholes()
     if delta.peft_type not in _METHODS or any(map(_is_of_a_part(delta), wholes)):
@@ -44,16 +44,16 @@ def can_write(delta: AttachedDelta) -> bool:
 
 
 def _can_fold(delta: AttachedDelta) -> bool:
-    """Return True if PEFT can apply the adapter's weight: as a factor on alpha, or not at all."""
+    """Return True if PEFT can represent the adapter's weight, by scaling alpha or trivially."""
     is_sum = delta.kind == "low_rank" and not delta.options.get("magnitude")
     return delta.weight in (0, 1) or is_sum
 
 
 def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]:
-    """Multiply alpha by the adapter's weight; return what reading needs to undo it.
+    """Multiply alpha by the adapter's weight; return the data that loading needs to undo this.
 
     Args:
-        config: adapter config in PEFT's form, changed in place.
+        config: adapter config in PEFT's format, changed in place.
         delta: the adapter; a disabled one keeps its alpha, since PEFT has no disabled state.
     """
     mark: dict[str, Any] = {"weight": float(delta.weight)} if delta.weight != 1 else {}
@@ -66,7 +66,7 @@ def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]
 
 
 def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
-    """Return published module names -> the adapter modules that are attached to parts of each."""
+    """Map each published module name to the adapter modules on the bmforge layers in it."""
     groups: dict[str, list[Held]] = {}
     for attached in delta.held:
         groups.setdefault(names.of(attached.owner), []).append(attached)
@@ -74,7 +74,7 @@ def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
 
 
 def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
-    """Return True if the LoRAs of a fused layer's parts can be one LoRA of the fused layer."""
+    """Return True if the LoRAs in a fused layer can be written as one LoRA on the fused layer."""
     if len(owners) == 1:
         return True
     loras = [attached.part for attached in parts]
@@ -90,15 +90,13 @@ def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
 
 
 def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
-    """Return a predicate: does this parameter belong to an adapter module, which PEFT does not
-    know?
-    """
+    """Return a predicate that is True for parameters of adapter modules, which PEFT lacks."""
     model = whole_model(delta.model)
     return lambda name: hasattr(model.get_submodule(name.rpartition(".")[0]), "is_delta")
 
 
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
-    """Return True if the parameters trained in full are complete modules of published checkpoints.
+    """Return True if the parameters trained in full make up complete published modules.
 
     In a prompt's directory PEFT looks only for the classification head.
     """
@@ -126,7 +124,7 @@ def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
 
 
 def _heads(model: nn.Module) -> list[str]:
-    """Return the parameters of the head that PEFT saves with every adapter of this task."""
+    """Return the head parameters that PEFT saves with every adapter for this task."""
     if _task(model) not in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"):
         return []
     names = Names(model)
@@ -139,7 +137,7 @@ def _heads(model: nn.Module) -> list[str]:
 
 
 def written_whole(delta: AttachedDelta) -> set[str]:
-    """Return the names of the base's parameters that a directory of the adapter contains."""
+    """Return the names of the base parameters that a directory of the adapter contains."""
     is_prompt = delta.peft_type in _PROMPTS and can_write(delta)
     return {*delta.wholes(), *(_heads(whole_model(delta.model)) if is_prompt else ())}
 
@@ -147,13 +145,13 @@ def written_whole(delta: AttachedDelta) -> set[str]:
 def write_tensors(
     delta: AttachedDelta, wholes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
-    """Return an adapter's tensors under PEFT's names, per block, and the patterns of ranks.
+    """Return an adapter's tensors by PEFT's names, the ranks of fused blocks, and rank patterns.
 
     The patterns are fields of the config: `rank_pattern` and `alpha_pattern`.
 
     Args:
         delta: adapter with all its modules, unsharded.
-        wholes: fully trained parameters (`modules_to_save`).
+        wholes: parameters trained in full (`modules_to_save`).
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:
@@ -207,7 +205,7 @@ def _write_wholes(
 def _write_prompt(
     delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return prompt embeddings, and the head, which PEFT expects in every file of its task."""
+    """Return prompt embeddings by PEFT's names, with the head that PEFT expects for the task."""
     if delta.kind == "prompt":
         written = {"prompt_embeddings": _prompt_rows(delta)}
     else:
@@ -305,7 +303,7 @@ def _join_low_rank(
 def write_config(
     delta: AttachedDelta, patterns: Mapping[str, Any], wholes: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the content of PEFT's adapter_config.json for a delta."""
+    """Return the content of PEFT's adapter_config.json for an adapter."""
     config: dict[str, Any] = {
         "peft_type": delta.peft_type,
         "base_model_name_or_path": None,
@@ -350,7 +348,7 @@ def write_config(
 
 
 def _trains_tied(model: nn.Module, wholes: Mapping[str, Tensor]) -> bool:
-    """Return True if a weight that is trained in full is tied to another."""
+    """Return True if a weight trained in full is tied to another weight."""
     shared, named = shared_tensors(model), dict(model.named_parameters())
     return any(id(named[name]) in shared for name in wholes if name in named)
 

@@ -1,4 +1,4 @@
-"""Prefix tuning: trained keys and values prepended to those of every sample, per layer."""
+"""Prefix tuning: trained keys and values, per layer, prepended to those of every sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Prefix"]
 
 
 class Prefix(Delta):
-    """Trained keys and values that every query attends to.
+    """Prefix tuning: trained keys and values to which every query attends.
 
     Options: `length`, `std`; `inner`, the width of two layers that compute the prefix in training
     and are folded into it when it is saved; and `shift_positions`: whether the text's positions

@@ -1,4 +1,4 @@
-"""Checks an adapter's module patterns, and orders its record in the model's config."""
+"""Checks an adapter's module patterns, and orders the adapters in the model's config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_patterns", "order_changes_", "rename_options"]
 
 
 def check_patterns(delta: Any, names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a pattern of ranks, alphas or exclude that matches nothing."""
+    """Raise `ConfigError` if a pattern in `ranks`, `alphas` or `exclude` matches no module."""
     for option in ("ranks", "alphas"):
         for glob in delta.options.get(option) or {}:
             if not any(match_glob(name, glob) for name in names):
@@ -33,8 +33,9 @@ def check_patterns(delta: Any, names: Sequence[str]) -> None:
 
 
 def order_changes_(model: Any, name: str) -> None:
-    """Sort the config's changes into the order in which adapters apply, since some do not
-    commute.
+    """Sort the adapters in the config into the order in which they apply.
+
+    The order matters, since some adapters do not commute.
     """
     order = {delta_name: number for number, delta_name in enumerate(deltas_of(model))}
     order.setdefault(name, len(order))
@@ -47,11 +48,11 @@ def order_changes_(model: Any, name: str) -> None:
 
 
 def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return options under bmforge's names.
+    """Rename PEFT's options to bmforge's.
 
     Args:
-        options: option name -> value; one of bmforge's that is empty or False counts as not given.
-        names: PEFT's option name -> bmforge's, besides `modules_to_save`.
+        options: values by option name; an empty or False bmforge option counts as not given.
+        names: map from PEFT's option names to bmforge's, in addition to `modules_to_save`.
 
     Raises:
         ConfigError: an option is given under both names.

@@ -1,7 +1,7 @@
-"""Per-call adapter selection: `adapter_names` per sample, `select_adapters` for a block of code.
+"""Per-call adapter selection: `adapter_names` per sample, `select_adapters` for a code part.
 
-`use_deltas` sets the weights that calls without a selection use. A selection is a value that a call
-passes on (`nn.adapter_selection`): it leaves nothing on the model or its modules.
+`use_deltas` sets the weights for calls without a selection. A selection is a value that a call
+passes on (`nn.adapter_selection`); it is not stored on the model or its modules.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ def use_deltas(
     names: Sequence[str] | str,
     weights: Mapping[str, float] | Sequence[float] | None = None,
 ) -> None:
-    """Enable these adapters for all later calls and disable all others.
+    """Enable some adapters for all later calls and disable all others.
 
     Args:
         model: model with adapters; parallelized or not.
         names: adapters to enable; () disables all.
-        weights: factor on the output of each, by name or in the order of `names`; None is 1.
+        weights: factor on the output of each, by name or in the order of `names`; None means 1.
 
     Raises:
-        ConfigError: an unknown name, a weight that an adapter cannot have, or a merged adapter
+        ConfigError: an unknown name, a weight that an adapter does not support, or a merged adapter
             whose weight would change. No adapter is changed then.
     """
     chosen = [names] if isinstance(names, str) else list(names)
@@ -113,14 +113,14 @@ def use_deltas(
 
 @contextmanager
 def select_adapters(model: nn.Module, names: AdapterNames | Selection) -> Iterator[None]:
-    """Apply one adapter, or none, per sample to every call inside.
+    """Context manager: apply one adapter, or none, per sample in all calls of the model.
 
-    A model's call takes the same as ``model(..., adapter_names=[...])``, for that call and its
-    backward. Several users' adapters can so be trained in one batch, each on its own samples.
+    ``model(..., adapter_names=[...])`` does the same for one call and its backward. In this way the
+    adapters of several users can be trained in one batch, each on its own samples.
 
     Args:
         model: model with adapters, all attached.
-        names: per sample the name of an adapter, or None or "__base__" for the base model.
+        names: name of an adapter for each sample, or None or "__base__" for the base model.
 
     Raises:
         ConfigError: an unknown name, or an adapter that cannot differ between samples.
@@ -131,7 +131,7 @@ def select_adapters(model: nn.Module, names: AdapterNames | Selection) -> Iterat
 
 
 def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
-    """Return the selection that applies one adapter, or none, per sample.
+    """Build the selection that applies one adapter, or none, to each sample.
 
     Args:
         model: model with adapters.
@@ -186,14 +186,14 @@ def _check_available(delta: AdapterLike) -> None:
 
 
 def _has_samples(model: nn.Module, attached: Held) -> bool:
-    """Return True if the first dim of the module's input is the batch."""
+    """Return True if the first dimension of the module's input is the batch dimension."""
     if not isinstance(attached.part, BesidePart) or is_in_mixture(model, attached.owner):
         return False
     return not getattr(model.get_submodule(attached.owner), "asks_parts", False)
 
 
 def accept_adapter_names_(model: nn.Module) -> None:
-    """Let the call of a model take the argument `adapter_names`."""
+    """Make the model's call accept the argument `adapter_names`."""
     if _prepare not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_prepare, with_kwargs=True, prepend=True)
         wrap_forward_(model, _run, "adapters")
@@ -202,7 +202,7 @@ def accept_adapter_names_(model: nn.Module) -> None:
 def _prepare(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The hook before a model with adapters: check the names and make them a `Selection`."""
+    """Forward pre-hook of a model with adapters: check the names and build a `Selection`."""
     if "delta_rows" in kwargs:  # the argument's name in earlier versions
         kwargs = dict(kwargs)
         kwargs.setdefault(_ARGUMENT, kwargs.pop("delta_rows"))
@@ -227,7 +227,7 @@ def _concerns(selection: Any, model: nn.Module) -> bool:
 
 
 def _run(inner: Callable[..., Any], /, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
-    """The wrapper of a model with adapters: run it with the call's selection."""
+    """Forward wrapper of a model with adapters: run the model with the call's selection."""
     if adapter_names is None:
         return inner(*args, **kwargs)
     with run_with_selection(adapter_names):
@@ -235,10 +235,10 @@ def _run(inner: Callable[..., Any], /, *args: Any, adapter_names: Any = None, **
 
 
 def _pass_to_recomputed_(model: nn.Module) -> None:
-    """Let blocks that run again in backward take the selection of their first run.
+    """Make blocks that are recomputed in backward use the selection of their first run.
 
-    It becomes an argument of the block, because the second run happens outside of the model's call
-    and, on accelerators, on another thread.
+    The selection becomes an argument of the block, because the second run happens outside of the
+    model's call and, on accelerators, on another thread.
     """
     for block in model.modules():
         places = {order_key for order_key, _ in wrappers_of(block)}
@@ -250,17 +250,17 @@ def _pass_to_recomputed_(model: nn.Module) -> None:
 def _give_selection(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The hook before a recomputed block: pass it the active selection."""
+    """Forward pre-hook of a recomputed block: pass the active selection to the block."""
     selection = active_selection()
     return None if selection is None else (args, {**kwargs, _ARGUMENT: selection})
 
 
 def check_names(model: nn.Module, selection: DeltaChoice) -> DeltaNames:
-    """Return adapter names in attachment order.
+    """Check adapter names, and return them in attachment order.
 
     Args:
         model: model with adapters, or without.
-        selection: adapters to enable.
+        selection: names of adapters to enable; None returns None.
 
     Raises:
         ConfigError: an unknown name, or an adapter that is merged or detached.
@@ -274,7 +274,7 @@ def check_names(model: nn.Module, selection: DeltaChoice) -> DeltaNames:
 
 
 def tell_choice(model: nn.Module, names: DeltaNames) -> str:
-    """Return a text that is equal for equal selections, and "" for the base model."""
+    """Return a string that is equal for equal selections, and "" for the base model."""
     weights = {name: _weight(delta, names) for name, delta in deltas_of(model).items()}
     working = {name: weight for name, weight in weights.items() if weight}
     return repr(working) if working else ""
@@ -282,7 +282,7 @@ def tell_choice(model: nn.Module, names: DeltaNames) -> str:
 
 @contextmanager
 def choosing_deltas(model: nn.Module, names: DeltaNames) -> Iterator[None]:
-    """Enable adapters by name for all samples of the calls inside, on this thread.
+    """Context manager: enable adapters by name for all samples, in calls on this thread.
 
     An enabled adapter keeps the weight that `use_deltas` gave it, or 1 if it was disabled.
 

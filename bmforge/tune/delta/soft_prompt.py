@@ -1,4 +1,4 @@
-"""Soft prompts: trained embeddings before the text (before the source of an encoder-decoder)."""
+"""Soft prompts: trained embeddings before the text (the source of an encoder-decoder)."""
 
 from __future__ import annotations
 
@@ -49,17 +49,16 @@ _OTHERS = {
 
 
 class SoftPrompt(Delta):
-    """Trained embeddings before every text, with ids that start at the vocabulary size.
+    """Soft prompt: trained embeddings before every text, with ids above the vocabulary.
 
     A bmforge model is called as before: the ids are prepended to `input_ids`, and masks and labels
-    are
-    lengthened. Logits cover all positions, the prompt's included; the loss covers only the text.
+    are lengthened. Logits cover all positions, the prompt's included; the loss covers only the
+    text.
 
     Args:
         model: bmforge model that reads tokens.
         words: ids of tokens whose embeddings initialize the rows, repeated as needed; ()
-            initializes
-            at random.
+            initializes at random.
         options: `length` and `std`, and those of every `Delta`.
 
     Attributes:
@@ -94,11 +93,11 @@ class SoftPrompt(Delta):
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach it to the token embedding, its only possible target."""
+        """Attach the prompt to the token embedding, its only possible target."""
         return cls(model, name=name, **{k: v for k, v in options.items() if k != "targets"})
 
     def init_(self, seed: int = 0) -> SoftPrompt:
-        """Initialize the rows at random, or from the embeddings of `words`."""
+        """Initialize the prompt at random, or from the embeddings of `words`."""
         super().init_(seed)
         table: Any = getattr(self.model, "embed", None)
         prompt: Any = self.held[0].part
@@ -126,7 +125,7 @@ def put_prompt_first(
     """Forward pre-hook of a model with a soft prompt: prepend the prompt to the inputs.
 
     Raises:
-        ConfigError: a per-token argument for which no value for the prompt's rows is defined.
+        ConfigError: a per-token argument that has no defined value for the prompt's rows.
     """
     table = model.whole().embed
     prompt = getattr(table, "prompt", None)
@@ -186,12 +185,12 @@ def _is_apart(model: Any) -> bool:
 def put_rows_before(
     model: Any, ids: tuple[int, ...], names: tuple[str, ...] | None
 ) -> tuple[int, ...]:
-    """Return ids with those of the soft prompt prepended, if one of these deltas is a soft prompt.
+    """Prepend the ids of an enabled soft prompt, if there is one, to the ids of a text.
 
     Args:
-        model: model with or without deltas.
+        model: model with or without adapters.
         ids: token ids of a text.
-        names: names of deltas; None uses the enabled ones.
+        names: names of the enabled adapters; None uses the model's own state.
     """
     for name, delta in deltas_of(model).items():
         is_on = bool(delta.weight) if names is None else name in names

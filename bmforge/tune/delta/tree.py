@@ -1,4 +1,4 @@
-"""A model's module tree, with equal neighbors folded and each tensor marked frozen or trained.
+"""Module tree of a model: equal neighbors are folded, tensors are marked frozen or trained.
 
 `tree_page` renders it as an HTML page, `draw_tree` in a terminal.
 """
@@ -32,7 +32,7 @@ class OwnTensor:
         name: name in the module.
         shape: global shape.
         is_trained: True if it requires gradients.
-        is_delta: True if it belongs to a delta.
+        is_delta: True if it belongs to an adapter.
         is_again: True if a module further up has the same parameter (tied).
     """
 
@@ -44,18 +44,18 @@ class OwnTensor:
 
     @property
     def whose(self) -> str:
-        """Return "delta", "trained" or "frozen"."""
+        """Return the parameter's role: "delta", "trained" or "frozen"."""
         return "delta" if self.is_delta else "trained" if self.is_trained else "frozen"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of parameters.
+    """Parameter counts of a module.
 
     Args:
-        total: parameters of a module and its submodules, deltas included.
+        total: parameters of the module and its submodules, adapters included.
         trained: trained parameters among these.
-        delta: parameters of deltas among these.
+        delta: adapter parameters among these.
     """
 
     total: int = 0
@@ -63,7 +63,7 @@ class Counts:
     delta: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        """Return the sums of both."""
+        """Add the counts of two modules."""
         return Counts(
             self.total + other.total, self.trained + other.trained, self.delta + other.delta
         )
@@ -92,14 +92,14 @@ class ModuleRun:
 
 @dataclass(frozen=True)
 class _Node:
-    """One module.
+    """One module of the unfolded tree.
 
     Args:
         name: name in its parent.
         kind: class name.
         tensors: parameters registered directly on it.
         children: submodules that are shown.
-        is_delta: True for a part of a delta, or a module inside one.
+        is_delta: True for an adapter module, or a module inside one.
         is_list: True for a container without computation.
         look: key that is equal for modules of equal structure.
         counts: parameters of it and its submodules.
@@ -121,7 +121,7 @@ def fold_tree(model: nn.Module, root: str = "model", keep_empty: bool = False) -
     Args:
         model: any model, on meta or not.
         root: name shown for the root.
-        keep_empty: show modules without parameters, too.
+        keep_empty: True to also show modules without parameters.
     """
     return _row(_read(root, model, set(), False, keep_empty), root, "")
 
@@ -150,7 +150,7 @@ def _read(name: str, module: nn.Module, seen: set[int], is_delta: bool, keep_emp
 
 
 def _row(node: _Node, name: str, target: str) -> ModuleRun:
-    """Return the row of a module; a ModuleList of equal modules is collapsed into one row."""
+    """Convert a module to a row; a ModuleList of equal modules becomes a single row."""
     runs = list(_runs(node))
     if len(runs) == 1 and node.is_list and target:
         run_row = _run_row(node, runs[0], target)
@@ -161,7 +161,7 @@ def _row(node: _Node, name: str, target: str) -> ModuleRun:
 
 
 def _runs(node: _Node) -> Iterator[list[_Node]]:
-    """Yield runs of equal neighbors: numbered modules, and modules without children."""
+    """Yield groups of equal neighbors: numbered modules, and modules without children."""
 
     def alike(child: _Node) -> Any:
         is_folded = child.name.isdigit() or not (child.children or child.is_delta)
@@ -186,16 +186,16 @@ def _run_row(owner: _Node, run: Sequence[_Node], target: str) -> ModuleRun:
 
 
 def _numbers(owner: _Node, run: Sequence[_Node]) -> str:
-    """Return the target pattern for these module numbers: ``*`` if they are all."""
+    """Return the target pattern for some numbered modules: ``*`` if these are all."""
     if len(run) == len(owner.children):
         return "*"
     return f"({'|'.join(node.name for node in run)})"
 
 
 def _spelled(target: str) -> str:
-    """Return the target as users write it: a subset of numbers needs a regular expression.
+    """Write a target in user syntax: a subset of numbers needs a regular expression.
 
-    A name that is a common word does too, since the word would match more modules.
+    A module name that is also a common word does too, since the word would match more modules.
     """
     if target in WORDS:
         return f"[r]^{target}$"
@@ -207,14 +207,14 @@ def _spelled(target: str) -> str:
 
 
 def walk_rows(row: ModuleRun, depth: int = 0) -> Iterator[tuple[int, ModuleRun]]:
-    """Yield every row with its depth, from the top."""
+    """Yield every row with its depth, from top to bottom."""
     yield depth, row
     for child in row.children:
         yield from walk_rows(child, depth + 1)
 
 
 def short_count(count: int) -> str:
-    """Return an abbreviated number of parameters, such as 11.31B."""
+    """Abbreviate a number of parameters, for example to 11.31B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.{2 if count < 100 * size else 1}f}{unit}"
@@ -222,7 +222,7 @@ def short_count(count: int) -> str:
 
 
 def draw_tree(row: ModuleRun) -> Tree:
-    """Return the tree as a rich object: trained blue, frozen gray, deltas magenta."""
+    """Return the tree as a rich object: trained in blue, frozen in gray, adapters in magenta."""
     tree = Tree(_label(row), guide_style="bright_black")
     _hang(tree, row)
     return tree

@@ -1,6 +1,4 @@
-"""Renders a model's tree as one HTML page: clicking rows selects targets and shows the code for
-them.
-"""
+"""Renders a model's tree as an HTML page, on which clicks select targets and show the code."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ write();
 
 
 def write_tree_page(path: Path, row: ModuleRun, title: str) -> Path:
-    """Write a self-contained HTML page; return its path.
+    """Write the tree as a self-contained HTML page; return its path.
 
     Args:
         path: output file.

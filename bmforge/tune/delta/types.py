@@ -1,4 +1,4 @@
-"""The adapter types by name, and initialization of all adapters of a model."""
+"""Registry of adapter types by name, and initialization of all adapters of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["adapter_types", "init_deltas_"]
 
 
 def adapter_types(base: type[AttachedDelta] = AttachedDelta) -> dict[str, type[AttachedDelta]]:
-    """Return the adapter types by class name: the subclasses that name a `peft_type`."""
+    """Return all adapter types by class name: the subclasses that define a `peft_type`."""
     types: dict[str, type[AttachedDelta]] = {}
     for kind in base.__subclasses__():
         types |= {kind.__name__: kind} if "peft_type" in vars(kind) else {}
@@ -20,10 +20,10 @@ def adapter_types(base: type[AttachedDelta] = AttachedDelta) -> dict[str, type[A
 
 
 def init_deltas_(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Initialize the tensors of all deltas of a model at random, identically on every layout.
+    """Initialize the tensors of all adapters of a model at random, identically on every layout.
 
     Args:
-        model: materialized model: call after `load_weights_` if deltas were attached on meta.
+        model: materialized model: call after `load_weights_` if adapters were attached on meta.
         seed: random seed of all tensors.
     """
     for delta in deltas_of(model).values():

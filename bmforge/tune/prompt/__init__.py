@@ -2,7 +2,7 @@
 
 Start reading at `language.py` (the template language), then `template.py` (examples to token ids),
 `asking.py` and `lay.py` (the input format of each kind of model), `verbalizer.py` (token scores to
-class scores), `classifier.py` and `generator.py`; `rows.py` feeds prompts to a training run.
+class scores), `classifier.py` and `generator.py`; `rows.py` provides prompts for a training run.
 """
 
 from bmforge.tune.prompt.automatic import AutomaticVerbalizer, find_label_tokens

@@ -1,4 +1,4 @@
-"""Prompt formats of each kind of model: how a template's mask is represented in its input."""
+"""Prompt formats of each kind of model, which differ in how the input represents a mask."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Asking:
         reads_behind: True if the model reads text after the mask.
         shows_mask: True if the input contains the mask token.
         start_is_blank: True if the decoder's start token is the first sentinel.
-        marks: field of the model's config -> role of the tokenizer that must be the same token.
+        marks: config field of the model by the tokenizer role that must be the same token.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Asking:
 
     @property
     def goes_on(self) -> bool:
-        """True if an answer's tokens are predicted one after the other; False if all at once."""
+        """True if an answer's tokens are predicted one after another, False if all at once."""
         return self.form != "row" or not self.shows_mask
 
 
@@ -79,7 +79,7 @@ _BY_TRAITS = {
 
 
 def find_asking(model: Any) -> Asking:
-    """Return the prompt format of a model, from its traits or its transformers config.
+    """Return the prompt format for a model, from its traits or its transformers config.
 
     Raises:
         ConfigError: prompts are not supported for this kind of model.
@@ -97,7 +97,7 @@ def find_asking(model: Any) -> Asking:
 
 
 def _ask_other(model: Any) -> Asking:
-    """Return the prompt format of a transformers model."""
+    """Return the prompt format for a transformers model."""
     config = getattr(model, "config", None)
     names = " ".join(getattr(config, "architectures", None) or [type(model).__name__])
     names += f" {type(model).__name__}"
@@ -114,13 +114,13 @@ def _ask_other(model: Any) -> Asking:
 
 
 def role_token(tokenizer: Tokenizer, roles: tuple[str, ...]) -> int | None:
-    """Return the id of the first role that the tokenizer has; None if it has none of them."""
+    """Return the token id of the first role that the tokenizer defines; None if it has none."""
     ids = (tokenizer.role_id(role) for role in roles)
     return next((id for id in ids if id is not None), None)
 
 
 def special_token(tokenizer: Tokenizer, name: str) -> int:
-    """Return the id of a special token named in a template.
+    """Return the id of a special token that a template names.
 
     Raises:
         ConfigError: the tokenizer has no such token.
@@ -134,7 +134,7 @@ def special_token(tokenizer: Tokenizer, name: str) -> int:
 
 
 def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
-    """Check that the model's config and the tokenizer agree on the blank tokens.
+    """Check that the model's config and the tokenizer use the same tokens for blanks.
 
     Raises:
         ConfigError: they differ.

@@ -1,4 +1,4 @@
-"""Automatic label word search (PETAL): tokens that best separate a class's examples from the rest.
+"""Automatic label word search (PETAL): finds the tokens that best separate the classes.
 
 Source: Schick et al., "Automatically identifying words that can serve as labels for few-shot text
 classification" (2020).
@@ -29,15 +29,15 @@ def find_label_tokens(
     score: Literal["llr", "ce"] = "llr",
     balance: bool = True,
 ) -> list[list[int]]:
-    """Return the most discriminative tokens of each class, the best first.
+    """Find the most discriminative tokens of each class, the best first.
 
     Args:
         logits: logits at the masks of labeled examples.
         labels: classes of the examples, from 0.
-        words_per_class: tokens to return per class.
+        words_per_class: number of tokens to return per class.
         num_candidates: candidate tokens per class: the most probable ones on its own examples.
-        score: log-likelihood ratio, or cross-entropy.
-        balance: give the other classes' examples the same total weight as the class's own.
+        score: "llr" for the log-likelihood ratio, or "ce" for cross-entropy.
+        balance: True to give the other classes' examples the same total weight as the class's own.
 
     Shape:
         logits: (N, V); labels: (N,)
@@ -68,7 +68,7 @@ def find_label_tokens(
 
 
 class AutomaticVerbalizer(ManualVerbalizer):
-    """Verbalizer whose label words are the most discriminative tokens of labeled examples (PETAL).
+    """Verbalizer whose label words are chosen automatically from labeled examples (PETAL).
 
     It has no words until `fit_`; afterwards it is a `ManualVerbalizer` of tokens.
 
@@ -113,7 +113,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self.to(logits.device)
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Return the classes' log-probabilities; see `ManualVerbalizer.forward`.
+        """Return the log-probabilities of the classes; see `ManualVerbalizer.forward`.
 
         Raises:
             ConfigError: `fit_` was not called yet.

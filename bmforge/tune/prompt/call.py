@@ -1,4 +1,4 @@
-"""Runs a model on prompts: logits, and optionally last hidden states, at the answer positions."""
+"""Runs a model on prompts; returns logits, and optionally hidden states, at the answers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class PositionOutputs(NamedTuple):
 def ask_model(
     model: Any, inputs: Mapping[str, Tensor], mask_at: Tensor, hidden: bool = False
 ) -> PositionOutputs | None:
-    """Return the outputs at the answer positions; None on a pipeline stage other than the last.
+    """Run a model; return its outputs at the answer positions.
 
-    A bmforge model applies its head only at these positions, a transformers model at all.
+    A bmforge model applies its head only at these positions, a transformers model at all positions.
+    On a pipeline stage other than the last the result is None.
 
     Args:
         model: bmforge model on any layout, or a transformers model.
         inputs: arguments of the model.
         mask_at: answer positions.
-        hidden: return the last hidden states too.
+        hidden: True to return the last hidden states too.
 
     Shape:
         mask_at: (B, M)
@@ -59,5 +60,5 @@ def ask_model(
 
 
 def pick_places(x: Tensor, places: Tensor) -> Tensor:
-    """Select positions of every row: (B, T, ...) at (B, M) -> (B, M, ...)."""
+    """Select M positions from every row: (B, T, ...) at positions (B, M) gives (B, M, ...)."""
     return x[torch.arange(len(places), device=x.device)[:, None], places]

@@ -1,4 +1,4 @@
-"""Prompt-based classification: a model, a template and a verbalizer combined."""
+"""Prompt-based classification: combines a model, a template and a verbalizer."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ClassOutput(NamedTuple):
 
 
 class PromptClassifier(nn.Module):
-    """Classifier that uses the model's predictions at a template's mask.
+    """Classifier that uses a language model's predictions at the mask of a template.
 
     Args:
         model: language model that the template was built for.
         template: template that encodes the examples.
-        verbalizer: maps the model's predictions to class scores.
-        frozen: train only the template's rows and the verbalizer.
+        verbalizer: module that maps the model's predictions to class scores.
+        frozen: True to train only the template's rows and the verbalizer.
 
     Raises:
         ConfigError: the verbalizer needs another number of masks than the template has, or text
@@ -65,7 +65,7 @@ class PromptClassifier(nn.Module):
     def forward(
         self, mask_at: Tensor, labels: Tensor | None = None, **inputs: Tensor
     ) -> ClassOutput:
-        """Score the classes of prompts.
+        """Return the class scores of a batch of prompts.
 
         Args:
             mask_at: answer positions.
@@ -88,7 +88,7 @@ class PromptClassifier(nn.Module):
         prompts: Sequence[Encoded | Question],
         labels: Sequence[Any] | None = None,
     ) -> Batch:
-        """Return a batch of prompts, or of results of `ask`, padded on the right."""
+        """Collate prompts (or results of `ask`) into a batch, padded on the right."""
         device = next(self.model.parameters()).device
         questions = [p if isinstance(p, Question) else Question([p], [], []) for p in prompts]
         columns = lay_questions(questions, self.pad_id)
@@ -97,11 +97,11 @@ class PromptClassifier(nn.Module):
         return {name: torch.tensor(values, device=device) for name, values in columns.items()}
 
     def ask(self, example: Any, **options: Any) -> Question:
-        """Return the `Question` for an example; `options` as for `Template.encode`."""
+        """Encode an example as a `Question`; `options` are those of `Template.encode`."""
         return ask_example(self.template, self.verbalizer, example, **options)
 
     def batches(self, examples: Sequence[Any], size: int = 32, **options: Any) -> Iterator[Batch]:
-        """Yield batches of examples, tokenized lazily; `options` as for `Template.encode`."""
+        """Yield batches of encoded examples; `options` are those of `Template.encode`."""
         for begin in range(0, len(examples), size):
             part = range(begin, min(begin + size, len(examples)))
             yield self.collate(
@@ -110,7 +110,7 @@ class PromptClassifier(nn.Module):
 
     @torch.no_grad()
     def classify(self, examples: Sequence[Any], **options: Any) -> Tensor:
-        """Return the classes' scores of examples, (N, C); `options` as for `batches`."""
+        """Return the class scores of examples, (N, C); `options` are those of `batches`."""
         with evaluating(self):
             logits = [self(**batch).class_logits for batch in self.batches(examples, **options)]
         return torch.cat(logits)
@@ -119,11 +119,11 @@ class PromptClassifier(nn.Module):
     def look(
         self, examples: Sequence[Any], hidden: bool = False, **options: Any
     ) -> PositionOutputs:
-        """Return the model's outputs at the masks of examples; verbalizers are fitted on these.
+        """Return the model's outputs at the masks of examples, on which verbalizers can be fitted.
 
         Args:
             examples: see `batches`.
-            hidden: return the last hidden states too.
+            hidden: True to return the last hidden states too.
             options: see `batches`.
 
         Shape:
@@ -161,9 +161,9 @@ def check_masks(template: Template, verbalizer: Any) -> None:
 def score_batch(
     model: Any, verbalizer: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the class scores, and the model's outputs that the verbalizer read.
+    """Run the model on a batch; return class scores, and the outputs that the verbalizer read.
 
-    Return None on a pipeline stage other than the last.
+    The result is None on a pipeline stage other than the last.
     """
     arguments = dict(batch)
     takes, mask_at = verbalizer.takes, arguments.pop("mask_at")
@@ -187,7 +187,7 @@ def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _single(outputs: PositionOutputs) -> PositionOutputs:
-    """Drop the dim of masks if there is only one."""
+    """Remove the mask dimension if there is only one mask."""
     if outputs.logits.shape[1] > 1:
         return outputs
     return PositionOutputs(
@@ -196,7 +196,7 @@ def _single(outputs: PositionOutputs) -> PositionOutputs:
 
 
 def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
-    """Return the loss of every row, (B,); 0 for rows labeled -100.
+    """Return the loss of every row, (B,); 0 for rows with the label -100.
 
     Args:
         scores: class scores of a verbalizer.
@@ -235,7 +235,7 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
 
 @torch.no_grad()
 def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any) -> None:
-    """Calibrate a classifier's verbalizer by the words' scores on texts of no class.
+    """Calibrate a classifier's verbalizer by the label words' scores on content-free texts.
 
     Args:
         classifier: classifier whose verbalizer has `calibrate_`.

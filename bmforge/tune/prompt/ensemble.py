@@ -20,12 +20,12 @@ def classify_together(
     mean: Literal["probabilities", "logits"] = "probabilities",
     **options: Any,
 ) -> Tensor:
-    """Return the classes' log-probabilities of examples, averaged over classifiers.
+    """Return the class log-probabilities of examples, averaged over several classifiers.
 
     Args:
         classifiers: classifiers of the same classes; usually one model with several templates.
         examples: see `PromptClassifier.classify`.
-        mean: average the probabilities, or the scores before the softmax.
+        mean: "probabilities" or "logits" (scores before the softmax) to average.
         options: see `PromptClassifier.batches`.
 
     Shape:

@@ -2,7 +2,7 @@
 
 Formats of label words: .txt or .csv with one class per line, words separated by commas, an empty
 line between verbalizers; .json with one verbalizer or a list; .jsonl with one per line. A
-verbalizer is a list with the words of every class, or a map class -> words.
+verbalizer is a list with the words of every class, or a map from class names to words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["read_verbalizer", "write_prompt"]
 def read_verbalizer(
     path: str | Path, choice: int = 0, classes: Sequence[str] = ()
 ) -> list[list[str]]:
-    """Return the words of every class.
+    """Read the label words of every class from a file.
 
     Args:
         path: path of the file.
@@ -78,7 +78,7 @@ def _are_rows(parsed: list[Any]) -> bool:
 
 
 def _order(words: Any, file: Path, classes: Sequence[str]) -> list[list[str]]:
-    """Return the words of one verbalizer, in the classes' order."""
+    """Sort the words of one verbalizer into the order of the classes."""
     if isinstance(words, dict):
         if classes and set(words) != set(map(str, classes)):
             raise ConfigError(

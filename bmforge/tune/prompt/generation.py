@@ -1,4 +1,4 @@
-"""Verbalizer whose classes are whole texts, fixed or filled from each example."""
+"""Verbalizer for classes that are whole texts, which may depend on the example."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["GenerationVerbalizer"]
 
 
 class GenerationVerbalizer(nn.Module):
-    """Scores a class by the log-probability of its text at the mask; in training the text is the
-    target.
+    """Verbalizer that scores a class by the log-probability of its text at the mask.
+
+    In training the text is the target.
 
     Args:
         words: text of every class, in order; if a class has several, the first is used.
         tokenizer: the model's tokenizer.
-        rule: treat the texts as templates without a mask, filled from each example, such as
+        rule: True to treat the texts as templates without a mask, filled from each example, such as
             `{"meta":"choice1"}`.
-        per_token: divide by the number of tokens, so that long texts are not penalized.
+        per_token: True to divide by the number of tokens, so that long texts are not penalized.
 
     Shape:
         scores: (B, C), of the texts -> (B, C)
@@ -55,7 +56,7 @@ class GenerationVerbalizer(nn.Module):
         return len(self.words)
 
     def write(self, example: Any, label: int) -> str:
-        """Return a class's text for an example: the target for training a `PromptGenerator`."""
+        """Return the text of a class for an example, the training target of a `PromptGenerator`."""
         if self._rules is None:
             return self.words[label][0]
         fields, meta = read_fields(example)
@@ -65,7 +66,7 @@ class GenerationVerbalizer(nn.Module):
         return text
 
     def answers(self, example: Any) -> list[list[int]]:
-        """Return the tokens of all classes' texts.
+        """Return the tokens of the texts of all classes.
 
         Raises:
             ConfigError: a text without tokens.
@@ -77,5 +78,5 @@ class GenerationVerbalizer(nn.Module):
         return tokens
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Return the class scores, which equal the texts' scores."""
+        """Return the scores unchanged: the score of a class is that of its text."""
         return scores

@@ -36,14 +36,14 @@ class WriteOutput(NamedTuple):
 
 
 class PromptGenerator(nn.Module):
-    """A model that writes at a template's mask.
+    """Language model that writes text at the mask of a template.
 
     Args:
         model: language model that the template was built for.
         template: template with one mask, where texts are written.
         write: (model, input_ids, attention_mask, **options) -> ids, such as
             `bmforge.infer.generate`; used only by `write`. None uses the model's own `generate`.
-        frozen: train only the template's rows.
+        frozen: True to train only the template's rows.
 
     Raises:
         ConfigError: the template has several masks, or the model fills masks with one token each.
@@ -71,7 +71,7 @@ class PromptGenerator(nn.Module):
                 parameter.requires_grad_(True)
 
     def forward(self, mask_at: Tensor, labels: Tensor, **inputs: Tensor) -> WriteOutput:
-        """Return the loss of targets.
+        """Return the loss of the target texts.
 
         Args:
             mask_at: positions that predict the targets' tokens.
@@ -86,7 +86,7 @@ class PromptGenerator(nn.Module):
         return WriteOutput(target_loss(outputs.logits, labels).sum(-1).mean(), outputs.logits)
 
     def encode(self, example: Any, target: str, **options: Any) -> Encoded:
-        """Return a prompt with its target, followed by the end token if the tokenizer has one.
+        """Encode a prompt with its target text, followed by the EOS token if the tokenizer has one.
 
         Args:
             example, options: as for `Template.encode`.
@@ -95,7 +95,7 @@ class PromptGenerator(nn.Module):
         return encode_target(self.template, example, target, **options)
 
     def collate(self, prompts: Sequence[Encoded]) -> Batch:
-        """Return a batch of prompts with targets, padded on the right."""
+        """Collate prompts with targets into a batch, padded on the right."""
         device = next(self.model.parameters()).device
         columns = lay_questions([Question([prompt], [], []) for prompt in prompts], self.pad_id)
         width = len(columns["mask_at"][0])
@@ -108,7 +108,7 @@ class PromptGenerator(nn.Module):
     def write(
         self, examples: Sequence[Any], size: int = 8, max_seq_len: int = 512, **options: Any
     ) -> list[str]:
-        """Return the texts that the model generates for examples, in batches.
+        """Generate texts for examples, in batches.
 
         Args:
             examples: see `Template.wrap`.
@@ -147,7 +147,7 @@ class PromptGenerator(nn.Module):
         return texts
 
     def _pad(self, prompts: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return padded ids and masks: left-padded for decoder-only models."""
+        """Pad prompts to equal length, on the left for decoders; return ids and masks."""
         width = max(map(len, prompts))
         apart = self.template.asking.writes_apart
         rows, masks = [], []
@@ -159,7 +159,7 @@ class PromptGenerator(nn.Module):
         return torch.tensor(rows, device=device), torch.tensor(masks, device=device)
 
     def _read(self, ids: Sequence[int]) -> str:
-        """Decode generated ids up to the end token, without a leading sentinel."""
+        """Decode generated ids up to the EOS token, without a leading sentinel."""
         tokenizer = self.template.tokenizer
         ends = set(find_ends(self.template)) | {tokenizer.pad_id}
         written: list[int] = []
@@ -173,14 +173,14 @@ class PromptGenerator(nn.Module):
 
 
 def find_ends(template: Template) -> list[int]:
-    """Return a list with the token that ends a target (for GLM the end of a piece), or []."""
+    """Return the token that ends a target as a list, or []; for GLM it is the end of a piece."""
     roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
     ids = (template.tokenizer.role_id(role) for role in roles)
     return [id for id in ids if id is not None][:1]
 
 
 def encode_target(template: Template, example: Any, target: str, **options: Any) -> Encoded:
-    """Return a prompt with its target, followed by the end token if the tokenizer has one.
+    """Encode a prompt with its target text, followed by the EOS token if the tokenizer has one.
 
     Raises:
         ConfigError: the target is empty.
@@ -200,7 +200,7 @@ def encode_target(template: Template, example: Any, target: str, **options: Any)
 
 
 def target_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return every token's loss, (B, L); 0 for labels of -100.
+    """Return the loss of every token, (B, L); 0 for labels of -100.
 
     Shape:
         logits: (B, L, V); labels: (B, L)

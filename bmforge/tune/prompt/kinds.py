@@ -1,4 +1,4 @@
-"""Templates under their published names: soft prompts, P-tuning, PTR and prefix tuning."""
+"""Published template types: soft prompts, P-tuning, PTR and prefix tuning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PTRTemplate", "PTuning", "PrefixTemplate", "SoftTemplate"]
 
 
 class SoftTemplate(Template):
-    """A template with trained rows before it: `Template(..., front=num_tokens)`.
+    """Template preceded by trained rows, equal to `Template(..., front=num_tokens)`.
 
     Args:
         text, tokenizer, model: as for `Template`.
@@ -30,7 +30,7 @@ class SoftTemplate(Template):
 
 
 class PTuning(Template):
-    """A template whose soft pieces are computed by a trained encoder: `Template(..., encoder=...)`.
+    """Template whose soft rows are computed by a trained encoder (`Template(..., encoder=...)`).
 
     Args:
         text: template text with soft pieces.
@@ -53,7 +53,7 @@ class PTuning(Template):
 
 
 class PTRTemplate(Template):
-    """A template with several masks, one for every part of a `PTRVerbalizer`'s rules.
+    """Template with several masks, one for each word in the rules of a `PTRVerbalizer`.
 
     Args:
         text, tokenizer, model, options: as for `Template`.
@@ -73,11 +73,11 @@ class PTRTemplate(Template):
 
 
 class PrefixTemplate(Template):
-    """A template whose model has a `tune.delta.Prefix`; the rest of the model is frozen.
+    """Template that attaches a `tune.delta.Prefix` to its model; the base model is frozen.
 
     Args:
         text, tokenizer, model: as for `Template`.
-        length: trained keys and values per attention.
+        length: number of trained keys and values per attention.
         inner: width of the layers that compute them in training; 0 trains them directly.
         options: further options of `Template`.
 

@@ -1,4 +1,4 @@
-"""Reads the lambdas of old template files without evaluating code.
+"""Parses the lambdas in old template files without evaluating code.
 
 A lambda is compiled to nested Python functions if it uses only text methods, `+` of texts,
 indices and slices by constants, f-strings, `"...".join(...)` and comprehensions over its argument
@@ -26,10 +26,10 @@ _STRING_CONSTANTS = {"punctuation": string.punctuation, "whitespace": string.whi
 
 
 def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
-    """Return a function equivalent to a lambda of one argument.
+    """Return a function that is equivalent to a lambda of one argument.
 
     Raises:
-        ValueError: the lambda uses other syntax; the message says which.
+        ValueError: the lambda uses other syntax; the message names it.
     """
     spec = node.args
     names = [argument.arg for argument in spec.args]
@@ -50,7 +50,7 @@ def read_lambda(node: ast.Lambda) -> Callable[[Any], str]:
 
 
 def _compile(node: ast.expr, names: set[str]) -> Expression:
-    """Return the function that computes an expression in a scope with these names."""
+    """Compile an expression to a function of a scope, which contains the variables `names`."""
     match node:
         case ast.Name(id=name) if name in names:
             return lambda scope: scope[name]
@@ -83,7 +83,7 @@ def _compile_method(name: str, owner: Expression, arguments: list[Expression]) -
 
 
 def _compile_loop(element: ast.expr, loop: ast.comprehension, names: set[str]) -> Expression:
-    """Return the function of a comprehension without conditions."""
+    """Compile a comprehension without conditions to a function."""
     if loop.ifs or loop.is_async:
         raise ValueError("a comprehension with conditions")
     targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
@@ -106,7 +106,7 @@ def _compile_loop(element: ast.expr, loop: ast.comprehension, names: set[str]) -
 
 
 def _piece(part: ast.expr) -> ast.expr:
-    """Return the expression of a piece of an f-string."""
+    """Return the expression inside one field of an f-string."""
     if not isinstance(part, ast.FormattedValue):
         return part
     if part.format_spec is not None or part.conversion != -1:
@@ -115,7 +115,7 @@ def _piece(part: ast.expr) -> ast.expr:
 
 
 def _index(node: ast.expr) -> Any:
-    """Return a constant index, key or slice."""
+    """Evaluate a constant index, key or slice."""
     if isinstance(node, ast.Slice):
         parts = (node.lower, node.upper, node.step)
         return slice(*(None if part is None else ast.literal_eval(part) for part in parts))

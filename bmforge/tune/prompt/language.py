@@ -1,8 +1,7 @@
-"""The template language: text, and pieces in braces whose inside is a literal dict or set.
+"""The template language: text, and pieces in braces, each a literal dict or set.
 
 The text is never evaluated. A scanner that knows quotes and braces finds the pieces, and each is
-read as a literal; whatever is wrong is a `TemplateError` with its place.
-
+parsed as a literal; any mistake is a `TemplateError` with its position.
 Source: the language is OpenPrompt's (Ding et al., "OpenPrompt: An Open-source Framework for
 Prompt-learning", 2022).
 """
@@ -37,11 +36,11 @@ _MAX_CHARS, _MAX_DEPTH, _MAX_DUPLICATE = 100_000, 16, 10_000
 
 
 def parse_template(text: str, needs_mask: bool = True) -> tuple[Piece, ...]:
-    """Return the pieces of a template.
+    """Parse a template into its pieces.
 
     Args:
         text: text in the template language.
-        needs_mask: raise if it has no mask.
+        needs_mask: True to raise if the template has no mask.
 
     Raises:
         TemplateError: invalid template; the message has line, column and the expected syntax.
@@ -79,7 +78,7 @@ def _check_characters(text: str) -> None:
 
 
 def _find_end(text: str, begin: int) -> int:
-    """Return the index after the brace that closes the one at `begin`."""
+    """Return the index after the brace that closes the brace at `begin`."""
     depth, quote, at = 0, "", begin
     while at < len(text):
         character = text[at]
@@ -104,7 +103,7 @@ def _find_end(text: str, begin: int) -> int:
 
 
 def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
-    """Parse one piece."""
+    """Parse one piece in braces."""
 
     def fail(problem: str) -> TemplateError:
         return TemplateError(f"{text[begin:end]!r:.80}: {problem}", text, begin)
@@ -151,7 +150,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[Any, Any]:
-    """Return a piece as a dict; a lambda in it stays an AST node."""
+    """Parse a piece as a dict; a lambda in it remains an AST node."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escape sequences in the text
@@ -173,7 +172,7 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
 
 
 def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) -> None:
-    """Validate the value of the piece's type key."""
+    """Validate the value of the key that gives the piece's type."""
     if kind in ("placeholder", "meta", "special", "text") and not isinstance(value, str):
         raise fail(f"{kind}={value!r} must be a text")
     if kind == "soft" and not isinstance(value, (str, type(None))):
@@ -187,7 +186,7 @@ def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) ->
 
 
 def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[[str], str] | None:
-    """Return the function that `post_processing` names."""
+    """Return the text function that `post_processing` specifies by name or as a lambda."""
     if value is None:
         return None
     if isinstance(value, str) and value.lstrip().startswith("lambda"):

@@ -1,4 +1,4 @@
-"""Assembles prompts as model inputs: special tokens around the text, and the answer positions."""
+"""Assembles prompts as model inputs: special tokens around the text, and answer positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIDDEN_TASK = 1
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as model input.
+    """A prompt encoded as model input.
 
     Attributes:
         input_ids: T token ids; ids from the vocabulary size on are soft rows.
@@ -48,12 +48,12 @@ class Encoded:
 
 
 class Text(NamedTuple):
-    """The prompt between the tokens before and after it.
+    """Content of a prompt, without the special tokens before and after it.
 
     Attributes:
-        ids: ids of the truncated pieces.
-        masks: position of each mask in them.
-        answer: tokens of the answer at the only mask; () predicts it.
+        ids: token ids of the truncated pieces.
+        masks: position of each mask in `ids`.
+        answer: tokens of the answer at the only mask; () means the answer is to be predicted.
     """
 
     ids: list[int]
@@ -62,7 +62,7 @@ class Text(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Tokens around every prompt of a template.
+    """Special tokens that surround every prompt of a template.
 
     Attributes:
         begin, end: ids before and after the text.
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
 
 
 def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int) -> Frame:
-    """Return the tokens around a template's texts."""
+    """Build the special tokens that surround every prompt of a template."""
     if asking.form == "document":
         return _frame_document(tokenizer, num_masks)
     ids = [role_token(tokenizer, roles) for roles in (asking.begins, asking.ends)]
@@ -109,7 +109,7 @@ def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int
 
 
 def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
-    """Return the frame of a CPM-Bee document with one text and an answer for each of its blanks."""
+    """Build the frame of a CPM-Bee document with one text, and an answer for each blank."""
     names = [f"<mask_{n}>" for n in range(num_masks)]
     document = {"input": "".join(names), "<ans>": dict.fromkeys(names, "")}
     encoded = encode_document(document, tokenizer, blank_answers=True)
@@ -137,7 +137,7 @@ def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
 def lay_out(
     asking: Asking, frame: Frame, text: Text, front: list[int], blanks: list[int], name: str
 ) -> Encoded:
-    """Assemble a prompt.
+    """Assemble a prompt from its text, special tokens and soft rows.
 
     Args:
         asking: prompt format of the model.
@@ -181,7 +181,7 @@ def lay_out(
 
 
 def _lay_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
-    """Assemble a CPM-Ant prompt: the token before a hidden one predicts it."""
+    """Assemble a CPM-Ant prompt, in which the token before a hidden token predicts it."""
     columns = {
         name: [*values, *[frame.text_columns[name]] * (len(ids) - len(values))]
         for name, values in frame.begin_columns.items()
@@ -194,7 +194,7 @@ def _lay_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -
 
 
 def _lay_document(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
-    """Assemble a CPM-Bee prompt: numbered blanks of the text are answered in order under <ans>."""
+    """Assemble a CPM-Bee prompt; its numbered blanks are answered in order under <ans>."""
     answer, count = list(text.answer), len(text.ids) + front
     columns = {n: [*v, *[frame.text_columns[n]] * count] for n, v in frame.begin_columns.items()}
     for number, position in enumerate(text.masks):

@@ -15,12 +15,12 @@ __all__ = ["score_levels"]
 def score_levels(
     scores: Tensor, classes: Sequence[str], sep: str = "-"
 ) -> list[tuple[list[str], Tensor]]:
-    """Return the names and log-probabilities of every level, the full names last.
+    """Return the class names and log-probabilities at every level, with the full names last.
 
     Args:
         scores: class scores.
         classes: class names.
-        sep: separator of a name's levels.
+        sep: separator of the levels in a name.
 
     Shape:
         scores: (B, C); each level (B, number of its names)

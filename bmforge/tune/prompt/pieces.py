@@ -1,4 +1,4 @@
-"""Data classes of a template's pieces, and the error that locates a mistake in its text."""
+"""Data classes for the pieces of a template, and the error that locates a mistake in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECIALS = {
 
 
 class TemplateError(ConfigError):
-    """Invalid template text.
+    """Error about an invalid template text.
 
     Args:
         problem: description of the mistake and of the expected syntax.
@@ -61,7 +61,7 @@ class Piece:
         shortenable: True if its text may be truncated when the prompt is too long.
         soft_id: pieces with the same id share their rows; 0 for none.
         duplicate: number of repetitions of a soft piece.
-        same: share one set of rows among the repetitions.
+        same: True to share one set of rows among the repetitions.
         process: function applied to the example's text; None for none.
         at: character index in the template's text where it begins.
     """
@@ -79,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A piece filled with an example's text.
+    """A template piece after an example's text was inserted.
 
     Args:
         text: text to tokenize; for a soft row, the word that initializes it.

@@ -1,6 +1,6 @@
-"""Text functions that a template may apply to an example, by name; code is never evaluated.
+"""Named text functions that a template may apply to an example; code is never evaluated.
 
-The lambdas of old template files are read by `lambdas.py`.
+The lambdas in old template files are parsed by `lambdas.py`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def register_post_processing(name: str, process: Process) -> None:
 
 
 def list_post_processing() -> tuple[str, ...]:
-    """Return the names a template may use."""
+    """Return the names of all registered text functions."""
     return tuple(sorted(_BUILT_IN))
 
 
 def take_post_processing(name: str) -> Process | None:
-    """Return the function registered under a name, or None."""
+    """Return the text function registered under a name, or None."""
     return _BUILT_IN.get(name)

@@ -1,11 +1,10 @@
-"""Templates and label words of tasks: those published with OpenPrompt, and plain ones.
+"""Templates and label words for tasks: those published with OpenPrompt, and generic ones.
 
 They are stored in `published.json`: task -> templates, and the words of every class in the task's
 order; for a template with several masks one word per mask. Templates that repeat a text, or have
 unnecessary text after the mask, are simplified there, and a word shared by classes is kept for one.
 A task without label words gets the wording of `data.tasks.wording`, with the mask at the end, so
 that every kind of model supports it; that template is its last.
-
 Source: scripts/ of thunlp/OpenPrompt (Apache-2.0): FewGLUE, LMBFF, RelationClassification,
 SuperGLUE, TextClassification, Typing.
 """
@@ -43,7 +42,7 @@ class Published:
 
 @cache
 def read_published() -> Mapping[str, Published]:
-    """Return a map: task -> its published templates and words."""
+    """Return the published templates and label words of each task, by task name."""
     table = json.loads((files(__package__) / "published.json").read_text("utf-8"))
     return {
         name: Published(tuple(row["templates"]), tuple(map(tuple, row.get("words", ()))))
@@ -52,7 +51,7 @@ def read_published() -> Mapping[str, Published]:
 
 
 def find_published(task: BenchmarkTask, example: TaskExample) -> Published:
-    """Return the templates and label words of a task.
+    """Return the templates and label words for a task.
 
     Args:
         task: any task.

@@ -1,4 +1,4 @@
-"""Prompts of one example: a single one, or several if multi-token words are scored in full."""
+"""Encodes an example as prompts: a single one, or several to score multi-token label words."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Question", "ask_example", "lay_questions", "score_words"]
 
 
 class Question(NamedTuple):
-    """The prompts of an example and the words to score.
+    """The prompts of an example and the label words to score with them.
 
     Attributes:
-        prompts: K prompts; one if tokens at the masks are enough.
-        words: target tokens of each of W words; [] if tokens at the masks are enough.
+        prompts: K prompts; one if the scores of single tokens at the masks are enough.
+        words: target tokens of each of W words; [] if the scores of single tokens are enough.
         which: index of each word's prompt.
     """
 
@@ -37,7 +37,7 @@ def ask_example(
     cut: Cut = "tail",
     name: str = "the example",
 ) -> Question:
-    """Return the prompts of an example; arguments as for `Template.encode`."""
+    """Encode an example as a `Question`; arguments are those of `Template.encode`."""
     if verbalizer.takes != "words":
         return Question([template.encode(example, max_seq_len, cut, name)], [], [])
     words = verbalizer.answers(example)
@@ -55,7 +55,7 @@ def ask_example(
 
 
 def lay_questions(questions: Sequence[Question], pad_id: int) -> dict[str, list[Any]]:
-    """Return the columns of a batch, padded on the right.
+    """Collate questions into the columns of a batch, padded on the right.
 
     Shape:
         input_ids, attention_mask and other per-token columns: (B K, T); mask_at: (B K, M);
@@ -92,7 +92,7 @@ def _fill(rows: Sequence[Sequence[int]], filling: int, width: int = 0) -> list[l
 
 
 def score_words(logits: Tensor, answers: Tensor, which: Tensor) -> Tensor:
-    """Return the log-probability of every word: the sum over its tokens.
+    """Return the log-probability of every label word, summed over its tokens.
 
     Args:
         logits: logits at the answer positions of all prompts.

@@ -1,7 +1,7 @@
 """Example sources and objectives for training on prompts; examples are tokenized lazily.
 
 `PromptRows` and `TargetRows` are sources of examples as `recipes/inputs/examples.py` reads them;
-the objectives go with them, on every layout. The first label of each row is ignored, like that of a
+their objectives work on every layout. The first label of each row is ignored, like that of a
 causal language model that shifts its labels, so that all models count a row's labels alike.
 """
 
@@ -30,14 +30,14 @@ _WIDTH_STEP = 64
 
 
 class _Rows:
-    """Base class of both sources.
+    """Base class of the two example sources in this module.
 
     Args:
         template: template that encodes the examples.
         examples: any indexable sequence.
         seq_len: longest prompt in tokens.
         cut: see `cut_parts`.
-        told: further values that an example's row depends on.
+        told: further values on which an example's row depends, for the fingerprint.
 
     Attributes:
         columns: label columns; `collate` adds the others.
@@ -79,11 +79,11 @@ class _Rows:
 
 
 class PromptRows(_Rows):
-    """Source of examples as prompts with classes.
+    """Example source for classification: prompts with class labels.
 
     Args:
-        template, examples, seq_len, cut: as for both sources.
-        verbalizer: verbalizer whose words decide which prompts an example gets.
+        template, examples, seq_len, cut: see `_Rows`.
+        verbalizer: verbalizer whose words determine the prompts of an example.
         labels: class of each example; -100 for unlabeled ones.
 
     Raises:
@@ -106,7 +106,7 @@ class PromptRows(_Rows):
         super().__init__(template, examples, seq_len, cut, getattr(verbalizer, "words", None))
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
-        """Return example `index`; the seed is ignored."""
+        """Return the example at `index`; the seed is ignored."""
         name = f"example {index}"
         question = ask_example(
             self._template, self._verbalizer, self._examples[index], self._seq_len, self._cut, name
@@ -120,10 +120,10 @@ class PromptRows(_Rows):
 
 
 class TargetRows(_Rows):
-    """Source of examples as prompts with target texts.
+    """Example source for generation: prompts with target texts.
 
     Args:
-        template, examples, seq_len, cut: as for both sources.
+        template, examples, seq_len, cut: see `_Rows`.
         targets: target text of each example.
     """
 
@@ -141,7 +141,7 @@ class TargetRows(_Rows):
         super().__init__(template, examples, seq_len, cut, targets[0] if len(targets) else "")
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
-        """Return example `index`; the seed is ignored."""
+        """Return the example at `index`; the seed is ignored."""
         prompt = encode_target(
             self._template, self._examples[index], self._targets[index],
             max_seq_len=self._seq_len, cut=self._cut, name=f"example {index}",
@@ -157,7 +157,7 @@ class TargetRows(_Rows):
 
 
 def prompt_objective(verbalizer: Any) -> Callable[[nn.Module, Batch, float], Tensor]:
-    """Return the objective of `PromptRows`: the classes' cross-entropy.
+    """Return the training objective for `PromptRows`: the cross-entropy of the classes.
 
     On earlier pipeline stages its return value is a placeholder.
     """
@@ -174,7 +174,7 @@ def prompt_objective(verbalizer: Any) -> Callable[[nn.Module, Batch, float], Ten
 
 
 def target_objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
-    """Return the cross-entropy of the target tokens; the objective of `TargetRows`."""
+    """Training objective for `TargetRows`: the cross-entropy of the target tokens."""
     inputs = dict(batch)
     labels, places = inputs.pop("labels")[:, 1:], inputs.pop("mask_at")
     outputs = ask_model(model, inputs, places)

@@ -20,15 +20,15 @@ def draw_few(
     with_dev: bool = False,
     allow_fewer: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Return indices of few-shot training examples, and of as many validation examples.
+    """Sample few-shot training examples, and as many validation examples; return their indices.
 
     Args:
         labels: labels of all examples.
-        per_label: examples per label; or
-        total: examples of all labels together.
+        per_label: number of examples per label; give this or `total`.
+        total: number of examples of all labels together.
         seed: random seed of the sample.
-        with_dev: sample validation examples too; without, the second list is empty.
-        allow_fewer: use all examples of a label that has too few.
+        with_dev: True to sample validation examples too; else the second list is empty.
+        allow_fewer: True to use all examples of a label that has too few.
 
     Raises:
         ConfigError: neither or both counts, or more than a label has.

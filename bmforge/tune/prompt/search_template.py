@@ -1,5 +1,4 @@
-"""Template search (LM-BFF): a T5-like model generates the text between an example and its label
-word.
+"""Template search (LM-BFF): a T5-like model writes the text between example and label word.
 
 Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
 """
@@ -40,14 +39,14 @@ def search_templates(
     keep: int = 5,
     max_seq_len: int = 128,
 ) -> list[tuple[str, float]]:
-    """Return the most probable templates with their mean log-probability over the examples.
+    """Search for the most probable templates; return them with their mean log-probability.
 
     Args:
         model: bmforge encoder-decoder trained on span corruption.
         tokenizer: the model's tokenizer.
         examples: labeled examples, encoded in one batch.
         words: label word of each example.
-        pairs: the template has a second text at its end.
+        pairs: True if the template has a second text at its end.
         beams: beam width.
         max_tokens: longest template in tokens, sentinels included.
         keep: number of templates to return.
@@ -97,7 +96,7 @@ def search_templates(
 def _read_source(
     model: Any, template: Template, examples: Sequence[Any], words: Sequence[str], longest: int
 ) -> tuple[Any, Tensor]:
-    """Encode all examples with their label words once."""
+    """Run the encoder once on all examples with their label words."""
     questions = []
     for number, (example, word) in enumerate(zip(examples, words, strict=True)):
         fields = dict(example) if isinstance(example, dict) else {}
@@ -114,7 +113,7 @@ def _read_source(
 
 
 def _go_on(model: Any, source: Any, mask: Tensor, ids: Sequence[int]) -> Tensor:
-    """Return the mean log-probability of every next token over the examples, (V,)."""
+    """Return the log-probability of each next token, averaged over the examples, (V,)."""
     rows = torch.tensor([ids] * len(mask), device=mask.device)
     last = torch.full_like(rows[:, :1], len(ids) - 1)
     out = model(encoder_outputs=source, attention_mask=mask, decoder_input_ids=rows, logits_at=last)
@@ -122,7 +121,7 @@ def _go_on(model: Any, source: Any, mask: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def _write(ids: Sequence[int], second: int, tokenizer: Tokenizer, pairs: bool) -> str:
-    """Return a template's text, with generated braces escaped."""
+    """Return the template text of generated ids, with braces escaped."""
     position = list(ids).index(second)
     parts = [
         tokenizer.decode_written(part).strip() for part in (ids[:position], ids[position + 1 :])

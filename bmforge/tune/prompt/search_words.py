@@ -1,4 +1,4 @@
-"""Label word search (LM-BFF): sets of one token per class with the best zero-shot accuracy.
+"""Label word search (LM-BFF): finds one token per class with the best zero-shot accuracy.
 
 Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
 """
@@ -21,10 +21,10 @@ def search_label_words(
     keep: int = 10,
     max_tries: int = 200_000,
 ) -> list[tuple[list[int], float]]:
-    """Return the best sets of label words with their accuracy on the examples.
+    """Search for the best sets of label words; return them with their accuracy on the examples.
 
-    Ties are broken by the probability of the words. The sets may then be trained with one after the
-    other, and selected on validation examples.
+    Ties are broken by the probability of the words. Each set may then be used for training, and the
+    best one selected on validation examples.
 
     Args:
         logits: logits at the masks of labeled examples.

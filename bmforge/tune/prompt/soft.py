@@ -1,4 +1,4 @@
-"""Trained (soft) prompt tokens of a template: initialization, reparameterization and merging."""
+"""Trained (soft) tokens of a template: initialization, reparameterization, and removal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SoftRow:
-    """One trained row.
+    """Initialization of one trained (soft) row.
 
     Args:
         token: id of the token whose embedding initializes it; -1 initializes at random.
@@ -42,9 +42,10 @@ class SoftRow:
 def number_rows(
     pieces: Sequence[Piece], tokenizer: Tokenizer
 ) -> tuple[tuple[SoftRow, ...], list[tuple[int, ...]]]:
-    """Return all rows, and for every piece the numbers of its rows, from 1.
+    """Assign soft rows to the pieces of a template; return all rows and each piece's numbers.
 
-    Pieces with the same soft_id share rows; words take as many rows as they have tokens.
+    Row numbers start at 1. Pieces with the same soft_id share rows; words take as many rows as they
+    have tokens.
     """
     rows: list[SoftRow] = []
     shared: dict[int, tuple[int, ...]] = {}
@@ -72,7 +73,7 @@ def number_rows(
 
 
 class MadeRows(nn.Module):
-    """P-tuning encoder that computes soft rows from trained inputs; replaces `ExtraEmbeddings`.
+    """P-tuning encoder, which computes soft rows from trained inputs; replaces `Prompt`.
 
     Args:
         length: P.
@@ -100,19 +101,19 @@ class MadeRows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The rows, (P, D), computed at every access."""
+        """Soft rows, (P, D), computed at every access."""
         rows = self.inputs.weight
         if self.lstm is not None:
             rows = self.lstm(rows[None])[0][0]
         return self.mlp(rows)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Look up rows."""
+        """Look up soft rows by their numbers."""
         return nn.functional.embedding(rows, self.weight)
 
 
 def token_table(model: Any) -> nn.Embedding:
-    """Return a model's token embedding; transformers models are supported.
+    """Return the token embedding of a bmforge or transformers model.
 
     Raises:
         ConfigError: the model has none.
@@ -129,12 +130,12 @@ def token_table(model: Any) -> nn.Embedding:
 
 
 def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> nn.Module:
-    """Attach soft rows to a model's token embedding; return the module that holds them.
+    """Attach soft rows to a model's token embedding; return the module that contains them.
 
     A model on meta may have them already, from its config.
 
     Raises:
-        ConfigError: it has soft rows already, or no token embedding.
+        ConfigError: the model has soft rows already, or no token embedding.
     """
     table = token_table(model)
     attached = getattr(table, "prompt", None)
@@ -170,11 +171,11 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
 
 @torch.no_grad()
 def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
-    """Initialize a model's soft rows from their words' embeddings, or at random.
+    """Initialize a model's soft rows from the embeddings of their words, or at random.
 
     Args:
         model: model on any layout; every process gets the same rows.
-        rows: rows of its template.
+        rows: soft rows of the model's template.
         seed: random seed of rows without a word; their standard deviation is the embedding's.
 
     Comm: on a sharded embedding, two all-reduces.
@@ -196,7 +197,7 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
 
 
 def _remember(model: Any, rows: ExtraEmbeddings) -> None:
-    """Record the rows in the config of a bmforge model, so that loading creates them."""
+    """Record the soft rows in the config of a bmforge model, so that loading creates them."""
     tell = getattr(model, "remember_part_", None)
     if callable(tell):
         tell("prompt", ["embed"], {"length": rows.weight.shape[0]}, "")
@@ -218,7 +219,7 @@ def drop_rows_(model: Any) -> None:
 
 
 def fold_rows_(model: Any) -> None:
-    """Replace a model's P-tuning encoder by the rows that it computes."""
+    """Replace a model's P-tuning encoder with the soft rows that it computes."""
     table = token_table(model)
     prompt = table.prompt
     if isinstance(prompt, MadeRows):

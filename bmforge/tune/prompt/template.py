@@ -1,4 +1,4 @@
-"""A template bound to a tokenizer and a model: encodes examples as pieces and token ids."""
+"""Templates bound to a tokenizer and a model, which encode examples as token ids."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ _BEHIND = ("refuse", "leave out", "score")
 
 
 class Template:
-    """A template's text bound to a tokenizer and a model.
+    """A template for prompts, bound to a tokenizer and a model.
 
     Args:
         text: text in the template language (see `language`).
         tokenizer: the model's tokenizer.
         model: model that reads the prompts; if the template has soft pieces, their rows are
-            attached
-            to it (`nn.prompt`). A frozen model may stay frozen: the rows are trained. On a meta
-            model the rows are created on meta too; `draw_rows_` fills them later.
+            attached to it (`nn.prompt`). A frozen model may stay frozen: the rows are trained. On a
+            meta model the rows are created on meta too; `draw_rows_` fills them later.
         front: number of soft rows before everything else, the first token included.
         encoder: "" trains the rows directly; "lstm" or "mlp" trains a P-tuning encoder.
         behind: handling of text after the mask if the model does not read it: "refuse", "leave
-            out",
-            or "score" it after each word, for a verbalizer with "joint" words.
+            out", or "score" it after each word, for a verbalizer with "joint" words.
         asking: name in `ASKINGS` that overrides the prompt format of the model's family.
         seed: random seed of new rows.
 
@@ -88,11 +86,11 @@ class Template:
 
     @property
     def soft_parameters(self) -> list[Any]:
-        """Trained parameters of the template."""
+        """Trained parameters of the template's soft rows."""
         return list(self._prompt.parameters()) if self.rows else []
 
     def _check_masks(self, behind: str) -> str:
-        """Refuse masks that the model cannot read; return the handling of text after the mask."""
+        """Refuse unsupported masks; return how text after the mask is handled."""
         if self.asking.reads_behind:
             return "refuse"
         first = next(n for n, piece in enumerate(self.pieces) if _is_mask(piece))
@@ -114,7 +112,7 @@ class Template:
         return behind
 
     def show(self, examples: Sequence[Any], answers: Sequence[str], between: str = "\n") -> None:
-        """Prepend examples with their answers (demonstrations) to every prompt from now on.
+        """Prepend demonstrations (examples with their answers) to all later prompts.
 
         Args:
             examples: see `wrap`.
@@ -140,12 +138,11 @@ class Template:
             self.shown.append([*fixed, Wrapped(between)])
 
     def wrap(self, example: Any) -> list[Wrapped]:
-        """Return the pieces filled with an example's texts.
+        """Insert an example's texts into the template; return the filled pieces.
 
         Args:
             example: a `TaskExample`, a mapping of texts (with "meta", a mapping of further
-                entries), or
-                anything with text_a, text_b and meta.
+                entries), or anything with text_a, text_b and meta.
 
         Raises:
             ConfigError: the example lacks a field that the template names.
@@ -181,7 +178,7 @@ class Template:
         name: str = "the example",
         answer: Sequence[int] = (),
     ) -> Encoded:
-        """Return the encoded prompt of an example; the mask is never truncated.
+        """Encode the prompt for an example; the mask is never truncated.
 
         Args:
             example: see `wrap`.
@@ -226,7 +223,7 @@ class Template:
         )  # fmt: skip
 
     def question_of(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """Return the part of the answer inside the prompt; equal parts share a prompt."""
+        """Return the tokens of the answer that the prompt contains; equal ones share a prompt."""
         if self.behind == "score":
             return tuple(answer)
         return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)
@@ -285,7 +282,7 @@ def read_fields(example: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 
 def fill_piece(piece: Piece, fields: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
-    """Render one template piece (literal text, placeholder or metadata field) for an example.
+    """Return the text of a template piece (literal, placeholder or meta field) for an example.
 
     Raises:
         ConfigError: the example lacks the field.
@@ -303,10 +300,10 @@ def fill_piece(piece: Piece, fields: Mapping[str, Any], meta: Mapping[str, Any])
 
 
 def _process_value(piece: Piece, value: Any) -> str:
-    """Return a field's value as text, after the piece's `post_processing`.
+    """Convert a field's value to text, with the piece's `post_processing`.
 
     Raises:
-        ConfigError: a value that is a list or an object, and no function that makes it a text.
+        ConfigError: the value is a list or an object, and no function converts it to a text.
     """
     value = str(value) if isinstance(value, int | float) else value
     try:
@@ -324,7 +321,7 @@ def _process_value(piece: Piece, value: Any) -> str:
 
 
 def read_template(path: str | Path, choice: int = 0) -> str:
-    """Return a template's text from a file with one template per line; empty lines are skipped.
+    """Read a template from a file with one template per line; empty lines are skipped.
 
     Raises:
         ConfigError: there is no such line.

@@ -1,7 +1,6 @@
 """Trained verbalizers: a head with one row per class (WARP), and class prototypes.
 
 They read the last hidden states at the mask, not token scores.
-
 Sources: Hambardzumyan et al., "WARP: word-level adversarial reprogramming" (2021); Cui et al.,
 "Prototypical verbalizer for prompt-based few-shot tuning" (2022).
 """
@@ -25,11 +24,12 @@ __all__ = ["PrototypeVerbalizer", "SoftVerbalizer"]
 
 
 class SoftVerbalizer(nn.Module):
-    """The model's head with one trained row per class, initialized from its label word (WARP).
+    """Verbalizer with one trained output row per class, initialized from its label word (WARP).
 
     Args:
         words: label words of every class, in order; only the first is used, as the mean of its
-            tokens' rows. Or the number of classes, whose rows are then drawn as `nn.Linear`'s.
+            tokens' rows. Or the number of classes, whose rows are then initialized as
+            `nn.Linear`'s.
         tokenizer: the model's tokenizer.
         model: model whose head is copied; not yet parallelized.
 
@@ -71,7 +71,7 @@ class SoftVerbalizer(nn.Module):
 
 
 def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
-    """Return a copy of a head without its last layer, the last layer's rows, and a scale.
+    """Copy a model's output head: the head without its last layer, that layer's rows, a scale.
 
     Args:
         model: bmforge or transformers model.
@@ -92,7 +92,7 @@ def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
 
 
 def _find_last(model: Any) -> tuple[Any, Any]:
-    """Return a head's last layer, and the module that ends with it."""
+    """Return the last layer of a model's output head, and the module that ends with it."""
     masked = getattr(model, "mlm_head", None)
     if masked is not None:
         return masked.decoder, masked
@@ -108,7 +108,7 @@ def _find_last(model: Any) -> tuple[Any, Any]:
 
 
 class PrototypeVerbalizer(nn.Module):
-    """Scores a class by the similarity to its trained prototype in a low-dimensional space.
+    """Verbalizer that scores classes by similarity to trained prototypes in a small space.
 
     Args:
         num_classes: C.
@@ -163,8 +163,9 @@ class PrototypeVerbalizer(nn.Module):
         return (_spread(self.words(logits)) + _spread(similarity)) / 2
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the contrastive loss that `fit_` minimizes: examples to prototypes, and to each
-        other.
+        """Return the contrastive loss that `fit_` minimizes.
+
+        It compares examples with prototypes, and with one another.
 
         Shape:
             hidden: (N, D); labels: (N,)

@@ -1,4 +1,4 @@
-"""Truncates the shortenable parts of a prompt to the maximum length."""
+"""Truncates the parts of a prompt that may be shortened, to fit the maximum length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUTS = ("tail", "head", "balanced")
 def cut_parts(
     parts: Sequence[tuple[list[int], bool]], room: int, cut: Cut, name: str
 ) -> list[list[int]]:
-    """Return the parts, the shortenable ones truncated by just enough tokens.
+    """Truncate the shortenable parts of a prompt by just enough tokens; return all parts.
 
     Args:
         parts: ids of every part, and whether it may be truncated.
@@ -54,7 +54,7 @@ def cut_parts(
 
 
 def _share(lengths: Sequence[int], excess: int) -> list[int]:
-    """Return the tokens to remove from every part, in proportion; the sum is exact."""
+    """Distribute `excess` tokens to remove over the parts, in proportion to their lengths."""
     total, losses = sum(lengths), []
     for length in lengths:  # the part's share of the remaining excess, rounded up
         loss = 0 if not total else -(-excess * length // total)

@@ -1,8 +1,7 @@
-"""Verbalizers: map token scores at a mask to class scores by label words.
+"""Verbalizers: map token scores at a mask to class scores, using label words.
 
 All words of all classes share one softmax; a class's score is the mean, plain or weighted, of its
 words' log-probabilities.
-
 Sources: Schick and Schütze, "Exploiting cloze questions for few-shot text classification" (2021);
 Zhao et al., "Calibrate before use" (2021); Hu et al., "Knowledgeable prompt-tuning" (2022).
 """
@@ -29,15 +28,15 @@ _ABSENT, _TINY = -10_000.0, 1e-15
 
 
 class ManualVerbalizer(nn.Module):
-    """Label words chosen by hand, one or several per class, of one or several tokens.
+    """Verbalizer with label words chosen by hand, one or several per class.
 
     Args:
-        words: words of every class, in order; or class name -> words. A space is put before a word
-            unless it is Chinese or starts with "<!>".
+        words: words of every class, in order; or a map from class names to words. A space is put
+            before a word unless it is Chinese or starts with "<!>".
         tokenizer: the model's tokenizer.
         join: score of a word of several tokens: the "first", the "max" or the "mean" of them at one
             mask; or "joint": its log-probability over as many masks or steps as it has tokens.
-        normalize: return log-probabilities; off, the mean of the words' raw scores.
+        normalize: True to return log-probabilities; False for the mean of the words' raw scores.
 
     Attributes:
         takes: input that it reads: "logits", token scores at the mask; or "words", word scores.
@@ -73,7 +72,7 @@ class ManualVerbalizer(nn.Module):
         return len(self.words)
 
     def _spell(self, tokenizer: Tokenizer) -> None:
-        """Tokenize the words."""
+        """Tokenize the label words."""
         self._set_tokens([[spell_word(word, tokenizer) for word in row] for row in self.words])
         long = {
             word: [tokenizer.decode([id]) for id in ids]
@@ -89,7 +88,7 @@ class ManualVerbalizer(nn.Module):
             )
 
     def _set_tokens(self, tokens: list[list[list[int]]]) -> None:
-        """Store the words' tokens as `ids` (C, W, L) and `is_valid`, the mask of valid entries."""
+        """Store the tokens of the words as `ids` (C, W, L), with a mask of the valid entries."""
         self.tokens = tokens
         width = max(map(len, tokens))
         length = max(len(ids) for row in tokens for ids in row)
@@ -103,11 +102,11 @@ class ManualVerbalizer(nn.Module):
         self.register_buffer("there", is_valid, persistent=False)
 
     def answers(self, example: Any) -> list[list[int]]:
-        """Return the tokens of all words, class by class, for scoring with "joint"."""
+        """Return the tokens of all words, class by class, to be scored with "joint"."""
         return [word for row in self.tokens for word in row]
 
     def project(self, logits: Tensor) -> Tensor:
-        """Return the words' scores: (B, V) -> (B, C, W)."""
+        """Compute the scores of the label words from token scores: (B, V) -> (B, C, W)."""
         is_valid = self.there
         if self.join == "joint":
             scores = logits.new_full((len(logits), *is_valid.shape[:2]), _ABSENT)
@@ -123,7 +122,7 @@ class ManualVerbalizer(nn.Module):
         return scores.masked_fill(~is_valid[..., 0], _ABSENT)
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Return the classes' log-probabilities."""
+        """Return the log-probabilities of the classes."""
         words = self.project(logits)
         if self.normalize:
             chances = words.flatten(1).softmax(-1)
@@ -140,13 +139,13 @@ class ManualVerbalizer(nn.Module):
         return (words * is_valid).sum(-1) / is_valid.sum(-1)
 
     def calibrate_(self, logits: Tensor | None) -> None:
-        """Divide by the words' prior probabilities from now on.
+        """Set the prior probabilities of the words, by which later scores are divided.
 
         Args:
-            logits: logits on texts of no class, averaged; None removes the calibration.
+            logits: logits on content-free texts, averaged; None removes the calibration.
 
         Shape:
-            logits: (N, V), or as `forward` takes them
+            logits: (N, V), or as `forward` accepts them
 
         Raises:
             ConfigError: there are no texts.
@@ -157,7 +156,7 @@ class ManualVerbalizer(nn.Module):
 
 
 class KnowledgeableVerbalizer(ManualVerbalizer):
-    """Many words per class from a knowledge base, refined by calibration and weighted by training.
+    """Verbalizer with many words per class, refined by calibration and trained weights.
 
     Args:
         words: see `ManualVerbalizer`; a word shared by classes is kept only for the class that
@@ -207,13 +206,13 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
         self.weights = nn.Parameter(torch.zeros(self.there.shape[:2]))
 
     def gather(self, words: Tensor) -> Tensor:
-        """Average the scores of each class's words with a softmax of trained weights."""
+        """Average the scores of each class's words, weighted by a softmax of trained weights."""
         is_valid = self.there[..., 0]
         weights = self.weights * (1.0 if self.training else self.temperature)
         return (words * is_valid * weights.masked_fill(~is_valid, _ABSENT).softmax(-1)).sum(-1)
 
     def calibrate_(self, logits: Tensor | None) -> None:
-        """Calibrate, remove the least probable words, and reset the weights.
+        """Calibrate, remove the least probable words, and reset the trained weights.
 
         Raises:
             ConfigError: a class would lose all of its words; nothing is changed then.
@@ -237,7 +236,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
 
 
 class OneToOneVerbalizer(ManualVerbalizer):
-    """A verbalizer with one word per class.
+    """Verbalizer with exactly one word per class.
 
     Raises:
         ConfigError: a class with several words.
@@ -251,12 +250,13 @@ class OneToOneVerbalizer(ManualVerbalizer):
 
 
 class PTRVerbalizer(nn.Module):
-    """Verbalizer whose classes are defined by one word at each of several masks.
+    """Verbalizer for several masks, whose classes are defined by one word at each mask.
 
     Args:
         words: one word per mask for every class, in order or by class name.
         tokenizer: the model's tokenizer.
-        per_mask: add the mean of the masks' own log-probabilities, in training and evaluation.
+        per_mask: True to add the mean of the masks' own log-probabilities, in training and
+            evaluation.
 
     Shape:
         logits: (B, M, V) -> (B, C)
@@ -292,7 +292,7 @@ class PTRVerbalizer(nn.Module):
         self.register_buffer("places", torch.tensor(places), persistent=False)
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Return the classes' log-probabilities."""
+        """Return the log-probabilities of the classes."""
         each = [mask(logits[:, n]) for n, mask in enumerate(self.masks)]
         parts = [scores[:, places] for scores, places in zip(each, self.places, strict=True)]
         total = F.log_softmax(torch.stack(parts).sum(0), -1)

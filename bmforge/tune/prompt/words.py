@@ -1,4 +1,4 @@
-"""Label words: reading them from options, and tokenizing them."""
+"""Parses and tokenizes label words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Words = Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]]
 
 
 def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
-    """Return the class names and their words.
+    """Parse the `words` option; return the class names and the words of each class.
 
     Raises:
         ConfigError: a class without words, or a word that is not a non-empty string.
@@ -32,10 +32,10 @@ def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
 
 
 def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str) -> None:
-    """Refuse classes that have lost all of their words.
+    """Check that every class still has label words.
 
     Raises:
-        ConfigError: there is such a class.
+        ConfigError: a class has none.
     """
     empty = [name for name, row in zip(classes, rows, strict=True) if not row]
     if empty:
@@ -45,7 +45,7 @@ def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str
 
 
 def check_shared(rows: Sequence[Sequence[str]]) -> None:
-    """Refuse a word shared by two classes.
+    """Check that no word belongs to two classes.
 
     Raises:
         ConfigError: there is such a word.
@@ -61,7 +61,7 @@ def check_shared(rows: Sequence[Sequence[str]]) -> None:
 
 
 def spell_word(word: str, tokenizer: Tokenizer) -> list[int]:
-    """Return a word's tokens, with a space before it unless it is Chinese or starts with "<!>".
+    """Tokenize a word with a leading space, unless it is Chinese or starts with "<!>".
 
     Many tokenizers distinguish words from word parts by the leading space.
 
