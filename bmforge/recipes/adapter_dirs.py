@@ -1,7 +1,7 @@
-"""Resolution of model arguments: model directories, run directories and adapter directories.
+"""Resolves model arguments: model directories, run directories and adapter directories.
 
-`find_source` resolves a name to a base model and an adapter; `merge_adapter` and
-`merged_model` make a plain model of them.
+`find_source` resolves a name to a base model and an adapter; `merge_adapter` and `merged_model`
+merge the two into a plain model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "voc
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Files of a model that a command names.
+    """Directories to which a model argument resolves.
 
     Args:
         model: directory of the model, or of the base model of an adapter; or a GGUF file.
@@ -57,10 +57,10 @@ class ModelSource:
 
 
 def find_source(name: str | Path) -> ModelSource:
-    """Find the model, and the adapter, that a command's argument names.
+    """Find the model, and the adapter if any, that a command's argument names.
 
     Args:
-        name: directory or hub id of a model, a run's directory (its export is taken), or an adapter
+        name: directory or hub id of a model, a run's directory (its export is used), or an adapter
             directory, whose config names the base model.
 
     Raises:
@@ -87,12 +87,12 @@ def merge_adapter(
 ) -> Path:
     """Merge an adapter into its base model's weights and write the result as a model directory.
 
-    The result has everything that the base has, and the adapter's tokenizer and chat template. It
-    is written next to `out` and renamed when it is complete.
+    The result has all files of the base, and the adapter's tokenizer and chat template. It is
+    written next to `out` and renamed when it is complete.
 
     Args:
         adapter: adapter directory, or the directory of a run that trained one.
-        out: directory to make.
+        out: directory to create.
         base: base model (default: the one that the adapter names). An adapter that was trained on a
             quantized base can be merged into the 16-bit model.
         dtype: dtype of the written weights (default: the base's).
@@ -130,7 +130,7 @@ def _open_base(source: Path) -> Any:
 
 
 def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
-    """Copy the tokenizer, template and generation config: the adapter's, else the base's."""
+    """Copy tokenizer, chat template and generation config of the adapter, or else of the base."""
     for directory in (adapter, base):
         for name in find_companions(directory) if directory.is_dir() else ():
             if not (target / name).exists():
@@ -141,7 +141,7 @@ def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
 
 @contextmanager
 def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
-    """Yield the name of a plain model: an adapter is merged into a temporary directory first.
+    """Context manager: yield the name of a plain model, with an adapter merged temporarily.
 
     Args:
         name: model argument of a command; see `find_source`.
@@ -157,11 +157,13 @@ def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
 
 
 def plain_model(name: str | Path, target: Path) -> Path:
-    """Return the directory of a plain model; an adapter is merged into `target` unless it exists.
+    """Return the directory of a plain model; an adapter is first merged into `target`.
+
+    An existing `target` is used as it is.
 
     Args:
         name: model argument of a command; see `find_source`.
-        target: directory of the merged model, which stays.
+        target: directory of the merged model, which is kept.
     """
     directory = find_export(name)
     if not is_adapter(directory):

@@ -1,4 +1,4 @@
-"""Adapter training in any task: `--adapter lora --adapter.rank 8`."""
+"""Training of adapters in any task: `--adapter lora --adapter.rank 8`."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ _RATES = {"ia3": 3e-3, "bitfit": 1e-3, "prefix": 1e-2, "soft-prompt": 3e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """An adapter that is trained instead of the model; None takes the default of its kind.
+    """Adapter to train instead of the whole model; None selects the default of the adapter type.
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
             soft-prompt; None trains the model itself.
         target_modules: layers that get an adapter: all-linear, common names (attn.q), suffixes or
-            globs; () takes all-linear for lora, else the default of the kind.
+            globs; () selects all-linear for lora, else the default of the type.
         exclude_modules: name prefixes, or targets, of layers without an adapter.
         modules_to_save: modules that are trained in full and saved with the adapter; a new head is
             included automatically.
@@ -135,14 +135,14 @@ class AdapterConfig:
             )
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of the adapter's class."""
+        """Return the keyword arguments for the adapter class."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in _RUN_FIELDS]
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, False)}
 
 
 def default_rate(kind: str, rank: int | None) -> float:
-    """Return the default learning rate of fine-tuning with an adapter: 1e-4 to 2e-4 for LoRA.
+    """Return the default learning rate for an adapter type: 1e-4 to 2e-4 for LoRA.
 
     Args:
         kind: a name in `KINDS`.
@@ -157,7 +157,7 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
     """Attach a run's adapter to its model, on meta or not; return None without an adapter.
 
     Args:
-        model: the base model, not parallelized yet.
+        model: base model, not yet parallelized.
         config: the run's config.
 
     Raises:
@@ -193,12 +193,12 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
 def _resolve_targets(
     model: nn.Module, targets: tuple[str, ...], excluded: list[str]
 ) -> tuple[str, ...]:
-    """Replace all-linear by the linear layers of the repeated blocks, as PEFT does.
+    """Replace all-linear with the linear layers of the repeated blocks, as PEFT does.
 
     Args:
-        model: the base model.
+        model: base model.
         targets: names, suffixes, globs or all-linear.
-        excluded: modules that are trained whole.
+        excluded: modules that are trained in full.
     """
     if ALL_LINEAR not in targets:
         return targets
@@ -214,7 +214,7 @@ def _resolve_targets(
 
 
 def log_trained(model: nn.Module, config: Any) -> None:
-    """Log the kind of a run's adapter and the number of trained parameters."""
+    """Log the type of a run's adapter and the number of trained parameters."""
     if config.adapter.kind is None:
         return
     delta = list_deltas(model)[ADAPTER_NAME]
@@ -235,7 +235,7 @@ def log_trained(model: nn.Module, config: Any) -> None:
 
 
 def find_base(model: nn.Module, config: Any) -> Base | None:
-    """Return the frozen base weights that checkpoints omit and a resumed run reads again.
+    """Return the frozen base weights that checkpoints omit and a resumed run loads again.
 
     Returns None if checkpoints include them: randomly initialized weights are in no file, and
     compression changes frozen weights.
@@ -252,13 +252,13 @@ def find_base(model: nn.Module, config: Any) -> Base | None:
 
 
 def adapter_stays(model: nn.Module) -> Callable[[str, Tensor], bool]:
-    """Return a predicate: True for the tensors of adapters, which are not streamed."""
+    """Return a predicate that is True for adapter tensors, which are not streamed."""
     names = delta_tensors(model)
     return lambda name, tensor: name in names
 
 
 def set_rates(train: TrainConfig, adapter: AdapterConfig, model: nn.Module) -> TrainConfig:
-    """Return the training config with a parameter group for LoRA's B matrices (LoRA+).
+    """Add an optimizer group with its own learning rate for LoRA's B matrices (LoRA+).
 
     Source: Hayou et al., "LoRA+: Efficient low rank adaptation of large models" (2024).
     """
@@ -273,7 +273,7 @@ def set_rates(train: TrainConfig, adapter: AdapterConfig, model: nn.Module) -> T
 
 
 def with_adapter(model_class: type[Model], sizes: Any, config: Any) -> Any:
-    """Return a model's config with the run's adapter among its changes, for the planner."""
+    """Return a model config that includes the run's adapter, for the layout planner."""
     if config.adapter.kind is None:
         return sizes
     model = model_class.from_config(sizes, device="meta")

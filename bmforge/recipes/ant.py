@@ -1,8 +1,7 @@
-"""Training of CPM-Ant on masked tokens and on text continuation.
+"""Training of CPM-Ant with masked tokens and text continuation.
 
 Every text is preceded by the soft prompt of its objective, so that one model learns both and the
 prompt selects the objective at inference. With `init_from` the same recipe fine-tunes.
-
 Source: ``CPMAntPretrainDataset`` of OpenBMB/CPM-Live and its data (prompt 1 and segment 1 for the
 hidden tokens, prompt 2 and segment 2 for the continuation). The question answering objectives of
 CPM-Ant+, with separate segments, are not supported.
@@ -37,13 +36,13 @@ _DRAWN_FROM = 1 << 30
 
 @dataclass(kw_only=True)
 class AntConfig(RunConfig):
-    """Train on masked tokens and continuations; the fields not named here are `RunConfig`'s.
+    """Config to train on masked tokens and continuations; other fields are `RunConfig`'s.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
             prompt, the text, its begin and its end.
         mlm_ratio: share of texts with masked tokens at random positions; the others hide the end.
-        shortest: minimum length of a text in tokens; shorter texts are left out.
+        shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=1024))
@@ -53,7 +52,7 @@ class AntConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMAntTrainConfig(AntConfig):
-    """Train a CPM-Ant; `model` is its config, or with `init_from` that model's."""
+    """Config to train a CPM-Ant; `model` is its config, or overrides that of `init_from`."""
 
     run_dir: Path = Path("runs/cpm-ant-train")
     model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))
@@ -69,7 +68,7 @@ def train_ant(config: Any) -> RunResult:
 
 
 def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> Example:
-    """Hide tokens of a text and return the training row.
+    """Hide some tokens of a text; return the training row.
 
     Args:
         ids: token ids of the whole text with its begin and end; at least 2.
@@ -100,7 +99,7 @@ def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> E
 
 
 class _AntExamples:
-    """Texts with their prompts; an `ExampleSource`."""
+    """Texts with their soft prompts, as an `ExampleSource`."""
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
         self._pieces, self._config = pieces, config
@@ -120,7 +119,7 @@ class _AntExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return text `index` with an objective and hidden tokens sampled by `seed`."""
+        """Return the text at `index`, with its objective and hidden tokens sampled by `seed`."""
         drawn = draw_below(_DRAWN_FROM, derive_key(*seed, "task")) / _DRAWN_FROM
         task = "mlm" if drawn < self._config.mlm_ratio else "lm"
         ids = [self._begin, *self._pieces[index].tolist(), self._end]

@@ -1,4 +1,4 @@
-"""Prompts and metrics of tasks, for fine-tuning and evaluation.
+"""Task prompts and metrics, for fine-tuning and evaluation.
 
 An encoder classifies; for a task with choices it classifies each choice as right or wrong. Decoders
 and encoder-decoders are scored by the most likely option, or generate if the task asks for a text.
@@ -27,7 +27,7 @@ __all__ = ["AskedClasses", "AskedOptions", "AskedTask", "AskedTexts", "count_cla
 
 
 class AskedTask(Protocol):
-    """Examples of a task in the form that a model reads.
+    """Interface: a task's examples in a model's input format, with the metrics to measure.
 
     Attributes:
         source: training rows with the right answers.
@@ -36,7 +36,7 @@ class AskedTask(Protocol):
     source: ExampleSource
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """Return the task's metrics of a model; every process calls it and gets the same result.
+        """Measure a model on the task; every process calls this and gets the same metrics.
 
         Args:
             model: the model, parallelized or not.
@@ -50,7 +50,7 @@ def count_classes(task: BenchmarkTask) -> int:
 
 
 class AskedClasses:
-    """Examples for classification by an encoder; an `AskedTask`.
+    """Examples for classification by an encoder; implements `AskedTask`.
 
     Args:
         task: the task of the examples.
@@ -124,7 +124,7 @@ class AskedOptions:
 
 
 class AskedTexts:
-    """Questions on a context, answered by generated text; an `AskedTask`.
+    """Questions on a context, answered by generated text; implements `AskedTask`.
 
     Args:
         task: the task of the examples.
@@ -165,7 +165,7 @@ class AskedTexts:
 
 
 def _word(task: BenchmarkTask, example: TaskExample) -> Wording:
-    """Return the task's wording; raise `ConfigError` if its examples have no options."""
+    """Return the prompt templates of a task, which must have answer options."""
     wording = word_task(task, example)
     if not wording.options(example):
         raise ConfigError(
@@ -178,7 +178,7 @@ def _word(task: BenchmarkTask, example: TaskExample) -> Wording:
 def _choose(
     scores: Sequence[float], examples: Sequence[TaskExample], wording: Wording
 ) -> list[Any]:
-    """Return the best option of every example, as the index or text that `score_task` takes."""
+    """Return the most likely option of every example, in the form that `score_task` expects."""
     chosen: list[Any] = []
     at = 0
     for example in examples:
@@ -193,7 +193,7 @@ def _choose(
 def _class_rows(
     examples: Sequence[TaskExample], wording: Wording
 ) -> list[tuple[tuple[str, ...], int]]:
-    """Return (text segments, class) rows: one per example, or one per choice."""
+    """Return (text segments, class) rows: one per example, or one per answer choice."""
     rows = []
     for example in examples:
         right = right_options(example, wording.options(example))
@@ -223,7 +223,7 @@ def _pairs(
 def _ask(
     task: BenchmarkTask, examples: Sequence[TaskExample], tokenizer: Tokenizer, config: Any
 ) -> list[Pair]:
-    """Return a (question with context, first answer) pair for every example."""
+    """Return a (question with context, first answer) pair for every example, as token ids."""
     width, traits = config.data.seq_len, traits_of(config.model)
     unanswered = [example.idx for example in examples if not example.answers]
     if unanswered:

@@ -1,4 +1,4 @@
-"""Storage of the frozen weights of a run that trains an adapter: 16 bits, or int8 and int4 (QLoRA).
+"""Storage format of frozen base weights in adapter training: 16 bits, int8, int4 (QLoRA).
 
 Source: Dettmers et al., "QLoRA: Efficient finetuning of quantized LLMs" (2023).
 """
@@ -40,12 +40,12 @@ _PACKED = ("int8", "int4")
 
 
 def packs_base(config: Any) -> bool:
-    """Return True if a run quantizes its base model while reading it."""
+    """Return True if a run quantizes its base model while loading it."""
     return config.base_dtype in _PACKED
 
 
 def check_base_dtype(config: Any) -> None:
-    """Raise `ConfigError` if ``base_dtype`` is incompatible with the rest of a run's config."""
+    """Raise `ConfigError` if ``base_dtype`` conflicts with the rest of a run's config."""
     dtype, precision = config.base_dtype, config.train.precision
     if dtype is None:
         return
@@ -83,10 +83,10 @@ def _check_packed(config: Any) -> None:
 
 
 def store_frozen_(model: nn.Module, config: Any) -> None:
-    """Store frozen floating-point parameters in ``base_dtype``, or the precision, in place.
+    """Convert frozen floating-point parameters to ``base_dtype``, or the precision, in place.
 
-    The blocks compute in the precision anyway, so the numbers are those of a run that keeps the
-    frozen weights in fp32 and casts them for every step, with half or less of the memory.
+    The blocks compute in the precision anyway, so the results are those of a run that keeps the
+    frozen weights in fp32 and casts them for every step, with at most half the memory.
 
     Args:
         model: on meta, with its adapter; nothing happens without one.
@@ -107,13 +107,13 @@ def cast_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | None:
-    """Return a reader that quantizes a base model's weights; None if the run does not.
+    """Return a reader that quantizes a base model's weights; None if the run does not quantize.
 
     Linear layers and experts of the blocks are quantized. Embeddings and the head stay in 16 bits,
     as in QLoRA: they have the largest error and modules_to_save may train them.
 
     Args:
-        model: the base model on meta; it becomes the quantized one.
+        model: base model on meta, which is changed to the quantized one.
         start: directory of the base model.
         config: the run's config.
     """
@@ -144,7 +144,7 @@ def find_base_layers(model: Any, scheme: str) -> tuple[QuantSpec, list[str]]:
 
 
 def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> None:
-    """Quantize this process's slices of the base weights into a model.
+    """Load this process's shards of the base weights into a model, quantized.
 
     Args:
         model: parallelized model on meta; the tensors of its adapter are left to `Delta.init_`.

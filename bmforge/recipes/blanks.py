@@ -36,7 +36,7 @@ Seed = tuple[int | str, ...]
 
 @dataclass(kw_only=True)
 class BlankConfig(RunConfig):
-    """Pretrain on blank infilling; the fields not named here are `RunConfig`'s.
+    """Config to pretrain on blank infilling; other fields are `RunConfig`'s.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
@@ -44,7 +44,7 @@ class BlankConfig(RunConfig):
         long_ratio: share of texts with one long span at the end.
         noise_density: share of the tokens in short spans.
         mean_span_length: mean length of a short span in tokens.
-        shortest: minimum length of a text in tokens; shorter texts are left out.
+        shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -69,7 +69,7 @@ def train_blanks(config: Any) -> RunResult:
 def cut_blanks(
     ids: Sequence[int], seed: Seed, config: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the parts of a text that precede each blank, and the spans that were cut out.
+    """Cut spans out of a text; return the text before each blank, and the spans.
 
     Args:
         ids: token ids of the text; at least 2.
@@ -93,7 +93,7 @@ def cut_blanks(
 
 
 class _BlankExamples:
-    """Texts with blanks and the spans that fill them; an `ExampleSource`."""
+    """Texts with blanks and the spans that fill them, as an `ExampleSource`."""
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: GLMTokenizer) -> None:
         self._pieces, self._config = pieces, config
@@ -114,7 +114,7 @@ class _BlankExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return text `index` with blanks sampled by `seed`."""
+        """Return the text at `index`, with blanks sampled by `seed`."""
         contexts, cut = cut_blanks(self._pieces[index].tolist(), seed, self._config)
         ids = [self._begin]
         for part in contexts:

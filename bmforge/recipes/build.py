@@ -1,6 +1,4 @@
-"""Construction of a run's model: described on meta, changed, parallelized, then initialized or
-loaded.
-"""
+"""Builds a run's model: describe on meta, change, parallelize, then initialize or load."""
 
 from __future__ import annotations
 
@@ -33,12 +31,15 @@ __all__ = ["build_model"]
 
 
 def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any, Base | None]:
-    """Return the parallelized model, its compression job, and the base weights checkpoints omit.
+    """Build a run's parallelized model.
 
     Args:
         config: settled config of the run.
         world: all processes of the run.
         mesh: device mesh of the layout.
+
+    Returns:
+        the model, its compression job, and the base weights that checkpoints omit.
 
     Raises:
         BmforgeError: options of the config conflict with each other or with the initial model.
@@ -88,7 +89,7 @@ def build_model(config: Any, world: World, mesh: DeviceMesh) -> tuple[Model, Any
 
 
 def _freeze_(model: Model, head: Collection[str]) -> None:
-    """Freeze all parameters except attached modules and a new head; there must be at least one."""
+    """Freeze all parameters except attached modules and a new head; raise if none is left."""
     freeze_base_(model, head)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -98,7 +99,7 @@ def _freeze_(model: Model, head: Collection[str]) -> None:
 
 
 def _load_and_change_(model: Model, start: Any, config: Any) -> None:
-    """Load the initial model on every process in full and apply the run's changes to it.
+    """Load the whole initial model on every process and apply the run's changes to it.
 
     A change may compute its weights from those that it replaces, so loading comes first.
     """
@@ -113,7 +114,7 @@ def _load_and_change_(model: Model, start: Any, config: Any) -> None:
 
 
 def _stream_(model: Model, config: Any, world: World, start: Path | None) -> None:
-    """Stream the weights of blocks from host memory or disk, like the optimizer state."""
+    """Stream the blocks' weights from host memory or disk, like the optimizer state."""
     if world.size > 1 or config.train.precision != "fp32":
         raise ConfigError(
             f"offload.weights=True is for one process and precision=fp32, not {world.size} "

@@ -1,8 +1,9 @@
-"""Compression of a model by a recipe, in phases that each write a model directory.
+"""Compresses a model by a recipe, in phases that each write a model directory.
 
 `CompressConfig` is divided into phases (`compress/phases.py`). A phase with training steps is a
 run of the task, as `bmforge train` would start it, with the phase's methods attached to its model;
-a phase without steps is applied at once. A repeated call skips finished phases and resumes the run.
+a phase without steps is applied immediately. A repeated call skips finished phases and resumes the
+run.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ _PHASES, _EXPORT, _MADE, _MERGED = "phases", "export", "made", "merged"
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal ended a phase before its last step; the same command resumes it."""
+    """Raised if a signal ended a phase before its last step; the same command resumes it."""
 
 
 @dataclass(kw_only=True)
 class CompressRunConfig:
-    """Config of a compression.
+    """Config of a compression run.
 
     Args:
         model: directory or hub id of the model; an adapter directory is merged into its base first.
@@ -93,9 +94,9 @@ class CompressRunConfig:
 
 
 def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
-    """Read a recipe: TOML with the fields of `CompressConfig` and of `CompressRunConfig`.
+    """Read a compression recipe from TOML, with the fields of `CompressRunConfig`.
 
-    BMCook's JSON is read as well; see `compat.bmcook`.
+    BMCook's JSON is supported as well; see `compat.bmcook`.
 
     Raises:
         ConfigError: the file is missing, in neither format, or has wrong fields.
@@ -156,7 +157,7 @@ def _phase_dir(config: CompressRunConfig, number: int, phase: Phase) -> Path:
 
 
 def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
-    """Return the phases and the model's directory after all checks that need no training."""
+    """Run all checks that need no training; return the phases and the model's directory."""
     phases = split_phases(config.compress, config.steps)
     _check_task(config, phases)
     # An adapter is merged into its base, whose sizes are those of the merged model.
@@ -174,7 +175,7 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
 
 
 def _measure_before(config: CompressRunConfig, source: Path, model: Any) -> Any:
-    """Return sizes and metrics of the original model."""
+    """Return the sizes and metrics of the original model."""
     quality = _evaluate(config, source) if _wants_figures(config) else {}
     return measure_sizes(model), quality
 
@@ -220,7 +221,7 @@ def _read_done(directory: Path) -> PhaseFacts | None:
 def _run_phase(
     config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
 ) -> PhaseFacts:
-    """Run one phase and return its report."""
+    """Run one phase of the compression and return its report."""
     if phase.steps:
         facts = _train_phase(config, phase, source, phase_dir)
     else:
@@ -232,7 +233,7 @@ def _run_phase(
 def _train_phase(
     config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
 ) -> PhaseFacts:
-    """Train the task with the phase's methods attached to the model."""
+    """Run a phase by training on the task with the phase's methods attached to the model."""
     run_dir = phase_dir / "run"
     recipe, settings = _settle_run(config, phase, source, run_dir)
     result = recipe.run(settings)
@@ -244,7 +245,7 @@ def _train_phase(
 
 
 def _copy_companions(source: Path, export: Path) -> None:
-    """Copy the source model's tokenizer to a phase's export that has none."""
+    """Copy the source model's tokenizer to a phase's export if the export has none."""
     if set(find_companions(export)) <= {GENERATION_FILE}:
         for name in find_companions(source):
             shutil.copyfile(source / name, export / name)
@@ -274,7 +275,7 @@ def _settle_run(
 
 
 def ask_teacher(config: CompressRunConfig, count: int) -> Path:
-    """Store a teacher's top tokens for all rows of a recipe's runs in `out`, without compressing.
+    """Store a teacher's top tokens for all rows that a recipe trains on, without compressing.
 
     The phases of a recipe read the same rows from the first on, so the longest phase covers all.
 
@@ -305,7 +306,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
 
 
 def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return nested default tables updated with the given values."""
+    """Update nested tables of default values with the given values."""
     out = dict(usual)
     for name, value in changes.items():
         both = isinstance(value, dict) and isinstance(out.get(name), dict)
@@ -316,7 +317,7 @@ def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _change_at_once(
     config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
 ) -> PhaseFacts:
-    """Apply a phase without steps on one process, from directory to directory."""
+    """Apply a phase without training steps on one process, from directory to directory."""
     target = phase_dir / _EXPORT
 
     def make() -> None:
@@ -344,7 +345,7 @@ def _change_at_once(
 
 
 def _publish(report: CompressReport, config: CompressRunConfig, original: Path) -> CompressReport:
-    """Copy the compressed model of the last phase into the output directory."""
+    """Copy the compressed model of the last phase to the output directory."""
     if config.speed:
         report = _with_speed(report, original)
     source, out = _in_format(config, Path(report.phases[-1].directory)), config.out
@@ -365,7 +366,7 @@ def _publish(report: CompressReport, config: CompressRunConfig, original: Path) 
 
 
 def _with_speed(report: CompressReport, source: Path) -> CompressReport:
-    """Return a report with the measured speed after each phase."""
+    """Add the measured speed after each phase to a report."""
     first, *others = measure_speeds(source, [Path(phase.directory) for phase in report.phases])
     phases = tuple(
         dataclasses.replace(phase, speed=speed)
@@ -375,7 +376,7 @@ def _with_speed(report: CompressReport, source: Path) -> CompressReport:
 
 
 def _in_format(config: CompressRunConfig, source: Path) -> Path:
-    """Return the directory of the compressed model in the requested format."""
+    """Convert the compressed model to the requested format; return its directory."""
     if config.format == "bmforge":
         return source
     target = config.out / _PHASES / config.format
@@ -389,7 +390,7 @@ def _in_format(config: CompressRunConfig, source: Path) -> Path:
 
 
 def describe_phases(config: CompressRunConfig) -> str:
-    """Return a text with the phases and the estimated model size after each."""
+    """Describe the phases, and the estimated model size after each, as text."""
     phases, source = _check(config)
     lines = []
     for phase, sizes, note in estimate_phases(source, phases):

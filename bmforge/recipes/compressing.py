@@ -1,4 +1,4 @@
-"""Compression inside a training run: attaches the methods of a phase to the run's model."""
+"""Compression during a training run: attaches the methods of a phase to the run's model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CalibrationConfig:
     batch_size: int = 8
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a number below 1."""
+        """Raise `ConfigError` if a number is below 1."""
         for name in ("rows", "seq_len", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"calibration.{name}={getattr(self, name)} must be at least 1.")
@@ -63,12 +63,12 @@ class CalibrationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-    """Compression methods of a run.
+    """Compression methods of a training run.
 
     Args:
         config: methods and their options.
         calibration: calibration texts.
-        answers: directory for the teacher's answers to the run's rows; nothing is trained then.
+        answers: directory for the teacher's outputs on the run's rows; if set, nothing is trained.
         answer_count: number of top tokens stored for every position.
     """
 
@@ -81,10 +81,10 @@ class PhaseConfig:
 def read_calibration(
     model: Any, directory: Path, config: CalibrationConfig
 ) -> list[dict[str, Tensor]]:
-    """Return batches of token rows of the calibration texts.
+    """Return batches of token rows from the calibration texts.
 
     Args:
-        model: the model that reads the rows.
+        model: model that reads the rows.
         directory: model directory with the tokenizer.
         config: calibration texts and sizes.
 
@@ -119,7 +119,7 @@ def read_calibration(
 
 
 def make_inputs(model: Any, rows: Tensor) -> dict[str, Tensor]:
-    """Return a model's keyword arguments for rows of tokens; generative models get labels too."""
+    """Return the keyword arguments of a model for token rows; generative models get labels too."""
     if model.traits.reads == "apart":
         return {"input_ids": rows, "labels": rows}
     if model.traits.reads == "left" and model.traits.writes:
@@ -128,7 +128,7 @@ def make_inputs(model: Any, rows: Tensor) -> dict[str, Tensor]:
 
 
 def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | None:
-    """Attach the methods of a run's phase to its loaded model, before it is parallelized.
+    """Attach the compression methods of a run to its loaded model, before it is parallelized.
 
     Args:
         model: the run's model.
@@ -163,7 +163,7 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
 
 
 def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | TeacherAnswers:
-    """Open the teacher, parallelized like the student, or unsharded if quantized."""
+    """Open the distillation teacher, parallelized like the student, or unsharded if quantized."""
     distill = config.compress.config.distill
     if distill.answers is not None:
         return TeacherAnswers(distill.answers)
@@ -174,7 +174,7 @@ def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | Teache
 
 
 def _read_teacher(config: DistillConfig, head: str) -> tuple[Model, Path]:
-    """Return the unsharded teacher, with the student's head if possible, and its directory."""
+    """Return the unsharded teacher, with the student's head type if possible, and its directory."""
     if config.teacher is None:
         raise ConfigError("distill.teacher is missing: name its directory or hub id.")
     directory = find_model(config.teacher)
@@ -187,7 +187,7 @@ def _read_teacher(config: DistillConfig, head: str) -> tuple[Model, Path]:
 
 
 def asks_teacher(config: Any) -> bool:
-    """Return True if a run only stores the teacher's answers to its rows."""
+    """Return True if a run only stores the teacher's outputs on its rows."""
     return has_phase(config) and config.compress.answers is not None
 
 
@@ -239,7 +239,7 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
 
 
 def settle_train(train: TrainConfig, job: Compression | None) -> TrainConfig:
-    """Return the training config with the parameter groups of the compression methods."""
+    """Add the parameter groups of the compression methods to a training config."""
     if job is None or not (groups_of_glob := job.optim_groups()):
         return train
     groups = tuple(OptimGroup(glob, **settings) for glob, settings in groups_of_glob.items())
@@ -253,9 +253,9 @@ def has_phase(config: Any) -> bool:
 
 
 def finish_phase(trainer: Trainer, run_dir: Path) -> Any:
-    """Finish the phase of a run, save its report, and return the compressed model.
+    """Finish the compression of a run, save its report, and return the compressed model.
 
-    A run without a phase returns the trained model.
+    Without compression the trained model is returned.
 
     Comm: every process calls it.
     """

@@ -1,9 +1,8 @@
-"""Training of a quality classifier and a perplexity model that score texts.
+"""Trains a quality classifier and a perplexity model, which score texts.
 
 ``bmforge data quality --good wiki --bad crawl --out scores``, or ``--labeled labels.jsonl`` for
 texts with labels, writes ``quality.npz`` and ``perplexity.npz``, which `prepare --scores` reads.
 `ModelPerplexity` scores texts with a bmforge model as a step of `prepare`.
-
 Source: Brown et al. 2020, arXiv:2005.14165, appendix A (a classifier of good texts against a
 crawl); Wenzek et al. 2020, arXiv:1911.00359 (thirds of perplexities).
 """
@@ -43,7 +42,7 @@ _LONGEST = 512  # tokens of a row, for a model with more positions
 
 
 def train_quality(config: QualityConfig) -> list[Path]:
-    """Train the models of a config; return their files.
+    """Train the scoring models of a config; return their files.
 
     Raises:
         ConfigError: no texts, options without effect, or the files exist.
@@ -89,7 +88,7 @@ def _check(config: QualityConfig) -> None:
 def _train_classifier(
     good: Sequence[str], others: Sequence[str], config: QualityConfig
 ) -> LinearScorer:
-    """Train on a part of the texts, and log the quality on the rest."""
+    """Train the classifier on most of the texts, and log its quality on the held-out rest."""
     share = config.held_out_fraction
     (learned, kept), (learned_others, kept_others) = (
         hold_out(texts, share, config.seed) for texts in (good, others)
@@ -108,7 +107,7 @@ def _sample(inputs: Sequence[str], config: QualityConfig) -> list[str]:
 
 
 def _lowest(texts: Iterable[str], config: QualityConfig) -> list[str]:
-    """Return at most `most_texts` texts: those with the lowest hashes."""
+    """Sample at most `most_texts` texts: those with the lowest hashes."""
     keyed = []
     for text in texts:
         key = blake2b(f"{config.seed}{text}".encode(), digest_size=8).digest()
@@ -126,9 +125,9 @@ def _read(inputs: Sequence[str], config: QualityConfig) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ModelPerplexity:
-    """Function from texts to their perplexities per token under a model, for `ScoreText`.
+    """Function that computes the perplexity of texts under a language model, for `ScoreText`.
 
-    Each worker process opens the model itself.
+    Each worker process loads the model itself.
 
     Attributes:
         model: directory or hub id of a generative model with its tokenizer.
@@ -137,7 +136,7 @@ class ModelPerplexity:
     model: str
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
-        """Return each text's perplexity; infinite for a text of fewer than two tokens."""
+        """Return the perplexity of each text; infinite for a text of fewer than two tokens."""
         model, tokenizer = _open(self.model)
         limit = model.traits.position_limit
         longest = _LONGEST if limit is None else min(limit, _LONGEST)

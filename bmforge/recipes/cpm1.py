@@ -52,10 +52,10 @@ _NUM_OPTIONS = 10
 
 @dataclass(kw_only=True)
 class CPM1TextsConfig(RunConfig):
-    """Fine-tune on CPM-1's tasks; the fields not named here are `RunConfig`'s.
+    """Config to fine-tune on CPM-1's tasks; other fields are `RunConfig`'s.
 
     Args:
-        data: training data; longer examples than `seq_len` are left out. For ChID `paths` are
+        data: training data; longer examples than `seq_len` are skipped. For ChID `paths` are
             its files, one JSON object a line with `content` and `candidates`, and next to FILE.json
             the right numbers in FILE_answer.json; for STC text files with a post, a tab and its
             reply on each line.
@@ -66,14 +66,14 @@ class CPM1TextsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPM1TuneConfig(CPM1TextsConfig):
-    """Fine-tune a CPM-1; `model` is its config, or with `init_from` that model's."""
+    """Config to fine-tune a CPM-1; `model` is its config, or overrides that of `init_from`."""
 
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
 
 
 @dataclass(kw_only=True)
 class ChIDConfig(CPM1TuneConfig):
-    """Fine-tune on ChID.
+    """Config to fine-tune a CPM-1 on ChID.
 
     `data.paths` are its files: one JSON object a line with `content` and `candidates`, and next to
     FILE.json the right numbers in FILE_answer.json.
@@ -84,7 +84,7 @@ class ChIDConfig(CPM1TuneConfig):
 
 @dataclass(kw_only=True)
 class STCConfig(CPM1TuneConfig):
-    """Fine-tune on STC: `data.paths` are text files with post, tab and reply on each line."""
+    """Config to fine-tune a CPM-1 on STC: text files with a post, a tab and its reply per line."""
 
     run_dir: Path = Path("runs/cpm1-stc")
 
@@ -108,7 +108,7 @@ def tune_stc(config: Any) -> RunResult:
 
 
 class _Texts:
-    """Texts with a loss on all tokens after a prompt; an `ExampleSource`.
+    """Texts with a loss on all tokens after a prompt, as an `ExampleSource`.
 
     Args:
         texts: (token ids, length of the prompt) of each text.
@@ -133,7 +133,7 @@ class _Texts:
         return len(self._texts)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return text `index`; `seed` has no effect."""
+        """Return the text at `index`; `seed` has no effect."""
         ids, read = self._texts[index]
         return {"input_ids": ids, "labels": [IGNORE_INDEX] * read + ids[read:]}
 
@@ -141,7 +141,7 @@ class _Texts:
 def encode_chid(
     text: str, blank: re.Match[str], candidates: Sequence[str], tokenizer: CPM1Tokenizer
 ) -> list[int]:
-    """Return the prompt for one blank of a text, up to the number of the answer.
+    """Encode the prompt for one blank of a text, up to the number of the answer.
 
     Its form is 上下文: text with ``<mask>`` ``<eod>`` 选项0: idiom ``<sep>`` ... ``<mask>`` 答案是:
     """
@@ -163,7 +163,7 @@ def _id(tokenizer: CPM1Tokenizer, role: str) -> int:
 
 
 def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
-    """Return the token ids of the option numbers as they are encoded after 选项."""
+    """Return the token ids of the option numbers, as the tokenizer encodes them after 选项."""
     numbers = []
     for number in range(_NUM_OPTIONS):
         ids = tokenizer.encode(f"选项{number}:")
@@ -177,7 +177,7 @@ def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
 def _chid_texts(
     paths: Sequence[str], tokenizer: CPM1Tokenizer, numbers: Sequence[int]
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield every question with the number of its answer, and the length of its prompt."""
+    """Yield the token ids of every question with its answer number, and its prompt length."""
     for path in paths:
         file = Path(path)
         beside = file.with_name(f"{file.stem}_answer{file.suffix}")
@@ -201,7 +201,7 @@ def _chid_texts(
 
 
 def _read_question(row: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
-    """Return the texts and the candidates of a line."""
+    """Parse a line of a ChID file; return its texts and its candidates."""
     content, candidates = row.get("content"), row.get("candidates")
     texts = [content] if isinstance(content, str) else content
     lists = isinstance(texts, list) and isinstance(candidates, list)
@@ -228,7 +228,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 
 def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple[list[int], int]]:
-    """Yield every post with its reply; the loss is on all tokens."""
+    """Yield the token ids of every post with its reply; the loss is on all tokens."""
     for path in paths:
         for number, line in enumerate(read_lines(path), 1):
             if not line.strip():
@@ -278,7 +278,7 @@ def _open_stc(config: Any, rows: World) -> TrainingData:
 def _measure_accuracy(
     model: Model, batches: Iterator[Batch], numbers: Sequence[int], rows: World
 ) -> float:
-    """Return the share of questions for which the right number is the argmax over all numbers."""
+    """Return the accuracy: the share of questions whose right number has the highest logit."""
     counts = torch.zeros(2, dtype=torch.float64, device=rows.device)
     with evaluating(model), torch.no_grad():
         for ids, labels in ((b["input_ids"], b["labels"]) for b in batches):

@@ -1,9 +1,7 @@
-"""Search for the best adapter of a task, over kinds, targets and sizes, by successive halving.
+"""Searches the best adapter for a task (type, targets, size) by successive halving.
 
 All candidates train for a few steps; the better ones continue, until one is left. A repeated call
-in
-the same directory resumes the search; `search.html` shows its state.
-
+in the same directory resumes the search; `search.html` shows its state.
 Source: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
 optimization" (2016).
 """
@@ -46,7 +44,7 @@ _STATE, _PAGE = "search.json", "search.html"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """Search space of adapters.
+    """Search space of an adapter search.
 
     Args:
         kinds: kinds of adapters, as in `adapter.kind`.
@@ -79,7 +77,7 @@ class SearchConfig:
 
 @dataclass(kw_only=True)
 class DeltaSearchConfig(TaskTuneConfig):
-    """Search an adapter for a task; the fields not named here are `TaskTuneConfig`'s.
+    """Config to search the best adapter for a task; other fields are `TaskTuneConfig`'s.
 
     Args:
         search: search space.
@@ -95,7 +93,7 @@ class DeltaSearchConfig(TaskTuneConfig):
 
 
 def search_deltas(config: Any) -> RunResult:
-    """Run or resume a search.
+    """Run or resume an adapter search.
 
     Args:
         config: a `DeltaSearchConfig` with `model`.
@@ -136,7 +134,7 @@ def search_deltas(config: Any) -> RunResult:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One adapter of a search.
+    """One candidate of an adapter search.
 
     Args:
         delta: config of the adapter.
@@ -148,7 +146,7 @@ class Candidate:
 
 
 def find_candidates(config: Any) -> dict[str, Candidate]:
-    """Return name -> candidate for all adapters that fit the model and the parameter limit.
+    """Return all candidates, by name, that fit the model and the parameter limit.
 
     Raises:
         ConfigError: no adapter fits.
@@ -194,7 +192,7 @@ def _spell(search: SearchConfig) -> list[tuple[str, AdapterConfig]]:
 
 
 def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]]:
-    """Return (number of candidates, last step) of each round.
+    """Return the number of candidates and the last training step of each round.
 
     Args:
         count: number of candidates.
@@ -209,7 +207,7 @@ def plan_rounds(count: int, steps: int, keep_ratio: int) -> list[tuple[int, int]
 
 
 def _config_of(config: Any, name: str, delta: AdapterConfig, steps: int) -> Any:
-    """Return the config of a candidate's run up to a step; the schedule covers the whole search."""
+    """Return the config to train a candidate up to a step; its schedule spans the whole search."""
     train = config.train
     if train.schedule.kind not in ("constant", "noam") and train.schedule.total_steps is None:
         schedule = dataclasses.replace(train.schedule, total_steps=train.steps)
@@ -222,7 +220,7 @@ def _config_of(config: Any, name: str, delta: AdapterConfig, steps: int) -> Any:
 def _open_state(
     run_dir: Path, candidates: Mapping[str, Candidate], rounds: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """Return the saved state of a search, or a new one.
+    """Load the saved state of a search, or create a new one.
 
     Raises:
         ConfigError: the directory has another search.
@@ -246,12 +244,12 @@ def _open_state(
 
 
 def _best(results: Mapping[str, Any], count: int) -> list[str]:
-    """Return the names of the candidates with the smallest losses, the best first."""
+    """Return the names of the `count` candidates with the lowest losses, the best first."""
     return sorted(results, key=lambda name: (results[name]["loss"], name))[:count]
 
 
 def _metrics_of(run_dir: Path) -> dict[str, float]:
-    """Return the task's own metrics of a candidate's last evaluation."""
+    """Return the task metrics from a candidate's last evaluation."""
     file = run_dir / "results.json"
     recorded = read_json(file) if file.exists() else {}
     return {n: v["model"] for n, v in recorded.items() if n != "validation loss" and "model" in v}

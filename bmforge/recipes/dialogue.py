@@ -29,12 +29,12 @@ __all__ = ["DialogueConfig", "EVADialogueConfig", "train_dialogue"]
 
 @dataclass(kw_only=True)
 class DialogueConfig(RunConfig):
-    """Train on dialogues; the fields not named here are `RunConfig`'s.
+    """Config to train on dialogues; other fields are `RunConfig`'s.
 
     Args:
         data: `paths` are text files with one dialogue a line, tabs between its utterances;
             `seq_len` is the window of the history, in tokens.
-        target_len: maximum answer length in tokens; dialogues with a longer answer are left out.
+        target_len: maximum answer length in tokens; dialogues with a longer answer are skipped.
     """
 
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=128))
@@ -43,7 +43,7 @@ class DialogueConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class EVADialogueConfig(DialogueConfig):
-    """Train an EVA on dialogues; `model` is its config, or with `init_from` that model's."""
+    """Config to train an EVA on dialogues; `model` is its config, or overrides `init_from`'s."""
 
     run_dir: Path = Path("runs/eva-dialogue")
     model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))
@@ -59,7 +59,7 @@ def train_dialogue(config: Any) -> RunResult:
 
 
 class _Dialogues:
-    """Histories and answers; an `ExampleSource`."""
+    """Dialogue histories with their answers, as an `ExampleSource`."""
 
     def __init__(self, paths: Sequence[str], config: Any, tokenizer: EVATokenizer) -> None:
         window, longest = config.data.seq_len, config.target_len
@@ -86,13 +86,13 @@ class _Dialogues:
         return len(self._pairs)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return dialogue `index`; `seed` has no effect."""
+        """Return the dialogue at `index`; `seed` has no effect."""
         source, target = self._pairs[index]
         return {"input_ids": source, "attention_mask": [1] * len(source), "labels": target}
 
 
 def _read_dialogues(path: str) -> list[list[str]]:
-    """Return the utterances of every dialogue of a file."""
+    """Read a file with one dialogue per line; return the utterances of each dialogue."""
     dialogues = []
     for number, line in enumerate(read_lines(path), 1):
         utterances = [text for text in line.strip().split("\t") if text.strip()]

@@ -1,4 +1,4 @@
-"""On-policy distillation (`bmforge train distill`): the student writes the answers.
+"""On-policy distillation (`bmforge train distill`): the student generates the answers.
 
 The loss compares its distribution with the teacher's at every token.
 """
@@ -31,7 +31,9 @@ __all__ = ["OnPolicyDistillationConfig", "train_distill"]
 
 @dataclass(kw_only=True)
 class OnPolicyDistillationConfig(RunConfig):
-    """Distill a teacher into a student that writes the answers; other fields are `RunConfig`'s.
+    """Config to distill a teacher into a student that generates the answers.
+
+    The fields not described here are `RunConfig`'s.
 
     Args:
         data: prompts.
@@ -39,7 +41,7 @@ class OnPolicyDistillationConfig(RunConfig):
         jsd_beta: generalized Jensen-Shannon divergence of the loss: 0 is the forward KL divergence,
             1 the reverse one, 0.5 the symmetric one (default: 1).
         distill_temperature: divisor of both models' logits in the loss (default: 1).
-        rollout: writing of answers.
+        rollout: generation of answers.
         template: chat template of prompts that are conversations, as in `train conversations`.
     """
 
@@ -53,7 +55,7 @@ class OnPolicyDistillationConfig(RunConfig):
 
 
 def train_distill(config: Any) -> RunResult:
-    """Distill a teacher into a model that writes the answers, or resume such a run.
+    """Distill a teacher into a student that generates the answers, or resume such a run.
 
     Args:
         config: an `OnPolicyDistillationConfig` with the `model` of a decoder.

@@ -1,4 +1,4 @@
-"""Training of CPM-Bee on documents: pretraining from scratch, or fine-tuning with `init_from`.
+"""Training of CPM-Bee on documents: pretraining, or fine-tuning with `init_from`.
 
 Documents come from .jsonl files, or from mixture files (.json) that give each file a weight, a task
 and declarative transforms.
@@ -71,7 +71,7 @@ class DocumentConfig:
 
 @dataclass(kw_only=True)
 class DocumentsConfig(RunConfig):
-    """Train on documents; the fields not named here are `RunConfig`'s.
+    """Config to train on documents; other fields are `RunConfig`'s.
 
     Args:
         data: the documents.
@@ -82,7 +82,7 @@ class DocumentsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMBeeTrainConfig(DocumentsConfig):
-    """Train a CPM-Bee; `model` is its config, or with `init_from` that model's."""
+    """Config to train a CPM-Bee; `model` is its config, or overrides that of `init_from`."""
 
     run_dir: Path = Path("runs/cpm-bee-train")
     model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))
@@ -91,7 +91,7 @@ class CPMBeeTrainConfig(DocumentsConfig):
 def train_documents(config: Any) -> RunResult:
     """Run or resume training on documents.
 
-    The export includes the tokenizer, so `bmforge generate` fills documents with it.
+    The export includes the tokenizer, so that `bmforge generate` can fill in documents.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -136,7 +136,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 
 def _warn_early(mixture: TaskMixture) -> None:
-    """Warn before the run if a large share of the first samples will be left out."""
+    """Warn before the run if many of the first samples would be skipped."""
     problems = mixture.survey(_SURVEYED)
     looked_at = min(_SURVEYED, mixture.samples_per_epoch)
     if is_much(len(problems), looked_at):
@@ -163,7 +163,7 @@ def _open_tokenizer(config: Any) -> CPMBeeTokenizer:
 
 
 def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
-    """Open .jsonl files and mixtures."""
+    """Open .jsonl files and mixture files."""
     sources: list[TaskSource] = []
     for path in paths:
         if path.endswith(".json"):
@@ -180,7 +180,7 @@ def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
 def _fitting(
     source: TaskSource, tokenizer: CPMBeeTokenizer, config: DocumentConfig
 ) -> list[dict[str, Any]]:
-    """Return the held-out documents of a task, each with its first transform applied.
+    """Return the usable held-out documents of a task, each with its first transform applied.
 
     Raises:
         DataError: a document cannot be encoded and `skip_bad` is off, or none is left.
@@ -213,7 +213,7 @@ def _held_out_batches(
     config: DocumentConfig,
     rows: World,
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of one pass; a rank without data gets a batch without labels."""
+    """Yield this rank's batches of one pass; a rank without data yields one without labels."""
     all_batches = iter_documents(
         documents, tokenizer, max_length=config.seq_len, batch_size=config.micro_batch_size
     )

@@ -13,7 +13,7 @@ __all__ = ["settle_epochs"]
 
 
 def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
-    """Return a run's config with ``train.steps`` computed from ``epochs``; unchanged without it.
+    """Return a run's config with ``train.steps`` computed from ``epochs``, if that is set.
 
     Args:
         config: the run's config.

@@ -1,6 +1,6 @@
-"""Evaluation of a model on texts (perplexity) and tasks, on any layout.
+"""Evaluates a model on texts (perplexity) and tasks, on any layout.
 
-Texts go through `train.evaluate` like held-out data in training; tasks through `asking.py`.
+Texts are evaluated with `train.evaluate`, like held-out data in training; tasks with `asking.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Measure = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class _Subject:
-    """The evaluated model with its tokenizer, row length and processes."""
+    """Model under evaluation, with its tokenizer, row length and processes."""
 
     model: Model
     tokenizer: Tokenizer | None
@@ -72,7 +72,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Settings for task rows, in the form of a run's config."""
+    """Settings to build task rows, with the same fields as a run's config."""
 
     model: ModelConfig
     data: ExampleConfig
@@ -80,7 +80,7 @@ class _Reading:
 
 
 def evaluate_model(name: str, config: EvaluateConfig, layout: Layout | None = None) -> Results:
-    """Return title -> data name -> metric; the same on every process.
+    """Evaluate a model; return its metrics by title and data name, equal on every process.
 
     For the export of a run, the metrics are also added to the run's results and report.
 
@@ -151,13 +151,13 @@ def _open_subject(name: str, config: EvaluateConfig, layout: Layout, world: Worl
 
 
 def _find_run(directory: Path) -> Path | None:
-    """Return the run directory of an export; None for any other directory."""
+    """Return the directory of the run that wrote an export; None for any other directory."""
     run = directory.resolve().parent
     return run if directory.name == "export" and (run / "run.toml").is_file() else None
 
 
 def _length_in_run(directory: Path) -> int | None:
-    """Return the row length in tokens of the run that trained a model; None if unknown."""
+    """Return the row length, in tokens, of the run that trained a model; None if unknown."""
     run = _find_run(directory)
     recorded = {} if run is None else tomllib.loads((run / "run.toml").read_text(encoding="utf-8"))
     length = recorded.get("data", {}).get("seq_len")
@@ -165,7 +165,7 @@ def _length_in_run(directory: Path) -> int | None:
 
 
 def _find_tokenizer(directory: Path) -> Tokenizer | None:
-    """Return the tokenizer in a model directory; None without one, which is an error for texts."""
+    """Load the tokenizer of a model directory; None if it has none."""
     try:
         return AutoTokenizer.from_pretrained(directory)
     except DataError as error:
@@ -191,7 +191,7 @@ def _need_next_tokens(model: Model) -> None:
 
 
 def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Open text files; every document is preceded by the begin token."""
+    """Open text files for evaluation; every document is preceded by the BOS token."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     _need_next_tokens(model)
     first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -216,7 +216,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
 
 
 def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Open a token store with the sequence length of training."""
+    """Open a token store with the sequence length that was used in training."""
     _need_next_tokens(subject.model)
     held_out = open_held_out(
         path, subject.seq_len, subject.model.config.vocab_size, str(subject.directory)
@@ -227,7 +227,7 @@ def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Meas
 
 
 def _judge(subject: _Subject, batches: Iterable[Batch], text_bytes: int | None) -> dict[str, float]:
-    """Return perplexity, and bits per byte if the number of bytes is known."""
+    """Return the perplexity, and the bits per byte if the number of bytes is known."""
     evaluation = evaluate(subject.model, batches, mesh=subject.mesh, device=subject.rows.device)
     figures = {"perplexity": evaluation.perplexity}
     if text_bytes:
@@ -236,7 +236,7 @@ def _judge(subject: _Subject, batches: Iterable[Batch], text_bytes: int | None) 
 
 
 def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
-    """Open a task with the prompts for the model's kind."""
+    """Open a task, with prompts in the format for the model's kind."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     data = _describe_task(name, subject, config)
     task = open_task(data)
@@ -297,7 +297,7 @@ def _own_labels(model: Model) -> tuple[str, ...]:
 def _keep(
     name: str, directory: Path, config: EvaluateConfig, layout: Layout, results: Results
 ) -> None:
-    """Write the metrics to the output file and to the results of the model's training run."""
+    """Write the metrics to the output file, and add them to the results of the training run."""
     if config.out is not None:
         settings = {n: v for n, v in config_to_dict(config).items() if n != "out"}
         settings["layout"] = layout.unusual()

@@ -61,7 +61,7 @@ def export_run(
         config: the run's config.
         save_tokenizer: function that writes tokenizer and template into a directory.
         special_ids: fields of the exported config.json, such as ``eos_token_id``.
-        world: the processes; every one must call this.
+        world: all processes; every one must call this.
     """
     directory = config.run_dir / "export"
     adapter = None
@@ -114,7 +114,7 @@ def push_export(directory: Path, repo_id: str) -> None:
 
 
 def _save_model(model: Model, config: Any, target: Path) -> None:
-    """Save a model in the dtype of the model that the run started from."""
+    """Save a model in the dtypes of the model from which the run started."""
     dtype = None
     if config.export_dtype is not None:
         dtype = parse_dtype(config.export_dtype)
@@ -124,7 +124,7 @@ def _save_model(model: Model, config: Any, target: Path) -> None:
 
 
 def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
-    """Return a function from a published tensor name to the dtype of its export.
+    """Return a function from a published tensor name to the dtype of the exported tensor.
 
     The dtype is that of the base's tensor with this name, else the most common one of the base's
     tensors; None for a base without plain weights (GGUF).
@@ -156,7 +156,7 @@ def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None
 
 
 def describe_base(adapter: Path, base: str | None, reads: str) -> None:
-    """Write the base model into an adapter's config, as PEFT's AutoPeftModel reads it.
+    """Write the base model into an adapter's config, where PEFT's AutoPeftModel finds it.
 
     Args:
         adapter: adapter directory.
@@ -174,7 +174,7 @@ def describe_base(adapter: Path, base: str | None, reads: str) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy the base's files that are neither weights, config nor tokenizer, if it has them."""
+    """Copy the base's additional files, other than weights, config and tokenizer."""
     for name in _SIDE_FILES:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)
@@ -182,7 +182,7 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 @contextmanager
 def swapped_directory(directory: Path) -> Iterator[Path]:
-    """Yield a new directory that replaces `directory` when the block ends without an exception.
+    """Context manager: yield a new directory, which replaces `directory` on success.
 
     Every process must enter it; the first one swaps. A kill between the two renames leaves the
     earlier export under its temporary name, and the next call restores it.

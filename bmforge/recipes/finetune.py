@@ -1,8 +1,8 @@
-"""Fine-tuning on published tasks, on user-defined classification, and on questions on a context.
+"""Fine-tuning on published tasks, user-defined classification, and questions on a context.
 
-An encoder learns to classify; decoders and encoder-decoders learn to write the word of a label, or
-the right choice, after a prompt. `results.json` has the task's metrics on the held-out split, which
-`asking.py` computes.
+An encoder learns to classify; decoders and encoder-decoders learn to generate the word of a label,
+or the right choice, after a prompt. `results.json` has the task's metrics on the held-out split,
+which `asking.py` computes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class TaskTuneConfig(RunConfig):
-    """Fine-tune on a task; the fields not named here are `RunConfig`'s.
+    """Config to fine-tune on a task; other fields are `RunConfig`'s.
 
     Args:
         data: the task.
@@ -65,7 +65,7 @@ class TaskTuneConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class BertSuperGLUEConfig(TaskTuneConfig):
-    """Fine-tune a BERT to classify; `model` is its config, or with `init_from` that model's."""
+    """Config to fine-tune a BERT for classification; `model` overrides that of `init_from`."""
 
     new_head: bool = True
     run_dir: Path = Path("runs/bert-superglue")
@@ -74,7 +74,7 @@ class BertSuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SuperGLUEConfig(TaskTuneConfig):
-    """Fine-tune a T5 to answer; `model` is its config, or with `init_from` that model's."""
+    """Config to fine-tune a T5 to answer; `model` is its config, or overrides `init_from`'s."""
 
     run_dir: Path = Path("runs/t5-superglue")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
@@ -82,7 +82,7 @@ class T5SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class GPT2SuperGLUEConfig(TaskTuneConfig):
-    """Fine-tune a GPT-2 to answer; `model` is its config, or with `init_from` that model's."""
+    """Config to fine-tune a GPT-2 to answer; `model` is its config, or overrides `init_from`'s."""
 
     run_dir: Path = Path("runs/gpt2-superglue")
     model: GPT2Config = field(default_factory=lambda: GPT2Config.preset("gpt2-small"))
@@ -90,7 +90,7 @@ class GPT2SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class LlamaSuperGLUEConfig(TaskTuneConfig):
-    """Fine-tune a Llama to answer; `model` is its config, or with `init_from` that model's."""
+    """Config to fine-tune a Llama to answer; `model` is its config, or overrides `init_from`'s."""
 
     run_dir: Path = Path("runs/llama-superglue")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -98,7 +98,7 @@ class LlamaSuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class SQuADTuneConfig(TaskTuneConfig):
-    """Fine-tune on questions on a context (SQuAD 1.1, and tasks in its format).
+    """Config to fine-tune on questions on a context (SQuAD 1.1, and tasks in its format).
 
     Args:
         max_new_tokens: maximum length of a generated answer in evaluation.
@@ -110,7 +110,7 @@ class SQuADTuneConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SQuADConfig(SQuADTuneConfig):
-    """Fine-tune a T5 on questions; `model` is its config, or with `init_from` that model's."""
+    """Config to fine-tune a T5 on questions; `model` is its config, or overrides `init_from`'s."""
 
     run_dir: Path = Path("runs/t5-squad")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
@@ -133,7 +133,7 @@ def tune_task(config: Any) -> RunResult:
 
 
 def with_classes(config: Any) -> Any:
-    """Return a checked config in which an encoder has one output per class of the task."""
+    """Check the data config, and set an encoder's number of outputs to the task's classes."""
     config.data.check()
     if traits_of(config.model).reads != "both":
         return config
@@ -142,7 +142,7 @@ def with_classes(config: Any) -> Any:
 
 
 def tune_squad(config: Any) -> RunResult:
-    """Run or resume fine-tuning on questions with a text as answer.
+    """Run or resume fine-tuning on questions with a free-text answer.
 
     Args:
         config: a `SQuADTuneConfig` with the `model` of a decoder or encoder-decoder.
@@ -171,7 +171,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
-    """Open a task in the form of an `AskedTask`; `fields` are passed to `TrainingData`."""
+    """Open a task as training data, through an `AskedTask`; `fields` go to `TrainingData`."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)

@@ -1,4 +1,4 @@
-"""Training of a ViT to classify the images of a folder; the subfolders are the classes.
+"""Training of a ViT to classify images in a folder, whose subfolders are the classes.
 
 Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2020); `init_from` gives its
 fine-tuning. `inputs/image_folder.py` has the preprocessing.
@@ -30,7 +30,7 @@ __all__ = ["ImagesConfig", "train_images"]
 
 @dataclass(kw_only=True)
 class ImagesConfig(RunConfig):
-    """Train on images; the fields not named here are `RunConfig`'s.
+    """Config to train on images; other fields are `RunConfig`'s.
 
     Args:
         data: the images.

@@ -1,4 +1,4 @@
-"""Reads labeled texts for the quality classifier, and measures it on held-out texts."""
+"""Reads labeled texts for the quality classifier, and measures the trained classifier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DIGEST = 16**12
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """Quality of a classifier on texts that it was not trained on.
+    """Quality of a classifier on held-out texts.
 
     Args:
         good, bad: number of held-out texts by label.
@@ -37,7 +37,7 @@ class HeldOutScore:
     recall: float
 
     def __str__(self) -> str:
-        """Return one line for the log."""
+        """Format the scores as one line for the log."""
         return (
             f"on {self.good} good and {self.bad} other held-out texts: AUC {self.auc:.3f}; at a "
             f"score of 0.5 precision {self.precision:.3f}, recall {self.recall:.3f}"
@@ -45,14 +45,14 @@ class HeldOutScore:
 
 
 def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
-    """Return the good texts and the others of files with one labeled record each line.
+    """Read files with one labeled record per line; return the good texts and the others.
 
     Args:
         config: `labeled` files, and the fields and values of their labels.
 
     Raises:
         DataError: a record lacks its text or label, a label is not a number although `good_from`
-            is given, or all texts have the same side.
+            is given, or all texts are in the same class.
     """
     sides: tuple[list[str], list[str]] = ([], [])
     labels: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
 
 
 def _read(config: QualityConfig) -> Iterator[tuple[str, object, bool]]:
-    """Yield text, label, and whether the text is a good one."""
+    """Yield each text with its label, and whether the label means good."""
     for path in config.labeled:
         for file in find_conversation_files(path):
             for location, record in read_records(file):
@@ -112,9 +112,9 @@ def _is_number(label: object) -> bool:
 
 
 def hold_out(texts: Sequence[str], share: float, seed: int) -> tuple[list[str], list[str]]:
-    """Divide texts by a hash into those to train on and those to measure on.
+    """Divide texts by a hash into training texts and held-out texts.
 
-    Equal texts are on the same side, and adding texts moves none to the other side.
+    Equal texts are in the same part, and adding texts moves none to the other part.
     """
     sides: tuple[list[str], list[str]] = ([], [])
     for text in texts:

@@ -1,4 +1,4 @@
-"""Provenance of a run's model: the initial model and the training texts, with their licenses."""
+"""Provenance of a run's model: its initial model and training texts, with their licenses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["find_provenance", "parts_of_corpus"]
 
 
 def find_provenance(config: Any) -> Provenance:
-    """Return the license and the provenance of a run's export.
+    """Return the license and the provenance for a run's export.
 
     Args:
         config: the run's config; licenses of data are known for directories of `prepare`.
@@ -44,7 +44,7 @@ def find_provenance(config: Any) -> Provenance:
 
 
 def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[ProvenanceSource]:
-    """Yield the license entries of a corpus; those of a prepared one count documents.
+    """Yield the license entries of a corpus, with document counts for a prepared one.
 
     Args:
         path: a prepared directory, or a bare store.
@@ -78,7 +78,7 @@ def parts_of_corpus(path: str, where: Sequence[Condition] = ()) -> Iterator[Prov
 
 
 def _chosen_parts(folder: Path, where: Sequence[Condition]) -> Iterator[ProvenanceSource]:
-    """Yield one entry per license among the documents that match conditions.
+    """Yield one entry for each license among the documents that match the conditions.
 
     A document split at the train/validation boundary counts in both.
     """
@@ -109,6 +109,6 @@ def _counts(report: PrepareReport) -> tuple[int, int, int]:
 
 
 def _short(name: str) -> str:
-    """Return a hub id unchanged, and the last part of a path: its location is private."""
+    """Return a hub id, or the last part of a path, since the location of a path is private."""
     path = Path(name)
     return name if name.count("/") == 1 and not path.exists() else path.name

@@ -1,8 +1,7 @@
 """Pretraining of encoders by masked language modeling (BERT and its relatives).
 
 Of the predicted tokens 80 % are replaced by the mask token, 10 % by a random token, and 10 % are
-unchanged. They are sampled anew in every epoch.
-
+unchanged. They are sampled again in every epoch.
 Source: Devlin et al., "BERT" (2019), section 3.1; without the prediction of the next sentence, as
 in Liu et al., "RoBERTa" (2019).
 """
@@ -34,13 +33,13 @@ _HIDDEN, _REPLACED, _OF = 8, 1, 10
 
 @dataclass(kw_only=True)
 class MaskedConfig(RunConfig):
-    """Pretrain on masked tokens; the fields not named here are `RunConfig`'s.
+    """Config to pretrain on masked tokens; other fields are `RunConfig`'s.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` counts the
             text and its begin and end tokens.
         mask_ratio: share of the tokens that are predicted.
-        shortest: minimum length of a text in tokens; shorter texts are left out.
+        shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -63,7 +62,7 @@ def train_masked(config: Any) -> RunResult:
 def mask_tokens(
     ids: Sequence[int], mask: int, vocab_size: int, ratio: float, seed: tuple[int | str, ...]
 ) -> tuple[list[int], list[int]]:
-    """Return a text with masked tokens, and its labels (-100 for tokens that are not predicted).
+    """Mask tokens of a text; return the text and its labels (-100 if not predicted).
 
     Args:
         ids: token ids of the text.
@@ -86,7 +85,7 @@ def mask_tokens(
 
 
 class _MaskedExamples:
-    """Masked texts with begin and end tokens; an `ExampleSource`."""
+    """Masked texts with begin and end tokens, as an `ExampleSource`."""
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
         self._pieces, self._ratio, self._size = pieces, config.mask_ratio, len(tokenizer)
@@ -104,7 +103,7 @@ class _MaskedExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return text `index` with masked tokens sampled by `seed`."""
+        """Return the text at `index`, with masked tokens sampled by `seed`."""
         ids = self._pieces[index].tolist()
         shown, labels = mask_tokens(ids, self._mask, self._size, self._ratio, seed)
         return {
@@ -115,7 +114,7 @@ class _MaskedExamples:
 
 
 def _find_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """Return the tokenizer's begin, end and mask tokens."""
+    """Return the ids of the tokenizer's begin, end and mask tokens."""
     ids = {role: tokenizer.role_id(role) for role in ("cls", "sep", "mask")}
     missing = [role for role, id in ids.items() if id is None]
     if missing:

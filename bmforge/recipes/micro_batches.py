@@ -1,4 +1,4 @@
-"""Derives the global batch size from gradient accumulation, and checks it against the pipeline."""
+"""Computes the global batch size from gradient accumulation, and checks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["settle_batch"]
 
 
 def settle_batch(config: Any, world_size: int) -> Any:
-    """Return the data config with the global batch size that follows from gradient accumulation.
+    """Return the data config with the global batch size computed from gradient accumulation.
 
     Raises:
         ConfigError: the number of passes is not whole, two global batch sizes are given, or

@@ -1,4 +1,4 @@
-"""Unigram and bigram models counted on a training split: baselines for a trained model."""
+"""Unigram and bigram models of a training split, as baselines for a trained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DISCOUNT = 0.75
 
 
 def _unigram(train: NDArray[np.integer], vocab_size: int) -> NDArray[np.float64]:
-    """Add-one estimate of every token's probability."""
+    """Return the add-one estimate of every token's probability."""
     counts = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
     return counts / counts.sum()
 
@@ -27,8 +27,8 @@ def unigram_bits(train: TokenStore, held_out: TokenStore, vocab_size: int) -> fl
 def bigram_bits(train: TokenStore, held_out: TokenStore, vocab_size: int) -> float:
     """Return the code length of the held-out tokens in bits under a bigram model.
 
-    Absolute discounting with back-off to the unigram: P(b|a) = max(c(ab) - d, 0) / c(a) +
-    d n(a) / c(a) P(b), n(a) being the number of kinds that follow a (Ney, Essen and Kneser 1994).
+    Absolute discounting with back-off to the unigram: P(b|a) = max(c(ab) - d, 0) / c(a) + d n(a) /
+    c(a) P(b), n(a) being the number of distinct tokens that follow a (Ney, Essen and Kneser 1994).
     """
     unigram = _unigram(np.asarray(train.tokens), vocab_size)
     tokens = np.asarray(train.tokens).astype(np.int64)

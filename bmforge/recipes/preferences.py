@@ -1,4 +1,4 @@
-"""Preference optimization (`bmforge train preferences`): DPO and its family, SimPO, ORPO, CPO, KTO.
+"""Preference optimization (`bmforge train preferences`): DPO, SimPO, ORPO, CPO, KTO, ...
 
 Answers are rendered and tokenized as in `bmforge train conversations`. The reference model is the
 model with its adapter off, a frozen copy, or log-probabilities that are computed before training.
@@ -54,12 +54,12 @@ ReferenceKind = Literal["adapter", "copy", "precomputed"]
 
 @dataclass(kw_only=True)
 class PairData(ExampleConfig):
-    """Data of a run on preferences; the fields not named here are `ExampleConfig`'s.
+    """Preference data of a run; other fields are `ExampleConfig`'s.
 
     Args:
         global_batch_size, micro_batch_size: pairs (two rows each) instead of rows.
-        ignore: fields of the records that are left out; any other field that the chat template
-            does not read is an error.
+        ignore: fields of the records to ignore; any other field that the chat template does not
+            read is an error.
     """
 
     seq_len: int = 1024
@@ -69,21 +69,22 @@ class PairData(ExampleConfig):
 
 @dataclass(kw_only=True)
 class PreferencesConfig(RunConfig):
-    """Preference optimization; the fields not named here are `RunConfig`'s.
+    """Config of preference optimization; other fields are `RunConfig`'s.
 
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages) or, for kto, `prompt`, `completion` and
             `label`.
-        template: chat template: a file, or a name (chatml, llama3, ...); None takes the
+        template: chat template: a file, or a name (chatml, llama3, ...); None selects the
             tokenizer's own, or a plain one. It is exported with the model.
         method: dpo, robust, hinge, ipo, sigmoid_norm, simpo, orpo, cpo or kto.
-        beta: strength of the preference term; None takes the method's default: 0.1, or 2 for simpo.
+        beta: strength of the preference term; None selects the method's default: 0.1, or 2 for
+            simpo.
         label_smoothing: assumed share of wrong preferences, below 0.5; dpo becomes conservative DPO
             (default: 0).
         simpo_gamma: reward margin of simpo; None is 0.5.
         nll_weight: factor of the chosen answers' negative log-likelihood per token (`rpo_alpha` or
-            `cpo_alpha`); None takes the method's default: 1 for orpo and cpo, else 0.
+            `cpo_alpha`); None selects the method's default: 1 for orpo and cpo, else 0.
         nll_on_prompt: compute that likelihood over the prompt too, as TRL's ORPO does.
         desirable_weight, undesirable_weight: factors of good and bad answers in kto; None is 1.
         reference: adapter (the model with its adapter off), copy (a frozen second model) or
@@ -166,7 +167,7 @@ def read_options(config: Any) -> MethodOptions:
 
 
 def _reference_kind(config: Any) -> ReferenceKind | None:
-    """Return the kind of a run's reference; None for a method without one."""
+    """Return the kind of the run's reference model; None for a method without a reference."""
     chosen: ReferenceKind | None = config.reference
     if not METHODS[config.method].needs_reference:
         if chosen is not None:
@@ -184,7 +185,7 @@ def _reference_kind(config: Any) -> ReferenceKind | None:
 
 
 def open_template(config: Any) -> tuple[Any, ChatTemplate, Any]:
-    """Return a run's tokenizer, its chat template, and the function that exports both."""
+    """Return a run's tokenizer and chat template, and a function that exports both."""
     tokenizer, folder = open_tokenizer(config), find_tokenizer(config)
     template = ChatTemplate(read_template(config, folder), tokenizer)
 
@@ -198,7 +199,7 @@ def open_template(config: Any) -> tuple[Any, ChatTemplate, Any]:
 def encode_files(
     paths: Sequence[str], config: Any, tokenizer: Any, template: ChatTemplate
 ) -> list[EncodedPair]:
-    """Read and encode the preferences of some files."""
+    """Read the preferences in some files and encode them."""
     examples: list[PreferenceExample] = [e for path in paths for e in read_preferences(path)]
     return [encode_preference(e, template, tokenizer, config.data.ignore) for e in examples]
 
@@ -233,7 +234,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 
 def _open_reference(config: Any, kind: ReferenceKind, rows: World) -> Reference | None:
-    """Build the reference of a run; None if its log-probabilities are kept."""
+    """Build the reference model of a run; None if its log-probabilities are precomputed."""
     if kind == "adapter":
         return adapter_off
     if kind == "precomputed":

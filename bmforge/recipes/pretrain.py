@@ -1,4 +1,4 @@
-"""Pretrain a language model from prepared text, on one process or many: see `run.py`."""
+"""Pretraining of language models on prepared text, on one process or many; see `run.py`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PretrainConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class GPT2PretrainConfig(PretrainConfig):
-    """Pretrain a GPT-2; `model` is its config."""
+    """Config to pretrain a GPT-2; `model` is its config."""
 
     run_dir: Path = Path("runs/gpt2-pretrain")
     model: GPT2Config = field(default_factory=lambda: GPT2Config.preset("gpt2-small"))
@@ -48,7 +48,7 @@ class GPT2PretrainConfig(PretrainConfig):
 
 @dataclass(kw_only=True)
 class LlamaPretrainConfig(PretrainConfig):
-    """Pretrain a Llama; `model` is its config."""
+    """Config to pretrain a Llama; `model` is its config."""
 
     run_dir: Path = Path("runs/llama-pretrain")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -56,7 +56,7 @@ class LlamaPretrainConfig(PretrainConfig):
 
 @dataclass(kw_only=True)
 class CPM1PretrainConfig(PretrainConfig):
-    """Pretrain a CPM-1; `model` is its config."""
+    """Config to pretrain a CPM-1; `model` is its config."""
 
     run_dir: Path = Path("runs/cpm1-pretrain")
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))

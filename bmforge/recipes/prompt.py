@@ -1,6 +1,6 @@
 """Few-shot prompt tuning: `prompt-classify` and `prompt-generate`.
 
-A template turns an example into text, and the model predicts the class or generates the answer at
+A template converts an example to text, and the model predicts the class or generates the answer at
 its mask. Template and label words are written to ``run_dir/prompt``, next to the export.
 """
 
@@ -66,10 +66,10 @@ _ROWS = "embed.prompt.weight"
 
 @dataclass(kw_only=True)
 class PromptDataConfig(TaskDataConfig):
-    """Data of a prompt run; the fields not named here are `TaskDataConfig`'s.
+    """Data of a prompt run; other fields are `TaskDataConfig`'s.
 
     Args:
-        shots: training examples per label, or in total for a task that asks for texts; 0 takes all.
+        shots: training examples per label, or in total for a task that asks for texts; 0 uses all.
         seeds: number of runs with different examples and orders, in subdirectories of `run_dir`.
     """
 
@@ -88,11 +88,11 @@ class PromptDataConfig(TaskDataConfig):
 
 @dataclass(kw_only=True)
 class PromptGenerateConfig(RunConfig):
-    """Learn to generate at a template's mask; the fields not named here are `RunConfig`'s.
+    """Config to learn generation at a template's mask; other fields are `RunConfig`'s.
 
     Args:
         data: the task.
-        template: file with one template a line; None takes the task's own.
+        template: file with one template a line; None selects the task's own.
         template_class: user class instead of `Template`: module:Class, or file.py:Class; the module
             is executed.
         choice: index of the template's line, and of the verbalizer in its file.
@@ -117,10 +117,10 @@ class PromptGenerateConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class PromptTuneConfig(PromptGenerateConfig):
-    """Learn to classify by a prompt; the fields not named here are `PromptGenerateConfig`'s.
+    """Config to learn classification by a prompt; other fields are `PromptGenerateConfig`'s.
 
     Args:
-        verbalizer: file with the classes' words; None takes the task's own.
+        verbalizer: file with the classes' words; None selects the task's own.
         verbalizer_class: user class instead of `ManualVerbalizer`, named like `template_class`; it
             receives `join` unless that is "first".
         join: score of a word of several tokens: first, max, mean or joint.
@@ -138,7 +138,7 @@ class PromptTuneConfig(PromptGenerateConfig):
 
 
 def train_classes(config: Any) -> RunResult:
-    """Run or resume learning to classify by a prompt.
+    """Run or resume training to classify by a prompt.
 
     Args:
         config: a `PromptTuneConfig` with `model`.
@@ -155,7 +155,7 @@ def train_classes(config: Any) -> RunResult:
 
 
 def train_texts(config: Any) -> RunResult:
-    """Run or resume learning to generate at a template's mask.
+    """Run or resume training to generate text at a template's mask.
 
     Args:
         config: a `PromptGenerateConfig` with `model`.
@@ -167,7 +167,7 @@ def train_texts(config: Any) -> RunResult:
 
 
 def _run_seeds(config: Any, open_data: Any) -> RunResult:
-    """Run once, or once for every seed, and write mean and standard deviation of the metrics."""
+    """Run once for every seed; write mean and standard deviation of the metrics."""
     data = config.data
     data.check()
     head = traits_of(config.model).writing_head
@@ -202,7 +202,7 @@ def _summarise(places: Sequence[Path]) -> Results:
 
 
 def _with_rows(config: Any) -> Any:
-    """Add the template's soft rows to the model's changes; with an adapter they are trained too."""
+    """Add the template's soft rows to the model's changes, and to the trained modules."""
     if any(change.kind == "prompt" for change in (*config.changes, *config.model.changes)):
         return _train_rows(config)  # a resumed run has the rows already
     text = open_template(config, *_look(config))
@@ -215,7 +215,7 @@ def _with_rows(config: Any) -> Any:
 
 
 def _train_rows(config: Any) -> Any:
-    """Add the soft rows to the modules that a run's adapter trains and saves."""
+    """Add the soft rows to the modules that the adapter trains and saves in full."""
     adapter = config.adapter
     if adapter.kind is None or _ROWS in adapter.modules_to_save:
         return config
@@ -234,7 +234,7 @@ def _look(config: Any) -> tuple[BenchmarkTask, TaskExample]:
 
 
 def _read(config: Any) -> tuple[BenchmarkTask, list[TaskExample], list[TaskExample]]:
-    """Return a task, its few training examples, and its held-out examples."""
+    """Read a task; return it with its few training examples and its held-out examples."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     shots = config.data.shots
@@ -350,13 +350,13 @@ def _target(task: BenchmarkTask, example: TaskExample) -> str:
 
 
 def _number(task: BenchmarkTask, written: str) -> int:
-    """Return the class with the generated name; -1 for none."""
+    """Return the class whose name was generated; -1 if none matches."""
     names = [name.lower() for name in task.label_names]
     return names.index(written.lower()) if written.lower() in names else -1
 
 
 def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
-    """Write template and words next to the export."""
+    """Write the template and the label words next to the export."""
     base_name = f"`{config.init_from}`" if config.init_from else "a model that was drawn"
     task = config.data.task or "a task of one's own"
     kinds = [

@@ -1,4 +1,4 @@
-"""Quantization error of each layer: its output compared with that of the original weights."""
+"""Measures the quantization error of each layer: its output against the original layer's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_TOKENS = 512
 
 
 class LayerError(NamedTuple):
-    """Quantization error of a layer.
+    """Quantization error of one layer.
 
     Attributes:
         name: name of the module.
@@ -41,10 +41,10 @@ class LayerError(NamedTuple):
 
 @torch.no_grad()
 def measure_layers(source: str, target: str, texts: Sequence[str]) -> list[LayerError]:
-    """Return the quantization error of every packed layer on the beginning of texts, largest first.
+    """Measure the quantization error of every packed layer on some texts; largest error first.
 
     Each layer gets its input in the quantized model, so errors do not accumulate from one layer to
-    the next.
+    the next. Only the beginning of the texts is used.
 
     Args:
         source: the original model: a directory, hub id or GGUF file.
@@ -85,7 +85,7 @@ def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]
 
 
 class _Losses:
-    """Sums of squared outputs and squared output errors, by module.
+    """Accumulates squared outputs and squared output errors by module.
 
     Args:
         read: function that reads original weights.
@@ -99,7 +99,7 @@ class _Losses:
 
     @property
     def names(self) -> list[str]:
-        """Modules with nonzero outputs."""
+        """Names of the modules with nonzero outputs."""
         return [name for name, total in self._all.items() if total]
 
     def error(self, name: str) -> float:
@@ -107,7 +107,7 @@ class _Losses:
         return (self._off[name] / self._all[name]) ** 0.5
 
     def note(self, name: str, multiply: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply by a packed matrix and record the error against the original one."""
+        """Multiply by a packed matrix, and record the error against the original matrix."""
         out: Tensor = multiply(x, bias)
         rows, columns = out.shape[-1], x.shape[-1]
         weight = self._plain(f"{name}.weight", (rows, columns))
@@ -117,7 +117,7 @@ class _Losses:
         return out
 
     def note_stack(self, name: str, multiply: Any, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply by packed experts and record the error against the original ones."""
+        """Multiply by packed experts, and record the error against the original experts."""
         out: Tensor = multiply(key, x, ends)
         weight = self._plain(f"{name}.{key}", (len(ends), out.shape[-1], x.shape[-1]))
         if weight is not None:
@@ -125,7 +125,7 @@ class _Losses:
         return out
 
     def note_rows(self, name: str, store: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
-        """Record the error of looked-up rows; a forward hook of a quantized embedding."""
+        """Forward hook of a quantized embedding: record the error of the looked-up rows."""
         weight = self._plain(f"{name}.weight", (store.rows, store.columns))
         if weight is not None:
             self._add(name, out, weight[args[0]])

@@ -1,6 +1,6 @@
-"""Trains a small language model from raw text in one command, in minutes on two cores.
+"""Quickstart: trains a small language model from raw text in minutes, with one command.
 
-prepare -> pretrain a small GPT-2 -> compare with n-gram models -> sample -> export -> report.
+Its steps: prepare, pretrain a small GPT-2, compare with n-gram models, sample, export, report.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _compare(config: QuickstartConfig, corpus: PrepareReport, result: RunResult)
 
 
 def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
-    """Generate samples from the exported model, so that they also test the export."""
+    """Generate samples with the exported model, which also tests the export."""
     assert corpus.validation_prefix is not None
     tokenizer = load_tokenizer(corpus.tokenizer_dir)
     model = AutoModel.from_pretrained(config.run_dir / "export")
@@ -158,7 +158,7 @@ def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Raise `ConfigError` for a directory of another program, before anything is prepared in it."""
+    """Raise `ConfigError`, before any work, if the directory belongs to another program."""
     check_place(run_dir, "run_dir")
     if not (run_dir / "data" / RECORD_NAME).exists():
         problem = check_free(run_dir)

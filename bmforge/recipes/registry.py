@@ -1,4 +1,4 @@
-"""Registry of the tasks of `bmforge train`, each for every capable family, and the older recipes.
+"""Registry of the tasks of `bmforge train`, and of the older recipe names.
 
 A task has one form or several; the traits of a model's family select the form. An older recipe name
 is a task with a default model and settings.
@@ -74,7 +74,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Form:
-    """One implementation of a task.
+    """One implementation of a task, for families with certain traits.
 
     Args:
         fits: predicate on a family's traits.
@@ -89,12 +89,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of training.
+    """A training task of `bmforge train`.
 
     Args:
         about: description of the task.
         forms: implementations; the first that fits a family is used.
-        tunes: whether the task expects a pretrained model.
+        tunes: True if the task expects a pretrained model.
     """
 
     about: str
@@ -102,13 +102,13 @@ class Task:
     tunes: bool = False
 
     def form(self, traits: Traits) -> Form | None:
-        """Return the form for a family; None if it cannot do the task."""
+        """Return the implementation for a family; None if the family does not support the task."""
         return next((form for form in self.forms if form.fits(traits)), None)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task with a model: its config class and the function that runs it.
+    """A task for one model: a config class and the function that runs it.
 
     Args:
         config: config class; its fields are the options, and `model` the family's.
@@ -124,7 +124,7 @@ class Recipe:
 
 
 def _writes(traits: Traits) -> bool:
-    """Return True if the family can learn texts as continuations of a prompt."""
+    """Return True if the family can learn to generate a text after a prompt."""
     return traits.reads == "apart" or _continues(traits)
 
 
@@ -139,7 +139,7 @@ def _goes_on(traits: Traits) -> bool:
 
 
 def _is_batched(traits: Traits) -> bool:
-    """Return True if the engine batches the family's answers: decoders that read from the left."""
+    """Return True if the engine batches the family's answers: decoders that read left to right."""
     return _continues(traits) and traits.positions in ("learned", "rotary")
 
 
@@ -269,7 +269,7 @@ RECIPES: Mapping[str, Recipe] = {
 def find_recipe(
     name: str, model: str | None = None, init_from: str | None = None, file: str | None = None
 ) -> Recipe:
-    """Return the recipe of `bmforge train NAME`.
+    """Return the recipe that `bmforge train NAME` runs.
 
     Args:
         name: a task, an older recipe, or one of the published tasks (BoolQ, ag_news, ...).
@@ -278,7 +278,7 @@ def find_recipe(
         file: config file, which may name the family or an initial model.
 
     Raises:
-        ConfigError: no such task, no model, or one that cannot do the task.
+        ConfigError: no such task, no model, or a model that does not support the task.
     """
     recipe = RECIPES.get(name)
     if recipe is not None and model is None:
@@ -314,7 +314,7 @@ def find_recipe(
 
 
 def read_config(recipe: Recipe, file: str | None) -> Any:
-    """Return a recipe's default config updated with the fields of a TOML file.
+    """Return a recipe's default config, updated with the fields of a TOML file.
 
     For a task with a model, fields of `model` that the file omits are that model's.
 
@@ -345,7 +345,7 @@ def _find_tasks(name: str) -> list[tuple[str, str | None]]:
 
 
 def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return the families that can do one of the tasks."""
+    """Return the names of the families that support one of the tasks."""
     return [
         name
         for name, family in FAMILIES.items()
@@ -354,7 +354,7 @@ def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def read_config_values(file: str | None) -> dict[str, Any]:
-    """Return the values of a TOML file; {} without one or if `read_config` will refuse it."""
+    """Parse a TOML file; {} without a file, or if it is invalid, which `read_config` reports."""
     try:
         return {} if file is None else tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -362,7 +362,7 @@ def read_config_values(file: str | None) -> dict[str, Any]:
 
 
 def _with_model(base: type[Any], name: str, start: Start, published: str | None) -> type[Any]:
-    """Return a task's config class with the fields that depend on the model added."""
+    """Add the fields that depend on the model to a task's config class."""
     family = start.family.__name__
     run_dir = Path("runs") / f"{family}-{name}".lower()
     fields: list[tuple[str, Any, Any]] = [
@@ -385,7 +385,7 @@ def _with_model(base: type[Any], name: str, start: Start, published: str | None)
 
 
 def _data_changes(usual: Any, start: Start, published: str | None) -> dict[str, Any]:
-    """Return the fields of `data` that depend on the model: rows no longer than its positions."""
+    """Return the fields of `data` that depend on the model, such as its maximum row length."""
     changes: dict[str, Any] = {} if published is None else {"task": published}
     longest = start.config.max_seq_len
     has_end = start.family.family_traits.positions != "relative"

@@ -1,4 +1,4 @@
-"""Renamed fields of run.toml, so that runs of earlier versions can resume.
+"""Table of renamed run.toml fields, with which runs of earlier versions can resume.
 
 One row per renamed field or table; `rename_fields` applies them wherever such a file is read.
 """
@@ -17,11 +17,11 @@ RENAMED: Mapping[str, str] = {}
 def rename_fields(
     table: dict[str, Any], renamed: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the table of a run.toml with its fields under their current names.
+    """Return the table of a run.toml with renamed fields under their current names.
 
     Args:
         table: nested tables as read from the file; unchanged.
-        renamed: dotted old name -> dotted new name; None takes `RENAMED`.
+        renamed: map from old to new dotted names; None selects `RENAMED`.
     """
     out = {key: rename_fields(v, {}) if isinstance(v, dict) else v for key, v in table.items()}
     for old, new in (RENAMED if renamed is None else renamed).items():
@@ -38,7 +38,7 @@ def rename_fields(
 def _find_holder(
     table: dict[str, Any], name: str, *, create: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return the table that contains a dotted name, or None without one, and the last part."""
+    """Return the table that contains a dotted name (None if it is missing), and the last part."""
     *path, last = name.split(".")
     for part in path:
         inner = table.setdefault(part, {}) if create else table.get(part)

@@ -1,4 +1,7 @@
-"""Reward models (`bmforge train reward`): a sequence classifier with one output from pairs."""
+"""Training of reward models (`bmforge train reward`) on pairs of answers.
+
+A reward model is a sequence classifier with one output.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ __all__ = ["RewardConfig", "train_reward"]
 
 @dataclass(kw_only=True)
 class RewardConfig(RunConfig):
-    """Train a reward model; the fields not named here are `RunConfig`'s.
+    """Config to train a reward model; other fields are `RunConfig`'s.
 
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages), and optionally `margin` or scores.
-        template: chat template: a file, or a name (chatml, llama3, ...); None takes the
+        template: chat template: a file, or a name (chatml, llama3, ...); None selects the
             tokenizer's own, or a plain one. It is exported with the model.
         center_rewards_coefficient: factor of the squared sum of both rewards, which keeps rewards
             near 0 (default: 0; 0.01 is usual).
@@ -92,10 +95,10 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
 
 def _padding(tokenizer: Any) -> dict[str, Any]:
-    """Return the padding token of the exported config.
+    """Return the padding token for the exported config, as a dict; empty without a usable one.
 
-    transformers reads the reward at the last token that is no padding. The model is trained at the
-    end token, so the padding token must be another one.
+    transformers reads the reward at the last token that is not padding. The model is trained at the
+    EOS token, so the padding token must be another one.
     """
     if tokenizer.pad_id is not None and tokenizer.pad_id != tokenizer.eos_id:
         return {"pad_token_id": tokenizer.pad_id}

@@ -1,4 +1,4 @@
-"""Rewards of a reward model: a sequence classifier with one output, in its own directory."""
+"""Scores answers with a reward model: a sequence classifier with one output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS = 8
 
 
 class RewardModel:
-    """Scores answers by a classifier with one output, at the last token of prompt and answer.
+    """Reward model that scores answers at the last token of prompt and answer.
 
     Prompts and answers are encoded as `train reward` encodes pairs, with the tokenizer and the chat
     template of the reward model.
@@ -52,7 +52,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> list[float]:
-        """Return a reward per answer; the time limit does not apply to a forward pass."""
+        """Return the reward of each answer; the time limit does not apply to a forward pass."""
         pairs = zip(batch["prompts"], batch["completions"], strict=True)
         rows = [self._encode(prompt, completion) for prompt, completion in pairs]
         rewards: list[float] = []
@@ -61,7 +61,7 @@ class RewardModel:
         return rewards
 
     def close(self) -> None:
-        """Do nothing: the model has no processes."""
+        """Do nothing: the model has no processes to end."""
 
     def _encode(self, prompt: Any, completion: Any) -> list[int]:
         example = PreferenceExample("a completion", prompt, completion, None)

@@ -1,7 +1,7 @@
-"""Reinforcement learning (`bmforge train rl`): the model writes answers, rewards score them.
+"""Reinforcement learning (`bmforge train rl`) from rewards for generated answers.
 
-GRPO, Dr. GRPO, DAPO, RLOO, GSPO, CISPO and REINFORCE++; `--method` selects a published combination,
-whose parts are fields of `rl`.
+GRPO, Dr. GRPO, DAPO, RLOO, GSPO, CISPO and REINFORCE++; `--method` selects a published combination
+of the options in `rl`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["ReinforcementConfig", "train_rl"]
 
 @dataclass(kw_only=True)
 class ReinforcementConfig(RunConfig):
-    """Learn from rewards; the fields not named here are `RunConfig`'s.
+    """Config of reinforcement learning; other fields are `RunConfig`'s.
 
     Args:
         data: prompts, with any further columns for the reward functions.
         method: published method: grpo, dr_grpo, dapo, rloo, gspo, cispo or reinforce++.
-        rl: parts of the loss, instead of the method's.
-        rollout: writing of answers.
+        rl: options of the loss that override the method's.
+        rollout: generation of answers.
         reward: reward functions NAME[=WEIGHT]: module:function or file.py:function with TRL's
             signature; the verifiers exact:COLUMN, number:COLUMN, choice:COLUMN, regex:PATTERN,
             length:TOKENS and json_schema:FILE; dir:REWARD_MODEL; or an http address.

@@ -1,4 +1,4 @@
-"""Runs whose model writes its own answers: prompts, engine, log of answers and their end."""
+"""Common setup of runs that generate their own answers: prompts, engine, and answer log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["RolloutRun", "check_rollouts", "default_training"]
 
 
 def default_training() -> TrainConfig:
-    """Return TRL's defaults: a constant learning rate of 1e-6, and no dropout."""
+    """Return the training defaults of TRL: a constant learning rate of 1e-6, and no dropout."""
     return TrainConfig(
         optim=OptimConfig(lr=1e-6, weight_decay=0.0),
         schedule=ScheduleConfig(kind="constant"),
@@ -70,7 +70,7 @@ def check_rollouts(config: Any) -> None:
 
 
 class RolloutRun:
-    """Parts of a run whose model writes its own answers.
+    """Resources of a run that generates its own answers: tokenizer, prompts, engine and log.
 
     Args:
         config: config with ``data`` (`PromptConfig`), ``rollout`` and ``template``.
@@ -96,7 +96,7 @@ class RolloutRun:
         self._log: CompletionLog | None = None
 
     def open_loader(self, rewards: RewardSet | None, policy: Any) -> RolloutLoader:
-        """Create the loader of the run; the rewards are closed with the run."""
+        """Create the loader of the run; the reward functions are closed with the run."""
         config, rows = self._config, self._rows
         self._rewards = rewards
         decode = make_decoder(self.tokenizer, self._stops)
@@ -114,7 +114,7 @@ class RolloutRun:
     def training_data(
         self, objective: Any, open_scores: Callable[[Any], Scores | None]
     ) -> TrainingData:
-        """Return the data of the run.
+        """Return the `TrainingData` of the run.
 
         Args:
             objective: objective of the Trainer.
@@ -138,7 +138,7 @@ class RolloutRun:
             replace_file(directory / TEMPLATE_FILE, self._template.source)
 
     def _begin(self, open_scores: Callable[[Any], Scores | None], model: Any) -> None:
-        """Open the engine and the scores of a model with its initial weights."""
+        """Open the generation engine, and the reference scores of the model's initial weights."""
         config, rollout = self._config, self._config.rollout
         options = GenerationConfig(
             max_new_tokens=rollout.max_new_tokens,
@@ -154,7 +154,7 @@ class RolloutRun:
     def _note(
         self, step: int, answers: Sequence[RolloutAnswer], metrics: Mapping[str, Any]
     ) -> None:
-        """Write the first answers of a rollout into the run directory."""
+        """Log the first answers of a rollout to the run directory."""
         count = self._config.rollout.log_completions
         if self._rows.rank or not count:
             return
@@ -163,7 +163,7 @@ class RolloutRun:
         self._log.write(step, answers, [self.loader.prompt(a.prompt).content for a in answers])
 
     def _close(self) -> None:
-        """End the engine and the processes of reward functions."""
+        """Close the engine, and end the processes of reward functions."""
         if self._rewards is not None:
             self._rewards.close()
         if self._writer is not None:
@@ -189,7 +189,7 @@ _PLAIN_SAMPLING: Mapping[str, Any] = {
 
 
 def _make_copy(config: Any, device: Any) -> Any:
-    """Return a plain model of the run's structure, whose weights are filled before each rollout."""
+    """Build a second model of the run's structure; its weights are copied before each rollout."""
     sizes = with_changes(config)
     model = family_of(sizes).from_config(sizes, device="meta")
     attach_adapter(model, config)

@@ -1,4 +1,4 @@
-"""Common steps of every training run, in one function.
+"""Steps that all training runs have in common.
 
 A run initializes the processes, opens the data, parallelizes the model, initializes or loads its
 weights, trains, evaluates and exports. A recipe is a config and a function that opens its data; a
@@ -95,21 +95,21 @@ _FREE = frozenset(_FREE_FIELDS.split())
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """Config of every run; a recipe adds `model`, a family's config, and `data`.
+    """Base config of all runs; a recipe adds `model`, a family's config, and `data`.
 
     Args:
         run_dir: directory of the run.
         init_from: initial model: directory, hub id or short name; its sizes apply except for given
             fields of `model`. None initializes the weights randomly.
         model_changes: given fields of `model` with `init_from`, filled in by the command line; None
-            takes those that differ from the recipe's defaults.
+            selects those that differ from the recipe's defaults.
         new_head: initialize the task's head if `init_from`'s model has none.
         family: family of `model`; filled in by the command line for `run.toml`.
         changes: changes of the model before it is parallelized, as JSON or a file of it; see
             `models.changes`. New weights are initialized with `seed`.
         adapter: train an adapter instead of the model; see `adapters.AdapterConfig`.
         base_dtype: storage of the weights that an adapter's run freezes: fp32, bf16, fp16, or int8
-            and int4 (QLoRA); None takes the precision of the computation.
+            and int4 (QLoRA); None selects the precision of the computation.
         epochs: passes over the training data; sets train.steps.
         freeze_base: train only modules attached by changes, and with `new_head` the head.
         seed: random seed of the weight initialization.
@@ -121,7 +121,7 @@ class RunConfig:
         compile: compile the blocks.
         prefetch: number of sharded units gathered ahead.
         export: write a Hugging Face directory ``run_dir/export`` at the end.
-        export_dtype: dtype of the exported weights; None takes that of `init_from`'s weights, or
+        export_dtype: dtype of the exported weights; None selects that of `init_from`'s weights, or
             fp32 without it.
         push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export (default:
             none). A new repository is private.
@@ -162,12 +162,13 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Data of a run, opened by its recipe.
+    """Training data of a run, with the functions that depend on it; opened by a recipe.
 
     Args:
         loader: iterator over the micro-batches of every step.
         row_tokens: tokens of a row, for the FLOPs of attention.
-        held_out: name -> this process's batches of one pass; the same number on every process.
+        held_out: function per name that gives this process's batches of one pass; the same number
+            on every process.
         objective: loss function.
         save_tokenizer: function that writes the tokenizer into the export.
         special_ids: fields of the export's config.json for tokens and classes, such as
@@ -196,14 +197,14 @@ OpenData = Callable[[Any, World], TrainingData]
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run.
+    """Result of a training run.
 
     Args:
         model: this process's shards of the model.
         step: last optimizer step.
         evaluation: final evaluation.
         world: all processes of the run.
-        stopped: whether a signal ended the run before its last step.
+        stopped: True if a signal ended the run before its last step.
     """
 
     model: Model
@@ -299,8 +300,9 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
 
 
 def _check_saved(trainer: Trainer) -> None:
-    """Raise `CheckpointError` if the last checkpoint is not on disk; called after all other
-    outputs.
+    """Raise `CheckpointError` if the last checkpoint could not be written.
+
+    This is called after all other outputs of the run are written.
     """
     if trainer.save_error is not None:
         raise CheckpointError(
@@ -313,7 +315,7 @@ def _check_saved(trainer: Trainer) -> None:
 def _make_evaluator(
     data: TrainingData, world: World, mesh: DeviceMesh | None, *names: str
 ) -> Callable[[Any], EvalResult] | None:
-    """Return a function that evaluates a model on the held-out data, or on its named parts."""
+    """Return a function that evaluates a model on all held-out data, or on the named parts."""
     if not data.held_out:
         return None
     parts = [data.held_out[name] for name in names or data.held_out]

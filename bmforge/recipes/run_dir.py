@@ -1,4 +1,4 @@
-"""Run directories: each belongs to one config, and a run never overwrites another one's."""
+"""Run directories: each belongs to one config, and a run never overwrites that of another."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _OVERRIDABLE = ("train.", "data.", "loss_scale.")
 
 
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
-    """Make a run's directory, or check that it is this run's; `claim_run_dir` marks it.
+    """Create a run's directory, or check that an existing one belongs to this run.
 
-    All processes call it and get the same result.
+    `claim_run_dir` marks it later. All processes call this function and get the same result.
 
     Args:
         run_dir: the directory.
@@ -60,13 +60,13 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
 
 
 def claim_run_dir(run_dir: Path, config: Any) -> None:
-    """Write ``run.toml`` after all checks, which makes the directory this run's."""
+    """Write ``run.toml``, after all checks, which marks the directory as this run's."""
     run_on_first(lambda: save_toml(config, run_dir / _FILE))
 
 
 @contextmanager
 def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
-    """Open and lock a run's directory, and write the log into it.
+    """Context manager: open and lock a run's directory, and write the log into it.
 
     A run that is refused before `claim_run_dir` leaves no files. All processes call it.
 
@@ -99,7 +99,7 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
 
 
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
-    """Return why `config` may not run in `run_dir`, or None.
+    """Return the reason why `config` may not run in `run_dir`, or None.
 
     A field that the run.toml of an earlier version lacks had its default. Fields and tables that
     the config's `override` names may differ.
@@ -130,7 +130,7 @@ def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | Non
 
 
 def record_overrides(run_dir: Path, config: Any) -> Any:
-    """Return the config with an entry ``field=old->new`` in `override` for every overridden field.
+    """Add an entry ``field=old->new`` to `override` for every overridden field of a config.
 
     Entries of earlier overrides are kept, so that run.toml documents the history of the run.
     """
@@ -152,14 +152,17 @@ def record_overrides(run_dir: Path, config: Any) -> Any:
 
 
 def overridden_fields(config: Any) -> frozenset[str]:
-    """Return the fields and tables that a config overrides; an entry of a run.toml has values."""
+    """Return the names of the fields and tables that a config overrides.
+
+    Entries with values, which come from run.toml, are ignored.
+    """
     return frozenset(
         entry.replace("-", "_") for entry in getattr(config, "override", ()) if "=" not in entry
     )
 
 
 def _find_changes(file: Path, config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return field -> (value in run.toml, value now) for fields that differ."""
+    """Return the fields that differ: (value in run.toml, current value) by field name."""
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
     now, defaults = _flatten(config_to_dict(config)), _flatten(_default_values(config))
     names = sorted(before.keys() | now.keys())
@@ -168,7 +171,7 @@ def _find_changes(file: Path, config: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _default_values(config: Any) -> dict[str, Any]:
-    """Return the defaults of a config and of the configs in it, as nested dicts."""
+    """Return the default values of a config, with nested configs as nested dicts."""
     out: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -182,7 +185,7 @@ def _default_values(config: Any) -> dict[str, Any]:
 
 
 def _say_changes(run_dir: Path, config: Any) -> None:
-    """Log the fields that differ from the existing run, and those that its run.toml lacks."""
+    """Log the fields that differ from the existing run, and those missing in its run.toml."""
     file = run_dir / _FILE
     if not file.exists():
         return
@@ -200,7 +203,7 @@ def _say_changes(run_dir: Path, config: Any) -> None:
 
 
 def check_free(run_dir: Path) -> str | None:
-    """Return why no new run can start in `run_dir`, or None."""
+    """Return the reason why no new run can start in `run_dir`, or None."""
     if not run_dir.exists() or _is_free_place(run_dir):
         return None
     if (run_dir / _FILE).exists():
@@ -212,13 +215,13 @@ def check_free(run_dir: Path) -> str | None:
 
 
 def _differ(first: Any, other: Any) -> bool:
-    """Return True if two values differ; None and an empty list are equal."""
+    """Return True if two values differ; None and an empty list count as equal."""
     absent: tuple[Any, ...] = (None, [])
     return first != other and not (first in absent and other in absent)
 
 
 def _is_free_place(run_dir: Path) -> bool:
-    """Return True for an empty directory, or one in which a run was prepared but never begun."""
+    """Return True for an empty directory, or one where a run was prepared but did not start."""
     # A kill while the config is written leaves a partial file.
     free = {"data", _LOG, partial_name(_FILE)}
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else {_FILE}
@@ -226,7 +229,7 @@ def _is_free_place(run_dir: Path) -> bool:
 
 
 def add_results(run_dir: Path, results: dict[str, dict[str, float]]) -> None:
-    """Add metrics to ``results.json``: title -> name -> number."""
+    """Add metrics, by title and name, to ``results.json``."""
     file = run_dir / "results.json"
     recorded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for title, numbers in results.items():

@@ -1,4 +1,4 @@
-"""HTML page of an adapter search: every candidate and its losses by round."""
+"""HTML page of an adapter search, with the losses of every candidate by round."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ border-radius:5px;margin-right:6px}
 
 
 def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
-    """Write the page; return its path.
+    """Write the page of an adapter search; return its path.
 
     Args:
-        path: file to write.
-        state: `candidates`, name -> parameters; `plan`, (candidates, steps) of every round;
-            `rounds`, for each round name -> loss and metrics.
+        path: output file.
+        state: `candidates`, number of parameters by name; `plan`, (candidates, steps) of every
+            round;
+            `rounds`, for each round the loss and metrics by name.
         title: title of the search.
     """
     rounds, plan = state["rounds"], state["plan"]
@@ -57,7 +58,7 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
 
 
 def _rank(rounds: list[Mapping[str, Any]], name: str) -> tuple[int, float]:
-    """Return the sort key of a candidate: its last round, latest first, then its last loss."""
+    """Return the sort key of a candidate: latest round first, then the loss in its last round."""
     seen = [number for number, results in enumerate(rounds) if name in results]
     return (-seen[-1], rounds[seen[-1]][name]["loss"]) if seen else (1, 0.0)
 

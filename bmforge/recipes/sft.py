@@ -1,8 +1,7 @@
-"""Supervised fine-tuning on conversations (`bmforge train conversations`) with a loss on the
-answers.
+"""Supervised fine-tuning on conversations (`bmforge train conversations`).
 
-Conversations are rendered with the model's chat template. For a decoder several are packed into one
-row; for an encoder-decoder every answer is a row.
+The loss is on the answers. Conversations are rendered with the model's chat template. For a decoder
+several are packed into one row; for an encoder-decoder every answer is a row.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class ConversationData(ExampleConfig):
-    """Data of a run on conversations; the fields not named here are `ExampleConfig`'s.
+    """Conversations to train on; other fields are `ExampleConfig`'s.
 
     Args:
         answers: train on all answers of a conversation, or on the last one alone.
-        ignore: fields of the records that are left out; any other field that the chat template
-            does not read is an error.
+        ignore: fields of the records to ignore; any other field that the chat template does not
+            read is an error.
         validation_fraction: share of the conversations held out for evaluation, selected by `seed`
             (default: 0); for data without `validation` files.
     """
@@ -64,7 +63,7 @@ class ConversationData(ExampleConfig):
     validation_fraction: float = 0.0
 
     def check(self) -> None:
-        """Raise `ConfigError` for a number out of range, or nothing to read."""
+        """Raise `ConfigError` for a number out of range, or if there are no paths."""
         super().check()
         if not 0 <= self.validation_fraction < 1:
             raise ConfigError(
@@ -79,14 +78,14 @@ class ConversationData(ExampleConfig):
 
 @dataclass(kw_only=True)
 class ConversationsConfig(RunConfig):
-    """Fine-tune on conversations; the fields not named here are `RunConfig`'s.
+    """Config to fine-tune on conversations; other fields are `RunConfig`'s.
 
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one conversation
             a record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
             "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
             are read as well. Longer conversations than `seq_len` are truncated.
-        template: chat template: a file, or a name (chatml, llama3, ...); None takes the
+        template: chat template: a file, or a name (chatml, llama3, ...); None selects the
             tokenizer's own, or a plain one. It is exported with the model.
     """
 
@@ -99,7 +98,7 @@ class ConversationsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class LlamaSFTConfig(ConversationsConfig):
-    """Fine-tune a Llama on chats; `model` is its config, or with `init_from` that model's."""
+    """Config to fine-tune a Llama on chats; `model` is its config, or overrides `init_from`'s."""
 
     run_dir: Path = Path("runs/llama-sft")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -168,7 +167,7 @@ def read_template(config: Any, folder: Path) -> str | None:
 
 
 def _read_all(paths: Sequence[str]) -> list[ChatExample]:
-    """Read all conversations, and warn of answers without content."""
+    """Read all conversations; warn if answers are empty."""
     conversations = [c for path in paths for c in read_conversations(path)]
     empty = [c.place for c in conversations if any(map(_is_empty_answer, c.messages))]
     if empty:
@@ -181,7 +180,7 @@ def _read_all(paths: Sequence[str]) -> list[ChatExample]:
 
 
 def _is_empty_answer(message: Mapping[str, Any]) -> bool:
-    """Return True for a learned message of the assistant without text, thoughts and calls."""
+    """Return True for an assistant message to learn without text, reasoning or tool calls."""
     if message["role"] != "assistant" or message.get("weight") == 0:
         return False
     said = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -191,10 +190,10 @@ def _is_empty_answer(message: Mapping[str, Any]) -> bool:
 def _hold_out(
     conversations: Sequence[ChatExample], fraction: float, seed: int
 ) -> tuple[list[ChatExample], list[ChatExample]]:
-    """Divide conversations into those for training and those for evaluation.
+    """Divide conversations into those for training and those for evaluation, by a hash.
 
-    A hash of the contents selects, so that equal conversations are on the same side and adding data
-    moves no conversation to the other side.
+    Equal conversations are in the same part, and adding data moves no conversation to the other
+    part.
     """
 
     def is_held_out(conversation: ChatExample) -> bool:
@@ -215,7 +214,7 @@ def _hold_out(
 def _open_part(
     config: Any, tokenizer: Any, template: ChatTemplate, conversations: Sequence[ChatExample]
 ) -> ExampleSource:
-    """Encode conversations for the model's family."""
+    """Encode conversations as examples for the model's family."""
     data, traits = config.data, traits_of(config.model)
     render = partial(
         render_conversation, template=template, answers=data.answers, ignore=data.ignore

@@ -1,4 +1,4 @@
-"""Checks before a compression (teacher vocabulary, formats, widths) and size estimates."""
+"""Checks before a compression (teacher vocabulary, formats, widths), and size estimates."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ __all__ = [
 
 
 def check_vocabularies(source: Path, config: DistillConfig) -> None:
-    """Check that teacher and student share a vocabulary; models without a tokenizer are not
-    checked.
+    """Check that teacher and student share a vocabulary.
+
+    Models without a tokenizer are not checked.
 
     Raises:
         ConfigError: no teacher is named, or a token of the student has another id in the teacher.
@@ -75,7 +76,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
 
 
 def read_vocabulary(directory: Path) -> dict[str, int] | None:
-    """Return token -> id of the tokenizer in a model's directory; None without a tokenizer."""
+    """Return the token ids of a model directory's tokenizer by token; None without one."""
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()
     except DataError as error:
@@ -85,7 +86,7 @@ def read_vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Phase, str, str]]:
-    """Yield each phase, the sizes after it as text, and a note on sizes that are only known later.
+    """Yield each phase with the model sizes after it as text, and a note on unknown sizes.
 
     Nothing is computed: the model is on meta.
     """
@@ -129,7 +130,7 @@ def check_compressible(source: Path, phases: Sequence[Phase]) -> None:
 
 
 def changeable_fields(begun: Sequence[Phase]) -> frozenset[str]:
-    """Return the fields of a recipe that may change when a compression is resumed.
+    """Return the recipe fields that may change when a compression is resumed.
 
     These are the fields of phases that have not begun, so that an error in a later phase does not
     cost the trained ones before it.
@@ -183,7 +184,7 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
 
 
 def _shrink(model: Any, phase: Phase) -> str:
-    """Give a model on meta the sizes after a phase; return a note on sizes only known later."""
+    """Apply a phase's sizes to a model on meta; return a note on sizes that are not yet known."""
     config = phase.config
     if config.structure is not None:
         if config.structure.target != "sizes":

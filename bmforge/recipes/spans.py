@@ -49,18 +49,17 @@ Seed = tuple[int | str, ...]
 
 @dataclass(kw_only=True)
 class SpanConfig(RunConfig):
-    """Train on corrupted spans; the fields not named here are `RunConfig`'s.
+    """Config to train on span corruption; other fields are `RunConfig`'s.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` is the maximum
             text length in tokens. Prefixes of CPM-Pretrain's preprocessed corpora (PREFIX_context
-            and
-            so on) are also accepted; `seq_len` is then the length of their packed rows, and the
+            and so on) are also accepted; `seq_len` is then the length of their packed rows, and the
             options of span corruption have no effect.
         target_len: maximum target length in tokens, at which it is truncated; None fits all.
         noise_density: share of the tokens in corrupted spans.
         mean_span_length: mean span length in tokens.
-        shortest: minimum length of a text in tokens; shorter texts are left out.
+        shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 
     data: ExampleConfig = field(default_factory=ExampleConfig)
@@ -72,7 +71,7 @@ class SpanConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPM2SpansConfig(SpanConfig):
-    """Pretrain a CPM-2 on corrupted spans; `model` is its config."""
+    """Config to pretrain a CPM-2 on span corruption; `model` is its config."""
 
     run_dir: Path = Path("runs/cpm2-pretrain")
     model: CPM2Config = field(default_factory=lambda: CPM2Config.preset("cpm2-2.1"))
@@ -80,7 +79,7 @@ class CPM2SpansConfig(SpanConfig):
 
 @dataclass(kw_only=True)
 class T5SpansConfig(SpanConfig):
-    """Pretrain a T5 on corrupted spans; `model` is its config."""
+    """Config to pretrain a T5 on span corruption; `model` is its config."""
 
     run_dir: Path = Path("runs/t5-pretrain")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
@@ -99,7 +98,7 @@ def train_spans(config: Any) -> RunResult:
 
 
 def count_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:
-    """Return the number of corrupted tokens in a text of `length` tokens, and of their spans."""
+    """Return the number of corrupted tokens, and of spans, for a text of `length` tokens."""
     noise = min(max(round(length * density), 1), length - 1)
     return noise, min(max(round(noise / mean_length), 1), length - noise)
 
@@ -111,7 +110,7 @@ def corrupt_spans(
     density: float = 0.15,
     mean_length: float = 3.0,
 ) -> tuple[list[int], list[int]]:
-    """Return source and target of a text: the text with sentinels for spans, and the spans.
+    """Replace random spans of a text with sentinels; return the source and the target.
 
     Args:
         ids: token ids of the text; at least 2.
@@ -134,13 +133,13 @@ def corrupt_spans(
 
 
 def divide(total: int, parts: int, key: bytes) -> list[int]:
-    """Divide `total` into `parts` integers of at least one, uniformly at random by `key`."""
+    """Divide `total` into `parts` random positive integers, determined by `key`."""
     cuts = permute(np.arange(parts - 1), max(total - 1, 1), key) + 1
     return [b - a for a, b in pairwise([0, *sorted(cuts.tolist()), total])]
 
 
 def find_sentinels(tokenizer: Tokenizer, name: str) -> list[int]:
-    """Return the ids of the tokenizer's sentinels, `name` formatted with 0, 1, ..."""
+    """Return the ids of the tokenizer's sentinels; `name` contains {} for their number."""
     ids: list[int] = []
     while (id := tokenizer.token_to_id(name.format(len(ids)))) is not None:
         ids.append(id)
@@ -148,7 +147,7 @@ def find_sentinels(tokenizer: Tokenizer, name: str) -> list[int]:
 
 
 class _SpanExamples:
-    """Corrupted texts; an `ExampleSource`."""
+    """Texts with span corruption, as an `ExampleSource`."""
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
         self._pieces, self._config = pieces, config
@@ -180,7 +179,7 @@ class _SpanExamples:
         return len(self._pieces)
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return text `index` with spans sampled by `seed`."""
+        """Return the text at `index`, with spans sampled by `seed`."""
         config, end = self._config, [self._end]
         inside = self._traits.ends_inside
         ids = [*self._pieces[index].tolist(), *(end if inside else [])]
@@ -198,7 +197,7 @@ class _SpanExamples:
 
 
 def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData:
-    """Open corpora whose spans were cut out beforehand."""
+    """Open preprocessed corpora, whose spans were cut out beforehand."""
     data, usual = config.data, type(config)()
     unused = ("noise_density", "mean_span_length", "shortest")
     changed = [name for name in unused if getattr(config, name) != getattr(usual, name)]

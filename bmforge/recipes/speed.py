@@ -1,4 +1,4 @@
-"""Measures the prefill and decoding speed of models in turns."""
+"""Measures the prefill and decoding speed of several models, alternating between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READ, _WRITTEN, _ROUNDS = 256, 32, 5
 
 
 def check_speed(model: Model) -> None:
-    """Raise `ConfigError` for a model that does not generate."""
+    """Raise `ConfigError` for a model that cannot generate."""
     if not model.traits.writes:
         raise ConfigError(
             f"speed=true times how fast a model reads a prompt and writes after it; a "
@@ -32,17 +32,17 @@ def check_speed(model: Model) -> None:
 
 
 def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float]]:
-    """Return the prefill and decoding speed of models, one request at a time, in fp32.
+    """Measure the prefill and decoding speed of models, one request at a time, in fp32.
 
-    Each of the others runs in turns with the first one, so that varying load of the machine affects
-    both. The figures are medians.
+    Each of the others is run alternately with the first one, so that varying load of the machine
+    affects both. The figures are medians.
 
     Args:
         before: directory of the original model.
         others: directories of the compressed models.
 
     Returns:
-        A dict metric -> value, for `before` and then for each other model.
+        A dict of values by metric, for `before` and then for each other model.
 
     Memory: two models at a time.
     """
@@ -63,7 +63,7 @@ def measure_speeds(before: Path, others: Sequence[Path]) -> list[dict[str, float
 
 
 def _time_once(engine: Engine) -> tuple[float, float]:
-    """Return tokens per second of prefill and of decoding."""
+    """Time one request; return the tokens per second of prefill and of decoding."""
     config: Any = engine.model.config
     limit = engine.model.traits.position_limit or _READ + _WRITTEN
     written = max(2, min(_WRITTEN, limit // 4))

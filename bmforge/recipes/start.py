@@ -1,4 +1,4 @@
-"""Resolution of a run's model: a size by its name, or an initial model.
+"""Resolves a run's model: a named size to initialize, or an initial model to load.
 
 The sizes of an initial model apply, except for given fields of `model`.
 """
@@ -46,7 +46,7 @@ _OPTION = "--model."
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Resolved value of `--model`.
+    """Model to which the option `--model` resolves.
 
     Args:
         family: family of the model.
@@ -60,7 +60,7 @@ class Start:
 
 
 def find_start(name: str) -> Start:
-    """Resolve a model name.
+    """Resolve a model name to a family, a config and an initial model.
 
     Args:
         name: a preset (gpt2-small) or a family (gpt2), which is initialized randomly; else a
@@ -104,7 +104,7 @@ def traits_of(config: ModelConfig) -> Traits:
 
 
 def check_length(config: Any) -> None:
-    """Raise `ConfigError` if rows are longer than the model's positions."""
+    """Raise `ConfigError` if rows are longer than the model's maximum length."""
     limit = traits_of(config.model).row_limit(config.model)
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(
@@ -125,11 +125,11 @@ def with_changes(config: Any) -> Any:
 
 
 def read_changes(option: str) -> tuple[Change, ...]:
-    """Parse modifications of a model.
+    """Parse the option with changes of a model.
 
     Args:
         option: JSON text or path of a JSON file, with one modification or a list; each has the
-        keys kind, where and options.
+            keys kind, where and options.
 
     Raises:
         ConfigError: the file is missing, or the JSON has another form.
@@ -152,7 +152,7 @@ def read_changes(option: str) -> tuple[Change, ...]:
 
 
 def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -> Any:
-    """Return a config that records which fields of `model` its file and its options gave.
+    """Record in a config which fields of `model` were given by its file and options.
 
     Args:
         config: a `RunConfig`, read from them.
@@ -172,7 +172,7 @@ def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -
 
 
 def change_model(config: Any, **changes: Any) -> Any:
-    """Return a config with fields of `model` changed, which then also override `init_from`'s."""
+    """Change fields of a config's `model`, which then also override those of `init_from`."""
     usual = type(config)().model
     changed_names = {name for name, value in changes.items() if value != getattr(usual, name)}
     names = None if config.init_from is None else tuple(sorted(changed_names | set(_given(config))))
@@ -181,7 +181,7 @@ def change_model(config: Any, **changes: Any) -> Any:
 
 
 def settle_model(config: Any) -> Any:
-    """Return a config with the final sizes: those of `init_from` except for given fields.
+    """Return a config with final model sizes: those of `init_from`, except for given fields.
 
     `model_changes` then names the fields that differ from the initial model.
 
@@ -217,14 +217,14 @@ def settle_model(config: Any) -> Any:
 
 
 def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
-    """Return the config of a model, with tied embeddings if its weights are tied."""
+    """Return the config of a model; its embeddings are tied if the stored weights are."""
     files = WeightFiles(directory)
     config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
     return settle_tie(family.from_config(config, device="meta"), files)
 
 
 def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
-    """Return a settled config with the fields of `model` that a task requires.
+    """Return a settled config with the `model` fields that a task requires.
 
     Args:
         config: the run's config after `settle_model`.
@@ -256,7 +256,7 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
 
 
 def _given(config: Any) -> list[str]:
-    """Return the fields of `model` that override those of `init_from`."""
+    """Return the names of the `model` fields that override those of `init_from`."""
     model = config.model
     names = [f.name for f in dataclasses.fields(model) if f.name != "raw"]
     if config.model_changes is None:

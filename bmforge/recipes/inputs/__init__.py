@@ -1,1 +1,4 @@
-"""Training data of runs: prepared corpora, examples, pieces of documents; start at `corpus.py`."""
+"""Training data of runs: prepared corpora, examples, and pieces of documents.
+
+Start reading at `corpus.py`.
+"""

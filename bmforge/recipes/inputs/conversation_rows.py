@@ -1,4 +1,4 @@
-"""Training rows of conversations: token ids with labels on answers, packed for decoders.
+"""Converts conversations to token rows with labels on the answers; packs rows for decoders.
 
 `encode_turns` gives the rows of one conversation; `pack_rows` puts several into one row;
 `PackedConversations` and `open_answers` are the data of the `conversations` task.
@@ -51,13 +51,13 @@ def render_conversation(
     answers: AnswerChoice = "all",
     ignore: Sequence[str] = (),
 ) -> list[AnswerText]:
-    """Render the answers of a conversation with the chat template, one (prompt, answer) text each.
+    """Render the answers of a conversation with the chat template, as (prompt, answer) texts.
 
     Args:
         conversation: messages, tools and further fields, which must be variables of the template.
         template: the model's chat template.
-        answers: "all" for every answer, or the last one alone.
-        ignore: names of fields that are left out.
+        answers: "all" for every answer, or "last" for the last one alone.
+        ignore: names of fields to ignore.
 
     Raises:
         DataError: a field is neither read by the template nor in `ignore`, or see
@@ -143,7 +143,7 @@ def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
 
 
 class PackedConversations:
-    """Conversations packed into rows of one width; an `ExampleSource` for decoders.
+    """Conversations packed into rows of one width, for decoders; an `ExampleSource`.
 
     Positions restart at each conversation of a row, and attention does not cross conversations.
 
@@ -194,7 +194,7 @@ class PackedConversations:
         return len(self._rows)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return packed row `index`; `seed` has no effect. Padding is a separate document."""
+        """Return the packed row at `index`, whose padding is a separate document."""
         texts = [self._texts[number] for number in self._rows[index]]
         starts = np.zeros((1, self._width), dtype=np.bool_)
         for end in np.cumsum([len(text.ids) for text in texts]).tolist():
@@ -216,7 +216,7 @@ def open_answers(
     traits: Traits,
     config: Any,
 ) -> AnswerRows:
-    """Return conversations for an encoder-decoder: one row per answer.
+    """Convert conversations to rows for an encoder-decoder, one row per answer.
 
     Args:
         conversations: data of the run.
@@ -251,7 +251,7 @@ def open_answers(
 
 
 def _encode_dialogue(conversation: ChatExample, tokenizer: Any, width: int) -> Iterator[Pair]:
-    """Yield the answers of a conversation in EVA's form, which has no chat template."""
+    """Yield the answers of a conversation in EVA's format, which has no chat template."""
     texts = [tokenizer.encode(message["content"]) for message in conversation.messages]
     end, blank = tokenizer.sep_id, tokenizer.sentinel_id(0)
     for number, message in enumerate(conversation.messages):

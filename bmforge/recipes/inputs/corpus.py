@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class CorpusConfig:
-    """Token stores of a run.
+    """Text of a run: prepared directories or token stores.
 
     Args:
         paths: directories made by `bmforge prepare`, or prefixes of .bin/.idx token stores; several
@@ -55,16 +55,15 @@ class CorpusConfig:
         weights: relative share of each path (default: equal shares).
         seq_len: tokens per row.
         global_batch_size: rows per optimizer step over all processes.
-        grad_accum_steps: gradient accumulation steps; sets global_batch_size to
-            micro_batch_size x this x processes / tp / pp / cp. None derives it
-            from global_batch_size.
+        grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
+            this x processes / tp / pp / cp. None derives it from global_batch_size.
         micro_batch_size: rows per forward pass on one process.
         reset_at_documents: restart positions and attention at every document.
         tokenizer: directory of the tokenizer of bare stores, which is exported with the model;
-            None takes the prepared directory's.
-        eos_id: token at the end of every document; None takes the prepared directory's, or else
+            None selects the prepared directory's.
+        eos_id: token at the end of every document; None selects the prepared directory's, or else
             the tokenizer's.
-        validation: prefix of a validation store; None takes the first prepared directory's.
+        validation: prefix of a validation store; None selects the first prepared directory's.
         split: shares of a bare store's documents for training, validation and neither, such as
             949 50 1; empty trains on all.
         validation_batches: maximum number of micro-batches of an evaluation; None reads all.
@@ -91,7 +90,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """An opened corpus: its loader, held-out rows, tokenizer, and end-of-document token."""
+    """An opened corpus, with its loader, held-out rows, tokenizer, and end-of-document token."""
 
     loader: DataLoader
     validation: PackedDataset | None
@@ -125,7 +124,7 @@ def open_corpus(
         init_from: initial model of the run; its tokenizer must be that of the corpora.
 
     Raises:
-        ConfigError: nothing to read, weights that do not fit the paths, or corpora of different
+        ConfigError: no paths, weights that do not fit the paths, or corpora of different
             tokenizers.
         DataError: a store is missing, damaged, too short, or has ids beyond `vocab_size`.
     """
@@ -169,23 +168,23 @@ def open_corpus(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A token store that is read once, in the rows of training.
+    """Held-out token store, to be read once in rows of the training length.
 
     Attributes:
         dataset: rows of the store.
-        text_bytes: bytes of the text of its tokens; None if unknown.
+        text_bytes: size of the text in bytes; None if unknown.
     """
 
     dataset: PackedDataset
     text_bytes: int | None
 
     def batches(self, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield a process's batches of `size` rows for one pass."""
+        """Yield one process's batches of one pass, with `size` rows each."""
         return iter_once(self.dataset, size, rank, world)
 
 
 def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -> HeldOut:
-    """Open the held-out part of a prepared directory, or all of a bare token store.
+    """Open the held-out split of a prepared directory, or all of a bare token store.
 
     Args:
         path: the directory, or the store without ``.bin`` or ``.idx``.
@@ -212,7 +211,7 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
 
 
 def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path | None, int | None]:
-    """Return the directory of the run's tokenizer, and the end-of-document token."""
+    """Return the run's tokenizer directory and its end-of-document token."""
     tokenizer_dir = None if report is None else report.tokenizer_dir
     eos_id = config.eos_id
     if config.tokenizer is not None:
@@ -225,7 +224,7 @@ def _find_end(config: CorpusConfig, report: PrepareReport | None) -> tuple[Path 
 
 
 def _open_validation(prefix: str, config: CorpusConfig, eos_id: int | None) -> PackedDataset | None:
-    """Open the held-out documents that the conditions select; None if none matches."""
+    """Open the held-out documents that match the conditions; None if none matches."""
     try:
         store = select_store(open_store(prefix), parse_conditions(config.where))
     except DataError as error:
@@ -254,7 +253,10 @@ def _check_paths(config: CorpusConfig) -> None:
 
 
 def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) -> None:
-    """Check every store against the vocabulary; the record of a prepared directory has its size."""
+    """Check that the token ids of all stores are in the model's vocabulary.
+
+    The record of a prepared directory has its vocabulary size, so only bare stores are read.
+    """
     check_tokenizers([*dict.fromkeys(map(place_of, config.paths))], init_from, config.tokenizer)
     for path in config.paths:
         report = read_report(path)

@@ -1,4 +1,4 @@
-"""Loaders of examples: rows of fixed-width tensors, built on demand.
+"""Loads examples as rows of fixed-width tensors, built on demand.
 
 The example with global sample number n, and its random choices, depend on (seed, n) alone, so the
 order is the same on any number of processes and a run resumes exactly. `pieces.py` and the recipes
@@ -37,18 +37,17 @@ Seed = tuple[int | str, ...]
 
 @dataclass(kw_only=True)
 class ExampleConfig:
-    """Data of a run on examples.
+    """Data of a run that trains on examples.
 
     Args:
         paths: data files, or token stores if the recipe reads them.
         validation: held-out files in the same format.
-        tokenizer: directory of the tokenizer; None takes `init_from`'s.
+        tokenizer: directory of the tokenizer; None selects that of `init_from`.
         seq_len: maximum row length in tokens.
         global_batch_size: rows per optimizer step over all processes.
         micro_batch_size: rows per forward pass on one process.
-        grad_accum_steps: gradient accumulation steps; sets global_batch_size to
-            micro_batch_size x this x processes / tp / pp / cp. None derives it
-            from global_batch_size.
+        grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
+            this x processes / tp / pp / cp. None derives it from global_batch_size.
         split: shares of a bare token store's documents for training, validation and neither, such
             as 949 50 1; empty trains on all.
         validation_batches: maximum number of micro-batches of an evaluation; None reads all.
@@ -67,7 +66,7 @@ class ExampleConfig:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise `ConfigError` for a number out of range, or nothing to read."""
+        """Raise `ConfigError` for a number out of range, or if there are no paths."""
         names = ("seq_len", "global_batch_size", "micro_batch_size")
         wrong = [f"data.{n}={getattr(self, n)} must be at least 1" for n in names]
         wrong = [text for text, n in zip(wrong, names, strict=True) if getattr(self, n) < 1]
@@ -78,11 +77,11 @@ class ExampleConfig:
 
 
 class ExampleSource(Protocol):
-    """A data set of examples.
+    """Interface of a data set that `ExampleLoader` reads.
 
     Attributes:
-        columns: name of a tensor -> (its width, padding value); ``labels`` is one of them.
-        fingerprint: hex digest that changes when an example would.
+        columns: width and padding value of each tensor by its name; ``labels`` is one of them.
+        fingerprint: hex digest that changes whenever an example changes.
 
     A source that reads token stores has `content`, an int digest of their contents. A source whose
     examples are not rows of integers has a method `collate` that batches them.
@@ -95,11 +94,11 @@ class ExampleSource(Protocol):
         """Return the number of examples."""
 
     def make(self, index: int, seed: Seed) -> Example:
-        """Return example `index`; its random choices depend on `seed` alone."""
+        """Return the example at `index`; its random choices depend only on `seed`."""
 
 
 class ExampleLoader:
-    """Endless iterator over optimizer steps, each a list of this rank's micro-batches.
+    """Endless iterator over optimizer steps; an item is a list of this rank's micro-batches.
 
     The rows of a step are in slots [micro-batch][rank][row]; slots beyond the global batch size
     contain rows without labels, so that all ranks have the same shapes.
@@ -146,7 +145,7 @@ class ExampleLoader:
         return batches
 
     def _row(self, number: int | None) -> Example:
-        """Return the example with a global sample number; a row without labels for None."""
+        """Return the example with a global sample number, or a row without labels for None."""
         if number is None:
             return _unlabel(self._source.make(0, ("padding",)))
         count, seed = len(self._source), self._config.seed
@@ -156,7 +155,7 @@ class ExampleLoader:
         return self._source.make(index, ("example", seed, number))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position; the same on every rank."""
+        """Return the position of the loader, which is the same on every rank."""
         return {
             "samples": self._samples,
             "seed": self._config.seed,
@@ -185,7 +184,7 @@ class ExampleLoader:
 def iter_held_out(
     source: ExampleSource, config: Any, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of one pass in order; the same ones every time.
+    """Yield this rank's batches of one pass, in order; every pass yields the same batches.
 
     All ranks yield the same number of batches, padded with rows without labels.
     """
@@ -207,7 +206,7 @@ def open_examples(
     rows: World,
     **fields: Any,
 ) -> TrainingData:
-    """Return the `TrainingData` of a run on examples; `fields` are its further fields."""
+    """Build the `TrainingData` of a run from example sources; `fields` are further fields."""
     parts = {}
     if held_out is not None and len(held_out):
         parts["validation"] = lambda: iter_held_out(held_out, config, rows.rank, rows.size)
@@ -216,7 +215,7 @@ def open_examples(
 
 
 def digest_stores(stores: Sequence[TokenStore]) -> int:
-    """Return a 63-bit digest of the contents of token stores, independent of their paths."""
+    """Return a 63-bit digest of the contents of some token stores, independent of their paths."""
     return int(fingerprint_of([store.digest() for store in stores])[:16], 16) >> 1
 
 
@@ -225,7 +224,7 @@ def _unlabel(example: Example) -> Example:
 
 
 def _lay(rows: Sequence[Example], source: ExampleSource) -> Batch:
-    """Collate rows with the source's own `collate`, or the default one."""
+    """Collate rows with the source's `collate` method if it has one, else with the default."""
     own = getattr(source, "collate", None)
     return collate(rows, source.columns) if own is None else own(rows)
 

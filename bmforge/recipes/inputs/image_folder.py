@@ -1,4 +1,4 @@
-"""Images of a folder whose subfolders are classes, in the form that a ViT reads.
+"""Reads the images of a folder, whose subfolders are classes, as input of a ViT.
 
 An image is converted to RGB (or gray), resized to a square, and normalized from 0..255 to -1..1, as
 transformers' ViTImageProcessor does. Training uses a random resized crop and mirrors half of the
@@ -35,7 +35,7 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(kw_only=True)
 class ImageConfig:
-    """Data of a run on images.
+    """Data of a run that trains on images.
 
     Args:
         paths: one folder, with a subfolder of images for every class.
@@ -85,14 +85,14 @@ class ImageConfig:
 
 
 class ImageFolder:
-    """The images of a folder; an `ExampleSource`.
+    """Images of a folder with their classes; an `ExampleSource`.
 
     Args:
         folder: folder whose subfolders are the classes, in the order of their names.
         config: preprocessing options.
         model: a ViT's config: size and channels.
-        classes: required names of the subfolders; None takes the existing ones.
-        learns: apply random crops and flips (training).
+        classes: required names of the subfolders; None accepts any.
+        learns: True to apply random crops and flips (training).
 
     Raises:
         DataError: no such folder, no images, or other classes than `classes`.
@@ -140,11 +140,11 @@ class ImageFolder:
         return len(self._files)
 
     def label(self, index: int) -> int:
-        """Return the class of image `index`."""
+        """Return the class of the image at `index`."""
         return self._files[index][1]
 
     def make(self, index: int, seed: Seed) -> Any:
-        """Return image `index`; `seed` selects its crop."""
+        """Return the preprocessed image at `index`; `seed` determines its random crop."""
         path, label = self._files[index]
         image = _open_image(path, self._model.num_channels)
         if self._learns:
@@ -226,7 +226,7 @@ def _draw_part(image: Any, config: ImageConfig, seed: Seed) -> Any:
 
 
 def _to_values(image: Any, size: int, config: ImageConfig) -> NDArray[np.float32]:
-    """Resize (bilinear, as ViT's) and normalize.
+    """Resize an image (bilinear, like transformers' ViT processor) and normalize its values.
 
     Shape:
         returns (C, size, size)

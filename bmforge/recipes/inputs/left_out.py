@@ -1,4 +1,4 @@
-"""Reports how much of the training data is left out, and why."""
+"""Reports how much of the training data is skipped, and why."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _MUCH = 0.1
 
 
 def is_much(count: int, total: int) -> bool:
-    """Return True if `count` is more than a tenth of `total`."""
+    """Return True if `count` is a large share of `total`: more than a tenth."""
     return count > _MUCH * total
 
 
 def tell_left_out(
     reasons: Iterable[str], total: int, what: str, examples: Mapping[str, str] | None = None
 ) -> None:
-    """Log on one process how many items were left out by reason; warn if it is a large share.
+    """Log how many items were skipped, by reason, on one process; warn if they are many.
 
     Args:
-        reasons: reason of each item that was left out.
+        reasons: reason of each item that was skipped.
         total: number of all items.
         what: plural noun for the items in the message.
-        examples: reason -> message about one such item.
+        examples: message about one such item, by reason.
     """
     counts = Counter(reasons)
     if not counts or process_rank():

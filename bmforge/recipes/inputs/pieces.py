@@ -1,4 +1,4 @@
-"""Pieces of prepared documents, for recipes that train on single texts."""
+"""Pieces of prepared documents, for recipes in which every example is one text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
 
 
 class Pieces(Sequence[NDArray[np.int64]]):
-    """The documents of token stores; long documents are cut, short ones left out.
+    """Documents of token stores as a sequence; long documents are cut, short ones are skipped.
 
     Args:
         stores: opened stores, or their paths without ``.bin`` or ``.idx``.
@@ -61,14 +61,14 @@ class Pieces(Sequence[NDArray[np.int64]]):
         return len(self._spans)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the tokens of piece `index`, from 0 on."""
+        """Return the tokens of the piece at `index`, counted from 0."""
         number = next(i for i, (a, b) in enumerate(pairwise(self._bounds)) if a <= index < b)
         start, stop = self._spans[index].tolist()
         return self._stores[number].tokens[start:stop].astype(np.int64)
 
 
 def _cut(store: TokenStore, shortest: int, longest: int, end_id: int | None) -> Any:
-    """Yield (first token, one past the last) of every piece."""
+    """Yield the token range of every piece: first token, and one past its last."""
     for first, end in store.documents():
         if end > first and store.tokens[end - 1] == end_id:
             end -= 1
@@ -82,10 +82,10 @@ def open_pieces(
 ) -> tuple[Pieces, Pieces | None]:
     """Open and check the training and held-out stores of a run.
 
-    The held-out part of a prepared directory is used if `config.validation` is empty.
+    The held-out split of a prepared directory is used if `config.validation` is empty.
 
     Raises:
-        ConfigError: a row is too short for a piece, or there is nothing to read.
+        ConfigError: a row is too short for a piece, or there are no paths.
         DataError: a store is missing or damaged, or has ids beyond `vocab_size`.
     """
     config.check()
@@ -118,7 +118,7 @@ def open_pieces(
 
 
 def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
-    """Open a run's tokenizer: ``data.tokenizer``'s, that of the prepared text, or `init_from`'s.
+    """Open a run's tokenizer: that of ``data.tokenizer``, the prepared text, or `init_from`.
 
     Args:
         config: a `RunConfig` with `data` and `model`.

@@ -1,7 +1,7 @@
-"""Training rows of preference data: encoded pairs of answers, and marked answers for KTO.
+"""Converts preference data to token rows: pairs of answers, and rated answers for KTO.
 
 Answers are rendered and tokenized by the rules of conversations (`conversation_rows.py`). Plain
-texts are not rendered: the tokenizer's begin token is put before the prompt, its end token after
+texts are not rendered: the tokenizer's BOS token is put before the prompt, its EOS token after
 the answer.
 """
 
@@ -32,7 +32,7 @@ _WIDTH_UNIT = 32
 
 
 class EncodedPair(NamedTuple):
-    """Encoded chosen and rejected answers to a prompt; None for the one that KTO data lacks."""
+    """Chosen and rejected answer to a prompt as token rows; KTO data has only one of them."""
 
     chosen: EncodedRow | None
     rejected: EncodedRow | None
@@ -45,13 +45,13 @@ def encode_preference(
     tokenizer: Tokenizer,
     ignore: Sequence[str] = (),
 ) -> EncodedPair:
-    """Encode the answers of an example; both rows begin with the same prompt ids.
+    """Encode both answers of an example; their rows begin with the same prompt tokens.
 
     Args:
         example: prompt and answers.
         template: the model's chat template, for messages.
         tokenizer: the model's tokenizer.
-        ignore: names of fields that are left out.
+        ignore: names of fields to ignore.
 
     Raises:
         DataError: see `render_conversation`.
@@ -80,7 +80,7 @@ def _render(
 
 
 def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerText] | None]:
-    """Move the end of a longer prompt into its answer, so that both prompts are equal.
+    """Move the end of the longer prompt into its answer, so that both prompts are equal.
 
     A generation prompt may open a thought that only one of the answers has.
     """
@@ -115,25 +115,25 @@ def _end_of(tokenizer: Tokenizer) -> list[int]:
 
 
 def _start(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Encode the beginning of a plain text, with the begin token once if the tokenizer has one."""
+    """Encode the beginning of a plain text, preceded by one BOS token if the tokenizer has it."""
     ids, prefix = tokenizer.encode(text), tokenizer.prompt_prefix
     return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
 
 def _finish(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Append the end token unless the text has it."""
+    """Append the EOS token unless the text ends with it."""
     end = _end_of(tokenizer)
     return ids if end and ids[-1:] == end else [*ids, *end]
 
 
 def _label(ids: list[int], prompt: int) -> EncodedRow:
-    """Return a row with labels on the tokens after the prompt; nothing predicts the first."""
+    """Return a row with labels on the tokens after the prompt; the first token has no label."""
     prompt = max(prompt, 1)
     return EncodedRow(ids, [IGNORE_INDEX] * min(prompt, len(ids)) + ids[prompt:])
 
 
 def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
-    """Encode a plain prompt and its answer; the prompt keeps the ids it has in generation."""
+    """Encode a plain prompt with its answer; the prompt has the same ids as in generation."""
     before, joined = _start(prompt, tokenizer), _start(prompt + answer, tokenizer)
     fits = joined[: len(before)] == before
     after = joined[len(before) :] if fits else tokenizer.encode(answer)
@@ -141,7 +141,7 @@ def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
 
 
 def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[EncodedRow | None]:
-    """Encode two whole texts; the prompt is their common beginning, cut at a token border."""
+    """Encode two whole texts; their prompt is the common beginning, cut between two tokens."""
     ids = [_finish(_start(text, tokenizer), tokenizer) for text in texts]
     shared = next(
         (n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids))
@@ -150,7 +150,7 @@ def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[Encode
 
 
 class _Rows:
-    """Common parts of the sources: truncation, widths and batches of rows."""
+    """Base class of the example sources in this module: truncates and batches rows."""
 
     columns: Mapping[str, tuple[int, int]] = {"labels": (1, IGNORE_INDEX)}
 
@@ -159,7 +159,7 @@ class _Rows:
         self.width = min(seq_len, -(-longest // _WIDTH_UNIT) * _WIDTH_UNIT)
 
     def _stack(self, rows: Sequence[EncodedRow], is_real: Sequence[bool]) -> dict[str, Tensor]:
-        """Stack rows, padded at the end; those that are not real get no labels."""
+        """Stack rows to tensors, padded at the end; padding examples get no labels."""
         ids = torch.zeros(len(rows), self.width, dtype=torch.int64)
         labels = torch.full_like(ids, IGNORE_INDEX)
         mask = torch.zeros_like(ids)
@@ -172,7 +172,7 @@ class _Rows:
 
 
 def _is_real(row: Example) -> bool:
-    """Return False for an example that fills up a step: its labels were removed."""
+    """Return False for a padding example, whose labels were removed."""
     return row["labels"][0] != IGNORE_INDEX
 
 
@@ -185,10 +185,10 @@ def _has_answer(row: EncodedRow) -> bool:
 
 
 class PreferencePairs(_Rows):
-    """Pairs as an `ExampleSource`: two rows for each, the chosen answer first.
+    """Preference pairs as an `ExampleSource`: two rows for each, the chosen answer first.
 
-    A pair of which an answer is truncated away, or whose answers are equal afterwards, teaches
-    nothing and is left out; `dropped` counts them.
+    A pair with a completely truncated answer, or with equal answers after truncation, teaches
+    nothing and is skipped; `dropped` counts such pairs.
 
     Args:
         pairs: encoded pairs.
@@ -221,11 +221,11 @@ class PreferencePairs(_Rows):
         return len(self._pairs)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return pair `index`; `seed` has no effect."""
+        """Return the pair at `index`; `seed` has no effect."""
         return {"labels": [1], "index": [index]}
 
     def collate(self, rows: Sequence[Example]) -> Batch:
-        """Return the batch of some pairs: rows 2i and 2i + 1 are those of pair i."""
+        """Return a batch of pairs, in which rows 2i and 2i + 1 are those of pair i."""
         numbers = [row["index"][0] for row in rows]
         answers = [row for number in numbers for row in self._pairs[number][:2]]
         is_real = [_is_real(row) for row in rows for _ in range(2)]
@@ -235,7 +235,7 @@ class PreferencePairs(_Rows):
 
 
 class MarkedAnswers(_Rows):
-    """Answers marked good or bad as an `ExampleSource`, each with a mismatched answer.
+    """Answers rated good or bad as an `ExampleSource`, each with a mismatched answer.
 
     The mismatched row has the prompt of the answer and the answer of the next example with another
     prompt, in the order of the file: a fixed choice, whatever the batch.
@@ -276,11 +276,11 @@ class MarkedAnswers(_Rows):
         return len(self._answers)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return answer `index`; `seed` has no effect."""
+        """Return the answer at `index`; `seed` has no effect."""
         return {"labels": [1], "index": [index]}
 
     def collate(self, rows: Sequence[Example]) -> Batch:
-        """Return the batch of some answers: row 2i is answer i, row 2i + 1 its mismatched one."""
+        """Return a batch of answers: row 2i is answer i, row 2i + 1 its mismatched answer."""
         numbers = [row["index"][0] for row in rows]
         answers = [row for number in numbers for row in self._answers[number][:2]]
         is_real = [_is_real(row) for row in rows for _ in range(2)]
@@ -292,7 +292,7 @@ class MarkedAnswers(_Rows):
 def _with_reference(
     batch: dict[str, Tensor], reference: Tensor | None, numbers: Sequence[int]
 ) -> Batch:
-    """Add kept log-probabilities of the reference, (N, 2) for all examples."""
+    """Add the precomputed log-probabilities of the reference model to a batch."""
     if reference is not None:
         batch["reference_logps"] = reference[numbers].flatten()
     return batch
@@ -316,7 +316,7 @@ def _next_prompt(prompts: Sequence[tuple[int, ...]], number: int) -> int:
 
 
 def _mix(row: EncodedRow, other: EncodedRow) -> EncodedRow:
-    """Return the row's prompt with the other row's answer."""
+    """Combine the prompt of one row with the answer of another."""
     before, start = _prompt_length(row), _prompt_length(other)
     labels = [IGNORE_INDEX] * before + other.labels[start:]
     return EncodedRow(row.ids[:before] + other.ids[start:], labels)

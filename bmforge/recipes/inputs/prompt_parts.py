@@ -1,4 +1,4 @@
-"""Template and verbalizer of a prompt run: the task's own, from files, or of user classes."""
+"""Opens a prompt run's template and verbalizer: the task's, from files, or user classes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["describe_template", "find_class", "find_words", "open_template", "op
 
 
 def open_template(config: Any, task: BenchmarkTask, example: TaskExample) -> str:
-    """Return the text of a run's template."""
+    """Return the text of a run's prompt template."""
     if config.template is not None:
         return read_template(config.template, config.choice)
     templates = find_published(task, example).templates
@@ -42,7 +42,7 @@ def open_template(config: Any, task: BenchmarkTask, example: TaskExample) -> str
 
 
 def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[str, list[str]]:
-    """Return class -> label words of a run: from its file, or the task's own."""
+    """Return the label words of each class, from the run's file or the task's own."""
     if config.verbalizer is not None:
         rows = read_verbalizer(config.verbalizer, config.choice, task.label_names)
     else:
@@ -61,7 +61,7 @@ def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[s
 def open_words(
     config: Any, task: BenchmarkTask, example: TaskExample, tokenizer: Tokenizer, num_masks: int = 1
 ) -> Any:
-    """Return a run's verbalizer; for a template with several masks one that scores all of them."""
+    """Build a run's verbalizer; with several masks in the template, it scores all of them."""
     words = find_words(config, task, example)
     if example.choices:
         if config.verbalizer_class:
@@ -78,7 +78,7 @@ def open_words(
 
 
 def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokenizer) -> Any:
-    """Return a verbalizer of a user's class."""
+    """Build a verbalizer of a user-defined class."""
     kind = find_class(config.verbalizer_class, "verbalizer_class", nn.Module)
     options = {} if config.join == "first" else {"join": config.join}
     verbalizer = kind(words, tokenizer, **options)
@@ -101,7 +101,7 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
 
 
 def describe_template(config: Any, tokenizer: Tokenizer, text: str) -> Template:
-    """Return the template on a model on meta, including its soft rows."""
+    """Build the template for a model on meta, including its soft rows."""
     sizes = with_changes(config)
     model = family_of(sizes).from_config(sizes, device="meta")
     behind = getattr(config, "behind", "refuse")

@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning and on-policy distillation: token ids of texts and chats."""
+"""Encodes prompts (texts and chats) for reinforcement learning and on-policy distillation."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class PromptConfig(ExampleConfig):
-    """Prompts of a run.
+    """Prompts of a run that generates its own answers.
 
     Args:
         paths: .jsonl, .json or .parquet files, or folders of them, with a ``prompt`` a record (a
             text or a list of messages); all other fields reach the reward functions.
         validation: not used: give prompts of your own to `bmforge evaluate`.
-        tokenizer: directory of the tokenizer; None takes `init_from`'s.
-        seq_len: maximum length of a prompt in tokens; longer ones are left out, with a count.
+        tokenizer: directory of the tokenizer; None selects that of `init_from`.
+        seq_len: maximum length of a prompt in tokens; longer ones are skipped and counted.
         global_batch_size: answers per optimizer step over all processes.
         micro_batch_size: answers per forward pass on one process.
     """
@@ -54,7 +54,7 @@ class PromptConfig(ExampleConfig):
 
 
 def read_all(data: PromptConfig) -> list[PromptRecord]:
-    """Read the prompts of all paths."""
+    """Read the prompts from all paths."""
     return [prompt for path in data.paths for prompt in read_prompts(path)]
 
 
@@ -82,7 +82,7 @@ def encode_prompts(
     tokenizer: Any,
     template: ChatTemplate | None,
 ) -> list[PromptRow]:
-    """Return prompts with their token ids; those that are too long are left out.
+    """Encode prompts as token ids; prompts that are too long are skipped.
 
     Raises:
         DataError: the template does not read a field, or no prompt is short enough.
@@ -121,7 +121,7 @@ def _encode(prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None)
 
 
 def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> list[int]:
-    """Return the ids of tokens that end an answer, the end mark of the chat template included.
+    """Return the ids of tokens that end an answer, including the chat template's end mark.
 
     Args:
         config: config of the model.
@@ -144,7 +144,7 @@ def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> li
 
 
 def make_decoder(tokenizer: Any, stops: Sequence[int]) -> Any:
-    """Return a function from token ids of an answer to its text, without end tokens."""
+    """Return a function that decodes the token ids of an answer, without end tokens."""
     hidden = frozenset(stops)
 
     def decode(ids: Sequence[int]) -> str:

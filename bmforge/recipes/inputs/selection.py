@@ -1,4 +1,4 @@
-"""Selection of documents from a prepared directory or a token store.
+"""Selects documents from a prepared directory or a token store.
 
 ``corpus?language=zh&date>=2020`` reads only the documents that match, so that a mixture can weight
 parts of one corpus.
@@ -20,7 +20,7 @@ _MARK, _AND = "?", "&"
 
 
 def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
-    """Return a path without its conditions, and the conditions.
+    """Split a path with conditions into the bare path and the conditions.
 
     Raises:
         ConfigError: a condition has an unknown form.
@@ -32,7 +32,7 @@ def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
 
 
 def place_of(path: str) -> str:
-    """Return a path without its conditions."""
+    """Remove the conditions from a path."""
     return split_path(path)[0]
 
 
@@ -50,7 +50,7 @@ def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[floa
 
 
 def open_text(path: str, where: Sequence[str] = (), split: Sequence[float] = ()) -> TokenStore:
-    """Open the training documents of a path.
+    """Open the training documents at a path.
 
     Args:
         path: a prepared directory, or a bare store without ``.bin``, with conditions after ``?``.
@@ -73,8 +73,7 @@ def read_report(path: str) -> PrepareReport | None:
 
 
 def train_prefix(path: str) -> Path:
-    """Return the prefix of a prepared directory's training store, or `path` itself for a bare
-    store.
+    """Return the prefix of a prepared directory's training store; `path` for a bare store.
 
     Raises:
         DataError: another directory, or a part of a prepared one.

@@ -1,10 +1,9 @@
-"""CPM-Pretrain's preprocessed T5 corpora, whose spans were cut out during tokenization.
+"""Reads CPM-Pretrain's preprocessed T5 corpora, whose spans were cut out in advance.
 
 There are three token stores: ``PREFIX_context`` has the texts with a sentinel for every span,
 ``PREFIX_target`` the spans, each after its sentinel, and ``PREFIX_target_offset`` their offsets.
 Sentinel k of a text is stored as the vocabulary's size + k. A row is `seq_len` consecutive tokens
 of the contexts, across texts; its sentinels are renumbered.
-
 Source: ``megatron/data/T5_dataset.py`` of TsinghuaAI/CPM-1-Pretrain, which shuffles texts in every
 epoch before it cuts rows; here rows are cut once and shuffled.
 """
@@ -36,7 +35,7 @@ def is_span_corpus(prefix: str) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """A range of texts of a corpus.
+    """Range of texts in a preprocessed corpus.
 
     Args:
         prefix: path of the corpus.
@@ -56,11 +55,11 @@ class _Part:
 
 
 class SpanCorpus:
-    """Rows of preprocessed corpora; an `ExampleSource`.
+    """Rows of preprocessed corpora, as an `ExampleSource`.
 
     Args:
         prefixes: paths without ``_context.idx`` and so on.
-        split: shares of the texts, as in `data.split`; empty takes all.
+        split: shares of the texts, as in `data.split`; empty uses all texts.
         index: index of the share.
         config: run config with `data.seq_len`, `target_len` and `model`.
         sentinels: token ids of the sentinels.
@@ -123,7 +122,7 @@ class SpanCorpus:
         return self._bounds[-1]
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return row `index`; `seed` has no effect."""
+        """Return the row at `index`; `seed` has no effect."""
         number = next(i for i, (a, b) in enumerate(pairwise(self._bounds)) if a <= index < b)
         part = self._parts[number]
         begin = part.first + (index - self._bounds[number]) * self._length

@@ -1,4 +1,4 @@
-"""Divides the documents of a token store into training and validation parts."""
+"""Splits the documents of a token store into training and validation shares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StorePart", "check_split", "refuse_split"]
 
 
 class StorePart(TokenStore):
-    """The documents of one share of a token store, as a store.
+    """One share of a token store's documents, usable as a store.
 
     The split is Megatron-LM's: documents in order, each share rounded to whole documents.
 
@@ -52,17 +52,17 @@ class StorePart(TokenStore):
 
     @property
     def num_documents(self) -> int:
-        """Number of documents in this part."""
+        """Number of documents in this share."""
         return len(self._spans)
 
     def documents(self) -> Iterator[tuple[int, int]]:
-        """Yield each document as the range (first token, one past its last) in `tokens`."""
+        """Yield the token range of each document: first token, and one past its last."""
         for start, end in self._spans:
             yield int(start) - self._begin, int(end) - self._begin
 
 
 def check_split(split: Sequence[float], validation: object, paths: Sequence[str]) -> None:
-    """Raise `ConfigError` for invalid shares, or shares combined with another validation set."""
+    """Raise `ConfigError` for invalid shares, or if there is another validation set."""
     if not split:
         return
     if len(split) > 3 or min(split) < 0 or split[0] <= 0:
@@ -83,7 +83,7 @@ def check_split(split: Sequence[float], validation: object, paths: Sequence[str]
 
 
 def refuse_split(split: Sequence[float]) -> None:
-    """Raise `ConfigError` for shares in a recipe that reads no token stores."""
+    """Raise `ConfigError` if shares are given to a recipe that reads no token stores."""
     if split:
         raise ConfigError(
             f"data.split={tuple(split)} has no effect: it divides token stores, and this recipe "

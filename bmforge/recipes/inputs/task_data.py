@@ -1,4 +1,4 @@
-"""Examples of a task: a published one by its name, or user data by files and labels."""
+"""Opens the examples of a task: a published one by name, or user data by files and labels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["TaskDataConfig", "open_task", "read_examples"]
 
 @dataclass(kw_only=True)
 class TaskDataConfig(ExampleConfig):
-    """Data of a task; the fields not named here are `ExampleConfig`'s.
+    """Task to train on; other fields are `ExampleConfig`'s.
 
     Args:
         task: a name in `bmforge.data.tasks.TASKS`; None with `labels`.
         labels: labels of user data.
-        fields: names of the text fields of user data, in reading order; empty takes those of the
+        fields: names of the text fields of user data, in reading order; empty selects those of the
             first line.
         paths: one folder: the task's own, or the one with a folder of its name. For user data
             .jsonl files with {"text": "...", "label": "..."} on each line.
@@ -78,7 +78,7 @@ class TaskDataConfig(ExampleConfig):
 
 
 def open_task(data: TaskDataConfig) -> BenchmarkTask:
-    """Return the task of a checked config.
+    """Return the task that a checked config describes.
 
     Raises:
         BmforgeError: the labels or the first file of user data are invalid.

@@ -21,8 +21,7 @@ def check_tokenizers(
     """Check that prepared directories share one tokenizer, and that it is the run's.
 
     Every token of a corpus must have the same id in the run's tokenizer. Bare token stores and
-    models
-    without a tokenizer are not checked.
+    models without a tokenizer are not checked.
 
     Args:
         paths: data paths; directories of `bmforge prepare` are checked.
@@ -58,7 +57,7 @@ def check_tokenizers(
 
 
 def _find_difference(corpus: Path, own: Path) -> str | None:
-    """Return a token with different ids in `own` and `corpus`; None if there is none."""
+    """Return a token whose ids differ between two tokenizers; None if all are equal."""
     if not own.is_dir():
         return None  # reported when it is opened
     if _holds_same(corpus, own):
@@ -77,7 +76,7 @@ def _find_difference(corpus: Path, own: Path) -> str | None:
 
 
 def _holds_same(corpus: Path, own: Path) -> bool:
-    """Return True if the vocabulary files of `corpus` are also in `own`, byte for byte."""
+    """Return True if `own` contains identical copies of all vocabulary files in `corpus`."""
     names = {path.name for path in corpus.glob("*")} - set(ROLE_FILES)
     return bool(names) and all(
         (own / name).is_file() and (own / name).read_bytes() == (corpus / name).read_bytes()
