@@ -23,7 +23,11 @@ _ORDER_FIELDS = frozenset(
 
 
 class Loader(Protocol):
-    """Data loader interface of the Trainer; `data.DataLoader` implements it.
+    """Interface of data loaders for the Trainer; `data.DataLoader` implements it.
+
+    A loader whose `is_endless` is True never ends. For other loaders, before every step all
+    processes
+    check together whether the loader has ended on any of them.
 
     A loader whose `is_endless` is True never ends. For other loaders, all processes check before
     every step whether the loader has ended on any of them.
@@ -33,22 +37,23 @@ class Loader(Protocol):
         """Return this process's micro-batches of the next optimizer step.
 
         Raises:
-            StopIteration: at the end of an epoch; `__iter__`, if there is one, begins the next.
+            StopIteration: the epoch has ended; `__iter__`, if the loader has it, begins the
+                next epoch.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader."""
+        """Return the position of the loader as a state that can be saved."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position."""
+        """Continue from a saved position."""
 
 
 class BatchReader:
-    """Reads batches from a loader that may end, and starts its next epoch.
+    """Reads the batches of a loader that may end, and starts its next epoch.
 
     Args:
         loader: data loader, a `Loader`.
-        num_epochs: passes over a loader that ends.
+        num_epochs: number of passes over a loader that ends.
         device: device of the model.
         mesh: mesh of the model, or None for one process.
 
@@ -68,7 +73,8 @@ class BatchReader:
     def read(self, step: int) -> Sequence[Batch] | None:
         """Return the micro-batches of the step after `step`, or None after the last epoch.
 
-        If the loader ends on some processes, the epoch ends on all, as a step needs every process.
+        If the loader ends on any process, the epoch ends on all, since every step needs all
+        processes.
         """
         batches = self._take()
         if batches is None and self.epoch + 1 < self._num_epochs:
@@ -89,12 +95,12 @@ class BatchReader:
         return batches
 
     def resume(self, state: Mapping[str, Any], overridden: Collection[str]) -> None:
-        """Continue after the batches that a saved run has read.
+        """Skip the batches that the saved run has already read.
 
         Args:
             state: result of `Trainer.state_dict`.
-            overridden: fields and tables of the run that differ on purpose; if they change the
-                order of the samples, the loader starts from the beginning.
+            overridden: fields and tables of the run that are changed intentionally; if the
+                change affects the sample order, the loader starts from the beginning.
         """
         self.epoch = state.get("epoch", 0)
         if _ORDER_FIELDS.isdisjoint(overridden):
@@ -103,7 +109,7 @@ class BatchReader:
             get_logger().info("data is overridden: the order of the samples begins anew")
 
     def _take(self) -> Sequence[Batch] | None:
-        """Return the next micro-batches; None at the end of an epoch, on all processes alike.
+        """Return the next micro-batches; on all processes None if the epoch has ended on any.
 
         Comm: one all-reduce of an integer, over several processes with a loader that can end.
         """

@@ -18,7 +18,7 @@ __all__ = ["BestEvaluation"]
 
 
 class BestEvaluation:
-    """The lowest evaluation loss of a run, its step, and the evaluations since an improvement.
+    """Lowest evaluation loss of a run, its step, and the number of evaluations since then.
 
     Args:
         config: training settings.
@@ -26,7 +26,7 @@ class BestEvaluation:
         has_run_dir: whether the run writes checkpoints.
 
     Raises:
-        ConfigError: a setting that needs evaluations or checkpoints in a run without them.
+        ConfigError: a setting needs evaluations or checkpoints, and the run has none.
     """
 
     def __init__(self, config: TrainConfig, evaluates: bool, has_run_dir: bool) -> None:
@@ -48,7 +48,7 @@ class BestEvaluation:
 
     @property
     def step(self) -> int | None:
-        """Step of the checkpoint that retention keeps; None without one."""
+        """Step of the best checkpoint, which retention keeps; None if there is none."""
         return self._step if self.keeps_checkpoint and self._step else None
 
     @property
@@ -57,14 +57,14 @@ class BestEvaluation:
         return self._patience is not None and self._misses >= self._patience
 
     def note(self, step: int, loss: float) -> bool:
-        """Take in an evaluation; return True if the model of this step has to be saved.
+        """Record an evaluation; return True if the model should be saved as the best one.
 
         As in transformers, any lower loss is the best one, but only a decrease by more than the
         threshold restarts the patience.
 
         Args:
             step: number of completed optimizer steps.
-            loss: evaluation loss; one that is not a number is no improvement.
+            loss: evaluation loss; NaN is not an improvement.
         """
         self._misses = 0 if self._loss - loss > self._threshold else self._misses + 1
         if self.is_exhausted:
@@ -79,7 +79,7 @@ class BestEvaluation:
         return self.keeps_checkpoint
 
     def find_checkpoint(self, directory: Path) -> None:
-        """Forget the best evaluation of a resumed run if its checkpoint is gone. Collective."""
+        """Reset the best evaluation of a resumed run if its checkpoint is missing. Collective."""
         step = self.step
         if step is None or (directory / step_name(step)).is_dir():
             return
@@ -97,8 +97,9 @@ class BestEvaluation:
         Args:
             model: trained model.
             directory: parent of the checkpoints.
-            step: last step of the run; nothing is loaded if it is the best one.
-            offload: offloaded states, which would write the last weights back; None without.
+            step: last step of the run; if it is the best step, nothing is loaded.
+            offload: optimizer offload, which would otherwise overwrite the loaded weights; None
+                if there is none.
         """
         if self.step is None or self.step == step:
             return

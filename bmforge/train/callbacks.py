@@ -11,10 +11,10 @@ __all__ = ["load_callback_states", "read_callback_states"]
 
 
 def read_callback_states(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return name -> state of the callbacks that have a `state_dict`.
+    """Return the state of each callback that has a `state_dict`, by callback name.
 
     Raises:
-        ConfigError: two of them have the same name.
+        ConfigError: two such callbacks have the same name.
     """
     return {name: callback.state_dict() for name, callback in _stateful(callbacks).items()}
 

@@ -19,28 +19,28 @@ class TrainConfig:
 
     Args:
         steps: total number of optimizer steps.
-        num_epochs: passes over a loader that ends; the training ends after the last one or after
-            `steps`, whichever comes first (default: 1). Loaders of bmforge do not end.
+        num_epochs: number of passes over a loader that ends; training ends after the last pass
+            or after `steps`, whichever comes first (default: 1). Loaders of bmforge never end.
         seed: random seed of dropout; weights and sample order have their own seeds.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters; must match the model.
-        master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them in
-            16 bits, which loses updates below 1/256 of a bf16 weight.
+        master_weights: upcast trained 16-bit parameters to fp32 (default: on); off trains them
+            in 16 bits, which loses updates below 1/256 of a bf16 weight.
         disable_dropout: train in evaluation mode, without dropout and layer drop (default: off).
         grad_clip: maximum gradient norm; None does not clip.
-        spike_sigmas: skip a step whose loss is this many standard deviations above the recent mean;
-            None skips non-finite steps only.
-        eval_every_steps: steps between evaluations; None evaluates at the end only.
+        spike_sigmas: skip a step whose loss is this many standard deviations above the recent
+            mean; None skips non-finite steps only.
+        eval_every_steps: number of steps between evaluations; None evaluates only at the end.
         load_best_model_at_end: keep the checkpoint with the lowest evaluation loss, and end the
             run with its weights (default: off); needs eval_every_steps.
-        early_stopping_patience: number of evaluations without an improvement after which the run
-            ends; None trains all steps.
-        early_stopping_threshold: decrease of the loss, in nats, that counts as an improvement.
-        save_every_steps: steps between checkpoints; None saves at the end only.
+        early_stopping_patience: number of evaluations without an improvement after which the
+            run ends; None trains all steps.
+        early_stopping_threshold: decrease of the loss in nats that counts as an improvement.
+        save_every_steps: number of steps between checkpoints; None saves only at the end.
         keep_last: number of newest checkpoints to keep.
-        keep_every_steps: also keep every checkpoint whose step this divides.
-        log_every_steps: steps between log lines.
-        profile_steps: number of steps, after the third, to trace into ``run_dir/profile``; 0 traces
-            none.
+        keep_every_steps: also keep checkpoints whose step is a multiple of this number.
+        log_every_steps: number of steps between log lines.
+        profile_steps: number of steps, after the third, to profile into ``run_dir/profile``; 0
+            profiles none.
         optim: optimizer settings.
         schedule: learning-rate schedule.
     """
@@ -66,7 +66,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a number out of range."""
+        """Raise `ConfigError` for values out of range."""
         for name in ("steps", "num_epochs", "log_every_steps", "keep_last"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} must be at least 1.")
@@ -85,7 +85,7 @@ class TrainConfig:
             )
 
     def _check_best(self) -> None:
-        """Raise `ConfigError` for settings of the best checkpoint that have no effect."""
+        """Raise `ConfigError` for best-checkpoint settings without effect."""
         for name in ("load_best_model_at_end", "early_stopping_patience"):
             value = getattr(self, name)
             if value and self.eval_every_steps is None:

@@ -1,4 +1,4 @@
-"""Loss on held-out batches, averaged over tokens across all processes."""
+"""Evaluation: loss on held-out batches, averaged over tokens across all processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EvalResult:
 
     Args:
         loss: mean loss over all predicted tokens, in nats.
-        tokens: number of predicted tokens, or of the items that the objective counts.
+        tokens: number of predicted tokens, or of the items that the objective defines.
         metrics: metrics of the objective over all batches.
     """
 
@@ -52,11 +52,11 @@ class EvalResult:
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the loss; infinite if that overflows."""
+        """Exponential of the loss; infinite on overflow."""
         return math.exp(self.loss) if self.loss < _LARGEST_LOSS else math.inf
 
     def bits_per_byte(self, num_bytes: int) -> float:
-        """Return the bits per byte of the evaluated text, which has `num_bytes` bytes."""
+        """Return the bits per byte of an evaluated text of `num_bytes` bytes."""
         return self.loss * self.tokens / math.log(2) / num_bytes
 
 
@@ -69,7 +69,7 @@ def evaluate(
     mesh: DeviceMesh | None = None,
     device: torch.device | str = "cpu",
 ) -> EvalResult:
-    """Return the mean loss over `batches`; the training mode of the model is restored afterwards.
+    """Return the mean loss over `batches`; the model's training mode is restored afterwards.
 
     The load-balancing loss of experts is excluded.
 

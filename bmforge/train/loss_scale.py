@@ -13,10 +13,10 @@ __all__ = ["LossScaleConfig", "PatientScaler", "build_scaler"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """The loss scale of ``train.precision = "fp16"``; other precisions have none.
+    """Loss scale of ``train.precision = "fp16"``; other precisions do not use one.
 
     Args:
-        fixed: constant loss scale of the whole run; None adapts it.
+        fixed: constant loss scale for the whole run; None adapts the scale.
         init_scale: initial loss scale.
         growth_interval_steps: consecutive finite steps after which the scale doubles.
         min_scale: lower bound of the scale.
@@ -31,7 +31,7 @@ class LossScaleConfig:
     hysteresis: int = 1
 
     def check(self, precision: str) -> None:
-        """Raise `ConfigError` for a number out of range, or settings without effect."""
+        """Raise `ConfigError` for values out of range or settings without effect."""
         if self != LossScaleConfig() and precision != "fp16":
             raise ConfigError(
                 f"loss_scale has no effect with train.precision={precision!r}: only fp16 scales "
@@ -89,7 +89,7 @@ class PatientScaler(LossScaler):
 
 
 def build_scaler(config: LossScaleConfig) -> LossScaler:
-    """Return the scaler of a run in fp16.
+    """Create the loss scaler of an fp16 run.
 
     Raises:
         ConfigError: a number is out of range.

@@ -1,4 +1,4 @@
-"""Metrics that an objective returns with its loss, added over micro-batches and ranks."""
+"""Accumulates the metrics that an objective returns, over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MetricSums:
     """Accumulates the metrics of an optimizer step; divides sums by counts once, at the end.
 
     Args:
-        kinds: name of each metric -> how its values are combined; the same on all ranks.
+        kinds: how the values of each metric are combined, by metric name; the same on all ranks.
     """
 
     def __init__(self, kinds: Mapping[str, MetricKind]) -> None:
@@ -34,10 +34,11 @@ class MetricSums:
         self._extremes = dict.fromkeys(kinds.keys() - self._added.keys(), _wide(-torch.inf))
 
     def add(self, values: Mapping[str, MetricValue]) -> None:
-        """Add the metrics of one micro-batch; names that `kinds` does not have are an error.
+        """Add the metrics of one micro-batch; unknown names raise an error.
 
         Args:
-            values: name -> (sum, count) of a mean, the value of a sum, or the extreme value.
+            values: by metric name: (sum, count) for a mean, the value for a sum, or the extreme
+                value.
         """
         for name, value in values.items():
             kind = self._kinds[name]
@@ -53,7 +54,7 @@ class MetricSums:
     def finish(
         self, mesh: DeviceMesh | None, device: torch.device | str, *axes: str
     ) -> dict[str, float]:
-        """Return each metric over all ranks; a mean of nothing is left out.
+        """Return each metric over all ranks; means without values are omitted.
 
         Args:
             mesh: mesh of the model.

@@ -4,10 +4,10 @@ An objective returns the sum of the item losses of a micro-batch divided by `num
 passes the number of items of the whole global batch, so the loss is averaged over tokens, not over
 ranks or micro-batches, and every layout gets the same mean.
 
-An objective may be an object that also has any of the following (`ItemObjective` has them all):
+An objective may also have any of the following attributes (`ItemObjective` has all):
 
 - ``count(batch)``: number of items of a micro-batch, such as pairs or answers (default: labels).
-- ``metrics``: name -> kind of the metrics that it returns with the loss, as `LossAndMetrics`.
+- ``metrics``: kind of each metric that it returns with the loss (`LossAndMetrics`), by name.
 - ``prepare(model, micro_batches)``: called before the forward of a step; returns the micro-batches
   with further tensors, such as log-probabilities of a reference model.
 """
@@ -48,7 +48,7 @@ class LossAndMetrics(NamedTuple):
 
     Args:
         loss: sum of the item losses divided by `num_items`.
-        metrics: name -> value of this micro-batch; see `MetricSums.add`.
+        metrics: metrics of this micro-batch by name; see `MetricSums.add`.
     """
 
     loss: Tensor
@@ -63,7 +63,7 @@ class ItemObjective(Protocol):
     """Interface of an objective that defines its items and returns metrics.
 
     Attributes:
-        metrics: name of each metric -> how its values are combined.
+        metrics: how the values of each metric are combined, by metric name.
     """
 
     metrics: Mapping[str, MetricKind]
@@ -72,14 +72,14 @@ class ItemObjective(Protocol):
         """Return the number of items of a micro-batch."""
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the micro-batches of a step with further tensors; all ranks call this together."""
+        """Return a step's micro-batches with additional tensors. Collective over all ranks."""
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss and metrics of a micro-batch."""
 
 
 def count_items(objective: Objective, batch: Batch, model: nn.Module) -> int:
-    """Return the number of items of a micro-batch: the objective's own count, or its labels."""
+    """Return the number of items of a micro-batch, by the objective's `count` or its labels."""
     count = getattr(objective, "count", None)
     return count_labels(batch, model) if count is None else int(count(batch))
 
@@ -87,13 +87,13 @@ def count_items(objective: Objective, batch: Batch, model: nn.Module) -> int:
 def prepare_batches(
     objective: Objective, model: nn.Module, micro_batches: Sequence[Batch]
 ) -> Sequence[Batch]:
-    """Return the micro-batches of a step as the objective's `prepare` completes them."""
+    """Return the micro-batches of a step after the objective's `prepare`, if it has one."""
     prepare = getattr(objective, "prepare", None)
     return micro_batches if prepare is None else prepare(model, micro_batches)
 
 
 def metric_sums_of(objective: Objective) -> MetricSums:
-    """Return empty sums of an objective's metrics."""
+    """Create empty sums for an objective's metrics."""
     return MetricSums(getattr(objective, "metrics", {}))
 
 
@@ -114,7 +114,7 @@ def run_objective(
         mesh: mesh of the model.
 
     Returns:
-        the summed loss of this process's micro-batches in fp64, and the metrics over all processes
+        summed loss of this process's micro-batches in fp64, and metrics over all processes
     """
     sums = metric_sums_of(objective)
 
@@ -135,10 +135,10 @@ def run_objective(
 
 
 def check_model(model: nn.Module, objective: Objective) -> None:
-    """Raise `ConfigError` if the default objective would scale a model's loss wrongly.
+    """Raise `ConfigError` if the default objective would scale the model's loss incorrectly.
 
     transformers' models use `num_items_in_batch` if they compute the loss by their `loss_function`;
-    fifteen old decoders call a loss of their own and return the mean of each micro-batch.
+    fifteen old decoders use their own loss, which is the mean over each micro-batch.
     """
     owner = type(model)
     if objective is not causal_lm or not hasattr(owner, "loss_function"):
@@ -159,7 +159,8 @@ def causal_lm(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
     """Return the next-token loss of a bmforge or Hugging Face causal language model.
 
     Args:
-        model: model that takes `labels` and `num_items_in_batch` and returns an output with `loss`.
+        model: model whose forward accepts `labels` and `num_items_in_batch` and returns an
+            output with `loss`.
         batch: keyword arguments of the model, with `labels` (B, T) not shifted.
         num_items: divisor of the summed loss.
     """
@@ -167,10 +168,10 @@ def causal_lm(model: nn.Module, batch: Batch, num_items: float) -> Tensor:
 
 
 def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) -> Objective:
-    """Return `objective` for a loader whose batch keys differ from the model's arguments.
+    """Wrap an objective for a loader whose batch keys differ from the model's arguments.
 
     Args:
-        names: batch key -> argument of the model; other keys keep their names.
+        names: model argument for each batch key to rename; other keys keep their names.
         objective: objective to wrap.
     """
 
@@ -182,7 +183,9 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
 
 
 def count_tokens(batch: Batch) -> int:
-    """Return the number of tokens of a micro-batch: whole rows, without rows of padding only.
+    """Return the number of tokens of a micro-batch, excluding rows that are all padding.
+
+    If labels are not per token, it returns the number of rows.
 
     If labels are not per token, it is the number of rows.
     """

@@ -1,7 +1,7 @@
-"""Precision checks of a model, and loss scaling of fp16 runs against gradient underflow.
+"""Checks a model's precision, and scales the loss of fp16 runs against gradient underflow.
 
-The scaler does not detect overflows. The caller detects them in the gradient norm, which was
-all-reduced, so every process makes the same decision and has the same scale.
+The scaler does not detect overflows. The caller detects them in the all-reduced gradient norm, so
+every process decides the same and has the same scale.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LossScaler:
     Args:
         init_scale: initial loss scale.
         growth_interval_steps: consecutive finite steps after which the scale grows.
-        growth_factor: factor of the growth.
-        backoff_factor: factor on overflow, between 0 and 1.
+        growth_factor: factor by which the scale grows.
+        backoff_factor: factor on the scale after an overflow, between 0 and 1.
         min_scale: lower bound of the scale.
 
     Source: the scale follows the rule of `torch.amp.GradScaler`, with a lower bound added.
@@ -115,7 +115,7 @@ class LossScaler:
 
 
 def check_precision(model: nn.Module, precision: str) -> None:
-    """Raise if the precision of a model differs from that of the training loop.
+    """Raise an error if the model's precision differs from that of the training loop.
 
     Raises:
         ConfigError: the model was parallelized with another precision, or not parallelized at all.
@@ -141,11 +141,11 @@ def ensure_master_weights_(model: nn.Module, precision: str, master_weights: boo
     Args:
         model: model to be trained.
         precision: precision of the training loop.
-        master_weights: False leaves 16-bit parameters as they are.
+        master_weights: False leaves 16-bit parameters unchanged.
 
     Raises:
-        ConfigError: a parameter cannot be upcast: it is sharded already, or next to frozen 16-bit
-            parameters in fp32 precision.
+        ConfigError: a parameter cannot be upcast, because it is already sharded, or because
+            there are frozen 16-bit parameters and the precision is fp32.
     """
     record = laid_out(model)
     if not master_weights or (record is not None and not record.master_weights):

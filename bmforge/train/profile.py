@@ -23,7 +23,7 @@ _ROWS = 40
 def trace_steps(
     steps: int, run_dir: Path | None, rank: int, device: torch.device
 ) -> Iterator[Callable[[], None]]:
-    """Context manager: trace the steps after the third; yields a function to call after every step.
+    """Context manager: profile the steps after the third; yields a function to call per step.
 
     Writes ``run_dir/profile/trace-rankR.json``, for Perfetto or Chrome, and
     ``operators-rankR.txt``, the operators that took the most time. Steps are counted from the start

@@ -1,8 +1,8 @@
-"""Lock of a run directory: a file names the holder, and its modification time is the heartbeat.
+"""Lock file of a run directory: it names the holder and is touched as a heartbeat.
 
-Shared file systems often have no locks, so the file itself is the lock: it is created atomically
-and touched while its holder lives. A dead holder on the same machine is detected at once; one on
-another machine by a file that is no longer touched.
+Shared file systems often do not support locks, so the file itself is the lock: it is created
+atomically, and its modification time is updated while its holder lives. A dead holder is detected
+at once on the same machine, and by an outdated modification time on another machine.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOOKS = 7  # heartbeats without a touch after which a holder counts as dead
 
 @dataclass(frozen=True)
 class _Holder:
-    """Identity of a process; unknown fields are empty.
+    """Identity of the process that holds the lock; unknown fields are empty.
 
     Args:
         host: display name of the machine.
         machine: unique id of the machine and PID namespace.
         pid: process id.
         born: start time that distinguishes it from earlier processes with the same pid.
-        since: time at which it took the lock.
+        since: time at which the process acquired the lock.
     """
 
     host: str = ""
@@ -78,11 +78,11 @@ def _this_process() -> _Holder:
 
 
 class RunLock:
-    """Lock of one directory; `take` it, `check` it before writing, `release` it.
+    """Lock of one directory: `take` it, `check` it before writing, then `release` it.
 
     Args:
         directory: existing directory.
-        pause: function that sleeps for some seconds between checks of a holder on another machine.
+        pause: sleep function (seconds), called between checks of a holder on another machine.
     """
 
     def __init__(self, directory: Path, pause: Callable[[float], None] = time.sleep) -> None:
@@ -93,12 +93,12 @@ class RunLock:
         self._beat = threading.Thread(target=self._touch, name="bmforge-run-lock", daemon=True)
 
     def take(self) -> None:
-        """Acquire the lock; the lock of a dead holder is taken over.
+        """Acquire the lock; a dead holder's lock is taken over.
 
-        If this process already holds the lock, the first owner keeps it.
+        If this process already holds the lock, the first `RunLock` keeps it.
 
         Raises:
-            ConfigError: a living process holds it.
+            ConfigError: a living process holds the lock.
         """
         while not self._make():
             text, touched = self._look()
@@ -117,7 +117,7 @@ class RunLock:
         self._beat.start()
 
     def check(self) -> None:
-        """Raise if another process has taken over the lock; a removed lock file is created again.
+        """Raise an error if another process has taken over the lock; recreate a deleted lock file.
 
         Raises:
             DistributedError: the lock was taken over.
@@ -142,7 +142,7 @@ class RunLock:
         self._is_mine = False
 
     def _make(self) -> bool:
-        """Create the file with its content atomically; return False if one exists."""
+        """Create the lock file atomically with its content; return False if it exists."""
         text = json.dumps(asdict(self._me))
         beside = self._file.with_name(f".{LOCK_NAME}.{os.urandom(4).hex()}")
         try:
@@ -166,7 +166,7 @@ class RunLock:
         return True
 
     def _look(self) -> tuple[str | None, int]:
-        """Return the content of the file, None if it does not exist, and its modification time."""
+        """Return the lock file's content (None if missing) and its modification time."""
         try:
             # Opening the file revalidates the cache of NFS.
             with self._file.open(encoding="utf-8", errors="replace") as file:
@@ -188,7 +188,7 @@ class RunLock:
         return False
 
     def _remove(self, text: str, holder: _Holder) -> None:
-        """Remove the lock of a dead holder, unless another process has replaced it meanwhile."""
+        """Remove a dead holder's lock, unless another process has replaced it meanwhile."""
         aside = self._file.with_name(f".{LOCK_NAME}.{os.urandom(4).hex()}")
         try:
             self._file.rename(aside)
@@ -210,7 +210,7 @@ class RunLock:
 
 
 def _parse(text: str | None) -> _Holder:
-    """Return the holder from the content of a lock file; an empty one if it is unreadable."""
+    """Parse the holder from the content of a lock file; empty if it is unreadable."""
     try:
         fields = json.loads(text or "")
         words = {name: str(fields[name]) for name in ("host", "machine", "born", "since")}
@@ -221,14 +221,14 @@ def _parse(text: str | None) -> _Holder:
 
 @contextmanager
 def hold_run_dir(directory: Path) -> Iterator[Callable[[], None]]:
-    """Context manager: lock a run's directory, created if missing. Collective; rank 0 holds it.
+    """Context manager: create and lock a run's directory. Collective; rank 0 holds the lock.
 
     Yields:
         function that all processes call before they write files; it raises `DistributedError` on
         all if another run has taken over the directory.
 
     Raises:
-        ConfigError: a living run holds it.
+        ConfigError: another living run holds the lock.
     """
 
     def take() -> RunLock:

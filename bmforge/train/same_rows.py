@@ -1,4 +1,4 @@
-"""Consistency checks of the data on all processes: equal rows where shared, equal batch counts."""
+"""Checks data across processes: equal rows where they are shared, equal batch counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ __all__ = ["check_same_count", "check_same_rows"]
 
 
 def check_same_count(count: int, total: int, squares: int, position: str) -> None:
-    """Raise, on all processes, if their numbers of micro-batches differ.
+    """Raise an error on all processes if their numbers of micro-batches differ.
+
+    Each forward and backward runs collectives, in which other processes would wait for a process
+    with
+    fewer micro-batches.
 
     Each forward and backward is a set of collectives, so the other processes would wait for one
     with fewer.
@@ -46,11 +50,10 @@ def check_same_count(count: int, total: int, squares: int, position: str) -> Non
 
 
 def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> None:
-    """Raise, on all processes, if processes that share rows have read different ones.
+    """Raise an error on all processes if processes that share rows have read different rows.
 
-    Tensor-, context- and pipeline-parallel processes work on the same rows. A loader that was given
-    the global rank of each process reads different rows on them; losses then look plausible but are
-    wrong.
+    Tensor-, context- and pipeline-parallel processes work on the same rows. A loader that uses the
+    global rank reads different rows on them, and losses would look plausible but be wrong.
 
     Args:
         micro_batches: micro-batches of this process's first step.

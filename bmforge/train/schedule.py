@@ -1,7 +1,7 @@
-"""Learning-rate schedules: pure functions from the step number to a multiplier of the base rate.
+"""Learning-rate schedules: pure functions from step number to learning-rate multiplier.
 
-Nothing here has a state: the multiplier of optimizer step ``s`` (0-based) depends on ``s`` alone,
-so a checkpoint that knows its step knows its learning rate.
+Schedules have no state: the multiplier of optimizer step ``s`` (0-based) depends only on ``s``, so
+the step number in a checkpoint determines the learning rate.
 
 With ``w`` warm-up steps, ``n`` steps in all and the floor ``m = min_lr_ratio``:
 
@@ -15,10 +15,10 @@ With ``w`` warm-up steps, ``n`` steps in all and the floor ``m = min_lr_ratio``:
   cosine        m + (1 - m) (1 + cos(pi p)) / 2
   exponential   m ** p                                      (the floor is the end value)
   noam          max(m, sqrt(w / (s + 1)))
-  wsd           1, then over the last ``decay_steps`` steps, with q from 0 to 1,
-                m + (1 - m) d(q), where d is 1 - q, (1 + cos(pi q)) / 2 or 1 - sqrt(q)
+  wsd           1, then over the last ``decay_steps`` steps, with q from 0 to 1, m + (1 - m) d(q),
+  where d is 1 - q, (1 + cos(pi q)) / 2 or 1 - sqrt(q)
   ============  =======================================================================
-* from step ``n`` on it stays at the floor (constant: at 1; noam: it goes on falling).
+* from step ``n`` on the multiplier stays at the floor (constant: at 1; noam: it keeps falling).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ScheduleConfig:
     Args:
         kind: constant, linear, cosine, exponential, noam or wsd (warmup-stable-decay).
         warmup_steps: steps of linear warm-up; noam needs at least 1.
-        min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1; exponential needs more
-            than 0.
+        min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1 (above 0 for
+            exponential).
         total_steps: length of the schedule; None takes the length of the run.
-        decay_steps: wsd only: length of the decay; None takes a tenth of the total.
-        decay_kind: wsd only: linear, cosine or 1-sqrt (None takes 1-sqrt).
+        decay_steps: length of the decay (wsd only); None takes a tenth of the total.
+        decay_kind: shape of the decay (wsd only): linear, cosine or 1-sqrt (None takes 1-sqrt).
     """
 
     kind: str = "cosine"
@@ -66,14 +66,14 @@ class ScheduleConfig:
 
 
 def build_schedule(config: ScheduleConfig, total_steps: int) -> LearningRate:
-    """Return the function from optimizer step number (0-based) to learning-rate multiplier.
+    """Return the function from step number (0-based) to learning-rate multiplier.
 
     Args:
-        config: schedule settings, all of which must have an effect for its kind.
+        config: schedule settings; settings without effect raise an error.
         total_steps: length of the run, used if the config does not set its own.
 
     Raises:
-        ConfigError: an unknown kind, a number out of range, or a setting without effect.
+        ConfigError: the kind is unknown, a value is out of range, or a setting has no effect.
     """
     total = total_steps if config.total_steps is None else config.total_steps
     _check(config, total)
@@ -108,7 +108,7 @@ def _after_warmup(config: ScheduleConfig, total: int) -> LearningRate:
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """Return the progress of `step` from `start` to `end`, clamped to 0 .. 1."""
+    """Return the progress of `step` from `start` to `end`, clamped to [0, 1]."""
     if step >= end:
         return 1.0
     return 0.0 if step <= start else (step - start) / (end - start)

@@ -1,7 +1,7 @@
-"""Skips steps with NaN or infinity, and optionally those with a loss spike.
+"""Skips steps with NaN or infinity and, optionally, steps with a loss spike.
 
-The decision is a pure function of the global loss and gradient norm, both already all-reduced, and
-of earlier ones; so every process decides alike without another collective.
+The decision is a pure function of all-reduced losses and gradient norms, so every process decides
+the same without another collective.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ __all__ = ["DivergenceError", "SpikeGuard"]
 
 
 class DivergenceError(BmforgeError, RuntimeError):
-    """Too many consecutive steps were skipped: the run no longer trains."""
+    """Raised if too many consecutive steps are skipped: the run no longer trains."""
 
 
 class SpikeGuard:
-    """Decides for each step whether it is skipped, and gives up after too many skipped steps.
+    """Decides for each step whether to skip it, and gives up after too many skipped steps.
 
     Args:
         spike_sigmas: skip if loss > mean + spike_sigmas * standard deviation of the last
             `window_steps` applied losses; None (the default) skips non-finite steps only.
         window_steps: number of applied losses in the window; spikes are detected once it is full.
-        max_consecutive_skips: number of consecutive skipped steps to give up at. The default allows
-            a float16 loss scale to decrease from 2**16 to 1.
+        max_consecutive_skips: number of consecutive skipped steps after which the run fails.
+            The default allows a float16 loss scale to decrease from 2**16 to 1.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SpikeGuard:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers and one list of numbers."""
+        """Return the state as plain numbers and one list."""
         return {
             "skipped_steps": self.skipped_steps,
             "consecutive_skips": self.consecutive_skips,

@@ -1,7 +1,8 @@
 """The training loop.
 
-It is short on purpose: a step is `train_step`, everything else is a callback or a plain function.
-The model is already parallelized (`parallel.parallelize`); the Trainer works with any model family.
+It is intentionally short: `train_step` is one step, and everything else is a callback or a plain
+function. The model is already parallelized (`parallel.parallelize`); the Trainer works with any
+model family.
 """
 
 from __future__ import annotations
@@ -81,18 +82,19 @@ class Trainer:
         model: parallelized and initialized model.
         loader: data loader that yields a list of micro-batches per optimizer step and has a state.
         config: training settings.
-        mesh: mesh of the model; None takes the one its parameters are sharded over.
+        mesh: mesh of the model; None uses the mesh over which its parameters are sharded.
         run_dir: directory of metrics and checkpoints; None writes nothing.
         objective: loss function; see `objective.py`.
         offload: optimizer offload settings; None keeps the optimizer on the device.
         evaluator: function that evaluates the model (collectively); None never evaluates.
-        callbacks: functions called with (trainer, row) after every step, on every process; those
-            with a `state_dict` are saved with the run.
+        callbacks: functions called with (trainer, row) after every step, on every process;
+            those with a `state_dict` are saved with the run.
 
     Attributes:
-        base: weights that checkpoints leave out, as in `save_checkpoint`; None leaves none out.
-        overridden: fields such as ``train.optim.lr`` and tables such as ``data`` in which a resumed
-            run may differ: its optimizers take the new settings, its loader starts a new order.
+        base: weights that checkpoints omit, as in `save_checkpoint`; None omits none.
+        overridden: fields (such as ``train.optim.lr``) and tables (such as ``data``) in which a
+            resumed run may differ; its optimizers use the new settings, and its loader starts a new
+            order.
         step: number of completed optimizer steps.
         stopped: True if a signal has ended `fit` before its last step.
         save_error: error of the last checkpoint; None if it was written.
@@ -142,18 +144,18 @@ class Trainer:
 
     @property
     def ended(self) -> bool:
-        """Whether the loader (after `num_epochs`) or early stopping ended `fit` before `steps`."""
+        """Whether `fit` ended before `steps`, by the end of the data or early stopping."""
         return self._reader.ended or self.best.is_exhausted
 
     def fit(self, until_step: int | None = None) -> Self:
-        """Train to `config.steps`, saving and evaluating on the way; return the trainer.
+        """Train up to `config.steps`, saving and evaluating periodically; return the trainer.
 
-        A loader that ends, and has no further epoch, ends the training, as does early stopping: the
-        last step is saved and `ended` is set. SIGINT or SIGTERM on any process ends it after saving
-        and sets `stopped`. A checkpoint that could not be written sets `save_error` alone.
+        Training also ends after the loader's last epoch and by early stopping; the last step is
+        then saved and `ended` is set. SIGINT or SIGTERM on any process ends training after saving
+        and sets `stopped`. If a checkpoint cannot be written, only `save_error` is set.
 
         Args:
-            until_step: step to stop at instead; the schedule stays that of the whole run.
+            until_step: step at which to stop instead; the schedule remains that of the whole run.
         """
         last_step = min(self.config.steps, self.config.steps if until_step is None else until_step)
         # Processes that share a block use the same random numbers, except where the layout differs.
@@ -268,7 +270,7 @@ class Trainer:
 
         Args:
             stop_asked: True if this process wants to stop; shared with all processes.
-            micro_batches: micro-batches of this process; None takes the loader's next ones.
+            micro_batches: micro-batches of this process; None takes the next ones from the loader.
 
         Returns:
             metrics row, and whether any process wants to stop
@@ -318,7 +320,7 @@ class Trainer:
     def _backward(
         self, micro_batches: Sequence[Batch], items: int
     ) -> tuple[float, float, float | None, dict[str, float]]:
-        """Accumulate the mean loss's gradient; return loss, norm, loss scale and metrics."""
+        """Accumulate the gradient of the mean loss; return loss, norm, loss scale and metrics."""
         scale = None if self.scaler is None else self.scaler.current_scale
         # Gradients are averaged over the data-parallel processes, so each divides by its share.
         divisor = items / data_parallel_size(self.mesh) / (scale or 1.0)
@@ -336,7 +338,7 @@ class Trainer:
         )
 
     def _sum(self, counts: list[int], stop: bool, passes: int, position: str) -> list[int]:
-        """Sum the counts over the rows of a batch, and stop requests over all processes."""
+        """Sum counts over the rows of a batch, and stop requests over all processes."""
         if not counts_here(self.mesh, *ROW_AXES):
             counts = [0] * len(counts)
         own_counts = [*counts, int(stop), passes, passes * passes]
@@ -364,7 +366,7 @@ class Trainer:
             bar.log(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state except model and optimizer: plain numbers, the same on every process."""
+        """Return the state without model and optimizer, as plain numbers equal on all processes."""
         return {
             "seed": self.config.seed,
             "optim": self.config.optim.to_record(),
@@ -381,11 +383,11 @@ class Trainer:
         return [] if self.mesh is None else list(self.mesh.shape)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`.
+        """Continue from the state returned by `state_dict`.
 
         Raises:
-            ConfigError: the run was started with other optimizer settings, which would stay in
-                effect, or with other stateful callbacks.
+            ConfigError: the run was started with other optimizer settings (which would remain
+                in effect) or with other stateful callbacks.
         """
         if "optim" in state:
             self.config.optim.check_same(state["optim"], self.overridden)

@@ -1,4 +1,4 @@
-"""Base weights that checkpoints leave out: a resumed run reads them again from their source.
+"""Base weights that checkpoints omit; a resumed run reads them again from their source.
 
 The manifest contains their names, their source, and a fingerprint of their values, which is the
 same on any layout and in any float dtype. Loading compares it with the model's weights.
@@ -22,7 +22,7 @@ __all__ = ["Base", "describe_base", "find_other_base"]
 
 @dataclass(frozen=True)
 class Base:
-    """Weights that a run does not train and can read again.
+    """Base weights that a run does not train and can read again.
 
     Args:
         source: display name of the source.
@@ -40,7 +40,7 @@ def describe_base(model: nn.Module, base: Base, peers: Peers) -> dict[str, Any]:
 
 
 def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) -> str | None:
-    """Return how a model's base differs from that of a checkpoint, or None. Collective."""
+    """Describe how the model's base differs from the checkpoint's, or return None. Collective."""
     base = manifest.get("base")
     if base is None:
         return None

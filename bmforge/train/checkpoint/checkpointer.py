@@ -1,9 +1,10 @@
-"""Saving and loading the resumable state of a run: start reading here.
+"""Saves and loads the resumable state of a run; start reading here.
 
 A checkpoint is written to a temporary directory, synced, hashed and renamed; `latest` is updated
-only after it is durable; a damaged checkpoint is rejected before any state is changed, and the
-newest valid one is used instead. It contains parameters, buffers, optimizer state, the caller's
-state and every random generator, and loads on any number of processes in any layout.
+only after the checkpoint is durable. A damaged checkpoint is rejected before any state is changed,
+and the newest valid one is used instead. A checkpoint contains parameters, buffers, optimizer
+state, the caller's state and every random generator, and loads on any number of processes in any
+layout.
 
 Modules: `format` (files, hashes), `state` (tensors to save), `rng`, `write` (publishing), `frozen`
 (shared frozen tensors), `retention` (deletion), `read` (validation and loading), `peers`.
@@ -82,16 +83,16 @@ def save_checkpoint(
         step: number of completed optimizer steps.
         state: JSON-serializable state; the same on every process (rank 0's is kept). An integer
             ``state["seed"]`` seeds the generators if the world size changes.
-        blocking: False returns once the tensors are copied and writes in a thread, where a failure
-            is only logged; `Checkpointer` reports failures.
-        base: weights that are left out; loading compares them with those of the model.
+        blocking: False returns once the tensors are copied and writes in a thread, where a
+            failure is only logged; `Checkpointer` reports failures.
+        base: weights to omit from the checkpoint; loading compares them with those of the model.
 
     Returns:
         The step directory.
 
     Raises:
-        CheckpointError: it could not be written, or a valid checkpoint of this step with other
-            content exists; older checkpoints are unchanged.
+        CheckpointError: the checkpoint could not be written, or a valid checkpoint of this step
+            with other content exists; older checkpoints are unchanged.
     """
     peers = Peers()
     folder = Path(directory)
@@ -128,8 +129,8 @@ def load_checkpoint(
     random numbers (creating a loader's iterator, for example) belongs before this call.
 
     Args:
-        path: one step directory; or a parent of step directories (or the run directory above it),
-            of which the newest valid checkpoint is loaded.
+        path: step directory; or a directory of step directories (or the run directory above
+            it), in which the newest valid checkpoint is loaded.
         model: model with the same parameters, on any layout and any number of processes.
         optimizer: one, several, or None to ignore the saved optimizer state.
         strict: False allows missing and unexpected tensors and other dtypes, with a warning.
@@ -138,8 +139,8 @@ def load_checkpoint(
         The `state` that was saved.
 
     Raises:
-        CheckpointError: there is no valid checkpoint, its format is newer, or it belongs to another
-            model (all differences are listed). Nothing was changed then.
+        CheckpointError: there is no valid checkpoint, its format is newer, or it belongs to
+            another model (all differences are listed). Nothing is changed in this case.
     """
     peers = Peers()
     try:
@@ -157,7 +158,7 @@ def load_checkpoint(
 
 
 def _candidates(path: Path) -> tuple[bool, list[Path]]:
-    """Return (whether `path` is a single checkpoint, the paths to try in order)."""
+    """Return whether `path` is a single checkpoint, and the checkpoints to try in order."""
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST_NAME).exists()):
         return True, [path]
     return False, find_checkpoints(path) or find_checkpoints(path / "checkpoints")
@@ -166,7 +167,7 @@ def _candidates(path: Path) -> tuple[bool, list[Path]]:
 def _load_newest_sound(
     candidates: list[Path], model: nn.Module, optimizers: Optimizers, peers: Peers, strict: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Load the first valid checkpoint; a damaged one is skipped, a mismatch raises."""
+    """Load the first valid checkpoint; damaged ones are skipped, a mismatch raises an error."""
     for path in candidates:
         try:
             return _load_one(path, model, optimizers, peers, strict)
@@ -191,7 +192,7 @@ def _load_one(
 
 
 def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
-    """Verify one checkpoint, distributing the hashing; every process gets the same result."""
+    """Verify one checkpoint, sharing the hashing; every process gets the same result."""
     manifest: dict[str, Any] = peers.broadcast(run_on_first(lambda: read_manifest(path)))
     damage = peers.gather(find_damage(path, manifest, peers.rank, peers.world_size))
     problems = [problem for part in damage for problem in part]
@@ -205,19 +206,20 @@ class Checkpointer:
 
     Creating, saving, loading and closing are collective. A save that fails (full disk, ...) is
     logged and stored in `last_error`; the run continues and the last valid checkpoint stays. If the
-    disk has no space for one more checkpoint than are kept, the oldest is deleted before the new
-    one is written; the last checkpoint is never deleted. Use as a context manager, or call `close`.
+    disk has no space for an additional checkpoint, the oldest is deleted before the new one is
+    written; the last checkpoint is never deleted. Use it as a context manager, or call `close`.
 
     Args:
         directory: parent of the step directories.
         keep_last: number of newest checkpoints to keep, at least 1.
-        keep_every: also keep every checkpoint whose step this divides; None keeps no others.
-        asynchronous: write in a thread; False writes before `save` returns, as always happens if
-            optimizer states are on disk.
-        base: weights that are left out, as in `save_checkpoint`.
-        check: function called before a save; an exception, raised on all processes alike,
-            aborts it.
-        fault: function called with each name of `FAULT_POINTS` (for kill tests).
+        keep_every: also keep checkpoints whose step is a multiple of this number; None keeps no
+            others.
+        asynchronous: write in a background thread; False writes before `save` returns. If
+            optimizer states are on disk, writing is always synchronous.
+        base: weights to omit, as in `save_checkpoint`.
+        check: function called before a save; if it raises an error (on all processes), the save
+            is aborted.
+        fault: function called with each name in `FAULT_POINTS`, for kill tests.
 
     Memory:
         Between `save` and the end of writing: one host copy of this process's share.
@@ -266,14 +268,14 @@ class Checkpointer:
         state: dict[str, Any] | None = None,
         keep_step: int | None = None,
     ) -> None:
-        """Copy this process's share to the host and start writing it; waits for an earlier save.
+        """Copy this process's share to the host and start writing; waits for an earlier save.
 
         Args:
             step: number of completed optimizer steps.
             model: model to save; its tensors may be changed as soon as this returns.
             optimizers: one, several, or None.
             state: JSON-serializable state, the same on every process.
-            keep_step: step of an earlier checkpoint that is not removed; None protects none.
+            keep_step: step of an earlier checkpoint to protect from removal; None protects none.
         """
         self.wait()
         self._keep_step = keep_step
@@ -330,10 +332,11 @@ class Checkpointer:
     def load_newest(
         self, model: nn.Module, optimizers: Optimizers = None
     ) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest valid checkpoint; return (step, state), or None if there is none yet.
+        """Load the newest valid checkpoint; return (step, state), or None if there is none.
 
         Raises:
-            CheckpointError: as in `load_checkpoint`; also if all existing checkpoints are damaged.
+            CheckpointError: see `load_checkpoint`; also raised if all existing checkpoints are
+                damaged.
         """
         self.wait()
         peers = self._peers
@@ -343,7 +346,7 @@ class Checkpointer:
         return _load_newest_sound(paths, model, optimizers, peers, strict=True)
 
     def wait(self) -> None:
-        """Wait for the running save; `last_error` is then the result of the last one."""
+        """Wait for the running save; afterwards `last_error` is its result."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -358,7 +361,7 @@ class Checkpointer:
 
         Args:
             step: number of completed optimizer steps.
-            stopped: True if a signal has ended the run before its last step.
+            stopped: True if a signal ended the run before its last step.
         """
         self.wait()
         paths = find_checkpoints(self.directory)

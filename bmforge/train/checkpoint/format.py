@@ -6,8 +6,9 @@
       shard-00000-of-00004.safetensors ...   one per process
     checkpoints/frozen/                      tensors shared by several checkpoints, see `frozen.py`
 
-The manifest contains size and sha256 of every file, and a separate file that of the manifest, so
-any changed byte is detected. No file is a pickle; `sha256sum -c` and safetensors can read them all.
+The manifest contains size and sha256 of every file, and a separate file contains the sha256 of the
+manifest, so any changed byte is detected. No file is a pickle; `sha256sum -c` and safetensors can
+read all files.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files differ from those that were saved: a byte differs, or a file is missing."""
+    """Raised if files of a checkpoint are missing or differ from those that were saved."""
 
 
 def step_name(step: int) -> str:
@@ -102,7 +103,7 @@ def shard_name(rank: int, world_size: int) -> str:
 
 
 def find_checkpoints(directory: str | Path) -> list[Path]:
-    """Return the step directories in `directory`, newest step first (empty list if there are none).
+    """Return the step directories in `directory`, newest step first.
 
     They are not verified; half-written ones (``.tmp-*``) are excluded.
     """
@@ -206,7 +207,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: a file is missing, or the manifest does not match its hash.
-        CheckpointError: it is not a bmforge checkpoint, or its format is newer.
+        CheckpointError: the directory is not a bmforge checkpoint, or its format is newer.
     """
     path = Path(path)
     try:
@@ -235,7 +236,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 def find_damage(
     path: str | Path, manifest: dict[str, Any], part: int = 0, parts: int = 1
 ) -> list[str]:
-    """Compare size and sha256 of files with the manifest; return one line per damaged file.
+    """Compare files with the manifest (size and sha256); return one line per damaged file.
 
     Args:
         path: checkpoint directory.
@@ -250,12 +251,12 @@ def find_damage(
 
 
 def file_path(path: Path, name: str, record: dict[str, Any]) -> Path:
-    """Return the path of a file that a checkpoint's manifest names."""
+    """Return the path of a file that is named in a checkpoint's manifest."""
     return path.resolve().parent / FROZEN_NAME / name if record.get("shared") else path / name
 
 
 def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
-    """Return the problem of a file that a checkpoint names; None for an intact file."""
+    """Describe the damage of a file named in the manifest; None if it is intact."""
     where = file_path(path, name, record)
     if record.get("shared") and not where.exists():
         return (
@@ -280,7 +281,7 @@ def verify_checkpoint(path: str | Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: a file is missing or differs from the saved one.
-        CheckpointError: it is not a bmforge checkpoint, or its format is newer.
+        CheckpointError: the directory is not a bmforge checkpoint, or its format is newer.
     """
     manifest = read_manifest(path)
     problems = find_damage(path, manifest)

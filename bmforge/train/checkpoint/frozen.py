@@ -1,13 +1,13 @@
-"""Frozen tensors, stored once for all checkpoints of a run.
+"""Frozen tensors, which are stored once for all checkpoints of a run.
 
     checkpoints/
       frozen/5d41...c592.safetensors     one file per process that first wrote frozen tensors
       step-00001000/manifest.json        refers to it with size and hash, as to its own files
 
-A save compares frozen tensors with those of the newest checkpoint: by the hash of a chunk if the
-same chunk is on one process, else, on another layout, bit for bit. Equal tensors are referenced,
-others are written again. Files are only ever added, whole and synced, before the checkpoint that
-refers to them is published, and removed after the last checkpoint that refers to them.
+A save compares frozen tensors with those of the newest checkpoint: by chunk hashes if the layout is
+the same, otherwise bit for bit. Equal tensors are referenced, others are written again. A file is
+added, complete and synced, before a checkpoint that refers to it is published, and removed after
+the last such checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def known_frozen(directory: Path, sound: set[str]) -> Known:
 
     Args:
         directory: parent of the step directories.
-        sound: names of files that are known to be valid; other files are verified and added.
+        sound: names of files known to be valid; other files are verified and then added.
     """
     if not (directory / FROZEN_NAME).is_dir():
         return {"tensors": {}, "files": {}}
@@ -95,7 +95,9 @@ def _shared(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_changed(final: Path, snapshot: Snapshot, recorded: Known) -> frozenset[str]:
-    """Return the tensors that cannot refer to an existing file, as far as this process knows.
+    """Return the tensors that this process knows to differ from the stored frozen tensors.
+
+    They are not frozen on this process, or it has a chunk that differs from the stored one.
 
     They are not frozen here, or this process has a chunk that differs from the stored one.
     """
@@ -122,7 +124,7 @@ def _is_known(
 
 
 def describe_part(box: Box) -> dict[str, Any]:
-    """Return the manifest entry for the position of a chunk in its tensor."""
+    """Return the manifest entry for a chunk's position in its tensor."""
     return {"offsets": list(box.offsets), "lengths": list(box.lengths)}
 
 
@@ -161,7 +163,7 @@ def publish_frozen(temporary: Path, directory: Path, names: list[str]) -> None:
 
 
 def sweep_frozen(directory: Path, newest: Path) -> None:
-    """Remove the files of frozen tensors that no checkpoint refers to any more.
+    """Remove the files of frozen tensors to which no checkpoint refers any more.
 
     If a checkpoint cannot be read, all files are kept, since it may be repaired.
     """

@@ -12,7 +12,7 @@ __all__ = ["Peers"]
 
 
 class Peers:
-    """Processes that save and load together; with a single process every call is a no-op.
+    """Processes that save and load together; all calls do nothing with a single process.
 
     Creating and closing are collective. The group is separate from that of training, so that a
     background thread may communicate during training; only one thread may use it at a time.

@@ -1,4 +1,4 @@
-"""Reads a checkpoint into a model on any layout: everything is validated, then copied."""
+"""Reads a checkpoint into a model on any layout: validates everything, then copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ _LISTED_PROBLEMS = 20
 
 
 class ChunkReader:
-    """Reads any box of any saved tensor, opening only the shards that contain a part of it.
+    """Reads any box of a saved tensor, opening only the shards that overlap it.
+
+    Use it as a context manager.
 
     Use as a context manager.
 
@@ -106,7 +108,7 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class _Fit:
-    """Result of one process that compares the model with the manifest."""
+    """Result of comparing the model with the manifest on one process."""
 
     names: set[str]
     parameters: set[str]
@@ -115,7 +117,7 @@ class _Fit:
 
 @dataclass(frozen=True)
 class _Problem:
-    """One difference; a fatal one is an error even with strict=False."""
+    """Difference between model and manifest; a fatal one is an error even with strict=False."""
 
     text: str
     fatal: bool = False
@@ -129,7 +131,7 @@ def check_fit(
     peers: Peers,
     strict: bool,
 ) -> None:
-    """Raise, the same on every process, unless the checkpoint belongs to this model.
+    """Raise an error, the same on every process, unless the checkpoint fits this model.
 
     With ``strict=False`` only shapes must agree; other differences are listed in a warning.
 
@@ -181,7 +183,10 @@ def _misfit_message(path: Path, problems: list[_Problem]) -> str:
 def _compare(
     manifest: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], strict: bool
 ) -> _Fit | str:
-    """Compare this process's part; an error is returned as text, since other processes wait."""
+    """Compare this process's tensors with the manifest; errors are returned as text.
+
+    Other processes wait for the result, so no exception may be raised.
+    """
     tensors = model_tensors(model)
     problems: list[_Problem] = []
     away = {f"model/{name}" for name in manifest.get("base", {}).get("names", ())}
@@ -262,7 +267,7 @@ def _state_tensor(
     group: dict[str, Any],
     optimizer: Optimizer,
 ) -> Tensor:
-    """Create one tensor of a parameter's optimizer state, with the layout and device it needs.
+    """Create one tensor of a parameter's optimizer state with the required layout and device.
 
     A tensor of the parameter's shape is sharded like the parameter; any other is replicated. A
     `step` counter is on the host unless the optimizer is fused or capturable.
@@ -324,7 +329,7 @@ def _restore_setting(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def restore_generators(path: Path, manifest: dict[str, Any], peers: Peers) -> None:
-    """Restore this process's generators; with another world size reseed them, with a warning."""
+    """Restore this process's generators; with another world size, reseed them and warn."""
     if manifest["world_size"] == peers.world_size:
         with ChunkReader(path, manifest) as reader:
             file = reader.file(shard_name(peers.rank, peers.world_size))

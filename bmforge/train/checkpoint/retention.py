@@ -1,4 +1,4 @@
-"""Deletion of old checkpoints and of leftovers of killed processes."""
+"""Deletes old checkpoints and leftovers of killed processes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ __all__ = ["Retention", "clean_leftovers", "make_room", "remove_old"]
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints that are kept.
+    """Rules for keeping checkpoints.
 
     Args:
-        keep_last: number of newest checkpoints.
-        keep_every: also checkpoints whose step this divides; None keeps no others.
-        keep_step: also the checkpoint of this step, such as the best one; None keeps no other.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: also keep checkpoints whose step is a multiple of this number; None keeps no
+            others.
+        keep_step: also keep the checkpoint of this step, such as the best one; None keeps no other.
     """
 
     keep_last: int
@@ -36,13 +37,15 @@ class Retention:
     keep_step: int | None = None
 
     def keeps(self, step: int) -> bool:
-        """Return True if a checkpoint stays although it is not among the newest."""
+        """Return True if a checkpoint is kept even if it is not among the newest."""
         divides = self.keep_every is not None and step % self.keep_every == 0
         return divides or step == self.keep_step
 
 
 def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = no_fault) -> None:
-    """Remove checkpoints that retention does not keep, and their unused frozen files; `step` stays.
+    """Remove the checkpoints and frozen files that retention does not keep; `step` is kept.
+
+    Checkpoints of steps later than `step` are not removed: the run has not reached them again yet.
 
     Directories of a later step than `step` are not removed: the run has not reached them again yet.
     """
@@ -59,9 +62,9 @@ def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = 
 
 
 def make_room(directory: Path, step: int, retention: Retention) -> bool:
-    """Remove, before checkpoint `step` is written, those that retention would remove after it.
+    """Before `step` is written, remove the checkpoints that retention would remove afterwards.
 
-    At least one valid checkpoint stays. Return True if any was removed.
+    At least one valid checkpoint is kept. Return True if any was removed.
     """
     paths = find_checkpoints(directory)
     past = [path for path in paths if (step_of(path) or 0) <= step]

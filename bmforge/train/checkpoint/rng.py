@@ -1,4 +1,4 @@
-"""Random number generators of this process as tensors: python, numpy, torch, accelerator."""
+"""States of this process's random generators as tensors: Python, NumPy, torch, accelerator."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def reseed_rng(seed: int, step: int, rank: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed every generator with one number."""
+    """Seed every random generator with the same number."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -83,7 +83,7 @@ def _seed_of(text: bytes) -> int:
 
 
 def _device_module() -> Any:
-    """Return the torch module of the accelerator (it has get_rng_state), or None without one."""
+    """Return torch's module for the accelerator, with get_rng_state; None if there is none."""
     if not torch.accelerator.is_available():
         return None
     return torch.get_device_module(torch.accelerator.current_accelerator())

@@ -65,20 +65,22 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Contribution of one process to a checkpoint, on the host and independent of the model.
+    """One process's part of a checkpoint, on the host and independent of the model.
 
     Args:
         step: number of completed optimizer steps.
-        tensors: this process's chunks by tensor name; late ones are read as they are written.
+        tensors: this process's chunks by tensor name; late chunks are read only when they are
+            written.
         boxes: position of each chunk in its whole tensor.
-        records: dtype and whole shape of every tensor that this process knows, its own or not.
-        frozen: names of the model's tensors that are not trained, as far as known.
+        records: dtype and whole shape of every tensor that this process knows, including those
+            written by others.
+        frozen: names of the model's tensors that this process knows to be frozen.
         optimizer: per parameter: optimizer class, hyper-parameters, python values, tensor keys;
             None without an optimizer.
         state: caller's state as JSON text.
         seed: seed of the generators if the world size changes.
         rng: state of this process's generators.
-        base: manifest entry of weights that are left out; None leaves none out.
+        base: manifest entry of the omitted base weights; None if none are omitted.
     """
 
     step: int
@@ -94,7 +96,7 @@ class Snapshot:
 
     @property
     def is_late(self) -> bool:
-        """Whether some tensors are read only while writing, so that training must wait for it."""
+        """Whether some tensors are read only when they are written, so that training must wait."""
         return any(tensor.is_late for tensor in self.tensors.values())
 
 
@@ -108,12 +110,12 @@ def list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer in checkpoints; it does not depend on offload."""
+    """Return the name of an optimizer in checkpoints, which is independent of offload."""
     return str(getattr(optimizer, "saved_as", type(optimizer).__name__))
 
 
 def read_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return a parameter's optimizer state; tensors as `Source`, wherever they are stored."""
+    """Return a parameter's optimizer state, with tensors as `Source` objects."""
     reader = getattr(optimizer, "read_state", None)
     values = optimizer.state.get(parameter, {}) if reader is None else reader(parameter)
     return {key: _as_source(value, parameter) for key, value in values.items()}
@@ -126,7 +128,7 @@ def _as_source(value: Any, parameter: Tensor) -> Any:
 
 
 def write_state(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> None:
-    """Set the state of a parameter that `read_state` returned."""
+    """Set a parameter's optimizer state to values returned by `read_state`."""
     writer = getattr(optimizer, "write_state", None)
     if writer is None:
         optimizer.state[parameter] = values
@@ -140,7 +142,10 @@ def state_tensor_name(parameter_name: str, key: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers by their names without wrappers, each tensor once.
+    """Return all parameters and buffers by their names without wrappers; tied ones appear once.
+
+    FSDP2 modules are resharded first: after a forward without a backward they would show gathered
+    parameters, which no optimizer knows.
 
     FSDP2 modules are resharded first: after a forward pass without a backward one they would show
     gathered parameters that no optimizer knows.
@@ -206,7 +211,7 @@ def take_snapshot(
         step: number of completed optimizer steps.
         state: JSON-serializable state.
         rank: rank of this process.
-        base: result of `describe_base` for weights that are left out.
+        base: result of `describe_base` for omitted base weights.
 
     Raises:
         CheckpointError: a tensor or a value has an unsupported type.
@@ -223,7 +228,7 @@ def take_snapshot(
     away = frozenset(() if base is None else base["names"])
 
     def is_first_stage(name: str) -> bool:
-        """Return True if this is the first pipeline stage that has the tensor, which writes it."""
+        """Return True if this is the first pipeline stage with the tensor; it writes the tensor."""
         plain = name.removeprefix("model/")
         return pipeline is None or pipeline.rank_of(plain) == pipeline.rank
 
@@ -286,7 +291,7 @@ def _is_fixed(tensor: Tensor) -> bool:
 
 
 def _writes_state(source: Source, parameter: Tensor, leads: bool) -> bool:
-    """Return True on the one process that writes this tensor of `parameter`'s state."""
+    """Return True on the one process that writes this tensor of a parameter's state."""
     if isinstance(source.pattern, DTensor) or not isinstance(parameter, DTensor):
         return is_first_replica(source.pattern, leads)
     coordinate = parameter.device_mesh.get_coordinate()
@@ -318,10 +323,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise unless `value` survives a JSON round trip (tuples become lists).
+    """Raise an error unless `value` survives a JSON round trip (tuples become lists).
 
     Raises:
-        CheckpointError: names the place and the type that JSON does not support.
+        CheckpointError: JSON does not support a type; the message names it and its location.
     """
     if isinstance(value, dict):
         for key, item in value.items():

@@ -1,4 +1,4 @@
-"""Publishes a checkpoint atomically: written to a temporary directory, synced, hashed, renamed.
+"""Publishes a checkpoint atomically: written to a temporary directory, synced, renamed.
 
 A directory with its final name is complete at every instant. A failure on any process fails the
 save on all of them, with one reason, and leaves the older checkpoints unchanged.
@@ -82,16 +82,16 @@ FAULT_POINTS = (
 
 
 def no_fault(phase: str) -> None:
-    """Do nothing: the default fault hook."""
+    """Do nothing; the default fault hook."""
 
 
 class NoRoomError(CheckpointError):
-    """The disk has no space for another checkpoint."""
+    """Raised if the disk has no space for another checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Result or error of a step on one process, exchanged between processes."""
+    """Result or error of one step on one process; processes exchange it."""
 
     value: Any = None
     error: str | None = None
@@ -99,7 +99,7 @@ class _Outcome:
 
 
 def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
-    """Call `function`; an exception becomes text, since other processes wait for the result."""
+    """Call a function; return its exception as text, since other processes wait for a result."""
     try:
         return _Outcome(function(*args))
     except Exception as error:
@@ -122,12 +122,13 @@ def publish(
         snapshot: this process's share.
         peers: all processes that save; they call this together.
         fault: function called with the name of each phase.
-        sound: frozen files known to be valid, which are not verified again; updated in place.
+        sound: names of frozen files known to be valid, which are not verified again; updated in
+            place.
 
     Raises:
-        NoRoomError: the disk has no space, checked before writing if the file system reports it.
-        CheckpointError: it could not be written, or a valid checkpoint of this step with other
-            content exists; the same on every process.
+        NoRoomError: the disk has no space (checked before writing if the file system reports it).
+        CheckpointError: the checkpoint could not be written, or a valid checkpoint of this step
+            with other content exists; the same on every process.
 
     Comm:
         Two small broadcasts and two gathers of the tensor index.
@@ -159,7 +160,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _ShareWeight:
-    """Bytes that a process is going to write, and the free bytes that it sees."""
+    """Number of bytes that a process will write, and the free disk space that it sees."""
 
     changed: frozenset[str]
     needed_bytes: int
@@ -174,7 +175,7 @@ def _weigh_share(final: Path, snapshot: Snapshot, recorded: Known) -> _ShareWeig
 
 
 def _check_room(shares: list[_ShareWeight]) -> None:
-    """Raise if all shares together do not fit on the disk; every process decides alike."""
+    """Raise an error on all processes if their shares together do not fit on the disk."""
     needed = sum(share.needed_bytes for share in shares) + _MARGIN_BYTES
     free = shares[0].free_bytes
     if needed > free:
@@ -188,7 +189,7 @@ def _raise_failure(final: Path, outcome: _Outcome) -> None:
 
 
 def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
-    """Create the temporary directory; None if `final` is a valid checkpoint already.
+    """Create the temporary directory; None if `final` is already a valid checkpoint.
 
     Returns:
         name of the directory, and the existing frozen tensors
@@ -206,7 +207,7 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
 
 
 def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
-    """Keep the existing valid checkpoint; raise if the snapshot differs from it."""
+    """Keep the existing valid checkpoint; raise an error if the snapshot differs from it."""
     compared = peers.gather(_attempt(_find_difference, final, snapshot))
     differences = [o.error or o.value for o in compared if o.error or o.value]
     if differences:
@@ -220,7 +221,7 @@ def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
 
 
 def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
-    """Return how this process's share differs from a valid checkpoint, or None.
+    """Describe how this process's share differs from a valid checkpoint; None if it is equal.
 
     Generators are not compared: they depend on the number of processes.
     """
@@ -252,7 +253,7 @@ def _write_own_share(
     peers: Peers,
     fault: Fault,
 ) -> dict[str, Any]:
-    """Write this process's shard and new frozen tensors; return its entry for the manifest.
+    """Write this process's shard and new frozen tensors; return its manifest entry.
 
     Frozen tensors that have changed are written to the shard, since they may change again.
     """
@@ -287,7 +288,7 @@ def _finish(
     recorded: Known,
     fault: Fault,
 ) -> list[str]:
-    """On rank 0: write the manifest, publish the directory, then move `latest`.
+    """On rank 0, write the manifest, publish the directory, then update `latest`.
 
     Returns:
         new files of frozen tensors
@@ -331,7 +332,7 @@ def _move_latest(final: Path, fault: Fault) -> None:
 def _build_manifest(
     entries: list[dict[str, Any]], snapshot: Snapshot, recorded: Known
 ) -> dict[str, Any]:
-    """Merge all processes' entries; raises CheckpointError if any part of a tensor is missing."""
+    """Merge the entries of all processes; raise CheckpointError if a tensor is incomplete."""
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
     optimizer: dict[str, Any] | None = None

@@ -1,1 +1,1 @@
-"""Optimizers whose state is on the host or on disk; start reading at `states.py`."""
+"""Optimizers whose state is offloaded to the host or to disk; start reading at `states.py`."""

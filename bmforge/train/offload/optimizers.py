@@ -1,8 +1,8 @@
-"""AdamW and Muon with optimizer state on the host or on disk; same results, less device memory.
+"""AdamW and Muon with offloaded optimizer state: same results, less device memory.
 
-The update of offloaded parameters runs on a thread, in the order of the model, while the device
-continues: each module waits for its parameters before its next forward. Muon updates run in the
-step itself, since its processes gather matrices together; the next momentum is prefetched.
+Offloaded parameters are updated on a thread, in the order of the model, while the device continues;
+each module waits for its parameters before its next forward. Muon updates run synchronously in the
+step, since processes gather matrices together; the next momentum is prefetched.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Group = dict[str, Any]
 
 @dataclass
 class Away:
-    """A parameter whose optimizer state is offloaded.
+    """Parameter with offloaded optimizer state.
 
     Args:
         parameter: parameter of the model.
-        order: position in the model.
+        order: position of the parameter in the model.
         engine: copy engine, whose thread also runs the updates.
-        homes: name of a state -> its storage.
+        homes: storage of each state by name.
         master: fp32 master weights if the parameter has a narrower dtype.
         steps: number of updates so far.
-        left: offloaded gradient, if gradients are offloaded as they are produced.
+        left: offloaded gradient, if gradients are offloaded during backward.
         tickets: pending copies of the last step.
-        changed: callback at the beginning of a step.
+        changed: function called at the beginning of a step.
         early: gradient of the step in which the parameter was offloaded.
     """
 
@@ -59,7 +59,7 @@ class Away:
     early: Tensor | None = None
 
     def wait(self) -> None:
-        """Wait until the weights contain the last update; any thread may wait.
+        """Wait until the weights contain the last update; may be called from any thread.
 
         The host waits, since weights may be gathered on a separate stream.
         """
@@ -77,7 +77,7 @@ class Away:
             self.changed()
 
     def take_gradient(self) -> Gradient | None:
-        """Return the gradient of the step; None if there is none."""
+        """Return the gradient of the step; None if the parameter has none."""
         left = left_gradient(self.parameter)
         if left is not None:
             return left.take()
@@ -96,7 +96,7 @@ class Away:
         return Gradient(lambda start, stop: flat[start:stop], dtype)
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """Return a range of weights to update: of the parameter itself, or of its master copy."""
+        """Return a range of the weights to update: of the parameter or of its master copy."""
         if self.master is not None:
             return self.master.fetch(start, stop)
         return local_tensor(self.parameter.detach()).view(-1)[start:stop]
@@ -131,7 +131,7 @@ class Away:
 
 
 class _KeptElsewhere:
-    """Base class of both optimizers: offloaded parameters, and their state for checkpoints."""
+    """Base class of both optimizers: offloaded parameters, and their checkpoint state."""
 
     away: dict[int, Away]
     state: Any
@@ -140,7 +140,7 @@ class _KeptElsewhere:
     waiting: dict[Tensor, dict[str, Any]]
 
     def send_away(self, parameters: Iterable[Away]) -> None:
-        """Register offloaded parameters and move their checkpoint state to its storage."""
+        """Register offloaded parameters, and move their checkpoint state to the offload storage."""
         for offloaded in parameters:
             self.away[id(offloaded.parameter)] = offloaded
         self.is_waiting = False
@@ -149,7 +149,7 @@ class _KeptElsewhere:
         self.waiting.clear()
 
     def read_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's state: tensors, or the storage of offloaded ones."""
+        """Return a parameter's state: tensors, or their storage if they are offloaded."""
         offloaded = self.away.get(id(parameter))
         if parameter in self.waiting:
             values = self.waiting[parameter]
@@ -191,7 +191,7 @@ class _KeptElsewhere:
 
 
 def _take_off(value: Any) -> Any:
-    """Return this process's shard of a state tensor, on the host."""
+    """Return this process's shard of a state tensor on the host."""
     is_count = not isinstance(value, Tensor) or value.dim() == 0
     return value if is_count else local_tensor(value).cpu()
 
@@ -204,7 +204,9 @@ def _put_back(parameter: Tensor, value: Any) -> Any:
 
 
 class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
-    """AdamW; offloaded parameters are updated on the host, others as usual.
+    """AdamW that updates offloaded parameters on the host and all others as usual.
+
+    With fp32 states it equals torch's fused AdamW bit for bit.
 
     Equal to torch's fused AdamW bit for bit with fp32 states.
     """
@@ -264,7 +266,7 @@ def _step_adamw(offloaded: Away, gradient: Gradient, numbers: Group, step: float
 
 
 class OffloadedMuon(_KeptElsewhere, Muon):
-    """Muon; the momentum of offloaded matrices is fetched for their update."""
+    """Muon that fetches the offloaded momentum of a matrix for its update."""
 
     saved_as = "Muon"
 
@@ -274,7 +276,7 @@ class OffloadedMuon(_KeptElsewhere, Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix; every process of a sharded parameter's mesh must call it."""
+        """Update all matrices; all processes of a sharded parameter's mesh must call this."""
         todo = []
         for group in self.param_groups:
             for p in group["params"]:

@@ -1,4 +1,4 @@
-"""Offload of optimizer state: selection, destination, and check of the available memory."""
+"""Offload of optimizer state: selection of parameters, destination, and memory checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SMALLEST_BACKLOG_BYTES = 64 << 20
 
 
 class StateOffload:
-    """Selects the parameters whose optimizer state is offloaded, and offloads it.
+    """Selects parameters and offloads their optimizer state.
 
     Args:
         model: parallelized and materialized model.
@@ -88,6 +88,8 @@ class StateOffload:
     def settle(self) -> None:
         """With fraction "auto", offload the states that do not fit; call it before the first step.
 
+        By then, a forward and a backward have run, so the free device memory is known.
+
         A forward and a backward have run by then, so the free device memory is known.
         """
         if self.is_settled:
@@ -107,7 +109,7 @@ class StateOffload:
         self._send(fraction.item())
 
     def wait(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Wait until these parameters, or all of them, contain the last update."""
+        """Wait until the given parameters, or all of them, contain the last update."""
         if parameters is None:
             for offloaded in self._away.values():
                 offloaded.wait()
@@ -119,7 +121,7 @@ class StateOffload:
 
     @torch.no_grad()
     def restore_(self) -> None:
-        """Finish the last update and restore the full dtype of all parameters at the end of a run.
+        """At the end of a run, finish the last update and restore the parameters' full dtype.
 
         The optimizers cannot be used afterwards.
         """
@@ -206,7 +208,7 @@ class StateOffload:
         return offloaded
 
     def _has_master(self, parameter: Tensor) -> bool:
-        """Return True if a master copy is updated: of device, streamed or narrow parameters."""
+        """Return True if a master copy is updated: for device, streamed or narrow parameters."""
         elsewhere = id(parameter) in self._narrow or is_streamed(parameter)
         return elsewhere or not is_host(local_tensor(parameter).device)
 
@@ -221,7 +223,7 @@ class StateOffload:
                     offloaded.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
-        """Return the parameters of which the device keeps bfloat16 copies only.
+        """Return the parameters of which the device keeps only bfloat16 copies.
 
         These are whole offloaded units that compute in bfloat16, if gradients are offloaded too:
         otherwise gradients would also be accumulated in bfloat16.
@@ -253,7 +255,7 @@ class StateOffload:
         )
 
     def _state_bytes(self, parameter: Tensor, everywhere: bool) -> int:
-        """Return the bytes of a parameter's states on the device, or if `everywhere` offloaded."""
+        """Return the size of a parameter's states on the device or, if `everywhere`, offloaded."""
         local = local_tensor(parameter)
         count, width = len(self._homes[id(parameter)][1]), wide_dtype(local.dtype)
         if not everywhere:
@@ -273,7 +275,7 @@ class StateOffload:
 
 
 def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Raise for parameters in half precision: optimizer states need fp32 weights."""
+    """Raise an error for 16-bit parameters, as optimizer states need fp32 weights."""
     offloaded_ids = {id(p) for p in parameters}
     narrow = [
         n
@@ -297,7 +299,7 @@ def _streamers_of(model: nn.Module) -> tuple[Any, ...]:
 def _read_stepped(
     named: Mapping[str, Any], before: Callable[[str, Tensor], None], name: str, target: Tensor
 ) -> None:
-    """Fill a tensor with the updated value if the parameter is trained, else the original value."""
+    """Fill a tensor with the updated value of a trained parameter, or else the original value."""
     offloaded = named.get(name)
     if offloaded is None or offloaded.master is None:
         before(name, target)

@@ -1,9 +1,9 @@
-"""CPU kernel of AdamW in one pass over memory, bitwise equal to torch's fused kernel.
+"""CPU kernel for AdamW in one memory pass, bitwise equal to torch's fused kernel.
 
 A step on the host is bound by memory bandwidth. torch's kernel needs an fp32 gradient and writes
 fp32 weights, so bf16 ones cost two more passes; this kernel reads and writes them in the same pass.
-It is compiled on first use (`native.py`). A kernel that is not bitwise equal to torch's, on this
-CPU and with this torch version, is not used.
+It is compiled on first use (`native.py`). If it is not bitwise equal to torch's kernel on this CPU
+and with this torch version, it is not used.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def load_adam_kernel() -> AdamKernel | None:
 
 
 def _gives_torchs_bits(kernel: AdamKernel) -> bool:
-    """Return True if the kernel equals torch's bit for bit over several steps and magnitudes."""
+    """Return True if the kernel matches torch bit for bit over several steps and magnitudes."""
     generator = torch.Generator().manual_seed(0)
     count = 4099  # not a multiple of any vector length
     group = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

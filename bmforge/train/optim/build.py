@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, SGD and Muon, and gradient clipping.
+"""Builds optimizers (AdamW, SGD, Muon) and clips gradients.
 
 Start at `build_optimizers`. All functions work on plain and on sharded parameters (DTensor) and
 give the same results for both.
@@ -52,20 +52,21 @@ _NOT_HIDDEN = ("embed*", "*_head", "classifier*", "rel_bias")
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizer and its hyper-parameters.
+    """Optimizer and its hyperparameters.
 
     Args:
         name: adamw, muon (hidden matrices by Muon, the rest by AdamW) or sgd.
         lr: peak learning rate; the schedule multiplies it.
-        weight_decay: weight decay, decoupled for adamw and muon; norms, biases and other vectors
-            have none.
-        betas: decay rates of AdamW's moments (for muon those of its AdamW part).
-        eps: epsilon of AdamW (for muon that of its AdamW part).
+        weight_decay: weight decay, decoupled for adamw and muon; norms, biases and other
+            vectors have none.
+        betas: decay rates of AdamW's moments (for muon: of its AdamW parameters).
+        eps: epsilon of AdamW (for muon: of its AdamW parameters).
         momentum: momentum of Muon (None takes 0.95) or SGD (None takes 0.9).
-        muon_lr: muon only: peak learning rate of the hidden matrices; None takes `lr`. The update
-            is scaled to the size of an AdamW update, so that AdamW's rate fits.
-        ns_steps: muon only: Newton-Schulz iterations (None takes 5).
-        groups: parameter groups, by name glob, with their own learning rate or weight decay.
+        muon_lr: peak learning rate of the hidden matrices (muon only); None takes `lr`. Updates
+            are scaled to the size of AdamW's, so that AdamW's learning rate fits.
+        ns_steps: number of Newton-Schulz iterations (muon only; None takes 5).
+        groups: parameter groups, selected by name globs, with their own learning rate or weight
+            decay.
     """
 
     name: str = "adamw"
@@ -79,7 +80,7 @@ class OptimConfig:
     groups: tuple[OptimGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range or without effect."""
+        """Raise ConfigError for values out of range or without effect."""
         if self.name not in _UNUSED:
             raise ConfigError(
                 f"optim.name={self.name!r} is unknown; the optimizers are {', '.join(_UNUSED)}."
@@ -108,11 +109,12 @@ class OptimConfig:
         return {**asdict(self), "betas": list(self.betas), "groups": groups}
 
     def check_same(self, before: Mapping[str, Any], overridden: Collection[str] = ()) -> None:
-        """Compare with the recorded settings of a resumed run; missing ones are not compared.
+        """Compare with the recorded settings of a resumed run; missing settings are skipped.
 
         Args:
             before: record in the run's checkpoint.
-            overridden: settings that may differ, as ``train.optim.lr``, or all: ``train.optim``.
+            overridden: settings that may differ, such as ``train.optim.lr``; ``train.optim``
+                means all.
 
         Raises:
             ConfigError: the settings differ, and the resumed optimizers would keep the old ones.
@@ -134,7 +136,7 @@ class OptimConfig:
 def restore_settings_(
     optimizers: Sequence[torch.optim.Optimizer], settings: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Set the hyper-parameters of every parameter group back to an earlier copy.
+    """Restore the hyperparameters of every parameter group from a copy.
 
     Args:
         optimizers: optimizers whose groups were changed by loading a checkpoint.
@@ -148,7 +150,7 @@ def restore_settings_(
 def build_optimizers(
     model: nn.Module, config: OptimConfig, *, offloaded: bool = False
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a run; call it after `parallelize`, and step all of them.
+    """Build the optimizers of a run; call it after `parallelize`, and step all of them.
 
     Each parameter group has its peak learning rate in ``base_lr`` and its parameter names in
     ``param_names``. In a pipeline a process has optimizers for its own stages only, possibly fewer
@@ -160,10 +162,10 @@ def build_optimizers(
         offloaded: build optimizers whose state can be offloaded, see `StateOffload`.
 
     Raises:
-        ConfigError: nothing is trainable, name="muon" and there is no hidden matrix, or the
+        ConfigError: no parameter is trainable, there is no hidden matrix for Muon, or the
             optimizer cannot be offloaded; the same on every process.
 
-    Comm: in a pipeline one all-reduce of two integers over it.
+    Comm: in a pipeline, one all-reduce of two integers over its ranks.
     """
     if config.name == "sgd" and offloaded:
         raise ConfigError(
@@ -194,7 +196,7 @@ def _check_trainable(
     named: Named,
     hidden: Named,
 ) -> None:
-    """Raise if there are no trainable parameters on any stage of the pipeline."""
+    """Raise an error if no stage of the pipeline has trainable parameters."""
     numbers, pipeline = [len(named), len(hidden)], pipeline_of(model)
     if pipeline is not None:
         counts = torch.tensor(numbers, device=pipeline.mesh.device_type)
@@ -250,7 +252,7 @@ def _hidden_matrices(model: nn.Module, named: Named) -> Named:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | None) -> Tensor:
-    """Scale all gradients to a global norm of at most `max_norm`; return the norm before clipping.
+    """Scale gradients to a global norm of at most `max_norm`; return the norm before clipping.
 
     Plain and sharded parameters and several meshes may be mixed. A plain gradient counts once: it
     must already be the same on every process.
@@ -304,7 +306,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
 
 
 def _sum_squares(buckets: Mapping[Any, Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Return the sum of the squared norms, each summed over the axes that shard its gradients."""
+    """Return the sum of squared gradient norms, each summed over the axes that shard it."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, bucket in buckets.items():
         square = torch.zeros_like(total)

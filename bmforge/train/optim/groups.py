@@ -1,4 +1,4 @@
-"""Parameter groups: by weight decay, by name, by mesh."""
+"""Splits parameters into groups by weight decay, name and mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OptimGroup:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range, or a group without settings."""
+        """Raise ConfigError for values out of range, or for a group without settings."""
         for field in ("lr", "weight_decay"):
             value = getattr(self, field)
             if value is not None and not (value >= 0.0 and math.isfinite(value)):
@@ -61,12 +61,12 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
 def make_groups(
     named: Named, lr: float, weight_decay: float, own: Sequence[OptimGroup]
 ) -> list[Group]:
-    """Return (name, parameter) pairs as groups with their peak learning rates, also in ``base_lr``.
+    """Build parameter groups with their peak learning rates, also in ``base_lr``.
 
     Args:
-        named: trained parameters by name.
-        lr: peak learning rate of parameters without a group of their own.
-        weight_decay: weight decay of parameters without a group of their own.
+        named: pairs (name, parameter) of the trained parameters.
+        lr: peak learning rate of parameters without their own group.
+        weight_decay: weight decay of parameters without their own group.
         own: groups with their own settings.
     """
     parts: dict[OptimGroup | None, Named] = {None: []} | {group: [] for group in own}
@@ -104,9 +104,9 @@ def _decay_groups(named: Named, weight_decay: float) -> list[Group]:
 
 
 def by_mesh(groups: list[Group]) -> list[Group]:
-    """Split groups further, so that none mixes plain and sharded parameters or two meshes.
+    """Split groups so that none mixes plain and sharded parameters or two meshes.
 
-    The fused kernel raises on such a mix.
+    torch's fused kernel raises an error for such a mix.
     """
     split: list[Group] = []
     for group in groups:

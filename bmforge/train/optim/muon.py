@@ -24,11 +24,12 @@ Group = dict[str, Any]
 class Muon(torch.optim.Optimizer):
     """Momentum with orthogonalized updates; for hidden matrices, plain or sharded.
 
-    With ``ns_dtype="bf16"`` equal to `torch.optim.Muon` bit for bit on plain float32 and bfloat16
-    parameters. On a sharded matrix torch's iterates on DTensors and gives different results (2.13:
-    1e-2 apart after 3 steps); this one gathers the momentum, orthogonalizes the whole matrix on
-    every process and keeps the local shard. Float64 parameters are orthogonalized in float64, so
-    that layouts can be compared closely. Older versions of torch work without `torch.optim.Muon`.
+    With ``ns_dtype="bf16"`` it equals `torch.optim.Muon` bit for bit on plain float32 and bfloat16
+    parameters. For a sharded matrix torch's version iterates on DTensors and gives different
+    results (2.13: 1e-2 apart after 3 steps); this version gathers the momentum, orthogonalizes the
+    whole matrix on every process and keeps the local shard. Float64 parameters are orthogonalized
+    in float64, so that layouts can be compared closely. It also works with torch versions that lack
+    `torch.optim.Muon`.
 
     Args:
         params: 2-dim parameters, or groups of them.
@@ -36,10 +37,10 @@ class Muon(torch.optim.Optimizer):
         weight_decay: decoupled weight decay.
         momentum: decay of the moving average of gradients, with Nesterov's look-ahead.
         ns_steps: Newton-Schulz iterations.
-        adjust_lr: "match_rms_adamw": 0.2 sqrt(max(rows, columns)), so that AdamW's rate fits;
-            "original": sqrt(max(1, rows / columns)).
-        ns_dtype: dtype of the gathered matrix and the iterations, bf16 or fp32; None takes bf16 on
-            an accelerator and fp32 on the CPU, where bf16 products may be many times slower.
+        adjust_lr: factor on the learning rate: "match_rms_adamw": 0.2 sqrt(max(rows, columns)),
+            so that AdamW's learning rate fits; "original": sqrt(max(1, rows / columns)).
+        ns_dtype: dtype of the gathered matrix and the iterations, bf16 or fp32; None takes bf16
+            on an accelerator and fp32 on the CPU, where bf16 products may be many times slower.
 
     Memory/Comm: one whole matrix at a time, all-gathered in `ns_dtype`; momentum stays sharded.
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the rate by Liu et al.
@@ -79,7 +80,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; every process of a sharded parameter's mesh must call it."""
+        """Run one step; all processes of a sharded parameter's mesh must call this."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,8 +112,8 @@ def update_(target: Tensor, grad: Tensor, buffer: Tensor, parameter: Tensor, gro
             together.
         group: parameter group with the hyper-parameters.
 
-    A weight that is 0 stays 0 while its gradient and momentum are 0: orthogonalization mixes rows
-    and would change pruned weights (`compress.prune`), whose masks are not known here.
+    A weight of 0 stays 0 while its gradient and momentum are 0: orthogonalization mixes rows and
+    would otherwise change pruned weights (`compress.prune`), whose masks Muon does not have.
     """
     still = (target == 0).logical_and_(grad == 0).logical_and_(buffer == 0)
     buffer.lerp_(grad, 1 - group["momentum"])
@@ -136,13 +137,13 @@ def _iteration_dtype(update: Tensor, dtype_name: str | None) -> torch.dtype:
 
 
 def _whole(part: Tensor, like: Tensor) -> Tensor:
-    """Return the whole matrix of which `part` is this process's shard."""
+    """All-gather the whole matrix from this process's shard `part`."""
     laid_out = laid_out_like(part, like)
     return laid_out.full_tensor() if isinstance(laid_out, DTensor) else laid_out
 
 
 def _orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return U S' V^T for the matrix U S V^T, S' near 1, by the quintic Newton-Schulz iteration."""
+    """Return U S' V^T for the matrix U S V^T, with S' near 1, by Newton-Schulz iteration."""
     a, b, c = _NS_COEFFICIENTS
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = x / x.norm().clamp(min=_NS_EPS)

@@ -1,1 +1,1 @@
-"""Metrics and HTML report of a run; `inspect.py` computes statistics of a model."""
+"""Metrics and HTML report of a run; `inspect.py` computes statistics of a model's tensors."""

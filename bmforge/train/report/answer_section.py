@@ -1,4 +1,4 @@
-"""Section of the report with generated answers and their rewards, the same prompts side by side."""
+"""Report section with generated answers and their rewards, grouped by prompt."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _STEPS, _GROUPS = 4, 4
 
 
 def answer_section(path: Path) -> str:
-    """Return the answers of a ``completions.jsonl`` at a few steps, or "" without the file.
+    """Return an HTML section with the answers of ``completions.jsonl`` at a few steps.
+
+    Returns "" if the file does not exist.
 
     Args:
-        path: file whose lines have step, prompt, completion, reward and advantage; a torn last line
-            is left out.
+        path: file whose lines have step, prompt, completion, reward and advantage; an
+            incomplete last line is ignored.
     """
     if not path.is_file():
         return ""
@@ -33,7 +35,7 @@ def answer_section(path: Path) -> str:
 
 
 def _step_table(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of a step: the answers of the first prompts, best first."""
+    """Return an HTML table of one step: the answers to the first prompts, best first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(_text_of(row["prompt"]), []).append(row)
@@ -60,5 +62,5 @@ def _reward_of(row: Mapping[str, Any]) -> float:
 
 
 def _text_of(prompt: Any) -> str:
-    """Return a prompt as text; of a conversation the last message."""
+    """Return a prompt as text; for a conversation, its last message."""
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))

@@ -1,10 +1,11 @@
-"""Statistics of parameters, gradients and activations, independent of the layout.
+"""Statistics of parameters, gradients and activations that are independent of the layout.
 
-Every process measures its shards in float64, five numbers per tensor; two all-reduces combine them:
-the first gives the extremes and the second the sums about their middle, so that a large mean does
-not reduce the accuracy of a small deviation. `format_table` prints the rows.
+Every process measures its shards in float64, five numbers per tensor. Two all-reduces combine them:
+the first for the extremes, the second for sums relative to the extremes' midpoint, so that a large
+mean does not reduce the accuracy of a small deviation. `format_table` prints the rows.
 
-Source: BMTrain's `inspect`, which gathers whole tensors; here no process needs more than its shard.
+Source: BMTrain's `inspect`, which gathers whole tensors; in this module no process needs more than
+its shard.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def inspect_parameters(model: nn.Module, globs: Iterable[str] | str = ("**",)) -
 
     Returns:
         one row per parameter of the whole model, in the order of names, the same on every process:
-        ``name shape mean std max min grad_mean grad_std``. The deviation is torch's `std` (NaN for
-        one element); None without a gradient.
+        ``name shape mean std max min grad_mean grad_std``. `std` is as in torch (NaN for one
+        element); gradient columns are None without a gradient.
 
     Raises:
         ConfigError: a glob matches no parameter of any process.
 
-    Memory: 32 MiB for a part of a tensor in float64, a few times.
-    Comm: two all-reduces of a few numbers per parameter; in a pipeline, the names are gathered.
+    Memory: a few float64 buffers of 32 MiB. Comm: two all-reduces of a few numbers per parameter;
+    in a pipeline, the names are gathered.
     """
     reshard_(model)
     mesh, pipeline = mesh_of(model), pipeline_of(model)
@@ -85,7 +86,7 @@ def inspect_parameters(model: nn.Module, globs: Iterable[str] | str = ("**",)) -
 
 
 def inspect_activations(model: nn.Module, globs: Iterable[str] | str) -> ActivationRecorder:
-    """Record the outputs of modules and their gradients, inside a ``with``.
+    """Context manager: record statistics of modules' outputs and of their gradients.
 
         with inspect_activations(model, ("layers.*",)) as seen:
             run_step(model, run, batches)
@@ -102,10 +103,10 @@ def inspect_activations(model: nn.Module, globs: Iterable[str] | str) -> Activat
 
 
 class ActivationRecorder:
-    """Accumulates statistics of the floating-point outputs of modules; see `inspect_activations`.
+    """Accumulates statistics of modules' floating-point outputs; see `inspect_activations`.
 
-    Every call counts, so the micro-batches of a step are combined; recomputation in backward does
-    not count. Modules inside a compiled block are not recorded.
+    Every call is included, so the micro-batches of a step are combined; recomputation in backward
+    is not. Modules inside a compiled block are not recorded.
     """
 
     def __init__(self, model: nn.Module, globs: Iterable[str] | str) -> None:
@@ -148,14 +149,14 @@ class ActivationRecorder:
         handle = tensor.register_hook(note)
 
     def rows(self) -> list[Row]:
-        """Return one row per tensor that a module returned, of all processes together.
+        """Return one row per tensor that a module returned, combined over all processes.
 
         The columns are those of `inspect_parameters`; `shape` is that of the last call on the first
-        process that has the tensor. A gradient is that of the mean over processes with different
-        tokens, like a parameter's. Values replicated over tensor- or context-parallel processes
-        count once; with context parallelism a replicated value has no gradient here, as each
-        process has a part of it. An output that is a tuple or dict gives a row per tensor in it,
-        ``layers.0[1]``.
+        process that has the tensor. Gradients are means over processes with different tokens, as
+        for parameters. Values that are replicated over tensor- or context-parallel processes count
+        once; with context parallelism a replicated value has no gradient statistics, as each
+        process has only a partial gradient. An output that is a tuple or dict gives one row per
+        tensor, such as ``layers.0[1]``.
 
         Comm: call it on every process; names are gathered, then two all-reduces, and an all-gather
             over `tp` and over `cp`.
@@ -172,7 +173,7 @@ class ActivationRecorder:
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as aligned text with a header line."""
+    """Format rows as aligned text with a header line."""
     head = ["name", "shape", *_COLUMNS]
     cells = [head]
     for row in rows:
@@ -193,7 +194,7 @@ def _name_order(name: str) -> list[str]:
 
 
 def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list[str]:
-    """Return the matching names in order; raise for a glob without match."""
+    """Return the matching names in order; raise an error for a glob without a match."""
     names, globs = list(names), (globs,) if isinstance(globs, str) else tuple(globs)
     for glob in globs:
         if not any(match_glob(name, glob) for name in names):
@@ -202,7 +203,7 @@ def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list
 
 
 def _join(own: Shapes, group: Any) -> Shapes:
-    """Return the union of the shapes of all processes; for duplicates the first process's."""
+    """Return the union of the shapes of all processes; the first process with a name decides."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return {name: shape for part in reversed(everyone) for name, shape in part.items()}
@@ -222,7 +223,7 @@ def _find_tensors(name: str, out: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _measure_once(tensor: Tensor | None, leads: bool) -> Tensor | None:
-    """Measure the local shard of a tensor if it counts on this process; else return None."""
+    """Measure a tensor's local shard; None if another process counts it."""
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise DistributedError(
             f"A gradient has placements={tensor.placements}: it is not summed up yet. Finish the "
@@ -258,7 +259,7 @@ def _nothing(device: torch.device | str) -> Tensor:
 
 
 def _merge(a: Tensor, b: Tensor) -> Tensor:
-    """Return the combined statistics of two parts (Chan, Golub and LeVeque, 1979)."""
+    """Combine the statistics of two parts (Chan, Golub and LeVeque, 1979)."""
     count = a[0] + b[0]
     share, off = b[0] / count.clamp(min=1.0), b[1] - a[1]
     squares = a[2] + b[2] + off.square() * a[0] * share
@@ -273,14 +274,14 @@ def _add(measures: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 
 
 def _stack(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> Tensor:
-    """Return the statistics as one (N, 5) tensor on the device of the collectives."""
+    """Stack statistics to one (N, 5) tensor on the device of the collectives."""
     device = torch.device("cpu" if mesh is None else mesh.device_type)
     nothing = _nothing(device)
     return torch.stack([nothing if part is None else part.to(device) for part in parts])
 
 
 def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> list[Tensor | None]:
-    """Keep replicated tensors on the first process only; `parts` are values and gradients.
+    """Keep replicated tensors only on the first process; `parts` are values and gradients.
 
     An output has no placement information. Replicas come from the same sums in the same order, so
     they are bitwise equal; shards are not.
@@ -303,7 +304,7 @@ def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> lis
 
 
 def _combine(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> list[list[float] | None]:
-    """Return mean, std, max and min over all processes; None if no process has an element."""
+    """Return mean, std, max and min over all processes; None if there are no elements."""
     if not parts:
         return []
     count, mean, squares, high, low = _stack(parts, mesh).unbind(1)
@@ -334,7 +335,7 @@ def _make_rows(
     columns: Sequence[list[float] | None],
     gradient_scale: float = 1.0,
 ) -> list[Row]:
-    """Return one row per name with the statistics of its value and its gradient."""
+    """Return one row per name with the statistics of its value and gradient."""
     rows = []
     for name, value, gradient in zip(names, columns[::2], columns[1::2], strict=True):
         missing: list[Any] = [None] * 4

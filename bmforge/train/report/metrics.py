@@ -1,4 +1,4 @@
-"""Metrics of a run during training: metrics.jsonl, TensorBoard, progress line.
+"""Metrics of a run during training: metrics.jsonl, TensorBoard and the progress line.
 
 A row of ``metrics.jsonl`` is one JSON object with ``step`` (completed optimizer steps) and any of
 ``loss lr grad_norm tokens_per_s mfu tokens memory_bytes`` (training), ``val_loss`` (validation) and
@@ -40,7 +40,7 @@ Sink = Callable[[int, Mapping[str, Any]], None]
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl; a torn last line (a killed run's) is left out.
+    """Return the rows of a metrics.jsonl; an incomplete last line (of a killed run) is ignored.
 
     Raises:
         DataError: a line other than the last is not a JSON object with a step.
@@ -67,13 +67,13 @@ def read_metrics(path: str | Path) -> list[Row]:
 
 
 class MetricsWriter:
-    """Appends rows to ``run_dir/metrics.jsonl`` and passes them to sinks; one per run, on rank 0.
+    """Appends rows to ``run_dir/metrics.jsonl`` and sends them to sinks; one per run, on rank 0.
 
     Args:
         run_dir: directory of the run, created if missing.
         resume_step: step of a resumed run: rows after it are dropped, so that curves have no
             duplicate steps. None starts a new file.
-        tensorboard: also write ``run_dir/tensorboard`` if that package is installed.
+        tensorboard: also write ``run_dir/tensorboard`` if TensorBoard is installed.
         sinks: functions called with (step, values) for every row, for example a `WandbSink`.
     """
 
@@ -94,7 +94,7 @@ class MetricsWriter:
         self._board = _open_board(run_dir, resume_step) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row without buffering; if the disk is full the row is lost, with a warning."""
+        """Write one row without buffering; on a full disk the row is dropped with a warning."""
         row = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
         try:
             self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
@@ -105,7 +105,7 @@ class MetricsWriter:
             sink(step, row)
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line, or nothing: a partial line in the middle would corrupt the file."""
+        """Write a whole line or nothing: an incomplete line would corrupt the file."""
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
@@ -115,7 +115,7 @@ class MetricsWriter:
             raise
 
     def _show(self, row: Row) -> None:
-        """Add the row's numbers to TensorBoard; disable it after the first failure."""
+        """Send a row's numbers to TensorBoard; disable TensorBoard after the first failure."""
         board, self._board = self._board, None
         if board is not None:
             for name, value in row.items():
@@ -124,7 +124,7 @@ class MetricsWriter:
             self._board = board
 
     def close(self) -> None:
-        """Close the files; writing afterwards is an error."""
+        """Close the files; later writes raise an error."""
         self._file.close()
         if self._board is not None:
             try:
@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 
 def _open_board(run_dir: Path, resume_step: int | None) -> Any:
-    """Return a TensorBoard writer, or None (and one log line) if the package is missing."""
+    """Create a TensorBoard writer; if the package is missing, log a line and return None."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -215,10 +215,10 @@ class WandbSink:
 
 
 class Throughput:
-    """Tokens per second over the last steps, and MFU if the machine's peak is known.
+    """Tokens per second over recent steps, and MFU if the peak FLOPS are known.
 
-    Call `start` before a step and `stop` after it; time in between (evaluation, saving) is not
-    counted.
+    Call `start` before and `stop` after each step; the time between steps (evaluation, saving) is
+    not counted.
 
     Args:
         flops_per_token: FLOPs of forward and backward of the whole model; None if unknown.
@@ -245,7 +245,7 @@ class Throughput:
         self._started = self._clock()
 
     def stop(self, tokens: int) -> None:
-        """End a step in which all processes together worked on `tokens` tokens."""
+        """End a step in which all processes together processed `tokens` tokens."""
         now = self._clock()
         self._steps.append((tokens, now - self._started))
         self._started = now
@@ -270,7 +270,7 @@ class Throughput:
 
 
 def validation_row(result: Any) -> Row:
-    """Return the row entries of an `EvalResult`: ``val_loss``, and its metrics as ``val_NAME``."""
+    """Return the row entries of an `EvalResult`: ``val_loss`` and metrics as ``val_NAME``."""
     return {"val_loss": result.loss, **{f"val_{n}": v for n, v in result.metrics.items()}}
 
 
@@ -278,9 +278,9 @@ def measure_memory(device_memory: Callable[[], int | None] | None = None) -> dic
     """Return this process's current and peak resident set in bytes.
 
     Args:
-        device_memory: function that returns the accelerator memory in use in bytes, or None without
-            one (for example a closure over `bmforge.device.device_memory_bytes`); added as
-            ``device_memory_bytes``.
+        device_memory: function that returns the used accelerator memory in bytes, for example
+            based on `bmforge.device.device_memory_bytes`; added as ``device_memory_bytes``. None
+            without an accelerator.
     """
     peak = peak_resident_bytes()
     now = resident_bytes() or peak
@@ -300,7 +300,7 @@ def format_progress(
     eta_s: float,
     mfu: float | None = None,
 ) -> str:
-    """Return the progress line: step, loss, tokens/s, MFU if known, memory, time left."""
+    """Format the progress line: step, loss, tokens/s, MFU if known, memory, remaining time."""
     rate = f"{tokens_per_s:,.0f}" if tokens_per_s < 100_000 else f"{tokens_per_s / 1000:,.0f}k"
     parts = [f"step {step}/{total_steps}", f"loss {loss:.4f}", f"{rate} tokens/s"]
     if mfu is not None:
@@ -310,7 +310,7 @@ def format_progress(
 
 
 def _duration(seconds: float) -> str:
-    """Return h:mm:ss, preceded by days if there are any."""
+    """Format seconds as h:mm:ss, preceded by days if there are any."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     minutes, second = divmod(round(seconds), 60)

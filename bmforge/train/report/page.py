@@ -2,8 +2,7 @@
 
 Reads ``metrics.jsonl`` (required) and, if present, ``run.toml``, ``results.json``,
 ``samples.jsonl``, ``completions.jsonl`` and ``checkpoints/``. The curves are inline SVG, so the
-page needs no network, no script and no other package, and follows the reader's light or dark
-setting.
+page needs no network, scripts or other packages; it supports light and dark mode.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class _Curve:
-    """One line of a chart: its name, (step, value) points and color class c1 .. c4."""
+    """Line of a chart: name, (step, value) points and color class (c1 to c4)."""
 
     name: str
     points: list[Point]
@@ -48,7 +47,7 @@ def write_report(run_dir: str | Path) -> Path:
     "text": "..."}`` on each line.
 
     Raises:
-        DataError: the run has no metrics yet, or a file of it is damaged.
+        DataError: the run has no metrics yet, or one of its files is damaged.
     """
     run_dir = Path(run_dir)
     metrics = run_dir / "metrics.jsonl"
@@ -76,7 +75,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _points(rows: Sequence[Row], key: str) -> list[Point]:
-    """Return (step, value) of every row that has a finite number under `key`."""
+    """Return the (step, value) points of all rows with a finite number under `key`."""
     points = []
     for row in rows:
         value = row.get(key)
@@ -86,7 +85,7 @@ def _points(rows: Sequence[Row], key: str) -> list[Point]:
 
 
 def _charts(rows: Sequence[Row]) -> list[str]:
-    """Return the four charts of every run, which note missing data, and those of post-training."""
+    """Return the four charts of every run, and charts of post-training metrics if there are any."""
     skips = [float(row["step"]) for row in rows if row.get("skipped")]
     loss = [_Curve("training", _points(rows, "loss"), "c1")]
     validation = _points(rows, "val_loss")
@@ -112,7 +111,7 @@ _MORE = (
 
 
 def _curves(rows: Sequence[Row], keys: Sequence[str]) -> list[_Curve]:
-    """Return the curves of the metrics that a run has."""
+    """Return a curve for each of the metrics that the run has."""
     curves = [
         _Curve(key.rpartition("/")[2], _points(rows, key), f"c{number}")
         for number, key in enumerate(keys, 1)
@@ -121,7 +120,7 @@ def _curves(rows: Sequence[Row], keys: Sequence[str]) -> list[_Curve]:
 
 
 def _tiles(rows: Sequence[Row], results: dict[str, Any]) -> str:
-    """Return the row of headline numbers."""
+    """Return an HTML row of headline numbers."""
     loss, validation = _points(rows, "loss"), _points(rows, "val_loss")
     speed = [value for _, value in _points(rows, "tokens_per_s")]
     tiles = [("steps", f"{max(row['step'] for row in rows):,}")]
@@ -141,7 +140,7 @@ def _tiles(rows: Sequence[Row], results: dict[str, Any]) -> str:
 
 
 def _results_section(results: dict[str, Any]) -> str:
-    """Return the evaluation results as tables; comparable numbers get bars."""
+    """Return HTML tables of the evaluation results, with bars for comparable numbers."""
     flat = {k: v for k, v in results.items() if not isinstance(v, dict)}
     tables = [(k, v) for k, v in results.items() if isinstance(v, dict) and v]
     if flat:
@@ -158,7 +157,7 @@ def _results_section(results: dict[str, Any]) -> str:
 
 
 def _result_row(name: str, value: Any, largest: float) -> str:
-    """Return one table row, with a bar if there are values to compare with."""
+    """Return one HTML table row, with a bar if there are values to compare with."""
     text = _number(float(value)) if _is_number(value) else str(value)
     bar = ""
     if largest > 0 and _is_number(value):
@@ -167,7 +166,7 @@ def _result_row(name: str, value: Any, largest: float) -> str:
 
 
 def _samples_section(path: Path) -> str:
-    """Return the samples, newest first."""
+    """Return an HTML section with the samples, newest first."""
     if not path.is_file():
         return ""
     samples = []
@@ -183,7 +182,7 @@ def _samples_section(path: Path) -> str:
 
 
 def _skips_section(rows: Sequence[Row]) -> str:
-    """Return the list of skipped steps."""
+    """Return an HTML list of skipped steps."""
     lines = [
         f"<tr><th>{row['step']:,}</th><td>{escape(str(row['skipped']))}</td></tr>"
         for row in rows
@@ -195,7 +194,7 @@ def _skips_section(rows: Sequence[Row]) -> str:
 
 
 def _checkpoints_section(directory: Path) -> str:
-    """Return the existing checkpoints with their sizes."""
+    """Return an HTML list of the existing checkpoints and their sizes."""
     if not directory.is_dir():
         return ""
     lines = []
@@ -210,7 +209,7 @@ def _checkpoints_section(directory: Path) -> str:
 
 
 def _config_section(path: Path) -> str:
-    """Return the resolved configuration."""
+    """Return an HTML section with the resolved configuration."""
     if not path.is_file():
         return ""
     text = escape(path.read_text(encoding="utf-8"))
@@ -221,7 +220,7 @@ def _config_section(path: Path) -> str:
 
 
 def _read_results(path: Path) -> dict[str, Any]:
-    """Return the content of results.json; empty if it does not exist."""
+    """Return the contents of results.json; {} if it does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -237,7 +236,7 @@ def _read_results(path: Path) -> dict[str, Any]:
 
 
 def _chart(title: str, curves: list[_Curve], skips: Sequence[float] = ()) -> str:
-    """Return one figure: a title with legend, and the curves over the step."""
+    """Return one SVG chart: a title with legend, and the curves over the steps."""
     points = [point for curve in curves for point in curve.points]
     legend = "".join(f'<span class="{c.colour}">{escape(c.name)}</span>' for c in curves)
     if skips:
@@ -266,7 +265,7 @@ def _chart(title: str, curves: list[_Curve], skips: Sequence[float] = ()) -> str
 
 @dataclass(frozen=True)
 class _Scale:
-    """Maps (step, value) to the coordinates of the chart."""
+    """Maps (step, value) to coordinates of the chart."""
 
     x_range: Point
     y_range: Point
@@ -281,7 +280,7 @@ class _Scale:
 
 
 def _axes(scale: _Scale, x_ticks: list[float], y_ticks: list[float]) -> str:
-    """Return grid lines, tick labels and the name of the x axis."""
+    """Return the SVG of grid lines, tick labels and the label of the x axis."""
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = [
         f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{scale.y(y):.1f}" '
@@ -302,7 +301,7 @@ def _axes(scale: _Scale, x_ticks: list[float], y_ticks: list[float]) -> str:
 
 
 def _line(curve: _Curve, scale: _Scale) -> str:
-    """Return one curve and its points, each with its values as a tooltip."""
+    """Return the SVG of one curve, with a tooltip for each point."""
     points = _thin(curve.points, _MAX_POINTS)
     path = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in points)
     radius = 3 if len(points) <= 60 else 2
@@ -317,14 +316,14 @@ def _line(curve: _Curve, scale: _Scale) -> str:
 
 
 def _thin(points: list[Point], most: int) -> list[Point]:
-    """Return at most about `most` evenly spaced points, always including the last one."""
+    """Return about `most` evenly spaced points, always including the last one."""
     every = max(1, math.ceil(len(points) / most))
     thinned = points[::every]
     return thinned if thinned[-1] == points[-1] else [*thinned, points[-1]]
 
 
 def _ticks(low: float, high: float, integers_only: bool = False) -> list[float]:
-    """Return about five round numbers that enclose low .. high (seven whole ones for steps)."""
+    """Return about five round numbers that cover low to high (seven integers for steps)."""
     if high <= low:
         pad = 1.0 if integers_only else abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
@@ -343,7 +342,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: float) -> str:
-    """Return a short text for a number: 1,200 or 0.0003 or 2.5e-07."""
+    """Format a number as short text, such as 1,200 or 0.0003 or 2.5e-07."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:
