@@ -1,7 +1,7 @@
 """Model compression: quantization, pruning, distillation and MoEfication, in any combination.
 
 Start reading at `compress.py` (the combined entry point) and `method.py` (the interface of all
-methods); `phases.py` splits a recipe into phases, `report.py` holds the results. Subpackages:
+methods); `phases.py` splits a recipe into phases, `report.py` reports the results. Subpackages:
 `distill/` (distillation), `prune/` (sparsity and structured pruning), `quantize/` (quantization),
 `moefy/` (splitting MLPs into experts).
 """

@@ -1,8 +1,7 @@
 """Prepares calibration batches: model arguments on the model's device, without padding.
 
-Statistics of padding tokens change which weights a calibrated method prunes and how it rounds. So a
-padded batch is split into batches of equally long sequences, cropped to their real tokens; then no
-statistic can count a padding token, whichever layer it belongs to.
+Padding tokens would distort the statistics by which a calibrated method prunes and rounds. So a
+padded batch is split into batches of equally long sequences without padding.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _IGNORED_LABEL = -100
 
 
 def check_batches(batches: Sequence[Any] | None) -> Sequence[Any]:
-    """Return the batches after checking that there is at least one and that none is empty.
+    """Return the batches, after checking that there are batches and that none is empty.
 
     Raises:
         ConfigError: the sequence is missing or empty, or a batch is empty.
@@ -55,11 +54,11 @@ def prepare_batches(model: nn.Module, batches: Sequence[Any] | None) -> list[dic
     Args:
         model: model that consumes the batches.
         batches: keyword arguments of the model's forward, or token ids alone. `attention_mask`
-            marks the padding of the inputs; `decoder_attention_mask`, or labels of -100 at the
-            end, mark that of an encoder-decoder's targets.
+            marks the padding of the inputs; for an encoder-decoder's targets,
+            `decoder_attention_mask` or trailing labels of -100 mark it.
 
     Raises:
-        ConfigError: there are no batches, one is empty, or a mask has padding between real tokens.
+        ConfigError: there are no batches, a batch is empty, or a mask has padding between tokens.
     """
     prepared = []
     for number, batch in enumerate(check_batches(batches)):
@@ -70,7 +69,7 @@ def prepare_batches(model: nn.Module, batches: Sequence[Any] | None) -> list[dic
 
 
 def _has_decoder(model: nn.Module) -> bool:
-    """Return True for an encoder-decoder, whose labels have a different length than the inputs."""
+    """Return True for an encoder-decoder, whose labels and inputs differ in length."""
     traits, config = getattr(model, "traits", None), getattr(model, "config", None)
     return getattr(traits, "reads", "") == "apart" or bool(
         getattr(config, "is_encoder_decoder", False)
@@ -78,7 +77,7 @@ def _has_decoder(model: nn.Module) -> bool:
 
 
 def _split_by_length(batch: dict[str, Any], has_decoder: bool, number: int) -> list[dict[str, Any]]:
-    """Split a batch into batches of equally long sequences, cropped to their real tokens."""
+    """Split a batch into batches of equally long sequences without padding."""
     keys = [key for key, value in batch.items() if isinstance(value, Tensor) and value.dim() > 1]
     target_keys = {key for key in keys if key.startswith("decoder_")}
     target_keys |= {"labels"} & set(keys) if has_decoder else set()
@@ -113,13 +112,13 @@ def _split_by_length(batch: dict[str, Any], has_decoder: bool, number: int) -> l
 
 
 def _source_mask(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return a bool mask of the real input tokens, (B, T), or None without a 2-D attention mask."""
+    """Return a bool mask of the input tokens, (B, T); None without a 2-D attention mask."""
     mask = batch.get("attention_mask")
     return mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def _target_mask(batch: Mapping[str, Any], has_decoder: bool) -> Tensor | None:
-    """Return a bool mask of an encoder-decoder's real target tokens, (B, T), or None if unknown."""
+    """Return a bool mask of an encoder-decoder's target tokens, (B, T); None if unknown."""
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return mask != 0
@@ -131,10 +130,10 @@ def _target_mask(batch: Mapping[str, Any], has_decoder: bool) -> Tensor | None:
 
 
 def _find_spans(mask: Tensor, number: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the real tokens of each row; (0, 0) for a row of padding.
+    """Return the (start, stop) of the tokens of each row; (0, 0) for a row of padding.
 
     Raises:
-        ConfigError: a row has padding between real tokens.
+        ConfigError: a row has padding between tokens.
     """
     spans = []
     for row, is_real in enumerate(mask.cpu()):

@@ -16,14 +16,14 @@ __all__ = ["BlockCall", "record_calls"]
 
 @dataclass
 class BlockCall:
-    """Arguments of a block for one batch; the hidden states come from the previous block.
+    """Recorded arguments of a block for one batch; hidden states come from the previous block.
 
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        slot: index or name of the argument that holds the hidden states.
-        take: index of the block's output that is passed to the next block; None if the block
-            returns a single tensor.
+        slot: index or name of the argument that contains the hidden states.
+        take: index of the output that is passed to the next block; None if the block returns a
+            single tensor.
     """
 
     args: tuple[Any, ...]
@@ -32,7 +32,7 @@ class BlockCall:
     take: int | None = None
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Run the block on hidden states and return the hidden states for the next block."""
+        """Run the block on hidden states, and return the hidden states for the next block."""
         args, kwargs = list(self.args), dict(self.kwargs)
         if isinstance(self.slot, int):
             args[self.slot] = x
@@ -65,7 +65,7 @@ class _EnoughError(Exception):
 def record_calls(
     model: nn.Module, stack: Sequence[nn.Module], batch: Mapping[str, Any]
 ) -> tuple[Tensor, list[BlockCall]]:
-    """Return the input hidden states of the first block and the recorded call of each block."""
+    """Return the first block's input hidden states, and the recorded call of each block."""
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     calls: list[BlockCall] = []
     last: list[Any] = []
@@ -104,7 +104,7 @@ def record_calls(
 def _find_slot(
     out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
 ) -> tuple[int | str, int | None]:
-    """Find the argument of a block that is the previous block's output, and the output's index."""
+    """Find the argument that is the previous block's output, and the index of that output."""
     outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for take, value in outs:
@@ -120,6 +120,6 @@ def _find_slot(
 def _without(
     args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the hidden states replaced by None."""
+    """Return the arguments with None in place of the hidden states."""
     remaining = tuple(None if position == slot else value for position, value in enumerate(args))
     return remaining, {name: None if name == slot else value for name, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""Block-by-block calibration: each block is changed on the outputs of the changed blocks before it.
+"""Block-by-block calibration: each block is changed given the outputs of changed blocks.
 
 The model runs once up to the end of a stack while the arguments of its blocks are recorded. Then
 each block in turn receives its inputs, is changed, and runs again to produce the inputs of the next
@@ -42,17 +42,17 @@ class Statistic(Protocol):
 
 @dataclass
 class BlockRun:
-    """A block with its calibration inputs.
+    """Block with its calibration inputs.
 
     Args:
         name: module name of the block.
         block: block module.
-        matrices: selected matrices in the block.
-        statistics: matrix name -> statistic of its inputs; matrices that no token reached are
+        matrices: selected matrices of the block.
+        statistics: input statistics of each matrix by name; matrices that received no token are
             missing.
         calls: recorded call of the block for each batch.
         inputs: input hidden states of each batch.
-        is_last: True if no further part of this block is visited afterwards.
+        is_last: True if this is the last visit to the block.
     """
 
     name: str
@@ -72,7 +72,7 @@ class BlockRun:
             yield call.run(self.block, x)
 
     def run_wide(self) -> Iterator[Tensor]:
-        """Yield the outputs of the block with all its inputs in fp32, batch by batch."""
+        """Yield the block's output for every batch, with all inputs in fp32."""
         for call, x in zip(self.calls, self.inputs, strict=True):
             yield call.widened().run(self.block, x.to(wide_dtype(x.dtype)))
 
@@ -88,7 +88,7 @@ def calibrate_blocks(
     title: str = "calibrate",
     size: Callable[[Matrix], int] | None = None,
 ) -> None:
-    """Visit every block with calibration statistics of its inputs, in execution order.
+    """Visit every block in execution order, with statistics of its calibration inputs.
 
     Supports bmforge's and transformers' models, and any model whose repeated blocks pass hidden
     states to each other. The stacks of an encoder-decoder are visited one after the other.
@@ -100,16 +100,17 @@ def calibrate_blocks(
         gather: factory of the statistic for the inputs of a matrix.
         where: name globs of modules; empty selects the blocks' linear layers and experts.
         title: title of the progress bar.
-        size: bytes of a matrix's statistic. If set, a block is visited in parts, those that run
-            last first, so that the inputs of each part equal those of the unchanged block. A part's
-            statistics cover at most half of the block's matrices, or a single input.
+        size: function that returns the bytes of a matrix's statistic. If set, a block is
+            visited several times, each time with some of its matrices; those that run last are
+            first, so that all inputs equal those of the unchanged block. A visit covers at most
+            half of the block's matrices, or the matrices of a single input.
 
     Raises:
-        ConfigError: no or empty batches, matrices outside of repeated blocks, or blocks that do
-            not pass hidden states to each other.
+        ConfigError: batches are missing or empty, matrices are outside of repeated blocks, or
+            blocks do not pass hidden states to each other.
 
     Memory: the hidden states of all batches, the activations of one batch in a block, and the
-    statistics of one block, or of a part of it if `size` is set.
+    statistics of one block, or of one visit if `size` is set.
     """
     prepared = prepare_batches(model, batches)
     blocks = find_repeated_blocks(model)
@@ -130,7 +131,7 @@ def calibrate_blocks(
 def by_block(
     matrices: Sequence[Matrix], blocks: Mapping[str, nn.Module]
 ) -> dict[str, list[Matrix]]:
-    """Return block name -> the matrices in that block."""
+    """Group matrices by the name of their block."""
     by_name: dict[str, list[Matrix]] = {}
     for matrix in matrices:
         names = [name for name in blocks if f"{matrix.owner}.".startswith(f"{name}.")]
@@ -219,7 +220,7 @@ def _calibrate_stack(
 
 
 class _Inputs:
-    """Maps input tensors to the first matrix that received them, through weak references."""
+    """Finds the first matrix that received a given input tensor; keeps weak references only."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
@@ -238,7 +239,7 @@ class _Inputs:
 
 
 def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
-    """Split a block's matrices into parts whose statistics fit in memory, last to run first."""
+    """Split a block's matrices into groups whose statistics fit in memory, last to run first."""
     groups: dict[str, list[Matrix]] = {}
     assigned: set[str] = set()
     inputs = _Inputs()
@@ -269,7 +270,7 @@ def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
 
 
 def gather_statistics(run: BlockRun, gather: Callable[[Matrix], Statistic]) -> dict[str, Any]:
-    """Return the statistics of a block's inputs; matrices with the same input share one."""
+    """Return the input statistics of a block's matrices; equal inputs share a statistic."""
     statistics: dict[str, Statistic] = {}
     shared: dict[str, str] = {}
     inputs = _Inputs()

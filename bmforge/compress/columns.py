@@ -1,6 +1,6 @@
-"""Column-by-column matrix updates in which later columns compensate the errors of earlier ones.
+"""Updates a matrix column by column; later columns compensate the errors of earlier ones.
 
-This is the part that GPTQ and SparseGPT have in common; they differ in how a column is changed.
+GPTQ and SparseGPT have this in common; they differ in how a column is changed.
 
 Source: Frantar et al., "GPTQ" (2022), algorithm 1; Frantar and Alistarh, "SparseGPT" (2023).
 Weights of inputs that are always zero in calibration are not set to zero: with damping alone,
@@ -20,14 +20,14 @@ __all__ = ["Settler", "settle_columns"]
 
 
 class Settler(Protocol):
-    """Interface that computes the new value of a column: rounded (GPTQ) or pruned (SparseGPT)."""
+    """Interface: computes the new value of a column, rounded (GPTQ) or pruned (SparseGPT)."""
 
     def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
         """Return the new value of a column.
 
         Args:
             number: index of the column in the matrix.
-            block: current block of columns, with the compensation so far.
+            block: current block of columns, including the compensation so far.
             offset: index of the column within the block; earlier columns are final.
             roots: diagonal of the Cholesky factor of the inverse Hessian for the block's columns.
 
@@ -46,19 +46,19 @@ def settle_columns(
     name: str,
     in_place: bool = False,
 ) -> Tensor:
-    """Return the matrix after every column was replaced and its error compensated.
+    """Replace every column of a matrix and compensate its error; return the new matrix.
 
     Args:
         matrix: weights, (rows, columns).
         hessian: Hessian of the matrix's inputs.
         settler: computes the new value of each column.
-        damp: share of the mean of the Hessian's diagonal that is added to it.
+        damp: fraction of the Hessian's mean diagonal that is added to the diagonal.
         block_columns: number of columns per block; the remaining columns are updated after each.
         name: name of the matrix for messages.
         in_place: overwrite the matrix as a work buffer if it already has the wide dtype.
 
     Raises:
-        ConfigError: the Hessian is not positive definite; the matrix is unchanged then.
+        ConfigError: the Hessian is not positive definite. The matrix is then unchanged.
     """
     wide = wide_dtype(matrix.dtype)
     factor = hessian.inverse_factor(damp, name).to(wide)

@@ -48,17 +48,17 @@ def compress(
     batches: Sequence[Batch] | None = None,
     methods: Sequence[Method] = (),
 ) -> Compression:
-    """Attach all compression methods of a config to a model that is not parallelized yet.
+    """Attach all compression methods of a config to a model, before it is parallelized.
 
     Args:
         model: any model; changed in place.
-        config: compression settings; each part is optional.
-        teacher: distillation teacher, or its saved answers; required with `distill`.
+        config: compression settings; all methods are optional.
+        teacher: distillation teacher or its saved answers; required with `distill`.
         batches: calibration batches for methods that need them.
         methods: custom methods, not attached yet; see `Method`.
 
     Raises:
-        ConfigError: settings that do not fit the model or each other, or an empty config.
+        ConfigError: settings do not fit the model or each other, or the config is empty.
     """
     config = config or CompressConfig()
     if (config.distill is None) != (teacher is None):
@@ -77,19 +77,19 @@ def compress(
 
 
 class Compression:
-    """A compression in progress: training objective, callback, and the finished model.
+    """Compression in progress: training objective, callback, and finally the finished model.
 
     Args:
         model: model, not parallelized yet.
         methods: methods attached to the model, in the order of `METHOD_NAMES`.
         distill: distillation settings.
-        teacher: distillation teacher; None trains on the task's loss alone.
-        before: sizes of the model before compression.
+        teacher: distillation teacher; None trains only on the task's loss.
+        before: size of the model before compression.
 
     Attributes:
         model: compressed model once finished: the original object, or a plain model that
             replaces it if it was parallelized.
-        step: optimizer steps done.
+        step: number of completed optimizer steps.
         distiller: compares student and teacher; None without a teacher.
     """
 
@@ -118,7 +118,7 @@ class Compression:
             self.distiller.init_(seed)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return name glob of parameters -> their optimizer settings."""
+        """Return optimizer settings of the methods' parameters, by name glob."""
         settings: dict[str, dict[str, float]] = {}
         for method in self.methods:
             groups = getattr(method, "optim_groups", None)
@@ -126,9 +126,9 @@ class Compression:
         return settings
 
     def objective(self, inner: Objective) -> Objective:
-        """Return the task's objective plus the losses of the distillation and of the methods.
+        """Return the task's objective plus the losses of distillation and of the methods.
 
-        In evaluation mode it returns the task's loss alone.
+        In evaluation mode the objective returns only the task's loss.
 
         Args:
             inner: (model, batch, number of items) -> sum of the items' losses over the number
@@ -151,11 +151,11 @@ class Compression:
         return loss
 
     def after_step_(self) -> None:
-        """Update the methods after an optimizer step, in a custom training loop."""
+        """Update the methods after an optimizer step; for custom training loops."""
         self._go_on_(self.step + 1, self.model)
 
     def __call__(self, trainer: Any, row: Any) -> None:
-        """Update the methods after an optimizer step, as a Trainer callback."""
+        """Trainer callback: update the methods after an optimizer step."""
         self._go_on_(trainer.step, trainer.model)
 
     def _go_on_(self, step: int, model: nn.Module) -> None:
@@ -191,7 +191,7 @@ class Compression:
             method.load_state_dict(state["methods"][method.name])
 
     def leave_teacher_(self) -> None:
-        """Remove the modules that only distillation uses, so that the model can be saved."""
+        """Remove the modules used only for distillation, so that the model can be saved."""
         if self.distiller is not None:
             self.distiller.leave_()
 
@@ -226,7 +226,7 @@ METHOD_WORDS = dict(
 
 
 def _plain_model(model: nn.Module, plain: nn.Module) -> nn.Module:
-    """Return the model, or for a parallelized one the plain model filled with its values."""
+    """Return the model or, if it is parallelized, a plain model with its values."""
     if not any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values()):
         return model
     record = laid_out(model)

@@ -16,7 +16,9 @@ __all__ = ["CompressConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class CompressConfig:
-    """Compression methods, applied in this order; None disables one. Distillation spans all.
+    """Compression methods in order of application; None disables a method.
+
+    Distillation is active throughout.
 
     Args:
         structure: structured pruning to smaller shapes.
@@ -39,7 +41,7 @@ class CompressConfig:
         return tuple(name for name in enabled if name != "distill")
 
     def looks(self, name: str) -> bool:
-        """Return True if a part of the config needs calibration batches."""
+        """Return True if the named method needs calibration batches."""
         part: Any = getattr(self, name)
         if name == "structure":
             return part is not None and not part.gates and part.by != "size"

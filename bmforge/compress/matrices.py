@@ -1,7 +1,7 @@
-"""Finds the weight matrices of any model, reads and writes them, and observes their inputs.
+"""Finds, reads and writes the weight matrices of any model, and observes their inputs.
 
-A linear layer (also transformers' Conv1D), an embedding, a head and every expert of a stack hold
-one matrix each. All are presented as (rows, columns): output features by input features.
+A linear layer (including transformers' Conv1D), an embedding, a head and each expert of a stack has
+one matrix. All are presented as (rows, columns): output features by input features.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ROUTERS = ("router", "gate", "shared_gate", "shared_expert_gate")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight matrix of a model.
+    """Weight matrix of a model.
 
     Args:
         owner: name of the module that owns the parameter.
-        module: that module.
+        module: module that owns the parameter.
         key: parameter name within the module.
         index: index of the expert in a stacked parameter; None if the parameter is one matrix.
     """
@@ -55,7 +55,7 @@ class Matrix:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Parameter that is, or contains, the matrix."""
+        """Parameter that is the matrix or contains it."""
         return getattr(self.module, self.key)
 
     def read(self) -> Tensor:
@@ -75,12 +75,14 @@ class Matrix:
 
 
 def is_stored(module: nn.Module) -> bool:
-    """Return True if a module's weights are stored as integers."""
+    """Return True if the module's weights are stored as integers."""
     return isinstance(module, (PackedStore, RowStore, Int8Experts))
 
 
 def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
-    """Return the matrices of the modules that match the globs, in model order, tied ones once.
+    """Return the matrices of the modules that match the globs, in model order.
+
+    Tied matrices are returned once.
 
     Args:
         model: any model.
@@ -88,7 +90,7 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
             it. Empty selects linear layers and experts of the repeated blocks, without routers.
 
     Raises:
-        ConfigError: a glob that matches no module or no matrix, or a matrix stored as integers.
+        ConfigError: a glob matches no module or no matrix, or a matrix is stored as integers.
     """
     modules = dict(model.named_modules())
     names: dict[str, None] = {}
@@ -119,7 +121,7 @@ def usual_names(model: nn.Module) -> list[str]:
     """Return the names of the linear layers and experts in a model's repeated blocks.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no such layers.
     """
     modules = dict(model.named_modules())
     names = _inside(modules, list(find_repeated_blocks(model)))
@@ -132,7 +134,11 @@ def usual_names(model: nn.Module) -> list[str]:
 
 
 def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
-    """Log the experts of other libraries' models, which are not linear layers and stay unchanged.
+    """Log which experts of other libraries' models remain unchanged.
+
+    transformers 5 stores the experts of a layer as three-dimensional parameters, which are not
+    linear
+    layers.
 
     transformers 5 keeps the experts of a layer in three-dimensional parameters.
 
@@ -161,7 +167,7 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
 
 
 def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
-    """Return the named modules that have matrices, replacing containers by the modules in them."""
+    """Return the named modules with matrices; containers are replaced by the modules in them."""
     inside: dict[str, None] = {}
     parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, BesidePart))
     for name in names:
@@ -195,7 +201,7 @@ def _matrices_of(name: str, module: nn.Module) -> Iterator[Matrix]:
 def watch_inputs(
     matrices: Sequence[Matrix], note: Callable[[Matrix, Tensor], None]
 ) -> Iterator[None]:
-    """Context manager: call `note(matrix, input)` for every multiplication with a matrix.
+    """Context manager: call `note(matrix, input)` for every product with one of the matrices.
 
     Args:
         matrices: matrices of linear layers and experts.

@@ -1,4 +1,4 @@
-"""Interface of all compression methods: attach to a model, follow the training steps, finish."""
+"""Interface of compression methods: attach to a model, follow the training steps, finish."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METHOD_NAMES = ("structure", "experts", "zeros", "quantize")
 
 @runtime_checkable
 class Method(Protocol):
-    """A compression method, used within a training run or on its own.
+    """Compression method, used within a training run or alone.
 
     Attributes:
         name: "structure", "experts", "zeros" or "quantize".
@@ -26,27 +26,27 @@ class Method(Protocol):
         """Add the method's modules, hooks and changes to a model that is not parallelized yet.
 
         Raises:
-            ConfigError: the method does not fit the model or the methods already applied to it.
+            ConfigError: the method does not fit the model or the methods that are already attached.
         """
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Return a scalar added to the loss once per step (such as a Lagrangian), or None."""
+        """Return a scalar to add to the loss once per step (such as a Lagrangian), or None."""
 
     def after_step_(self, model: nn.Module, step: int) -> None:
-        """Update the method after an optimizer step; `step` is the number of steps done."""
+        """Update the method after an optimizer step; `step` is the number of completed steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state outside the model's tensors as plain numbers, equal on every process."""
+        """Return the state that is not in the model, as plain numbers equal on every process."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the result of `state_dict`."""
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Finalize the compressed model; return facts for the report as plain values."""
+        """Finish the compressed model; return facts for the report as plain values."""
 
 
 class MethodBase:
-    """Base class of the methods: every hook does nothing unless overridden."""
+    """Base class of the methods, whose hooks do nothing by default."""
 
     name = ""
 
@@ -58,7 +58,7 @@ class MethodBase:
         return None
 
     def after_step_(self, model: nn.Module, step: int) -> None:
-        """Do nothing after a step."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state."""

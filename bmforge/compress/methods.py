@@ -34,8 +34,8 @@ def attach_methods(
         own: custom methods, not attached yet.
 
     Raises:
-        ConfigError: a duplicate or unknown method, gates together with a method that needs the
-            current shapes, batches that are unused or missing, or settings that do not fit the
+        ConfigError: a method is duplicate or unknown, gates are combined with a method that
+            needs the current shapes, batches are unused or missing, or settings do not fit the
             model.
     """
     _check(config, batches, own)
@@ -81,7 +81,7 @@ def _check(config: CompressConfig, batches: Batches, own: Sequence[Method]) -> N
 
 
 def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
-    """Refuse gates, which change shapes at the end, together with methods that fix the shapes."""
+    """Raise an error if gates, which change shapes at the end, meet methods that fix shapes."""
     settings = [(name, getattr(config, part)) for name, (part, _) in _PARTS.items()]
     settings += [(method.name, getattr(method, "config", None)) for method in own]
     if not any(
@@ -99,7 +99,7 @@ def _check_gates(config: CompressConfig, own: Sequence[Method]) -> None:
 
 
 def _needs_shapes(name: str, settings: Any) -> str:
-    """Return the setting of a method that depends on the current shapes, or "" if none does."""
+    """Return the setting of a method that depends on the current shapes; "" if there is none."""
     if settings is None:
         return ""
     if name == "experts":

@@ -19,7 +19,7 @@ PHASES = {
 
 @dataclass(frozen=True)
 class PhaseSteps:
-    """Training steps of each phase; with all at 0, compression runs after training only.
+    """Training steps of each phase; if all are 0, compression runs after training.
 
     Args:
         structure: training steps of structured pruning (default: 0).
@@ -58,8 +58,8 @@ def split_phases(config: CompressConfig, steps: PhaseSteps) -> tuple[Phase, ...]
     """Split a config into its phases, in order.
 
     Raises:
-        ConfigError: steps for a phase without a method, an empty config, or a teacher without
-            steps.
+        ConfigError: a phase has steps but no method, the config is empty, or there is a teacher
+            but no steps.
     """
     everything = [part for parts in PHASES.values() for part in parts]
     phases = []

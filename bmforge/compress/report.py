@@ -1,4 +1,4 @@
-"""Compression report: sizes, quality and facts of every phase, as JSON and as an HTML page."""
+"""Compression report with sizes, quality and facts of every phase, as JSON and HTML."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelSizes:
 
     Args:
         parameters: number of weights, whatever their storage format.
-        size_bytes: bytes in memory, about the size of the checkpoint.
+        size_bytes: bytes in memory, roughly the size of the checkpoint.
         zeros: number of zeros in the floating-point matrices.
     """
 
@@ -49,9 +49,9 @@ class PhaseFacts:
     Args:
         name: name of the phase.
         sizes: size of the model after the phase.
-        facts: method name -> facts that the method reports.
-        quality: metric -> value on held-out data.
-        speed: timed operation -> value.
+        facts: facts reported by each method, by method name.
+        quality: values on held-out data by metric.
+        speed: measured values by operation.
         steps: number of training steps.
         directory: directory of the resulting model.
     """
@@ -73,8 +73,8 @@ class CompressReport:
         model: model family or class name.
         before: size before compression.
         phases: results of the phases, in order.
-        quality: metric -> value before compression.
-        speed: timed operation -> value before compression.
+        quality: values before compression by metric.
+        speed: measured values before compression by operation.
     """
 
     model: str
@@ -127,7 +127,7 @@ class CompressReport:
         return [(name, getattr(sizes, key) * scale) for name, sizes in phases]
 
     def _figures(self, kind: str) -> dict[str, list[tuple[str, float]]]:
-        """Return metric -> (phase, value) pairs of the measured metrics of one kind."""
+        """Return the (phase, value) pairs of each metric of one kind."""
         by_metric: dict[str, list[tuple[str, float]]] = {}
         for name, values in [
             ("before", getattr(self, kind)),
@@ -151,15 +151,15 @@ class CompressReport:
 
 
 def measure_zeros(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Count the zeros of pruned matrices in their storage format, quantized ones included.
+    """Count the zeros of pruned matrices in their storage format, including quantized ones.
 
     Args:
         model: finished model.
         names: names of the pruned parameters before they were quantized.
 
     Returns:
-        number of zeros, number of weights, share of zeros, and share of groups of four inputs
-        with at least two zeros.
+        number of zeros, number of weights, fraction of zeros, and fraction of groups of four inputs
+        with at least two zeros
     """
     zeros = weights = groups = sparse_groups = 0
     for name in names:
@@ -230,7 +230,7 @@ def _tiles(report: CompressReport) -> str:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:
-    """Return an HTML table of numbers with bars; "" without rows."""
+    """Return an HTML table of numbers with bars; "" if there are no rows."""
     if not rows:
         return ""
     largest = max(abs(value) for _, value in rows) or 1.0
@@ -262,7 +262,7 @@ def _facts_section(phase: PhaseFacts) -> str:
 
 
 def _is_table(value: Any) -> bool:
-    """Return True for a mapping of names to numbers (such as sensitivities), shown as bars."""
+    """Return True for a mapping from names to numbers (such as sensitivities), shown as bars."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -279,7 +279,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _say(value: Any) -> str:
-    """Format a value for the page; a long list is abbreviated to its length."""
+    """Format a value for the page; only the length of a long list is shown."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

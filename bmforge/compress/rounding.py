@@ -1,6 +1,6 @@
-"""Rounds matrices and activations like the runtime's storage formats, with floating-point results.
+"""Rounds matrices and activations like the inference storage formats; results are floats.
 
-The runtime's kernels are used where they are available, so the results are bit-identical.
+The inference kernels are used if they are available, so the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _kernels_for(tensor: Tensor) -> Kernels | None:
 
 
 def round_matrix(matrix: Tensor, spec: QuantSpec) -> Tensor:
-    """Quantize and dequantize a matrix, bit-identical to the packed weights, in its own dtype.
+    """Quantize and dequantize a matrix in its own dtype, bit-identical to packed weights.
 
     Shape:
         matrix: (rows, columns); returns the same
@@ -60,7 +60,7 @@ def quantize_rows(matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantize activations by groups of columns, bit-identical to the runtime.
+    """Quantize activations by groups of columns, bit-identical to inference.
 
     Shape:
         x: (T, columns); returns (T, columns) int8 and (T, groups) fp32

@@ -1,4 +1,4 @@
-"""Measures how much quantizing each module raises the loss, and allocates bits accordingly."""
+"""Measures how much quantizing each module increases the loss, and allocates bits."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def measure_sensitivity(
     where: Sequence[str] = (),
     loss: Loss | None = None,
 ) -> list[Sensitivity]:
-    """Measure the increase of the loss when each module alone is quantized.
+    """Measure the loss increase when each module alone is quantized.
 
     Args:
         model: complete model in memory; unchanged afterwards.
-        batches: keyword arguments of the model's forward, or token ids alone. With `labels` the
-            task's loss is measured, otherwise the change of the outputs (KL divergence of the
-            logits, or squared change of the hidden states).
+        batches: keyword arguments of the model's forward, or token ids alone. With `labels`,
+            the task's loss is measured; otherwise the change of the outputs (KL divergence of
+            logits, or squared change of hidden states).
         schemes: names in `nn.packing.PRESETS`; schemes that do not fit a width are skipped.
         where: name globs of modules; empty selects the blocks' linear layers and experts.
         loss: custom loss of (model, batch).
 
     Raises:
-        ConfigError: no or empty batches, an unknown scheme, or a matrix that no scheme fits.
+        ConfigError: batches are missing or empty, a scheme is unknown, or no scheme fits a matrix.
 
     Memory: a copy of one module's weights; without labels also the outputs of one batch.
     Compute: a forward pass per batch, module and scheme.
@@ -126,7 +126,7 @@ def _size(members: Sequence[Matrix], spec: QuantSpec) -> tuple[int, float]:
 
 
 def _measurer(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> Callable[[], float]:
-    """Return a function that computes a batch's loss; without labels, the change of the outputs."""
+    """Return a function that computes a batch's loss (without labels: the output change)."""
     if loss is not None:
         return lambda: float(loss(model, batch))
     if "labels" in batch:
@@ -163,7 +163,7 @@ def choose_specs(
     where: Sequence[str] = (),
     loss: Loss | None = None,
 ) -> dict[str, QuantSpec]:
-    """Choose "int4" or "int8" for each module so that the bits go where they reduce the loss most.
+    """Choose "int4" or "int8" for each module, with 8 bits where they reduce the loss most.
 
     Args:
         model: complete model in memory.
@@ -173,7 +173,7 @@ def choose_specs(
         loss: custom loss; see `measure_sensitivity`.
 
     Raises:
-        ConfigError: a budget below the smallest possible or above the largest useful one.
+        ConfigError: the budget is below the smallest possible or above the largest useful one.
     """
     sensitivities = measure_sensitivity(model, batches, where=where, loss=loss)
     return {
@@ -182,10 +182,10 @@ def choose_specs(
 
 
 def spend_bits(sensitivities: Sequence[Sensitivity], average_bits: float) -> dict[str, str]:
-    """Return module name -> scheme within a bit budget: greedy upgrades, best gain per bit first.
+    """Choose a scheme per module within a bit budget, by greedy upgrades (best gain per bit).
 
     Raises:
-        ConfigError: a budget below the fewest bits, or above the most.
+        ConfigError: the budget is below the smallest or above the largest possible number of bits.
     """
     by_name: dict[str, list[Sensitivity]] = {}
     for trial in sensitivities:

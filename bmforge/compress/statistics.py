@@ -1,4 +1,4 @@
-"""Calibration statistics of the inputs of a matrix; see `calibrate.py`."""
+"""Calibration statistics of a matrix's inputs; see `calibrate.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SAMPLED_ROWS = 512
 
 
 class InputNorms:
-    """Sum of squares of every input column, for Wanda."""
+    """Sum of squares of every input column; used by Wanda."""
 
     def __init__(self) -> None:
         self.squares: Tensor | None = None
@@ -34,10 +34,10 @@ class InputNorms:
 
     @property
     def norms(self) -> Tensor:
-        """The 2-norm of every column over all tokens.
+        """2-norm of every column over all tokens.
 
-        Columns that are always 0 get a millionth of the largest norm, so that their smallest
-        weights are pruned first.
+        Columns that are always 0 get a millionth of the largest norm, so that among their weights
+        the smallest are pruned first.
         """
         assert self.squares is not None
         norms = self.squares.sqrt()
@@ -55,7 +55,7 @@ class InputSizes:
 
     @property
     def is_dead(self) -> Tensor:
-        """Columns that are 0 for every token: (columns,), bool."""
+        """Bool mask of the columns that are 0 for every token, (columns,)."""
         assert self.largest is not None
         return self.largest == 0
 
@@ -73,12 +73,12 @@ class InputSizes:
 
     @property
     def means(self) -> Tensor:
-        """The mean absolute value of every column."""
+        """Mean absolute value of every column."""
         assert self._sums is not None
         return self._sums / max(self.tokens, 1)
 
     def sample(self) -> Tensor:
-        """Return evenly spaced rows of all batches: (rows, columns)."""
+        """Return evenly spaced rows from all batches, (rows, columns)."""
         rows = torch.cat(self._rows)
         self._rows = [rows]
         return _spread(rows)
@@ -90,7 +90,7 @@ def _spread(rows: Tensor) -> Tensor:
 
 
 class Hessian:
-    """Sum of ``X^T X`` over the inputs: Hessian of the squared output error, up to a factor."""
+    """Sum of ``X^T X`` over the inputs: the Hessian of the squared output error up to a factor."""
 
     def __init__(self) -> None:
         self.products: Tensor | None = None
@@ -104,7 +104,7 @@ class Hessian:
 
     @staticmethod
     def size_bytes(matrix: Matrix) -> int:
-        """Return the bytes of the Hessian for the inputs of a matrix."""
+        """Return the size in bytes of the Hessian for a matrix."""
         columns = matrix.read().shape[1]
         return columns * columns * wide_dtype(matrix.parameter.dtype).itemsize
 
@@ -120,10 +120,11 @@ class Hessian:
     def inverse_factor(self, damp: float, name: str) -> Tensor:
         """Return the upper Cholesky factor of the inverse of the damped Hessian.
 
-        The factor overwrites the products and is computed once for all matrices with these inputs.
+        The factor overwrites the products; it is computed once for all matrices with the same
+        inputs.
 
         Args:
-            damp: share of the mean of the diagonal that is added to it.
+            damp: fraction of the mean diagonal that is added to the diagonal.
             name: name of the matrix for messages.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Saved teacher predictions: the top-k tokens per position, written once and read during training.
+"""Saved teacher predictions: the top-k tokens per position, written once, read in training.
 
-A row is identified by a hash of its inputs (ids, mask, positions). So the order of batches and the
-parallel layout do not matter, and a row without a saved prediction raises an error.
+A row is identified by a hash of its inputs (ids, mask, positions). So the batch order and the
+parallel layout do not matter, and a row without saved predictions raises an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def write_answers(
     vocabulary: Mapping[str, int] | None = None,
     shard_bytes: int = 1 << 30,
 ) -> Path:
-    """Run a teacher on batches and save the most likely tokens at every position.
+    """Run a teacher on batches and save its most likely tokens at every position.
 
     Args:
         teacher: bmforge decoder or masked language model, complete in this process.
@@ -63,14 +63,15 @@ def write_answers(
         directory: output directory; it must not exist.
         count: k, the number of tokens saved per position (default: 32).
         temperature: distillation temperature T (default: 1.0).
-        vocabulary: token -> id; a student with another vocabulary is refused.
+        vocabulary: ids of the tokens; a student with another vocabulary raises an error.
         shard_bytes: approximate size of a file in bytes.
 
     Returns:
-        the output directory.
+        output directory
 
     Raises:
-        ConfigError: a teacher without a bmforge head or split over processes, or k out of range.
+        ConfigError: the teacher has no bmforge head or is sharded over processes, or k is out
+            of range.
         CheckpointError: the directory exists.
 
     Memory: a chunk of logits, and one shard of answers.
@@ -141,7 +142,7 @@ def find_head(model: nn.Module, who: str) -> LMHead:
 def _ask(
     teacher: nn.Module, recorder: Recorder, batch: Any, count: int, temperature: float
 ) -> tuple[list[int], TopKPredictions]:
-    """Run the teacher; return the keys of a batch's rows and the answers at all their positions."""
+    """Run the teacher; return the keys of a batch's rows and the answers for all positions."""
     inputs = prepare_batch(teacher, batch)
     inputs["labels"] = inputs["input_ids"].clone()  # answers for every position
     with recorder.recording():
@@ -169,7 +170,7 @@ def _ask(
 
 
 def keys_of(inputs: Mapping[str, Any]) -> list[int]:
-    """Return one hash per row of a batch, computed from all of the row's model inputs."""
+    """Return one hash per row of a batch, computed from all its model inputs."""
     rows = inputs["input_ids"].shape[0]
     seen: dict[str, Tensor] = {}
     for name, value in sorted(inputs.items()):
@@ -189,7 +190,7 @@ def keys_of(inputs: Mapping[str, Any]) -> list[int]:
 
 
 class _Shards:
-    """Writes answers in shards, a number of rows per file."""
+    """Writes answers to shards, each with a number of rows."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._limit, self._number = folder, shard_bytes, 0
@@ -245,7 +246,7 @@ class _Shards:
 
 
 class TeacherAnswers:
-    """Teacher predictions saved by `write_answers`, read from disk in place of a teacher.
+    """Saved teacher predictions (see `write_answers`), used instead of a teacher.
 
     Args:
         directory: directory of the answers.
@@ -283,14 +284,15 @@ class TeacherAnswers:
                 self._places[key] = number, starts[row], starts[row + 1]
 
     def look_up(self, inputs: Mapping[str, Any], tokens: int | None = None) -> TopKPredictions:
-        """Return the answers at all positions of a batch, row after row, on the device of its ids.
+        """Return the answers for all positions of a batch, row by row, on the device of its ids.
 
         Args:
             inputs: keyword arguments of the model's forward.
-            tokens: number of predicted positions; if fewer than all, those with a label.
+            tokens: number of predicted positions; if fewer than all, only positions with a
+                label are returned.
 
         Raises:
-            DataError: a row for which no answer was saved.
+            DataError: no answer was saved for a row.
         """
         parts = []
         for row, key in enumerate(keys_of(inputs)):

@@ -63,10 +63,10 @@ class Prediction(NamedTuple):
 
 
 class TeacherView(BesidePart):
-    """Trained projection of a block's output to the teacher's width; removed at the end.
+    """Trained projection of a block's output to the teacher's width; removed after training.
 
     Args:
-        width: D, hidden size of the student.
+        width: hidden size D of the student.
         teacher_width: hidden size of the teacher.
         like: tensor that gives dtype and device.
 
@@ -84,7 +84,7 @@ class TeacherView(BesidePart):
         self.place = ""
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the initialization: 1/sqrt(D), which about preserves norms; not sharded."""
+        """Describe the weight: std 1/sqrt(D), which roughly preserves norms; not sharded."""
         return {"weight": TensorNote(self.weight.shape[1] ** -0.5)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,10 +103,11 @@ class Recorder:
     """Records internal tensors of a model during one call.
 
     Attributes:
-        states: module name -> its output, projected to the teacher's width by a `TeacherView`.
-        attention: module name -> inputs of its attention operation.
+        states: outputs of modules by name, projected to the teacher's width if there is a
+            `TeacherView`.
+        attention: inputs of attention operations by module name.
         prediction: inputs of the head.
-        inputs: keyword arguments of the model.
+        inputs: keyword arguments of the model's call.
         output: result of the model.
     """
 
@@ -128,7 +129,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Context manager: record the calls inside it; delete the recorded tensors at the end."""
+        """Context manager: record model calls; delete the recorded tensors at the end."""
         self.clear()
         self.is_recording = True
         try:
@@ -138,7 +139,7 @@ class Recorder:
             self.clear()
 
     def watch_state_(self, model: nn.Module, name: str) -> None:
-        """Record the output of a module, or its input if the name begins with `INTO`."""
+        """Record a module's output, or its input if the name begins with `INTO`."""
         module = model.get_submodule(name.removeprefix(INTO))
         if name.startswith(INTO):
             hook = partial(_note_entering, self, name)
@@ -151,7 +152,8 @@ class Recorder:
         """Record the output of a module, projected to the teacher's width.
 
         Raises:
-            ConfigError: the input of a module is requested, to which no projection can be attached.
+            ConfigError: the name refers to a module's input, to which no projection can be
+                attached.
         """
         if name.startswith(INTO):
             raise ConfigError(
@@ -167,7 +169,7 @@ class Recorder:
         self._undo.append(partial(detach_part_, module, _VIEW))
 
     def watch_attention_(self, model: nn.Module, name: str) -> None:
-        """Record the queries, keys, values and mask of an attention."""
+        """Record queries, keys, values and mask of an attention module."""
         attn = find_attention(model, name)
         own = attn.mix
         attn.mix = noting = partial(_note_mix, self, name, own)
@@ -179,7 +181,7 @@ class Recorder:
         self._undo.append(undo)
 
     def watch_head_(self, head: LMHead, measure: Callable[..., Tensor]) -> None:
-        """Use `measure` to compute the loss of a language model's head."""
+        """Compute the loss of a language model's head by `measure`."""
         head.measure = measure
 
         def undo() -> None:
@@ -248,7 +250,7 @@ def take_prediction(
     num_items: float | Tensor | None,
     vocab: VocabCut | None,
 ) -> Tensor:
-    """Record the inputs of the teacher's head and return a loss of 0 while recording."""
+    """While recording, record the inputs of the teacher's head and return a loss of 0."""
     if recorder.is_recording:
         recorder.prediction = Prediction(head_input.detach(), labels, num_items, vocab)
         return head_input.hidden.new_zeros(())

@@ -1,4 +1,4 @@
-"""Checks before training that a teacher fits the student and the distillation settings."""
+"""Checks, before training, that a teacher fits the student and the distillation settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_answers", "check_students_layout", "check_teacher", "relation_
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module, config: DistillConfig) -> None:
-    """Raise one `ConfigError` with every mismatch of vocabulary, head or depth."""
+    """Raise one `ConfigError` that lists all mismatches of vocabulary, head or depth."""
     if student is teacher:
         raise ConfigError(
             "teacher and student are the same object. Give a copy of the model as the teacher."
@@ -119,11 +119,11 @@ def _value_width(attn: Any) -> int:
 
 
 def relation_heads(loss: DistillLoss, attn: Any) -> int:
-    """Return the number of relation heads: the configured one, or the student's number of heads.
+    """Return the number of relation heads: as configured, or that of the student's heads.
 
     Args:
         loss: relation loss.
-        attn: student's attention, tensor-parallel or not.
+        attn: attention module of the student, sharded or not.
     """
     if loss.relation_heads:
         return loss.relation_heads
@@ -135,7 +135,7 @@ def relation_heads(loss: DistillLoss, attn: Any) -> int:
 def check_students_layout(
     student: nn.Module, teacher: nn.Module, config: DistillConfig, has_answers: bool = False
 ) -> None:
-    """Raise `ConfigError` for a parallel layout that does not support the distillation losses."""
+    """Raise `ConfigError` if the parallel layout does not support the distillation losses."""
     record, other = laid_out(student), laid_out(teacher)
     is_cut = any(getattr(m, "token_cut", None) is not None for m in student.modules())
     is_cut |= find_head(student, "student").vocab is not None if has_answers else False

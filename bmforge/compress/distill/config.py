@@ -18,7 +18,7 @@ Schedule = Literal["constant", "rise", "fall"]
 
 @dataclass(frozen=True, kw_only=True)
 class DistillLoss:
-    """One distillation loss.
+    """One loss of the distillation.
 
     Args:
         kind: "logits": KL of the predictions times T^2; "hidden": hidden states of blocks;
@@ -26,17 +26,17 @@ class DistillLoss:
             between tokens' queries, keys or values (MiniLM); "value": attention values.
         weight: factor on the loss.
         temperature: temperature T of the logits.
-        form: distance of hidden states: "mean_norm" divides each side by the mean norm of its
-            vectors before the mean square (BMCook), "plain" does not, "cosine" is one minus the
-            cosine.
+        form: distance of hidden states: "plain" is the mean squared difference, "mean_norm" the
+            same after dividing each side by the mean norm of its vectors (BMCook), "cosine" one
+            minus the cosine.
         of: tensor of the relation loss: "query", "key" or "value".
         relation_heads: number of relation heads; 0 takes the student's number of heads.
         layers: pairing of student and teacher blocks; see `maps.pair_layers`.
-        pairs: explicit (student module, teacher module) names instead of `layers`; "into:NAME"
-            is the input of a module.
-        stack: "encoder" or "decoder" of an encoder-decoder; "" is both.
+        pairs: explicit pairs (student module, teacher module) instead of `layers`; "into:NAME"
+            means the input of a module.
+        stack: "encoder" or "decoder" of an encoder-decoder; "" means both.
         schedule: weight over the steps: "constant", "rise" from 0, or "fall" to 0.
-        steps: optimizer steps of the schedule.
+        steps: length of the schedule in optimizer steps.
     """
 
     kind: Kind = "logits"
@@ -52,7 +52,7 @@ class DistillLoss:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for numbers out of range and for settings without effect."""
+        """Raise `ConfigError` for values out of range and settings without effect."""
         for name in ("weight", "temperature"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
@@ -102,11 +102,12 @@ class DistillConfig:
     """Distillation from a teacher, in addition to the task's loss.
 
     Args:
-        teacher: directory or hub id of the teacher in a recipe; in a program pass the model itself.
+        teacher: directory or hub id of the teacher; used in recipes only, as programs pass the
+            model itself.
         answers: directory of the teacher's saved answers (`write_answers`) instead of a teacher.
         teacher_quantize: quantization scheme of the teacher's weights.
         losses: distillation losses; their weighted sum is added to the task's loss.
-        task_weight: factor on the task's own loss; 0 learns from the teacher alone.
+        task_weight: factor on the task's own loss; 0 learns only from the teacher.
     """
 
     teacher: str | None = None
@@ -116,7 +117,7 @@ class DistillConfig:
     task_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for an empty list of losses or numbers out of range."""
+        """Raise `ConfigError` for an empty list of losses or values out of range."""
         if not self.losses:
             raise ConfigError("distill.losses is empty: name at least one, or leave distill out.")
         if not (self.task_weight >= 0 and math.isfinite(self.task_weight)):
@@ -132,5 +133,5 @@ class DistillConfig:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether any loss compares internal tensors rather than predictions."""
+        """Whether any loss compares internal tensors, not only predictions."""
         return any(loss.kind != "logits" for loss in self.losses)

@@ -1,7 +1,7 @@
 """Adds distillation losses to a training objective; start reading at `Distiller.objective`.
 
-The teacher runs when the student reaches its head, so that in a pipeline only the last stage runs
-the teacher. The recorded tensors of both are compared after the student's forward pass.
+The teacher runs when the student's forward reaches its head, so that in a pipeline only the last
+stage runs the teacher. The recorded tensors of both are compared after the student's forward.
 """
 
 from __future__ import annotations
@@ -55,19 +55,20 @@ class Distiller:
     """Trains a student on a teacher's outputs, in a Trainer or in a custom loop.
 
     Args:
-        student: any model, not parallelized yet; hooks and projections are attached to it.
-        teacher: any model with the same vocabulary or classes; it is frozen. Parallelized like
-            the student, or complete on every process; it may be streamed or quantized to save
-            memory. Saved answers (`write_answers`) are accepted for logit losses.
+        student: any model, not parallelized yet; hooks and projections are added to it.
+        teacher: any model with the same vocabulary or classes; it is frozen. It must be
+            parallelized like the student or complete on every process, and may be streamed or
+            quantized to save memory. For logit losses, saved answers (`write_answers`) are
+            accepted.
         config: distillation settings.
 
     Attributes:
-        step: optimizer steps done, used by the weight schedules.
-        parts: loss kind -> its last value on this process, unweighted.
+        step: number of completed optimizer steps, used by the weight schedules.
+        parts: last unweighted value of each loss on this process, by its kind.
         task: last value of the task's loss on this process.
 
     Raises:
-        ConfigError: a teacher with another vocabulary, head or depth, or missing modules.
+        ConfigError: the teacher has another vocabulary, head or depth, or modules are missing.
     """
 
     name = "distill"
@@ -103,7 +104,7 @@ class Distiller:
         self.init_()
 
     def _watch_(self) -> None:
-        """Install the recording hooks in student and teacher."""
+        """Install recording hooks in student and teacher."""
         for loss, pairs in self._pairs.items():
             for student_name, teacher_name in pairs:
                 if loss.kind == "hidden":
@@ -138,7 +139,7 @@ class Distiller:
     def objective(self, inner: Objective) -> Objective:
         """Return the task's objective plus the distillation losses.
 
-        In evaluation mode it returns the task's loss alone.
+        In evaluation mode the objective returns only the task's loss.
 
         Args:
             inner: (model, batch, number of items) -> loss; it is also used to call the teacher.
@@ -178,7 +179,7 @@ class Distiller:
         num_items: float | Tensor | None,
         vocab: VocabCut | None,
     ) -> Tensor:
-        """Compute the loss of the student's head, run the teacher and compute the logit loss."""
+        """Compute the loss of the student's head, run the teacher, and compute the logit loss."""
         task = cross_entropy_of(head_input, labels, num_items, vocab)
         if not self._mine.is_recording:
             return task
@@ -228,7 +229,7 @@ class Distiller:
         return compare_outputs(*sides, loss.temperature, num_items)
 
     def _compare_inside(self, loss: DistillLoss, num_items: float) -> Tensor:
-        """Return a loss on internal tensors: mean over pairs, sum over tokens, per item."""
+        """Return a loss on internal tensors, averaged over pairs and items."""
         pairs = self._pairs[loss]
         parts = [
             self._compare_pair(loss, student_name, teacher_name)
@@ -262,7 +263,7 @@ class Distiller:
         return weights.to(like.device, wide_dtype(like.dtype))
 
     def _sum_heads(self, part: Tensor, share: int) -> Tensor:
-        """Sum a loss over tensor-parallel heads; the gradient is that of the local heads."""
+        """Sum a loss over tensor-parallel heads; gradients are those of the local heads."""
         prediction = self._mine.prediction
         if share == 1 or prediction is None or prediction.vocab is None:
             return part
@@ -270,11 +271,11 @@ class Distiller:
         return part + (prediction.vocab.sum_(local.clone()) - local)
 
     def after_step_(self) -> None:
-        """Count an optimizer step in a custom training loop."""
+        """Count an optimizer step; for custom training loops."""
         self.step += 1
 
     def __call__(self, trainer: Any, row: Any) -> None:
-        """Update the step, as a Trainer callback."""
+        """Trainer callback: update the step."""
         self.step = trainer.step
 
     def state_dict(self) -> dict[str, Any]:

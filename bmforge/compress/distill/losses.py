@@ -1,7 +1,7 @@
 """Distillation losses per token: hidden states, attention, relations, values and logits.
 
-Attention scores and token similarities have T x S entries per head, which no forward pass keeps.
-They are recomputed here in chunks of queries, and once more in the backward pass.
+Attention scores and token similarities have T x S entries per head, which the forward pass does not
+keep. They are recomputed in chunks of queries, and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NEVER = -1e30
 
 
 def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str) -> Tensor:
-    """Return the distance of hidden states, one number per token.
+    """Return the distance of hidden states per token.
 
     Args:
         student: hidden states of the student.
         teacher: hidden states of the teacher, of the same width.
-        weights: token weights; tokens of weight 0 do not count in the mean norms.
+        weights: token weights; tokens of weight 0 are excluded from the mean norms.
         form: "plain": mean square of the difference; "mean_norm": the same after each side is
             divided by the mean norm of its vectors in the row; "cosine": one minus the cosine.
 
@@ -61,14 +61,14 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
 
 
 def _by_mean_length(x: Tensor, weights: Tensor) -> Tensor:
-    """Divide by the mean norm of the row's vectors, so that rows are independent of each other."""
+    """Divide vectors by the mean norm in their row, so that rows are independent."""
     counted = (weights > 0).to(x.dtype)
     total = (x.norm(dim=-1) * counted).sum(-1) / counted.sum(-1).clamp(min=1)
     return x / total.clamp(min=torch.finfo(x.dtype).tiny)[:, None, None]
 
 
 def compare_values(student: AttentionInput, teacher: AttentionInput, channels: int) -> Tensor:
-    """Return the mean squared difference of the attention values, one number per token.
+    """Return the mean squared difference of attention values per token.
 
     Args:
         student, teacher: recorded attention inputs.
@@ -89,7 +89,7 @@ def compare_values(student: AttentionInput, teacher: AttentionInput, channels: i
 
 
 def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: int) -> Tensor:
-    """Return the KL divergence of the attention probabilities, one number per query.
+    """Return the KL divergence of attention probabilities per query.
 
     Args:
         student, teacher: recorded attention inputs.
@@ -116,7 +116,7 @@ def compare_attention(student: AttentionInput, teacher: AttentionInput, heads: i
 def compare_relations(
     student: AttentionInput, teacher: AttentionInput, of: str, heads: int, share: int
 ) -> Tensor:
-    """Return the KL divergence of the token similarities, one number per token, mean over heads.
+    """Return the KL divergence of token similarities per token, averaged over heads.
 
     Args:
         student, teacher: recorded attention inputs.
@@ -145,7 +145,7 @@ def compare_relations(
 
 
 def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher || student) times T^2 of complete logits, one number per row.
+    """Return KL(teacher || student) times T^2 per row, computed from complete logits.
 
     For a single logit (regression) it is the squared difference.
 
@@ -166,13 +166,13 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
 
 
 def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the sum of p (log p - log q) over the last dim; entries with p = 0 contribute 0."""
+    """Return the sum of p (log p - log q) over the last dim; terms with p = 0 are 0."""
     share = teacher.exp()
     return (share * (teacher - student)).masked_fill(share == 0, 0).sum(-1)
 
 
 def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) -> Tensor:
-    """Apply `compare` to chunks of queries, recomputed in backward; concatenate the results."""
+    """Apply `compare` to chunks of queries, with recomputation in backward, and concatenate."""
 
     def parts() -> Iterator[Tensor]:
         step = max(1, _CHUNK_ELEMENTS // max(1, each))
@@ -184,7 +184,7 @@ def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) ->
 
 
 def _look(side: AttentionInput, start: int, stop: int) -> Tensor:
-    """Return the log of the attention probabilities of some queries, (B, N, t, S)."""
+    """Return the log attention probabilities of some queries, (B, N, t, S)."""
     query, key = side.query[:, :, start:stop], side.key
     wide = wide_dtype(query.dtype)
     times = query.shape[1] // key.shape[1]
@@ -208,7 +208,7 @@ def _log_softmax_seen(scores: Tensor, side: AttentionInput, start: int, stop: in
 
 
 def _relate(x: Tensor, side: AttentionInput, start: int, stop: int) -> Tensor:
-    """Return the log-softmax of the similarities of some tokens to all, (B, A, t, T)."""
+    """Return the log-softmax of similarities between some tokens and all tokens, (B, A, t, T)."""
     wide = x.to(wide_dtype(x.dtype))
     scores = wide[:, :, start:stop] @ wide.transpose(-1, -2) * x.shape[-1] ** -0.5
     return _log_softmax_seen(scores, side, start, stop)

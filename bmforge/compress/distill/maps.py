@@ -24,12 +24,12 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
         student: number of the student's layers.
         teacher: number of the teacher's layers.
         layers: "same": one to one, for equal depths; "uniform": every layer of the shallower
-            model, spread evenly with the last layers paired (TinyBERT); "skip": the same without
-            the last pair, which the predictions already train (PKD-skip); "last": the last layers
-            of both (PKD-last).
+            model, with evenly spaced layers of the other (TinyBERT); "skip": as "uniform", without
+            the last pair, which the prediction loss already trains (PKD-skip); "last": the last
+            layers of both (PKD-last).
 
     Raises:
-        ConfigError: different depths with "same", or a map without any pair.
+        ConfigError: the depths differ with "same", or there are no pairs.
     """
     if layers == "same":
         if student != teacher:
@@ -50,12 +50,12 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
 
 
 def _spread(index: int, count: int, depth: int) -> int:
-    """Return the layer of `depth` at the same relative depth as layer `index` of `count`."""
+    """Map layer `index` of `count` to the layer at the same relative depth of `depth`."""
     return -(-(index + 1) * depth // count) - 1
 
 
 def find_stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Return the model's stacks: name -> names of its blocks, in order.
+    """Return the names of the blocks of each stack, in order, by stack name.
 
     bmforge models declare their stacks; in other models the repeated blocks are detected.
 
@@ -80,10 +80,10 @@ def find_stacks(model: nn.Module) -> dict[str, list[str]]:
 
 
 def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pairs:
-    """Return the (student module, teacher module) names that one loss compares.
+    """Return the pairs (student module, teacher module) that a loss compares.
 
     Raises:
-        ConfigError: different depths without a map, or unknown module names.
+        ConfigError: the depths differ without a mapping, or module names are unknown.
     """
     if loss.pairs:
         return _check_pairs(student, teacher, loss.pairs)
@@ -107,7 +107,7 @@ def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pai
 
 
 def _pick(stacks: Mapping[str, list[str]], part: str) -> dict[str, list[str]]:
-    """Return the stack of the encoder or of the decoder."""
+    """Return the blocks of the encoder or of the decoder stack."""
     picked = {name: blocks for name, blocks in stacks.items() if part in name.split(".")}
     if len(picked) != 1:
         raise ConfigError(f"stack={part!r} is none of {', '.join(stacks)}: leave it out.")

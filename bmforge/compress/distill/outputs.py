@@ -20,13 +20,13 @@ __all__ = ["compare_outputs"]
 def compare_outputs(
     student: Recorder, teacher: Recorder, model: nn.Module, temperature: float, num_items: float
 ) -> Tensor:
-    """Return KL(teacher || student) times T^2 of the returned logits, divided by the items.
+    """Return KL(teacher || student) times T^2 of the output logits, averaged over items.
 
     Args:
         student, teacher: recorders of one call each.
         model: student model.
         temperature: distillation temperature T.
-        num_items: number of items that divides the sum over rows or tokens.
+        num_items: divisor of the sum over rows or tokens.
 
     Raises:
         ConfigError: student or teacher returned no logits.
@@ -61,7 +61,7 @@ def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
 
 
 def _counted(recorder: Recorder, model: nn.Module, losses: Tensor) -> Tensor:
-    """Return a mask: 1 for the rows or tokens that have a label."""
+    """Return a mask that is 1 for the rows or tokens with a label."""
     labels = recorder.inputs.get("labels")
     if labels is None or labels.is_floating_point() or labels.dim() != losses.dim():
         return torch.ones_like(losses)

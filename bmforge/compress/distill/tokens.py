@@ -1,4 +1,4 @@
-"""Token weights of the losses on internal tensors: a batch's items spread over its tokens."""
+"""Token weights for losses on internal tensors: a batch's items spread over its tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["shifts_labels", "spread_items"]
 def spread_items(
     recorder: Recorder, model: nn.Module, module_name: str, shape: tuple[int, int] | torch.Size
 ) -> Tensor:
-    """Return a weight per token; the weights sum to the number of items, as labels are counted.
+    """Return a weight per token; the weights sum to the number of items.
 
-    A token that predicts a label has weight 1. Elsewhere (encoders, classifiers) each row's labels
-    are spread evenly over its tokens, so that unmasked tokens are trained as well.
+    In decoders a token that predicts a label has weight 1. In encoders and classifiers each row's
+    labels are spread evenly over its tokens, so that unmasked tokens are trained as well.
 
     Args:
         recorder: recorder of the student's call.
@@ -51,7 +51,7 @@ def spread_items(
 
 
 def _labels_of(recorder: Recorder, rows: int) -> Tensor:
-    """Return the labels of the call, or one zero per row if it has none (question answering)."""
+    """Return the labels of the call; without labels (question answering) one zero per row."""
     labels = recorder.inputs.get("labels")
     return torch.zeros(rows, dtype=torch.long) if labels is None else labels
 
@@ -64,7 +64,7 @@ def _real_tokens(recorder: Recorder, rows: int, length: int, device: Any) -> Ten
 
 
 def _predicts_in_place(model: nn.Module) -> bool:
-    """Return True if every token of the last stack predicts a token, as in decoders."""
+    """Return True if the tokens of the last stack predict tokens, as in decoders."""
     traits = getattr(model, "traits", None)
     if traits is None:
         return shifts_labels(model)
@@ -72,7 +72,7 @@ def _predicts_in_place(model: nn.Module) -> bool:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return True if position t predicts label t + 1 (bmforge's attribute, else the class name)."""
+    """Return True if position t predicts label t + 1, by bmforge's attribute or the class name."""
     config = getattr(model, "config", None)
     if hasattr(model, "shifts_labels"):
         return bool(model.shifts_labels) and getattr(config, "head", "") == "language_model"

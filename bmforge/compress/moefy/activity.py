@@ -25,19 +25,20 @@ def collect_inputs(
     batches: Iterable[Any],
     max_tokens: int,
 ) -> dict[str, Tensor]:
-    """Return the input tokens of some modules, padding left out: module name -> tokens.
+    """Return the input tokens of modules by module name, without padding.
 
     Args:
         model: any model.
         names: names of modules whose first argument is hidden states.
-        batches: arguments of its forward, or token ids alone; `attention_mask` marks padding.
-        max_tokens: number of tokens that are collected for each module.
+        batches: keyword arguments of the model's forward, or token ids alone; `attention_mask`
+            marks padding.
+        max_tokens: maximum number of tokens to collect for each module.
 
     Shape:
         returns (M, D) each
 
     Raises:
-        ConfigError: there are no batches, or a module receives no token.
+        ConfigError: there are no batches, or a module receives no tokens.
     """
     tokens: dict[str, list[Tensor]] = {name: [] for name in names}
     counts = dict.fromkeys(names, 0)
@@ -75,8 +76,8 @@ def collect_inputs(
 def each_activity(mlp: MLP, tokens: Tensor) -> Iterator[Tensor]:
     """Yield the activity of each feature on each token, in chunks of tokens.
 
-    The activity is the size of the feature's contribution to the MLP's output: the absolute input
-    of the down projection times the norm of the feature's column there.
+    The activity is the norm of the feature's contribution to the MLP's output: the absolute value
+    of the down projection's input times the norm of its column.
 
     Shape:
         tokens: (M, D); yields (m, F)
@@ -91,7 +92,7 @@ def each_activity(mlp: MLP, tokens: Tensor) -> Iterator[Tensor]:
 
 
 def sum_groups(activity: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return the summed activity of every group of features.
+    """Return the total activity of every group of features.
 
     Shape:
         activity: (M, F); groups: (F,), -1 for no group; returns (M, count)

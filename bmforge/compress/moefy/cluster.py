@@ -15,11 +15,11 @@ _MAX_ROUNDS = 20
 
 
 def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
-    """Group rows by direction into clusters of equal size: balanced k-means on unit rows.
+    """Group rows by direction into clusters of equal size (balanced k-means on unit rows).
 
     Args:
         rows: vectors to group.
-        groups: number of groups; divides the number of rows.
+        groups: number of groups; must divide the number of rows.
         seed: random seed of the initial centers.
 
     Shape:
@@ -28,10 +28,9 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
     Raises:
         ConfigError: the number of groups does not divide the number of rows.
 
-    Source: Zhang et al., "MoEfication" (2022), which assigns greedily and swaps pairs; here every
-        assignment is the optimal balanced one (`nn.balanced_assignment`). The initial centers are
-        those
-        of k-means++ (Arthur and Vassilvitskii, 2007).
+    Source: Zhang et al., "MoEfication" (2022), which assigns greedily and swaps pairs; this
+    implementation computes optimal balanced assignments (`nn.balanced_assignment`). Initial
+    centers: k-means++ (Arthur and Vassilvitskii, 2007).
     """
     _check(rows.shape[0], groups)
     unit = F.normalize(rows.detach().float(), dim=-1)
@@ -47,7 +46,7 @@ def group_rows(rows: Tensor, groups: int, seed: int = 0) -> Tensor:
 
 
 def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:
-    """Assign items to groups of equal size at random, as a control.
+    """Assign items to groups of equal size at random; serves as a control.
 
     Shape:
         returns (count,)
@@ -58,7 +57,7 @@ def group_at_random(count: int, groups: int, seed: int = 0) -> Tensor:
 
 
 def order_of(groups: Tensor) -> Tensor:
-    """Return the permutation that puts the members of each group next to each other, in order.
+    """Return the permutation that makes the members of each group adjacent, in order.
 
     Shape:
         groups: (n,) -> (n,)

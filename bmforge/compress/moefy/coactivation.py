@@ -1,4 +1,4 @@
-"""Groups features that are active on the same tokens into groups of equal size (METIS)."""
+"""Groups features that are active on the same tokens, in groups of equal size (METIS)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LARGEST_WEIGHT = 10_000
 
 
 def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
-    """Count how often each pair of features is among a token's most active ones.
+    """Count, for each pair of features, the tokens on which both are among the most active.
 
     Args:
         activities: activity of each feature on each token, in chunks.
-        share: share of the features that count as active on a token; features of activity 0
-            never do.
+        share: fraction of the features that count as active on a token; features with activity
+            0 never count.
 
     Shape:
         activities: (M, F) each; returns (F, F), symmetric, zeros on the diagonal
@@ -41,11 +41,11 @@ def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
 
 
 def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
-    """Partition the co-activation graph with few cut edges, then balance the group sizes.
+    """Partition the co-activation graph by few cut edges, then balance the group sizes.
 
     Args:
         together: co-activation counts of the features.
-        groups: number of groups; divides the number of features.
+        groups: number of groups; must divide the number of features.
         seed: random seed of METIS.
 
     Shape:
@@ -56,9 +56,8 @@ def group_together(together: Tensor, groups: int, seed: int = 0) -> Tensor:
         MissingDependencyError: pymetis is not installed.
 
     Source: Zhang et al., "MoEfication" (2022); Karypis and Kumar, "METIS" (1998). MoEfication
-    balances
-        the groups by moving random features; here each moves to the group with the largest sum of
-        edges.
+    balances the groups by moving random features; this implementation moves each feature to the
+    group with the largest sum of edges.
     """
     if together.shape[0] % groups:
         raise ConfigError(f"{groups} groups of one size do not fit {together.shape[0]} features.")

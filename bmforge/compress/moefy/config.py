@@ -18,22 +18,22 @@ class MoEfyConfig:
     """Settings of MoEfication.
 
     Args:
-        num_experts: number of experts E; divides the features of every MLP that is split.
-        share: share of the experts that are active per token.
-        shares: name glob of blocks -> a different share for those blocks.
-        where: name globs of the blocks whose MLPs are split.
+        num_experts: number of experts E; must divide the number of features of every split MLP.
+        share: fraction of the experts that are active per token.
+        shares: fractions for some blocks, by name glob; these override `share`.
+        where: name globs of the blocks whose MLPs to split.
         group: grouping of features: "weights" (balanced k-means of rows), "coactivation" (graph
             cut by METIS) or "random" (control).
-        router: "two_layer" and "linear" are trained on the activity of the batches' tokens;
+        router: kind of router: "two_layer" and "linear" are trained on feature activity;
             "similarity" compares a token with the mean row of every expert.
-        always: number of the most active features that work on every token.
-        choice: "top_k": every token has its own experts; "per_call": all tokens of a call share
-            experts, which needs no sorting.
-        relu: replace the activation by ReLU first, which is sparser; the model must be trained
-            (or distilled) afterwards.
+        always: number of features, the most active ones, that process every token.
+        choice: selection of experts: "top_k" per token, or "per_call" for all tokens of a call,
+            which needs no sorting.
+        relu: first replace the activation by ReLU, which is sparser; the model must be trained
+            or distilled afterwards.
         max_tokens: number of calibration tokens.
-        epochs: epochs of router training; the best one is selected on a held-out tenth.
-        batch_size: tokens per training step of the router.
+        epochs: number of epochs of router training; the best is selected on a held-out tenth.
+        batch_size: number of tokens per training step of the router.
         lr: learning rate of the router (Adam).
         seed: random seed.
     """

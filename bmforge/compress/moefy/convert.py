@@ -1,11 +1,11 @@
-"""`moefy`: splits MLPs into experts, of which a few are active per token.
+"""`moefy`: splits MLPs into experts, of which only some are active per token.
 
-The features of an MLP are grouped and permuted so that groups are contiguous, and the MLP then runs
-as a mixture of experts that sums the outputs of the selected ones. With all experts selected it
-equals the original MLP. A checkpoint stores the dense MLP with permuted features, and the router.
+The features of an MLP are permuted so that groups are contiguous. The MLP then runs as a mixture of
+experts that sums the selected experts' outputs; with all experts selected it equals the original
+MLP. A checkpoint stores the dense MLP with permuted features, and the router.
 
 Source: Zhang et al., "MoEfication: Transformer Feed-forward Layers are Mixtures of Experts" (2022),
-and BMCook, which records the inputs for MoEfication's scripts but has no layer that runs experts.
+and BMCook, which records inputs for MoEfication's scripts but has no layer that runs experts.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = ["LayerReport", "MoEfyReport", "moefy"]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """MoEfication result of one MLP.
+    """Result of MoEfication for one MLP.
 
     Args:
         num_experts: number of experts E.
         experts_per_token: number of active experts per token.
-        captured: share of the tokens' activity that the selected experts have.
-        oracle: the same share for the experts that are most active on each token.
+        captured: fraction of the total activity that the selected experts cover.
+        oracle: the same fraction for an ideal selection, the most active experts of each token.
     """
 
     num_experts: int
@@ -52,13 +52,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class MoEfyReport:
-    """MoEfication results of a model, by block name."""
+    """Results of MoEfication for a model, by block name."""
 
     layers: Mapping[str, LayerReport]
 
     @property
     def captured(self) -> float:
-        """Captured activity relative to the oracle, mean over layers."""
+        """Captured activity relative to the oracle, averaged over layers."""
         shares = [layer.captured / max(layer.oracle, 1e-30) for layer in self.layers.values()]
         return sum(shares) / len(shares)
 
@@ -79,11 +79,12 @@ def moefy(
             configured), train routers and measure activity.
 
     Returns:
-        the share of the activity that the routers capture in every layer.
+        activity that the routers capture in every layer
 
     Raises:
-        ConfigError: an MLP that already has experts, is quantized or has adapters, or whose
-            features the experts do not divide; no batches. The model is unchanged then.
+        ConfigError: an MLP already has experts, is quantized or has adapters, its features are
+            not divisible by the number of experts, or there are no batches. The model is then
+            unchanged.
     """
     config = config or MoEfyConfig()
     shares = _find_layers(model, config)
@@ -154,7 +155,7 @@ def _options(config: MoEfyConfig, per_token: int) -> dict[str, Any]:
 
 
 def _find_layers(model: Any, config: MoEfyConfig) -> dict[str, int]:
-    """Return the blocks whose MLPs are split -> number of active experts per token."""
+    """Return the number of active experts per token for each block to split, by block name."""
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, Block) and m.mlp is not None}
     if not blocks or getattr(model, "spec", None) is None:
         raise ConfigError(
@@ -237,14 +238,14 @@ def _split_layer(mlp: MLP, tokens: Tensor, per_token: int, config: MoEfyConfig) 
 
 
 def _inside(groups: Tensor) -> Tensor:
-    """Return the grouped features, sorted by group."""
+    """Return the indices of the grouped features, sorted by group."""
     order = order_of(groups)
     return order[(groups[order] >= 0)]
 
 
 @torch.no_grad()
 def _group(mlp: MLP, tokens: Tensor, config: MoEfyConfig) -> Tensor:
-    """Return the expert index of every feature, -1 for always-active ones."""
+    """Return the expert index of every feature; -1 for always-active features."""
     weight = mlp.up_proj.weight
     width = weight.shape[0]
     free = torch.arange(width, device=weight.device)
@@ -269,7 +270,7 @@ def _group(mlp: MLP, tokens: Tensor, config: MoEfyConfig) -> Tensor:
 
 @torch.no_grad()
 def _permute_(mlp: MLP, order: Tensor) -> None:
-    """Permute the features of an MLP in place; its outputs are unchanged."""
+    """Permute the features of an MLP in place, which leaves its outputs unchanged."""
     for linear in (mlp.gate_proj, mlp.up_proj):
         for parameter in () if linear is None else linear.parameters():
             parameter.copy_(parameter[order].clone())

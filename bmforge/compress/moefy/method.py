@@ -15,7 +15,7 @@ __all__ = ["ExpertsMethod"]
 
 
 class ExpertsMethod(MethodBase):
-    """Splits MLPs into experts when attached; training continues with the experts.
+    """Splits MLPs into experts when attached; training then continues with the experts.
 
     Args:
         config: MoEfication settings.
@@ -33,5 +33,5 @@ class ExpertsMethod(MethodBase):
         self.report = moefy(model, self.config, self.batches)
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Return the activity that the routers captured when they were trained."""
+        """Return the activity that the trained routers capture."""
         return {} if self.report is None else {"experts": self.report.to_json()}

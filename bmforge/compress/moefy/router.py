@@ -13,11 +13,11 @@ __all__ = ["captured_share", "make_router", "train_router_"]
 
 
 def make_router(rows: Tensor, groups: Tensor, config: MoEfyConfig) -> nn.Module:
-    """Return a router that compares a token with the mean direction of every expert's rows.
+    """Create a router that compares tokens with the mean direction of each expert's rows.
 
     Args:
         rows: rows of the MLP's first projection.
-        groups: expert of each row, -1 for none.
+        groups: expert index of each row; -1 for none.
         config: MoEfication settings, including the router type.
 
     Shape:
@@ -42,7 +42,7 @@ def make_router(rows: Tensor, groups: Tensor, config: MoEfyConfig) -> nn.Module:
 def train_router_(
     router: nn.Module, tokens: Tensor, activity: Tensor, config: MoEfyConfig, per_token: int
 ) -> float:
-    """Train a router in place to predict active experts; return the best epoch's captured share.
+    """Train a router to predict active experts; return the best epoch's captured activity.
 
     Args:
         router: router made by `make_router`.
@@ -55,9 +55,8 @@ def train_router_(
         tokens: (M, D); activity: (M, E)
 
     Source: Zhang et al., "MoEfication" (2022), and BMCook: binary cross entropy, Adam, the best of
-        all epochs on a held-out tenth. They divide the target by the largest activity of a batch;
-        here
-        it is divided by the largest of each token, so that all tokens weigh the same.
+        all epochs on a held-out tenth. They normalize the target by the largest activity of a
+        batch; this implementation normalizes per token, so that all tokens have the same weight.
     """
     generator = torch.Generator().manual_seed(config.seed)
     tokens = tokens.float()
@@ -92,7 +91,7 @@ def train_router_(
 
 @torch.no_grad()
 def captured_share(scores: Tensor, activity: Tensor, per_token: int) -> float:
-    """Return the share of the total activity that belongs to the experts with the top scores.
+    """Return the fraction of the total activity that belongs to the top-scoring experts.
 
     Shape:
         scores, activity: (M, E)

@@ -41,18 +41,19 @@ def prune(
 ) -> Zeros:
     """Set weights of any model to zero in place, and keep them zero during training.
 
-    Without a schedule the weights are pruned when this returns. With a schedule, call `after_step_`
-    of the returned object after every optimizer step. `finish_` removes everything but the zeros.
+    Without a schedule the weights are pruned immediately. With a schedule, call `after_step_` of
+    the returned object after every optimizer step. `finish_` removes all hooks and keeps the zeros.
 
     Args:
-        model: bmforge's, transformers' or any other model, not parallelized yet.
-        config: pruning settings; None prunes the smaller half of each matrix of the blocks.
+        model: bmforge, transformers or any other model, not parallelized yet.
+        config: pruning settings; None prunes the smaller half of the weights of each matrix in
+            the blocks.
         batches: calibration batches for "wanda" and "sparsegpt": keyword arguments of the
             model's forward, or token ids alone.
 
     Raises:
-        ConfigError: a glob that matches nothing, widths that are not multiples of four with
-            2:4, quantized weights, missing batches, or batches that have no effect.
+        ConfigError: a glob matches nothing, widths are not multiples of four (2:4), weights are
+            quantized, or batches are missing or have no effect.
     """
     config = config or PruneConfig()
     if batches is not None and not config.is_calibrated:

@@ -1,4 +1,4 @@
-"""Converts the open probabilities of gates into the set of units that are kept."""
+"""Converts the gates' open probabilities to the set of units to keep."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ Chosen = dict[tuple[str, str], tuple[int, ...]]
 
 
 def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], float]:
-    """Return the share of every layer's gates to keep open, if exact sizes are configured.
+    """Return the fraction of each layer's gates to keep open, if exact sizes are configured.
 
     Raises:
-        ConfigError: a size of a dimension without gates, or one that is no whole number of units.
+        ConfigError: a size is given for a dimension without gates, or it is not a whole number
+            of units.
     """
     if config.target != "sizes":
         return {}
@@ -77,7 +78,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
 
 
 def _share_of_dims(model: Any, name: str, spec: AttentionSpec, width: int) -> float:
-    """Return the share of the head dims to keep open."""
+    """Return the fraction of the head dims to keep open."""
     if not 0 < width <= spec.head_dim or (width % 2 and query_order(spec, _rope(model))):
         raise ConfigError(
             f"{name}: head_dim={width} must be at most {spec.head_dim}, and even where rotary "
@@ -96,8 +97,8 @@ def binarise(
     """Prune the units with the lowest gate probability until the target is met.
 
     Raises:
-        ConfigError: the target is out of reach: every layer keeps one unit of each kind, and
-            each attention and MLP unless they have gates themselves.
+        ConfigError: the target cannot be reached, since every layer keeps at least one unit of
+            each kind, and attention and MLP unless they have gates.
     """
     shares = open_units(model, config)
     open_now = _order_shared(model, dict(likely))
@@ -132,14 +133,14 @@ def _likely_open(value: Tensor) -> int:
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:
-    """Return the number of groups that keep equally many units: the heads for dims, else 1."""
+    """Return the number of groups that keep equally many units: heads for dims, otherwise 1."""
     if key[1] != "dims":
         return 1
     return int(blocks_of(model)[key[0]].spec.attn.num_kv_heads)  # type: ignore[union-attr]
 
 
 def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
-    """Return the most likely units, equally many of each group."""
+    """Return the most likely units, with equally many from each group."""
     parts, size = value.view(groups, -1), value.numel() // groups
     return tuple(
         number * size + unit
@@ -151,7 +152,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return the sets of units that can be closed at once, each with its open probability."""
+    """Return the sets of units that can be closed together, with their open probabilities."""
     steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":
@@ -171,7 +172,7 @@ def _steps(
 def _dim_steps(
     key: tuple[str, str], value: Tensor, groups: int
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return the closing steps of head dims: one unit of every head at a time."""
+    """Return the closing steps for head dims: one unit of every head at a time."""
     ordered, index = value.double().view(groups, -1).sort(dim=-1, stable=True)
     size = ordered.shape[1]
     starts = torch.arange(groups)[:, None] * size
@@ -188,7 +189,7 @@ def _close_(
     config: StructureConfig,
     costs: Costs,
 ) -> None:
-    """Close units, except for the last ones of an attention or MLP that must stay."""
+    """Close units, except for the last units of an attention or MLP that must remain."""
     kind = key[1]
     if kind == "dims":
         if len(left[key]) <= len(numbers):
@@ -202,7 +203,7 @@ def _close_(
 
 
 def _fewest(kind: str, config: StructureConfig) -> int:
-    """Return the smallest number of units that can be closed, and must remain, at a time."""
+    """Return the number of units of a kind that are closed at a time and must remain."""
     steps = {"heads": config.tensor_parallel}
     return steps.get(kind, config.multiple_of if kind in ("features", "hidden") else 1)
 
@@ -210,7 +211,7 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _attentions_left(
     left: Mapping[tuple[str, str], set[int]], key: tuple[str, str], costs: Costs
 ) -> int:
-    """Return the number of attentions in the stack without this attention or block."""
+    """Return how many attentions remain in the stack without this attention or block."""
     stack = key[0].rpartition(".")[0]
     return sum(
         "attn" in halves
@@ -223,7 +224,7 @@ def _attentions_left(
 
 
 def _cost(costs: Costs, name: str, left: Mapping[tuple[str, str], set[int]]) -> float:
-    """Return the cost of a block with the remaining units."""
+    """Return the cost of a block with its remaining units."""
     kinds: dict[str, float] = {
         kind: len(left[name, kind]) for kind in GATE_KINDS if (name, kind) in left
     }
@@ -239,9 +240,9 @@ def _best(value: Tensor, count: int) -> tuple[int, ...]:
 def _order_shared(
     model: Any, likely: dict[tuple[str, str], Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Unify the ranking of heads in layers that share a position bias with a column per head.
+    """Rank heads equally in all layers that share a position bias with one column per head.
 
-    Each layer keeps its own number of heads, selected from the common ranking.
+    Each layer keeps its own number of heads, in the order of the common ranking.
     """
     for stack in dict.fromkeys(name.rpartition(".")[0] for name, _ in likely):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -296,7 +297,7 @@ def plan_of_units(model: Any, chosen: Chosen) -> PruningPlan:
 
 
 def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[str, Any]:
-    """Return the kept query and value dims of every key-value head for these units."""
+    """Return the kept query and value dims of every key-value head for the chosen units."""
     order = query_order(spec, _rope(model))
     step = 2 if order else 1
     size = spec.head_dim // step
@@ -310,7 +311,7 @@ def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[
 
 
 def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
-    """Restrict the lists of dims to the key-value heads that are kept."""
+    """Restrict lists of dims to the key-value heads that are kept."""
     spec, heads = block.spec.attn, options.get("heads")
     if spec is None or heads is None or "query_dims" not in options:
         return
@@ -320,7 +321,7 @@ def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
 
 
 def _alone(options: dict[str, Any], has_memory: bool) -> dict[str, Any]:
-    """Return a layer's options without the sizes of a removed attention or MLP."""
+    """Return a layer's options without sizes that belong to a removed attention or MLP."""
     lost = set()
     if options.get("attn") is False and "cross_heads" not in options:
         lost |= {"heads"}

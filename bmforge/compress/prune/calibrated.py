@@ -28,7 +28,7 @@ def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any
     """Prune a model by Wanda or SparseGPT, each block calibrated on the pruned blocks before it.
 
     Raises:
-        ConfigError: the errors of `calibrate_blocks`, or a Hessian that is not positive definite.
+        ConfigError: see `calibrate_blocks`; or a Hessian is not positive definite.
     """
 
     without_inputs: list[str] = []
@@ -70,13 +70,13 @@ def _mask_by_scores(values: Tensor, scores: Tensor, config: PruneConfig) -> Tens
 
 @dataclass
 class _Prune:
-    """Column settler of SparseGPT: sets the pruned weights of a column to 0."""
+    """Column update of SparseGPT: sets the pruned weights of a column to 0."""
 
     config: PruneConfig
     mask: Tensor | None = None
 
     def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
-        """See `columns.Settler`; the weights with the smallest (weight / root)^2 are pruned."""
+        """Implement `columns.Settler`: prune the weights with the smallest (weight / root)^2."""
         if self.config.pattern == "2:4":
             if offset % 4 == 0:
                 four = slice(offset, offset + 4)
@@ -91,7 +91,7 @@ class _Prune:
 
 
 def prune_sparsegpt(matrix: Tensor, hessian: Hessian, config: PruneConfig, name: str) -> Tensor:
-    """Return the matrix pruned by SparseGPT, with the other weights adjusted.
+    """Return a matrix pruned by SparseGPT, with adjusted remaining weights.
 
     Shape:
         matrix: (rows, columns); returns the same

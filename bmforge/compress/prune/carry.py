@@ -1,11 +1,11 @@
-"""Applies a pruning plan: removes heads, MLP features, hidden features, halves and blocks.
+"""Applies a pruning plan: removes heads, features, sublayers, blocks and hidden features.
 
-The result is a model of the same family whose config describes the new sizes, with the published
-fields where they suffice and otherwise with changes of kind "resize". So it can be saved, opened,
-parallelized, streamed and served like any other model.
+The result is a model of the same family. Its config describes the new sizes by published fields if
+they suffice, and otherwise by "resize" changes. So it can be saved, opened, parallelized, streamed
+and served like any other model.
 
 Source: the prunable sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, attention
-or MLP, layers), which wrote pruned weights to a file that no class could open.
+or MLP, layers), which wrote pruned weights to a file that no model class could load.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Shrunk:
 
     Args:
         plan: plan that was applied.
-        parameters_before: number of parameters before pruning, tied ones counted once.
-        parameters_after: number of parameters after pruning, tied ones counted once.
-        opens_elsewhere: whether the published classes of the family can open the model.
-        reason: reason why they cannot.
+        parameters_before: number of parameters before pruning; tied parameters count once.
+        parameters_after: number of parameters after pruning; tied parameters count once.
+        opens_elsewhere: whether the family's classes in transformers can load the model.
+        reason: reason why they cannot; "" if they can.
     """
 
     plan: PruningPlan
@@ -62,7 +62,11 @@ class Shrunk:
 
 @torch.no_grad()
 def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrunk:
-    """Apply a pruning plan in place, to a model with weights or on meta.
+    """Apply a pruning plan in place; the model may be on the meta device.
+
+    The result computes the same as the full model in which every removed unit contributes zero.
+    (Removed
+    hidden features are zero, and norms divide by the number of kept features.)
 
     The result computes the same as the full model in which every removed part contributes zero
     (removed hidden features: they are zero, and norms divide by the number of the kept ones).
@@ -70,11 +74,11 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
     Args:
         model: bmforge model of any family, not parallelized yet.
         plan: pruning plan.
-        uniform: refuse sizes that only bmforge can open.
+        uniform: raise an error for sizes that only bmforge can load.
 
     Raises:
         ConfigError: the plan does not fit the model, or the model is quantized, parallelized or
-            changed; the model is unchanged then.
+            has changes. The model is then unchanged.
     """
     plan, settled, reason = check_plan(model, plan, uniform=uniform)
     before = _count(model)
@@ -91,12 +95,14 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
 def check_plan(
     model: Any, plan: PruningPlan, *, uniform: bool = False
 ) -> tuple[PruningPlan, Settled, str]:
-    """Return the plan as it will be applied, the smaller model on meta, and why it opens only here.
+    """Validate a plan; return it as applied, the smaller model on meta, and a reason.
+
+    The reason tells why only bmforge can load the result; "" if other libraries can.
 
     Args:
         model: bmforge model of any family, not parallelized yet.
         plan: pruning plan.
-        uniform: refuse sizes that only bmforge can open.
+        uniform: raise an error for sizes that only bmforge can load.
 
     Raises:
         ConfigError: see `carry_out_`.
@@ -176,7 +182,7 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
 
 
 def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
-    """Return a copy with the heads reordered; lists of dims are reordered along with them."""
+    """Return a copy with the heads reordered, and lists of dims reordered accordingly."""
     old = part.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
@@ -193,7 +199,7 @@ def _heads(block: Any) -> int:
 
 
 def _shared_biases(model: Any) -> dict[str, Tensor]:
-    """Return stack name -> its shared position bias table, with a column per head."""
+    """Return the shared position bias tables with one column per head, by stack name."""
     tables = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks_of(model)):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -241,7 +247,7 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
-    """Return the kept columns of the shared position biases, the kept heads first."""
+    """Return the columns of the shared position biases to keep, kept heads first."""
     picks: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
         heads: list[int] = []
@@ -258,7 +264,7 @@ def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, P
 
 
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
-    """Return the dims of every tensor that follow the hidden size, found with a model on meta.
+    """Find the dims of all tensors that follow the hidden size, by resizing a meta model.
 
     Args:
         model: bmforge model of any family.
@@ -277,7 +283,7 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
 
 
 def _fold_beside(old: Any, new: Any, name: str) -> float:
-    """Return the factor by which an embedding or the final norm absorbs changed model scales."""
+    """Return the factor by which an embedding or final norm absorbs changed model scales."""
     scales = [
         (getattr(m.spec, "embed_scale", 1.0), getattr(m.spec, "head_scale", 1.0))
         for m in (old, new)

@@ -28,18 +28,18 @@ def choose_plan(
     halves: Mapping[str, int] | None = None,
     hidden_size: int = 0,
 ) -> PruningPlan:
-    """Return the plan that keeps the most important parts at the requested sizes.
+    """Return the plan that keeps the most important units at the requested sizes.
 
     Args:
         model: bmforge model of any family.
         scores: importance scores of `measure_importance`.
-        sizes: name glob of blocks -> requested sizes; later entries take precedence.
-        gone: stack name -> number of blocks to remove, the least important first.
-        halves: "attn" or "mlp" -> number of blocks of every stack that keep it.
+        sizes: requested sizes of blocks by name glob; later entries take precedence.
+        gone: number of blocks to remove, least important first, by stack name.
+        halves: number of blocks per stack that keep their "attn" or "mlp".
         hidden_size: new hidden size; 0 keeps the current one.
 
     Raises:
-        ConfigError: sizes that do not fit, with the nearest that do.
+        ConfigError: sizes do not fit; the message names the nearest sizes that do.
     """
     blocks = blocks_of(model)
     requested: dict[str, dict[str, Any]] = {}
@@ -72,7 +72,7 @@ def choose_plan(
 
 
 def nearest_fit(target: int, unit: int, most: int) -> int:
-    """Return the nearest multiple of `unit` that is at least `unit` and at most `most`."""
+    """Return the multiple of `unit` nearest to `target`, between `unit` and `most`."""
     return max(unit, min(most // unit, round(target / unit)) * unit)
 
 
@@ -80,7 +80,7 @@ def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads
     """Return the query heads to keep: equally many in each of the best key-value heads.
 
     Raises:
-        ConfigError: num_heads and num_kv_heads that do not fit each other.
+        ConfigError: `num_heads` and `num_kv_heads` do not fit each other.
     """
     if num_heads % num_kv_heads or num_heads // num_kv_heads > heads_per_group(spec):
         fit = nearest_fit(num_heads, num_kv_heads, num_kv_heads * heads_per_group(spec))
@@ -97,7 +97,7 @@ def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads
 
 
 def _best(scores: Tensor, count: int) -> tuple[int, ...]:
-    """Return the sorted indices of the largest scores; ties keep the smaller index."""
+    """Return the sorted indices of the `count` largest scores; ties keep the smaller index."""
     order = scores.double().argsort(descending=True, stable=True)
     return tuple(sorted(order[:count].tolist()))
 
@@ -112,7 +112,7 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
 def _without_half(
     scores: Scores, blocks: Mapping[str, Block], half: str, count: int, lost: list[str]
 ) -> list[str]:
-    """Return the blocks that lose attention or the MLP: all but the `count` best of every stack."""
+    """Return the blocks that lose attention or MLP: all but the `count` best of every stack."""
     removed = []
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         candidates = [
@@ -130,7 +130,7 @@ def _without_half(
 
 
 def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Scores:
-    """Return combined head scores for layers that share a position bias with a column per head."""
+    """Return combined head scores of layers that share a position bias with a column per head."""
     shared: Scores = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         owner = model.get_submodule(stack.rpartition(".")[0])
@@ -150,7 +150,7 @@ def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Sc
 
 
 def _keep(model: Any, name: str, block: Block, options: dict[str, Any], scores: Scores) -> Kept:
-    """Return the kept parts of one layer."""
+    """Return the kept indices of one layer."""
     parts: dict[str, Any] = {}
     spec = block.spec.attn or block.spec.cross_attn
     if options.get("attn") is False:
@@ -215,7 +215,7 @@ def _keep_heads(
 def _query_dims(
     block: Block, spec: AttentionSpec, scores: Tensor, width: int, rope: Any
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the kept q and k dims of every key-value head; rotary pairs are kept whole."""
+    """Return the kept q and k dims of every key-value head; rotary pairs stay complete."""
     module: Any = block.attn or block.cross_attn
     # All heads share one norm, so they must keep the same dims.
     if getattr(module, "q_norm", None) is not None:

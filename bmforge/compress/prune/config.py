@@ -18,24 +18,25 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """Settings of unstructured and 2:4 sparsity. The zeros of a weight serve as its mask.
+    """Settings of unstructured and 2:4 sparsity; the zeros of a weight serve as its mask.
 
     Args:
-        method: "magnitude": smallest weights; "wanda": smallest weight times input norm;
-            "sparsegpt": smallest loss increase, with error compensation; "movement": weights that
-            training moves towards zero.
-        sparsity: share of zeros in the matrices selected by `where`.
+        method: weights to prune: "magnitude": smallest weights; "wanda": smallest weight times
+            input norm; "sparsegpt": smallest loss increase, with error compensation; "movement":
+            weights that training moves towards zero.
+        sparsity: fraction of zeros in the matrices selected by `where`.
         pattern: "free" (unstructured); "2:4": two of every four along the input; "2:4-both":
             along input and output, the best of the 90 masks of 4 x 4; "2:4-both-greedy": the same,
-            chosen greedily.
+            selected greedily.
         scope: set of weights ranked together: each matrix ("layer"), each "row", or all ("global").
         where: name globs of modules; empty selects the blocks' linear layers and experts.
-        begin_step: training steps before the first pruning.
-        steps: training steps in which the sparsity grows to its target by a cubic schedule; 0
-            prunes at once.
-        every_steps: training steps between two pruning updates.
-        damp: sparsegpt: share of the mean of the Hessian's diagonal that is added to it.
-        block_columns: sparsegpt: columns whose zeros are selected together.
+        begin_step: number of training steps before the first pruning.
+        steps: number of training steps over which the sparsity grows to its target by a cubic
+            schedule; 0 prunes at once.
+        every_steps: number of training steps between pruning updates.
+        damp: fraction of the Hessian's mean diagonal that is added to the diagonal (sparsegpt
+            only).
+        block_columns: number of columns whose zeros are selected together (sparsegpt only).
     """
 
     method: Literal["magnitude", "wanda", "sparsegpt", "movement"] = "magnitude"
@@ -50,7 +51,7 @@ class PruneConfig:
     block_columns: int = 128
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` with everything that contradicts itself or has no effect."""
+        """Raise a `ConfigError` that lists contradictory settings and settings without effect."""
         object.__setattr__(self, "where", _as_tuple(self.where))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:

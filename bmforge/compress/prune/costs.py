@@ -20,18 +20,18 @@ __all__ = ["Costs", "Half", "count_costs"]
 
 @dataclass(frozen=True)
 class Half:
-    """Cost of the attention or the MLP of a block.
+    """Cost of a sublayer (attention or MLP) of a block.
 
     Args:
-        fixed: cost without any unit: the norm and the last bias.
-        each: cost of a unit: a head, all heads of a key-value head, or a feature.
+        fixed: cost without any units: the norm and the last bias.
+        each: cost of one unit: a head, all heads of a key-value head, or a feature.
         units: number of units.
-        always: cost that remains if this half is removed (attention to a memory), without units.
-        always_each: cost per unit that remains if this half is removed, as both attentions
-            share their units.
-        dims: number of head dim units over all heads; the cost is proportional to the open ones.
-        points: measured (units, cost) pairs, from 0 units on; replaces `fixed` and `each` by
-            linear interpolation.
+        always: cost without units that remains if this sublayer is removed (cross-attention).
+        always_each: cost per unit that remains if this sublayer is removed, as self- and
+            cross-attention share units.
+        dims: number of head-dim units over all heads; the cost is proportional to the open units.
+        points: measured (units, cost) pairs from 0 units on; linear interpolation of these
+            replaces `fixed` and `each`.
     """
 
     fixed: float
@@ -44,11 +44,11 @@ class Half:
 
     @property
     def per_unit(self) -> float:
-        """Cost that a removed unit saves."""
+        """Cost saved by removing one unit."""
         return self.each + self.always_each
 
     def inside(self, count: Any) -> Any:
-        """Return the cost of the half with `count` units, a number or a tensor."""
+        """Return the cost of the sublayer with `count` units, a number or a tensor."""
         if not self.points:
             return self.fixed + self.each * count
         total: Any = self.points[0][1]
@@ -58,7 +58,7 @@ class Half:
         return total
 
     def whole(self, count: Any) -> Any:
-        """Return the cost of the half with `count` units plus the cost that always remains."""
+        """Return the cost with `count` units, including the cost that always remains."""
         return self.inside(count) + self.always + self.always_each * count
 
 
@@ -71,9 +71,8 @@ class Costs:
     """Costs of all blocks.
 
     Args:
-        blocks: block name -> "attn" or "mlp" -> cost of that half.
-        bare: the same with hidden size 0, if counted; the remaining cost is linear in the
-            hidden size.
+        blocks: costs of each block's "attn" and "mlp", by block name.
+        bare: the same at hidden size 0, if counted; the difference is linear in the hidden size.
         width: number of hidden features.
     """
 
@@ -87,12 +86,12 @@ class Costs:
         return float(self.expect({}))
 
     def expect(self, open_units: Mapping[tuple[str, str], Tensor]) -> Tensor:
-        """Return the expected cost for the given open probabilities of gates.
+        """Return the expected cost for given open probabilities of gates.
 
         Args:
-            open_units: (block, kind) -> open probability of each unit, 0 to 1; kinds are "heads",
-                "dims", "features", "attn", "mlp", "block", and ("", "hidden") for the hidden
-                features. Kinds that are not listed are fully open.
+            open_units: open probability of each unit, 0 to 1, by (block, kind). Kinds are
+                "heads", "dims", "features", "attn", "mlp", "block", and ("", "hidden") for hidden
+                features. Missing kinds are fully open.
         """
         some = next(iter(open_units.values()), torch.zeros(()))
         sums: dict[str, dict[str, Any]] = {}
@@ -109,8 +108,8 @@ class Costs:
 
         Args:
             name: block name.
-            open_now: kind -> number of open units, or share of open features for "hidden";
-                kinds that are not listed are fully open.
+            open_now: number of open units by kind; for "hidden" the fraction of open features.
+                Missing kinds are fully open.
         """
         total = _left(self.blocks[name], open_now)
         if "hidden" in open_now:
@@ -140,7 +139,7 @@ def count_costs(
     seq_len: int = 512,
     hidden: bool = False,
 ) -> Costs:
-    """Return the cost of each half of every block.
+    """Return the cost of the attention and MLP of every block.
 
     Args:
         model: bmforge model of any family.
@@ -168,12 +167,12 @@ def count_costs(
 
 
 def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str, Half]:
-    """Return the parameter counts of a block's halves: per unit from the specs, the rest as fixed.
+    """Return the parameter counts of a block's sublayers: per unit from the specs, rest fixed.
 
     Args:
         block: block of any family.
         width: hidden size.
-        wide: names of tensors that are not counted, because the hidden size is 0.
+        wide: names of tensors to exclude, because the hidden size is 0.
     """
     spec, halves = block.spec, {}
     count_of = partial(_numel, block, wide)
@@ -224,12 +223,12 @@ def _numel(block: Block, without: Collection[str], part: str) -> int:
 
 
 def _head_units(spec: AttentionSpec) -> tuple[int, int]:
-    """Return the number of key-value heads, which are the units, and of query heads per unit."""
+    """Return the number of units (key-value heads) and of query heads per unit."""
     return spec.num_kv_heads, heads_per_group(spec)
 
 
 def _head_parameters(spec: AttentionSpec, width: int) -> float:
-    """Return the parameters of one query head with its share of keys and values."""
+    """Return the parameters of one query head, including its share of keys and values."""
     bias = int(spec.qkv_bias)
     shared = 2 * (width + bias) / heads_per_group(spec)
     return spec.head_dim * (2 * width + bias + shared)

@@ -1,4 +1,4 @@
-"""Attaches hard concrete gates to a model, reads their probabilities and removes them again."""
+"""Attaches hard concrete gates to a model, reads their probabilities, and removes them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Gates = dict[tuple[str, str], HardConcrete]
 
 
 def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
-    """Attach gates to the blocks of a model that is not parallelized yet; return the gates.
+    """Attach gates to a model that is not parallelized yet; return the gates.
 
     Args:
         model: bmforge model of any family.
-        kinds: kinds in `GATE_KINDS`. Heads that share keys and values share a gate. Both
-            attentions of an encoder-decoder's layer share the gates of heads and dims, and `attn`
-            gates the self-attention. All layers and the embeddings share the gate of hidden
+        kinds: kinds of gates in `GATE_KINDS`. Heads that share keys and values share a gate.
+            Both attentions of an encoder-decoder layer share the gates of heads and dims, and
+            "attn" gates the self-attention. All layers and the embeddings share the gate of hidden
             features.
         seed: random seed of the gates' initialization.
 
     Raises:
-        ConfigError: a kind that no layer has, or a model that already has gates.
+        ConfigError: no layer has a kind, or the model already has gates.
     """
     if find_gates(model):
         raise ConfigError(f"{type(model).__name__} has gates already.")
@@ -91,7 +91,7 @@ def _part_of(kind: str) -> str:
 
 
 def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardConcrete | None:
-    """Return a new gate of one kind; None if the block has no such part."""
+    """Create a gate of one kind for a block; None if the block has no such units."""
     spec = block.spec
     if kind == "heads" and spec.attn is not None:
         width = spec.attn.num_heads * spec.attn.head_dim
@@ -108,7 +108,7 @@ def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardC
 
 
 def _slots(block: Block, kind: str) -> list[tuple[Any, str]]:
-    """Return the (module, attribute) slots that hold the gates of a kind."""
+    """Return the (module, attribute) slots for gates of a kind."""
     if kind == "heads":
         return [(part, "thin") for part in (block.attn, block.cross_attn) if part is not None]
     if kind == "dims":
@@ -138,9 +138,9 @@ def find_gates(model: nn.Module) -> list[HardConcrete]:
 
 
 def densities(gates: Gates) -> dict[tuple[str, str], Tensor]:
-    """Return the open probability of every unit, differentiable and equal on every layout.
+    """Return every unit's open probability, differentiable and equal on all layouts.
 
-    Comm: with sharded parameters an all-gather of every gate, and a reduce-scatter in backward.
+    Comm: for sharded parameters, an all-gather per gate, and a reduce-scatter in backward.
     """
     return {key: gate.density(_whole(gate.delta)) for key, gate in gates.items()}
 
@@ -157,7 +157,7 @@ class _Average(torch.autograd.Function):
 
 
 def _whole(delta: Tensor) -> Tensor:
-    """All-gather a sharded parameter; its gradient is averaged over processes like all others."""
+    """All-gather a sharded parameter; its gradient is averaged over processes, as for others."""
     if not isinstance(delta, DTensor):
         return delta
     mesh = delta.device_mesh
@@ -166,7 +166,7 @@ def _whole(delta: Tensor) -> Tensor:
 
 
 def masks_of(chosen: Mapping[tuple[str, str], Sequence[int]], gates: Gates) -> None:
-    """Fix every gate to 1 for chosen units and to 0 for the others, and stop its training."""
+    """Fix every gate to 1 for the chosen units and 0 for the others, and stop its training."""
     for key, gate in gates.items():
         mask = torch.zeros(gate.units)
         mask[list(chosen[key])] = 1.0

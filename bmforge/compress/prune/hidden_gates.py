@@ -1,4 +1,4 @@
-"""Gates on the hidden features of a model: attached to every module that writes hidden states.
+"""Gates on hidden features, attached to every module that writes hidden states.
 
 The outputs of embeddings, attention, MLPs and layers before a head are multiplied by the gate, so
 that all readers see zeros for closed features. Norms compute statistics over the open features.
@@ -29,7 +29,7 @@ def attach_hidden_gate_(model: Any, gate: HiddenWidth) -> None:
     """Attach a gate to every module of a model that writes hidden states.
 
     Raises:
-        ConfigError: the family does not support a smaller hidden size.
+        ConfigError: the family does not support reducing the hidden size.
     """
     places = _find_places(model)
     for norm in places.norms.values():
@@ -54,7 +54,7 @@ def detach_hidden_gate_(model: Any) -> None:
 
 
 def hidden_tensors(model: Any) -> set[str]:
-    """Return the names of tensors that have a dim of the hidden size."""
+    """Return the names of tensors with a dim of the hidden size."""
     return {name for name, dims in _wide_dims(model).items() if dims}
 
 
@@ -69,12 +69,13 @@ def _wide_dims(model: Any) -> dict[str, list[int]]:
 
 @dataclass
 class _Places:
-    """Modules that a hidden gate is attached to.
+    """Modules to which a hidden gate is attached.
 
     Attributes:
         writers: modules that write hidden features.
-        norms: norms of hidden features, by identity.
-        has_others: whether other input tables precede the blocks, such as image patches.
+        norms: norms over hidden features, by id.
+        has_others: whether the blocks have other inputs than token embeddings, such as image
+            patches.
     """
 
     writers: dict[int, nn.Module] = field(default_factory=dict)
@@ -104,7 +105,7 @@ def _find_places(model: Any) -> _Places:
 
 
 def _has_width(module: nn.Module, width: int) -> bool:
-    """Return True for a LayerNorm over the hidden size, even one without weights."""
+    """Return True for a LayerNorm over the hidden size, with or without weights."""
     return isinstance(module, nn.LayerNorm) and tuple(module.normalized_shape) == (width,)
 
 
@@ -124,7 +125,7 @@ def _scale(gate: HiddenWidth, module: nn.Module, args: Any, out: Any) -> Any:
 def _count_open(
     gate: HiddenWidth, norm: Any, inner: Callable[[Tensor], Tensor], /, x: Tensor
 ) -> Tensor:
-    """Normalize over the open features: statistics use their number, closed features stay 0."""
+    """Normalize over the open features: statistics use their count, closed features stay 0."""
     values = gate().to(x.dtype)
     count = values.sum().clamp(min=1.0)
     wider = (x.shape[-1] / count).sqrt()

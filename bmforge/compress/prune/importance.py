@@ -1,11 +1,11 @@
-"""Importance scores of a model's parts: heads, MLP features, halves, blocks and hidden features.
+"""Importance scores of heads, MLP features, sublayers, blocks and hidden features.
 
 | `by` | score | needs batches |
 |---|---|---|
-| "size" | norm of the part's own weights | no |
-| "activation" | norm of the part's contribution to the residual stream, over tokens | yes |
-| "taylor" | first-order estimate of the loss change if the part is removed | with labels |
-| "influence" | halves and blocks: change of direction of hidden states; else activation | yes |
+| "size" | norm of the unit's own weights | no |
+| "activation" | norm of the unit's contribution to the residual stream, over tokens | yes |
+| "taylor" | first-order estimate of the loss change if the unit is removed | with labels |
+| "influence" | sublayers, blocks: change of direction of hidden states; else activation | yes |
 
 Source: Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019): the square of
 activation times gradient; Men et al., "ShortGPT" (2024): block influence; Muralidharan et al.,
@@ -38,17 +38,17 @@ Scores = dict[tuple[str, str], Tensor]
 
 
 def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size") -> Scores:
-    """Return the importance scores of all parts of a model.
+    """Return the importance scores of all units of a model.
 
     Args:
         model: bmforge model of any family, in the mode for the measurement; its weights are
             unchanged.
         batches: keyword arguments of the model's forward, or token ids alone; with labels for
             "taylor".
-        by: measure of importance, see the module's table (default: "size").
+        by: importance measure; see the table in the module's docstring (default: "size").
 
     Raises:
-        ConfigError: an unknown measure, or no or empty batches for one that needs them.
+        ConfigError: the measure is unknown, or it needs batches, which are missing or empty.
     """
     if by not in get_args(By):
         raise ConfigError(
@@ -103,7 +103,7 @@ def _sizes(model: Any, blocks: Mapping[str, Block]) -> Scores:
 
 
 def _hidden_sizes(model: Any, blocks: Mapping[str, Block]) -> Tensor:
-    """Return the norm of the weights that write to each hidden feature."""
+    """Return, for each hidden feature, the norm of the weights that write to it."""
     width = model.config.hidden_size
     table: Any = getattr(model, "embed", None)
     total = torch.zeros(width)
@@ -120,7 +120,7 @@ def _hidden_sizes(model: Any, blocks: Mapping[str, Block]) -> Tensor:
 
 
 def _squares(module: nn.Module, key: str, inputs: bool = False) -> Tensor:
-    """Return the sum of squares of every row, or column, of a linear layer's weight."""
+    """Return the sum of squares of every row (or column) of a linear layer's weight."""
     weight = getattr(module, key).weight.detach().float()
     sums: Tensor = weight.square().sum(0 if inputs else 1)
     return sums
@@ -138,10 +138,10 @@ def _feature_sizes(block: Block) -> Tensor:
 
 
 class _Probes:
-    """Probes in the gate slots of blocks that record statistics while batches run.
+    """Probes in the gate slots of blocks, which record statistics while batches run.
 
     Args:
-        blocks: block name -> block.
+        blocks: blocks of the model by name.
         wants_gradient: record gradients as well.
     """
 
@@ -231,7 +231,7 @@ class _Probes:
         return before + scale * (after - before)
 
     def scores(self, by: By) -> Scores:
-        """Return the importance of each unit: the mean over tokens, or batches of gradients."""
+        """Return the importance of each unit, averaged over tokens (gradients: over batches)."""
         scores: Scores = {}
         for (name, what), total in self.seen.items():
             mean = total / self.counts[name, what]
@@ -244,7 +244,7 @@ class _Probes:
         return scores
 
     def _unit_scores(self, name: str, what: str, mean: Tensor) -> Scores:
-        """Return scores of heads, dims and features from the inputs of o and down."""
+        """Return scores of heads, dims and features from the inputs of the output projections."""
         block = self.blocks[name]
         if what == "mlp.thin":
             mlp: Any = block.mlp

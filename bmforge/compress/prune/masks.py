@@ -1,6 +1,6 @@
-"""Selects pruning masks: pure functions from scores to bool masks, True for kept weights.
+"""Selects pruning masks: pure functions from scores to bool masks (True for kept weights).
 
-Groups of four lie along a matrix's last dim (the input), as hardware-accelerated 2:4 products
+Groups of four are along a matrix's last dim (the input), as hardware-accelerated 2:4 products
 require.
 """
 
@@ -30,6 +30,8 @@ _BLOCKS_AT_ONCE = 1 << 16
 def keep_largest(scores: Tensor, zeros: int, *, by_row: bool = False) -> Tensor:
     """Return the mask that drops the `zeros` smallest scores.
 
+    Among equal scores the first are dropped, so the number is exact.
+
     Of equal scores the first are dropped, so the number is exact.
 
     Args:
@@ -49,7 +51,7 @@ def keep_largest(scores: Tensor, zeros: int, *, by_row: bool = False) -> Tensor:
 def keep_2_of_4(scores: Tensor) -> Tensor:
     """Return the best 2:4 mask: keep two of every four columns.
 
-    The mask has the largest sum of scores; of equal scores the first are dropped.
+    The mask has the largest sum of scores; among equal scores the first are dropped.
 
     Shape:
         scores: (..., columns), columns a multiple of 4; returns the same
@@ -66,7 +68,7 @@ def keep_2_of_4(scores: Tensor) -> Tensor:
 
 
 def keep_2_of_4_both_ways(scores: Tensor, *, exact: bool = True) -> Tensor:
-    """Return a mask that keeps at most two of four in every group of a row and of a column.
+    """Return a mask that keeps at most two of four weights in every group along both dims.
 
     The matrix and its transpose are both 2:4, so the products of forward and backward can be
     sparse.
@@ -82,7 +84,7 @@ def keep_2_of_4_both_ways(scores: Tensor, *, exact: bool = True) -> Tensor:
     Raises:
         ConfigError: rows or columns are not a multiple of 4.
 
-    Source: m4n2_2d_best and m4n2_2d_greedy of Nvidia's apex (ASP); BMCook has the second.
+    Source: m4n2_2d_best and m4n2_2d_greedy of Nvidia's apex (ASP); BMCook uses the second.
     """
     rows, columns = scores.shape
     for name, size in (("columns", rows), ("rows", columns)):
@@ -105,7 +107,7 @@ def _misfit(what: str, size: int) -> str:
 
 @cache
 def both_ways_patterns() -> tuple[tuple[int, ...], ...]:
-    """Return the 90 masks of 4 x 4 that have two ones in every row and every column."""
+    """Return the 90 masks of 4 x 4 with two ones in every row and column."""
     rows = [tuple(int(i in pair) for i in range(4)) for pair in combinations(range(4), 2)]
     patterns = []
     for four in product(rows, repeat=4):
@@ -138,12 +140,12 @@ def _first_that_fit(blocks: Tensor) -> Tensor:
 
 
 def cubic_share(step: int, begin: int, steps: int, share: float) -> float:
-    """Return the sparsity at a step of the cubic schedule, which grows fast first, then slowly.
+    """Return the sparsity at a step of the cubic schedule, which grows fast at first.
 
     Args:
-        step: number of steps done.
+        step: number of completed steps.
         begin: first step of the schedule.
-        steps: length of the schedule in steps; 0 jumps to the final sparsity.
+        steps: length of the schedule in steps; 0 returns the final sparsity immediately.
         share: final sparsity.
 
     Source: Zhu and Gupta, "To prune, or not to prune" (2017), equation 1, with initial sparsity 0.

@@ -1,9 +1,9 @@
 """Movement pruning scores: how far training has moved weights away from zero.
 
-Source: Sanh et al., "Movement pruning" (2020): the sum over steps of -weight * gradient. Here the
-weight's change in each step replaces the gradient: with SGD this equals theirs times the learning
-rate, with other optimizers it uses their update. It only needs the local shard after the step, so
-it works on any layout.
+Source: Sanh et al., "Movement pruning" (2020): the sum over steps of -weight * gradient. This
+implementation uses the weight's change in each step instead of the gradient: with SGD that is the
+gradient times the learning rate, with other optimizers their update. It needs only the local shard
+after the step, so it works on any layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Movement:
 
     @torch.no_grad()
     def note(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the scores of the optimizer step that was just done."""
+        """Add the scores of the last optimizer step."""
         for name, parameter in parameters.items():
             now = _read(parameter)
             before = self._before.get(name)

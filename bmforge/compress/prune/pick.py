@@ -1,8 +1,8 @@
-"""Selects the kept rows and columns of a layer's tensors, and folds changed scales into weights.
+"""Selects rows and columns of a layer's tensors, and folds changed scales into weights.
 
-The masked full model and the small one compute the same. Scales that follow from a width
-(1/sqrt(H), those of Tensor Programs or of a head) differ in a smaller model; the difference is
-multiplied into the weights.
+The pruned model must compute the same as the masked full model. Scales that depend on a width
+(1/sqrt(H), muP scales, those of a head) differ in the smaller model, so the ratio is multiplied
+into the weights.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Picks = list[tuple[int, Tensor]]
 
 
 def take(tensor: Tensor, picks: Picks) -> Tensor:
-    """Return a copy of the selected part of a tensor.
+    """Return a copy of the selected rows and columns of a tensor.
 
     Shape:
-        tensor: any; numbers: (n,), or (E, n) for a tensor (E, ...)
+        tensor: any shape; indices: (n,), or (E, n) for a tensor (E, ...)
     """
     for dim, numbers in picks:
         numbers = numbers.to(tensor.device)
@@ -42,7 +42,7 @@ def take(tensor: Tensor, picks: Picks) -> Tensor:
 
 
 def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
-    """Return parameter name -> selected indices for a block; other parameters are kept whole."""
+    """Return the selected indices of a block's parameters by name; others are kept whole."""
     picks: dict[str, Picks] = {}
     for part, heads in (("attn", kept_part.heads), ("cross_attn", kept_part.cross_heads)):
         spec = getattr(block.spec, part)
@@ -66,7 +66,7 @@ def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
 def _attention_rows(
     spec: AttentionSpec, heads: Sequence[int] | None, part: Kept
 ) -> dict[str, Tensor]:
-    """Return projection name -> kept output rows (for o: kept input columns)."""
+    """Return the kept output rows of each projection by name (for `o_proj`: input columns)."""
     if heads is None and part.query_dims is None:
         return {}
     heads = tuple(range(spec.num_heads)) if heads is None else heads
@@ -107,13 +107,13 @@ def _expert_picks(part: Kept) -> dict[str, Picks]:
 
 
 def fold_block(old: BlockSpec, new: BlockSpec, key: str, has_norm: bool) -> float:
-    """Return the factor by which a block's parameter absorbs scales that differ in the new spec.
+    """Return the factor by which a parameter absorbs scales that change with the new spec.
 
     Args:
         old: spec of the original block.
         new: spec of the smaller block.
         key: parameter name, such as ``"attn.q_proj.weight"``.
-        has_norm: whether q and k have a norm per head, after which a factor on q has no effect.
+        has_norm: whether q and k have per-head norms, which cancel any factor on q.
     """
     part, _, leaf = key.partition(".")
     specs: Any = getattr(old, part, None), getattr(new, part, None)

@@ -1,4 +1,4 @@
-"""Pruning plans: the indices of the parts of a model that are kept, validated and stored as JSON.
+"""Pruning plans: indices of the kept units of a model, validated and stored as JSON.
 
 A plan contains no weights. Importance scores or gates produce a plan (`choose.py`, `structure.py`),
 and `shrink_` applies it.
@@ -21,16 +21,15 @@ __all__ = ["Kept", "PruningPlan", "blocks_of", "heads_per_group", "kept_groups",
 
 @dataclass(frozen=True)
 class Kept:
-    """Kept indices of one layer, in their new order; None keeps everything.
+    """Kept indices of one layer, in their new order; None keeps all.
 
     Args:
         heads: query heads of the self-attention, equally many per kept key-value head.
         cross_heads: query heads of the cross-attention, as many as `heads`.
-        query_dims: dims of q and k, one list of equal length per kept key-value head; rotary
-            dims must be the first pairs, because the others' frequencies do not exist in a narrower
-            head.
-        value_dims: dims of v and of the input of o, one list per kept key-value head, as many
-            as `query_dims`.
+        query_dims: dims of q and k, one list per kept key-value head, all of equal length;
+            rotary dims must be the first pairs, because a narrower head has only their frequencies.
+        value_dims: dims of v and of the input of o, one list per kept key-value head, of the
+            same lengths as `query_dims`.
         features: MLP features; for experts one list per kept expert.
         experts: experts of a mixture-of-experts layer.
         attn: whether the self-attention is kept.
@@ -78,7 +77,7 @@ class PruningPlan:
         """Read a plan from the result of `to_json`.
 
         Raises:
-            ConfigError: an unknown field.
+            ConfigError: a field is unknown.
         """
         field_names = {f.name for f in fields(Kept)}
         layers = {}
@@ -93,10 +92,10 @@ class PruningPlan:
         return cls(layers, tuple(value.get("gone") or ()), _as_tuples(hidden))
 
     def check(self, model: nn.Module) -> None:
-        """Check that the plan fits a model.
+        """Raise an error if the plan does not fit a model.
 
         Raises:
-            ConfigError: all problems, with the values that would fit.
+            ConfigError: the plan does not fit; the message lists all problems and fitting values.
         """
         blocks = blocks_of(model)
         problems = [
@@ -126,7 +125,7 @@ class PruningPlan:
 
 
 def blocks_of(model: nn.Module) -> dict[str, Block]:
-    """Return block name -> block of a bmforge model.
+    """Return the blocks of a bmforge model by name.
 
     Raises:
         ConfigError: the model has no bmforge blocks.
@@ -146,9 +145,9 @@ def heads_per_group(spec: AttentionSpec) -> int:
 
 
 def query_order(spec: AttentionSpec, rope: RopeSpec | None) -> tuple[int, ...]:
-    """Return the dims of a rotary query pair by pair, the pair that is pruned last first.
+    """Return the dims of a rotary query, pair by pair, starting with the pair to prune last.
 
-    Without rotary embedding it returns (), as the dims may be kept in any order.
+    Without a rotary embedding it returns (), as the dims may be pruned in any order.
     """
     turned = 0 if rope is None else min(rope.rotary_dim, spec.head_dim)
     if not turned:
@@ -161,7 +160,7 @@ def query_order(spec: AttentionSpec, rope: RopeSpec | None) -> tuple[int, ...]:
 
 
 def kept_groups(spec: AttentionSpec, heads: Sequence[int]) -> tuple[int, ...]:
-    """Return the key-value heads that these query heads use, in order."""
+    """Return the key-value heads used by the given query heads, in order."""
     return tuple(dict.fromkeys(head // heads_per_group(spec) for head in heads))
 
 

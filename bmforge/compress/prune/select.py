@@ -25,7 +25,7 @@ _HALF_BITS = 16
 
 @dataclass(frozen=True)
 class Scored:
-    """A parameter with pruning scores for its local shard.
+    """Parameter with pruning scores of its local shard.
 
     Args:
         module: module that owns the parameter.
@@ -39,7 +39,7 @@ class Scored:
 
 
 def matrices_in(module: nn.Module, tensor: Tensor) -> list[Tensor]:
-    """Return views of the matrices in a tensor of the full parameter's shape: (rows, columns)."""
+    """Return views of the matrices, (rows, columns), in a tensor of a parameter's full shape."""
     if tensor.dim() == 3:
         return list(tensor.unbind())
     return [tensor.t() if hasattr(module, "nf") else tensor]
@@ -63,16 +63,16 @@ def mask_matrix(scores: Tensor, config: PruneConfig, share: float) -> Tensor:
 def choose_masks(
     scored: Mapping[str, Scored], names: Sequence[str], config: PruneConfig, share: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the mask of the local shard of every parameter.
+    """Yield the name of each parameter and the mask of its local shard.
 
     Args:
-        scored: name -> local parameter with scores.
-        names: names of all parameters on all processes, in the same order everywhere.
+        scored: local parameters with scores, by name.
+        names: names of the parameters of all processes, in the same order on each.
         config: pattern and scope.
-        share: share of zeros.
+        share: fraction of zeros.
 
-    Comm: one all-gather per sharded parameter; with scope="global" four all-reduces of counts
-        instead.
+    Comm: one all-gather per sharded parameter; with scope="global", four all-reduces of counts
+    instead.
     """
     if config.scope == "global" and config.pattern == "free":
         yield from _choose_globally(scored, names, share)
@@ -89,7 +89,7 @@ def choose_masks(
 def _choose_globally(
     scored: Mapping[str, Scored], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Find the global threshold score, then how many weights equal to it to prune."""
+    """Find the global score threshold, and how many weights equal to it to prune."""
     counts = _Counts(scored, names)
     high = counts.histogram(lambda keys: keys >> _HALF_BITS)
     zeros = round(share * int(high[-1]))
@@ -116,7 +116,7 @@ def _first_at_least(sums: Tensor, count: int) -> int:
 
 
 class _Counts:
-    """Counts weights over all processes, each weight once even if it is replicated.
+    """Counts weights over all processes; replicated weights count once.
 
     Comm: an all-reduce per count, and one of a number per parameter in the constructor.
     """
@@ -139,7 +139,7 @@ class _Counts:
         return torch.zeros(count, dtype=torch.float64, device=self._device)
 
     def histogram(self, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return how many weights have a key of at most 0, 1, 2, ..."""
+        """Return how many weights have keys of at most 0, 1, 2, ..."""
         total = self._new(1 << _HALF_BITS)
         for name, entry in self._here.items():
             keys = keys_of(_ordered(entry.scores))
@@ -147,7 +147,7 @@ class _Counts:
         return _sum(total).round().to(torch.int64).cumsum(0)
 
     def ties(self, border: int) -> list[int]:
-        """Return the number of weights of every parameter with this key."""
+        """Return, for every parameter, the number of weights with the key `border`."""
         tied = self._new(len(self._names))
         for number, name in enumerate(self._names):
             if name in self._here:
@@ -159,7 +159,7 @@ class _Counts:
 def _cut_at(
     scored: Mapping[str, Scored], names: Sequence[str], border: int, left: int, ties: Sequence[int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Prune all weights below the threshold, and the first `left` equal ones in parameter order."""
+    """Prune all weights below the threshold, and the first `left` weights equal to it."""
     for name, count in zip(names, ties, strict=True):
         going, left = min(count, left), left - min(count, left)
         if name not in scored:
@@ -176,7 +176,7 @@ def _cut_at(
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Map scores to 32-bit integers of the same order, flattened."""
+    """Map scores to order-preserving 32-bit integers, flattened."""
     bits = scores.detach().float().contiguous().view(torch.int32).flatten().to(torch.int64)
     # Negative floats sort in reverse order of their bits; -0.0 and 0.0 map to the same key.
     flipped = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

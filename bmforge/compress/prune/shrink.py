@@ -1,4 +1,4 @@
-"""`shrink_`: one-shot structured pruning to exact sizes, to a share of the cost, or by a plan."""
+"""`shrink_`: one-shot structured pruning to exact sizes, a cost target, or a plan."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ def shrink_(
 
     Args:
         model: bmforge model of any family, with its weights, before `parallelize`.
-        what: sizes or a target, or a pruning plan.
+        what: config with sizes or a cost target, or a pruning plan.
         batches: keyword arguments of the model's forward for measuring importance, with labels
             for ``by="taylor"``; not needed for a plan.
-        uniform: refuse sizes that only bmforge can open (or `StructureConfig.uniform`).
+        uniform: raise an error for sizes that only bmforge can load, like
+            `StructureConfig.uniform`.
 
     Returns:
-        the applied plan, the parameter counts, and whether transformers can open the model.
+        applied plan, parameter counts, and whether transformers can load the model
 
     Raises:
-        ConfigError: sizes that do not fit, or a target out of reach; the model is unchanged then.
+        ConfigError: sizes do not fit, or a target cannot be reached. The model is then unchanged.
     """
     if isinstance(what, PruningPlan):
         return carry_out_(model, what, uniform=uniform)

@@ -1,4 +1,4 @@
-"""Config of a pruned model: published fields where they can express its sizes, else `Change`s."""
+"""Builds the config of a pruned model: published fields if they suffice, else `Change`s."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Settled:
     """Config and empty model of a pruned model.
 
     Args:
-        config: config of the smaller model, its changes included.
+        config: config of the smaller model, including changes.
         model: smaller model, on meta.
-        sources: new block name -> original block name.
+        sources: original name of each block by its new name.
     """
 
     config: Any
@@ -83,7 +83,7 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
 
 
 def own_fields(config: Any) -> list[str]:
-    """Return the config fields and model modifications that only bmforge can load."""
+    """Return the config fields and changes that only bmforge can load."""
     out = config.to_hf()
     named = set(config.hf_names.values())
     extra = [name for name in ("head_dim", "intermediate_size") if name in out]
@@ -92,7 +92,7 @@ def own_fields(config: Any) -> list[str]:
 
 
 def _number_anew(blocks: Mapping[str, Block], plan: PruningPlan) -> dict[str, str]:
-    """Return new name -> old name of every kept block."""
+    """Return the original name of every kept block by its new name."""
     renamed: dict[str, str] = {}
     counts: dict[str, int] = {}
     for name in blocks:
@@ -168,7 +168,7 @@ _NUMBERED = ("window_layers", "dense_layers")
 def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
     """Return a copy of the config with changed fields.
 
-    `says_own` also writes widths that the published config derives from other fields.
+    With `says_own`, widths that published configs derive from other fields are written explicitly.
     """
     own = {
         name: values.get(name, getattr(config, name))
@@ -181,7 +181,7 @@ def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
 def _common_fields(
     config: Any, sizes: Iterable[LayerSizes], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the config's fields whose value is equal in all layers."""
+    """Return the config fields whose value is the same in all layers."""
     layers, common = list(sizes), {}
     with_heads = [layer for layer in layers if layer.num_attentions]
     with_mlp = [layer for layer in layers if layer.intermediate_size]
@@ -201,7 +201,7 @@ def _common_fields(
 
 
 def _changes_to(config: Any, wanted_sizes: Mapping[str, LayerSizes]) -> list[Change]:
-    """Return the changes that turn the layers that the config describes into the wanted ones."""
+    """Return the changes that turn the layers described by the config into the wanted ones."""
     own = config.own_sizes()
     layers = {f"{stack}.{n}": size for stack, sizes in own.items() for n, size in enumerate(sizes)}
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
@@ -233,7 +233,7 @@ def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
 
 
 def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
-    """Raise if a new block differs from its original block in more than its sizes."""
+    """Raise an error if a new block differs from its original in more than its sizes."""
     spec = old.spec
     if spec.attn is not None and new.spec.attn is not None:
         spec = replace(spec, attn=_alike(new.spec.attn, spec.attn))

@@ -1,8 +1,8 @@
 """Structured pruning as a compression method: one-shot, or by trained gates.
 
-Gates are trained by the task's loss and by a Lagrangian that pulls the remaining cost to the
-target; its multipliers grow while the target is missed. Once the target is reached the gates are
-fixed to 0 or 1, training continues, and `finish_` produces the smaller model.
+Gates are trained by the task's loss plus a Lagrangian that pulls the remaining cost to the target;
+its multipliers grow while the target is missed. Once the target is reached the gates are fixed to 0
+or 1, training continues, and `finish_` produces the smaller model.
 
 Source: Louizos et al. (2018) for the gates; Wang et al., "Structured Pruning of Large Language
 Models" (2020) for the Lagrangian; BMCook for the constants and the order of operations.
@@ -44,14 +44,14 @@ _FAR, _HALVINGS = 32.0, 40
 
 
 class StructureMethod(MethodBase):
-    """Prunes the structure of a model: when attached, or by gates during training.
+    """Prunes the structure of a model, either when attached or by gates during training.
 
     Args:
         config: structured pruning settings.
         batches: calibration batches for the importance scores of one-shot pruning.
 
     Attributes:
-        plan: pruning plan, once it is decided.
+        plan: pruning plan; None until it is decided.
     """
 
     name = "structure"
@@ -72,7 +72,7 @@ class StructureMethod(MethodBase):
         """Prune the model, or attach gates to it.
 
         Raises:
-            ConfigError: sizes that do not fit, or a target out of reach.
+            ConfigError: sizes do not fit, or a target cannot be reached.
         """
         if not self.config.gates:
             self.shrunk = shrink_(model, self.config, self.batches)
@@ -93,16 +93,16 @@ class StructureMethod(MethodBase):
         self._draw_(0)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return name glob -> optimizer settings of the gates."""
+        """Return the optimizer settings of the gates, by name glob."""
         settings = {"lr": self.config.gate_lr, "weight_decay": 0.0}
         return {"**.delta": settings} if self.gates else {}
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Return the Lagrangian of the distance between the expected cost and the target.
+        """Return the Lagrangian term for the distance between expected cost and target.
 
         Raises:
-            ConfigError: the model is a pipeline stage, whose gates other stages do not see, or
-                tokens are split over processes while hidden features have gates.
+            ConfigError: the model is a pipeline stage (whose gates are not visible to other
+                stages), or tokens are sharded and hidden features have gates.
         """
         if not self.gates or self.plan is not None:
             return None
@@ -142,7 +142,7 @@ class StructureMethod(MethodBase):
             gate.draw_(self.config.seed, step)
 
     def _missed(self, step: int) -> Tensor:
-        """Return sparsity minus its target at this step, as one number or one per layer."""
+        """Return sparsity minus target at this step, as one number or one per layer."""
         grown = min(1.0, (step + 1) / max(1, self.config.warmup_steps))
         likely = densities(self.gates)
         if self.wanted:
@@ -154,7 +154,7 @@ class StructureMethod(MethodBase):
         return (sparsity - grown * (1 - self.config.keep_ratio)).view(1)
 
     def _ascend_(self, missed: Tensor, step: int) -> None:
-        """Do one Adam step of gradient ascent on the multipliers."""
+        """Run one Adam step of gradient ascent on the multipliers."""
         slopes = torch.stack((missed, missed.square()))
         first, second = self._moments
         first.mul_(0.9).add_(slopes, alpha=0.1)
@@ -165,7 +165,7 @@ class StructureMethod(MethodBase):
 
     @torch.no_grad()
     def _fix_(self, model: nn.Module) -> None:
-        """Decide which units to keep and fix the gates accordingly."""
+        """Decide which units to keep, and fix the gates accordingly."""
         self._shift_()
         likely = {key: value.cpu() for key, value in densities(self.gates).items()}
         self.missed = float(self._missed(self.config.warmup_steps).abs().max())
@@ -174,7 +174,7 @@ class StructureMethod(MethodBase):
         masks_of(chosen, self.gates)
 
     def _shift_(self) -> None:
-        """Shift all gates of a target by a common offset so that the target is met exactly."""
+        """Shift all gates of a target by a common offset, so that the target is met exactly."""
         targets = [[key] for key in self.wanted] or [list(self.gates)]
         for keys in targets:
             low, high = -_FAR, _FAR
@@ -205,7 +205,7 @@ class StructureMethod(MethodBase):
         }
 
     def _times(self) -> dict[str, Any]:
-        """Return the measured block costs, because a new measurement would differ."""
+        """Return the measured block costs, since measuring again would give other values."""
         if self.config.target != "milliseconds":
             return {}
         return {
@@ -249,7 +249,7 @@ class StructureMethod(MethodBase):
     def finish_(self, model: nn.Module) -> dict[str, Any]:
         """Remove the gates and shrink the model; return facts for the report.
 
-        A parallelized model keeps its sizes: export it, open it without parallelism, and pass the
+        A parallelized model keeps its sizes; export it, load it without parallelism, and pass the
         plan from the facts to `shrink_`.
         """
         if self.gates:
@@ -274,6 +274,6 @@ class StructureMethod(MethodBase):
 
 
 def _to_half(values: Mapping[str, Any]) -> Half:
-    """Rebuild a `Half` from the plain values of `asdict`."""
+    """Rebuild a `Half` from the result of `asdict`."""
     points = tuple((int(count), float(cost)) for count, cost in values["points"])
     return Half(**{**values, "points": points})

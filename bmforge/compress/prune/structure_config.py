@@ -1,4 +1,4 @@
-"""Configuration of structured pruning: exact sizes or a cost target, and the selection method."""
+"""Configuration of structured pruning: exact sizes or a cost target, and the selection."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ _SIZES = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_exp
 
 @dataclass(frozen=True)
 class StructureConfig:
-    """Settings of structured pruning; a size of 0 keeps the current one.
+    """Settings of structured pruning; a size of 0 keeps the current size.
 
     Args:
-        num_heads: query heads per layer.
-        num_kv_heads: key-value heads per layer; if 0, kept in models with grouped queries.
+        num_heads: number of query heads per layer.
+        num_kv_heads: number of key-value heads per layer; 0 keeps them in models with
+            grouped-query attention.
         head_dim: width of a head.
         intermediate_size: width of every MLP, or of every expert.
-        num_experts: experts per mixture-of-experts layer.
+        num_experts: number of experts per mixture-of-experts layer.
         hidden_size: width of the hidden states.
-        num_layers: number of kept blocks per stack.
-        attn_layers: number of blocks per stack that keep self-attention, the most important ones.
-        mlp_layers: number of blocks per stack that keep the MLP, the most important ones.
-        layers: name glob of blocks -> sizes, with the options of a "resize" change
-            (`num_heads`, `intermediate_size`, `attn = false`, ...); they take precedence over the
-            sizes above.
-        target: "sizes": the sizes above; "parameters", "flops" or "milliseconds" (measured on
-            this machine): narrow heads and MLPs, least important first, until `keep_ratio` of the
-            blocks' cost is left.
-        keep_ratio: share of the blocks' cost to keep.
+        num_layers: number of blocks to keep per stack.
+        attn_layers: number of blocks per stack that keep self-attention (the most important ones).
+        mlp_layers: number of blocks per stack that keep the MLP (the most important ones).
+        layers: sizes of blocks by name glob, with the options of a "resize" change
+            (`num_heads`, `intermediate_size`, `attn = false`, ...); they override the sizes above.
+        target: "sizes" uses the sizes above; "parameters", "flops" or "milliseconds" (measured
+            on this machine) removes heads and MLP features, least important first, until
+            `keep_ratio` of the blocks' cost remains.
+        keep_ratio: fraction of the blocks' cost to keep.
         by: importance measure; see `importance.py`.
         gates: kinds of trained gates ("heads", "dims" of heads, "features", "attn", "mlp",
             "block", "hidden" for the hidden states); empty prunes in one shot.
-        compensate: fit the layers behind removed neurons and heads to their original outputs on
+        compensate: fit the layers after removed neurons and heads to their original outputs on
             the calibration batches, if there are any (default: True).
-        uniform: refuse sizes that the published classes cannot open.
-        multiple_of: divisor of MLP widths that a target selects.
-        tensor_parallel: number of processes over which heads and widths must be divisible.
-        gate_steps: training steps of the gates; the target grows over the first `warmup_steps`.
-        warmup_steps: steps over which the target grows.
+        uniform: raise an error for sizes that the family's classes in transformers cannot load.
+        multiple_of: with a cost target, MLP widths are multiples of this number.
+        tensor_parallel: tensor-parallel size by which heads and widths must be divisible.
+        gate_steps: number of training steps of the gates; the target grows over the first
+            `warmup_steps`.
+        warmup_steps: number of steps over which the target grows.
         gate_lr: learning rate of gates and of the Lagrangian's multipliers.
         seq_len: sequence length in tokens for "flops" and "milliseconds".
         seed: random seed of the gates.
@@ -83,7 +84,7 @@ class StructureConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for values out of range and for settings without effect."""
+        """Raise `ConfigError` for values out of range and settings without effect."""
         problems = [
             f"{f.name}={getattr(self, f.name)!r} must not be below 0"
             for f in fields(self)
@@ -126,7 +127,8 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
     """Return the requested sizes of every layer, by block name; later globs take precedence.
 
     Raises:
-        ConfigError: sizes that tensor parallelism or the model forbids, with the nearest that fit.
+        ConfigError: the model or tensor parallelism does not allow a size; the message names
+            the nearest that fits.
     """
     common = {name: getattr(config, name) for name in _SIZES if getattr(config, name)}
     sizes_by_name: dict[str, Sizes] = {}
@@ -147,7 +149,7 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
 
 
 def sizes_that_apply(spec: Any, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Filter the sizes for all layers to those that one layer has."""
+    """Return those of the sizes that apply to a layer of this spec."""
     heads = spec.attn is not None or spec.cross_attn is not None
     has = {"num_heads": heads, "num_kv_heads": heads, "head_dim": heads}
     has["intermediate_size"] = spec.mlp is not None

@@ -1,4 +1,4 @@
-"""Makes a pruning plan that keeps a given share of a model's cost."""
+"""Makes a pruning plan that keeps a given fraction of a model's cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["costs_of", "plan_for_target"]
 
 
 def costs_of(model: Any, config: StructureConfig) -> Costs:
-    """Return the costs of a model's blocks in the unit of the config's target."""
+    """Return the costs of a model's blocks, in the unit of the config's target."""
     if config.target == "milliseconds":
         return measure_costs(model, config.seq_len)
     kind: Any = "flops" if config.target == "flops" else "parameters"
@@ -31,10 +31,11 @@ def costs_of(model: Any, config: StructureConfig) -> Costs:
 
 
 def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> PruningPlan:
-    """Return the plan that drops the least important units until `keep_ratio` of the cost is left.
+    """Return the plan that drops the least important units until the target cost is reached.
 
     Raises:
-        ConfigError: the target is out of reach: every layer keeps a unit of each kind.
+        ConfigError: the target cannot be reached, as every layer keeps at least one unit of
+            each kind.
     """
     costs = costs_of(model, config)
     limit, blocks = config.keep_ratio * costs.total, blocks_of(model)
@@ -80,11 +81,11 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _rank(
     costs: Costs, blocks: Mapping[str, Block], scores: Scores, config: StructureConfig
 ) -> list[tuple[float, str, str, list[int]]]:
-    """Return the removable units, lowest importance per cost first.
+    """Return the removable units, ordered by importance per cost, lowest first.
 
     MLP features are removed in steps of `multiple_of`, heads in steps of `tensor_parallel`. Taylor
-    scores estimate the same loss in all layers; other scores are only comparable within a kind and
-    layer.
+    scores are comparable across layers, since all estimate the same loss; other scores are
+    comparable only within a kind and layer.
     """
     removable = []
     for name, halves in costs.blocks.items():
@@ -145,7 +146,7 @@ def _plan_of(
 
 
 def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Costs) -> PruningPlan:
-    """Return the plan that keeps the same share of heads and of features in every layer."""
+    """Return the plan that keeps the same fraction of heads and features in every layer."""
     limit = config.keep_ratio * costs.total
     attns = [halves["attn"] for halves in costs.blocks.values() if "attn" in halves]
     mlps = [halves["mlp"] for halves in costs.blocks.values() if "mlp" in halves]

@@ -1,4 +1,4 @@
-"""Measures block times in milliseconds: each half at several sizes, interpolated linearly."""
+"""Measures block times in milliseconds: attention and MLP at several sizes, interpolated."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 def measure_costs(model: Any, seq_len: int) -> Costs:
-    """Return the forward time of blocks for a sequence of `seq_len` tokens, in milliseconds.
+    """Return the forward time of blocks for `seq_len` tokens, in milliseconds.
 
-    Layers with equal specs are timed once. In a distributed run all processes use the times of rank
-    0.
+    Layers with equal specs are timed once. In a distributed run, all processes use the times of
+    rank 0.
 
     Raises:
-        ConfigError: cross-attention or sparse attention, which are not timed.
+        ConfigError: the model has cross-attention or sparse attention, which cannot be timed.
     """
     times: dict[str, dict[str, Half]] = {}
     halves = {}
@@ -79,7 +79,7 @@ def _sizes(units: int) -> list[int]:
 
 
 def _as_half(specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int) -> Half:
-    """Return the cost of a half from its measured times at several sizes."""
+    """Return the cost of a sublayer from its measured times at several sizes."""
     like = next(block.parameters())
     x = torch.zeros(1, seq_len, block.spec.hidden_size, dtype=like.dtype, device=like.device)
     times = time_each([_build(spec, like) for spec in specs.values()], x)
@@ -101,7 +101,7 @@ def _build(spec: BlockSpec, like: Tensor) -> Block:
 
 @torch.no_grad()
 def time_each(blocks: Sequence[Block], x: Tensor) -> list[float]:
-    """Return each block's time in milliseconds: the median over rounds that run all blocks."""
+    """Return each block's time in milliseconds: the median over rounds of all blocks."""
     times: list[list[float]] = [[] for _ in blocks]
     for number in range(_ROUNDS + 1):
         for block, taken in zip(blocks, times, strict=True):

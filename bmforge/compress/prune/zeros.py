@@ -1,10 +1,11 @@
 """Sparsity in training: sets weights to zero and keeps them zero, on any parallel layout.
 
 The zeros of a weight are its mask. A module with sparse weights reads them through `keep_zeros`,
-which gives weights of 0 the gradient 0. So AdamW and SGD leave them unchanged, also when sharded,
-offloaded or resumed on another layout, and no separate mask has to be saved. bmforge's Muon leaves
-weights unchanged whose gradient and momentum are 0 (`train/optim/muon.py`). Weights that are pruned
-during training still have momentum, so they are reset to zero after every step.
+which sets the gradient of zero weights to 0. So AdamW and SGD leave them unchanged, even if they
+are sharded, offloaded or resumed on another layout, and no separate mask has to be saved. bmforge's
+Muon does not change a weight of 0 if its gradient and momentum are 0 (`train/optim/muon.py`).
+Weights that are pruned during training still have momentum, so they are reset to zero after every
+step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _KeepZeros(torch.autograd.Function):
 
 
 def _without_zeros(grad: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient with 0 where the weight is 0."""
+    """Return the gradient, set to 0 where the weight is 0."""
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (grad, weight))
     if plain and grad.dtype == weight.dtype:
         # Same result in one vectorized pass: ten times as fast on a CPU.
@@ -54,7 +55,7 @@ def _without_zeros(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def keep_zeros(weight: Tensor) -> Tensor:
-    """Return the weight unchanged; in backward its gradient is 0 where the weight is 0."""
+    """Return the weight unchanged; backward sets its gradient to 0 where the weight is 0."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     return _KeepZeros.apply(weight)
@@ -67,7 +68,7 @@ class Zeros(MethodBase):
         config: pruning settings.
 
     Attributes:
-        share: current sparsity of the schedule.
+        share: current sparsity according to the schedule.
     """
 
     name = "zeros"
@@ -81,11 +82,11 @@ class Zeros(MethodBase):
         self._is_late = False
 
     def attach_(self, model: nn.Module) -> None:
-        """Wrap the selected modules so that they keep zeros; prune now if there is no schedule.
+        """Make the selected modules keep zeros; prune immediately if there is no schedule.
 
         Raises:
-            ConfigError: a glob that matches nothing, quantized weights, or sizes
-                that the pattern does not fit.
+            ConfigError: a glob matches nothing, weights are quantized, or sizes do not fit the
+                pattern.
         """
         matrices = find_matrices(model, self.config.where)
         check_pattern(matrices, self.config)
@@ -99,14 +100,14 @@ class Zeros(MethodBase):
         self._is_late = is_now and not is_real
 
     def _see_zeros_(self, model: nn.Module, parameter_ids: set[int]) -> None:
-        """Make every module with one of these parameters, tied ones too, use `keep_zeros`."""
+        """Make every module with one of these parameters use `keep_zeros`, including tied ones."""
         for module in model.modules():
             keys = [key for key, p in module._parameters.items() if id(p) in parameter_ids]
             if keys and all(order_key != _PLACE for order_key, _ in wrappers_of(module)):
                 view_parameters_(module, dict.fromkeys(keys, keep_zeros), _PLACE)
 
     def after_step_(self, model: nn.Module, step: int) -> None:
-        """Reset zeros that momentum has moved, and prune further if the schedule is due."""
+        """Reset zeros that momentum has changed, and prune further if the schedule requires it."""
         config = self.config
         is_scheduled = bool(config.steps or config.begin_step)
         for name, parameter in self._found(model):
@@ -132,7 +133,7 @@ class Zeros(MethodBase):
             self._make_zeros_(model, share)
 
     def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and parameter of the pruned matrices on this process."""
+        """Yield the name and parameter of each pruned matrix on this process."""
         for name, (owner, key) in self._places.items():
             module = _find(model, owner)
             if module is not None:
@@ -158,11 +159,11 @@ class Zeros(MethodBase):
         self.share = share
 
     def keep_(self, model: nn.Module) -> None:
-        """Use the model's current zeros as the mask that is applied after every step."""
+        """Store the model's current zeros as the mask to apply after every step."""
         self._kept = {name: _values_of(p) != 0 for name, p in self._found(model)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current sparsity of the schedule."""
+        """Return the current sparsity according to the schedule."""
         return {"share": self.share}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ class Zeros(MethodBase):
             )
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Remove everything but the zeros; return the total sparsity and that of each matrix."""
+        """Remove the hooks and keep the zeros; return the sparsity in total and per matrix."""
         counts = {}
         for name, parameter in self._found(model):
             values = _values_of(parameter)
@@ -199,7 +200,7 @@ class Zeros(MethodBase):
 
 
 def check_pattern(matrices: list[Matrix], config: PruneConfig) -> None:
-    """Raise one `ConfigError` with all matrices whose sizes are not multiples of four."""
+    """Raise one `ConfigError` that lists all matrices whose sizes are not multiples of four."""
     if config.pattern == "free":
         return
     both, problems = config.pattern != "2:4", []
@@ -232,7 +233,7 @@ def _values_of(parameter: nn.Parameter) -> Tensor:
 
 
 def _put_zeros_(parameter: nn.Parameter, mask: Tensor) -> None:
-    """Set the weights outside the mask to 0, in the parameter and in its offloaded copy."""
+    """Set the weights outside the mask to 0, in the parameter and its offloaded copy."""
     values = _values_of(parameter)
     values.mul_(mask.to(values.device))  # several times as fast as masked_fill_
     if source_of(parameter).keeper is not None:

@@ -1,4 +1,4 @@
-"""Quantization: after training, or during it (quantization-aware training).
+"""Quantization, either after training or during it (quantization-aware training).
 
 Start reading at `apply.py` (after training) and `fake.py` (during training).
 """

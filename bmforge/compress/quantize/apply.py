@@ -1,4 +1,4 @@
-"""Post-training quantization into the runtime's storage formats, with or without calibration."""
+"""Post-training quantization to the inference storage formats, with or without calibration."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def quantize(
     """Quantize the weights of any model in place; return the model.
 
     The linear layers and experts of the blocks are quantized; embeddings, heads, norms and routers
-    keep floating-point weights. The result equals that of the runtime's `quantize_`: a bmforge
-    model records the change in its config, so it can be saved, opened and streamed.
+    keep floating-point weights. The layers are the same as after `models.pack.quantize_`: a bmforge
+    model records the change in its config, so it can be saved, loaded and streamed.
 
     Args:
-        model: bmforge's, transformers' or any other model, complete and in memory.
+        model: bmforge, transformers or any other model, complete and in memory.
         spec: scheme name, `QuantSpec`, or complete config (default: "int8").
-        method: "absmax", "smooth", "awq" or "gptq"; None takes the config's, or "absmax".
+        method: "absmax", "smooth", "awq" or "gptq"; None uses that of the config, or "absmax".
         batches: calibration batches for all methods but "absmax", and for "auto": keyword
             arguments of the model's forward, or token ids alone.
-        where: name globs of modules; empty takes the config's.
-        specs: module name -> scheme, instead of one scheme for all.
+        where: name globs of modules; empty uses those of the config.
+        specs: scheme of each module by name, instead of one scheme for all.
 
     Raises:
-        ConfigError: an unknown scheme or method, a layer that is already quantized or does not
-            fit the scheme (the message lists schemes that fit), a glob that matches nothing, or
-            missing, too few or empty batches.
+        ConfigError: the scheme or method is unknown, a layer is already quantized or does not
+            fit the scheme (the message lists schemes that fit), a glob matches nothing, or batches
+            are missing, too few or empty.
 
     Memory: with calibration, the hidden states of the batches and the statistics of one block.
     """
@@ -95,7 +95,10 @@ def _choose_specs(
     batches: Sequence[Any] | None,
     given_specs: Mapping[str, QuantSpec] | None,
 ) -> dict[str, QuantSpec]:
-    """Return module name -> scheme, after checking that it fits; holds no reference to modules."""
+    """Return the scheme of each module by name, after checking that it fits.
+
+    The result holds no references to modules.
+    """
     matrices = find_matrices(model, config.where or tuple(given_specs or ()))
     if given_specs is not None:
         chosen = dict(given_specs)
@@ -109,7 +112,7 @@ def _choose_specs(
 
 
 def check_widths(matrices: Sequence[Matrix], specs: Mapping[str, QuantSpec]) -> None:
-    """Raise one `ConfigError` with all matrices whose width does not fit their scheme."""
+    """Raise one `ConfigError` that lists all matrices whose width does not fit their scheme."""
     problems = {}
     for matrix in matrices:
         part = matrix.parameter[matrix.index or 0] if matrix.parameter.dim() == 3 else None

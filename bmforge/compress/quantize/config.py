@@ -24,21 +24,23 @@ class QuantizeConfig:
     """Settings of quantization: scheme, method and layers.
 
     Args:
-        scheme: name in `nn.packing.PRESETS`, or "auto": "int4" or "int8" per module by its
+        scheme: name in `nn.packing.PRESETS`, or "auto" to choose "int4" or "int8" per module by
             sensitivity, within `average_bits`.
-        spec: explicit `QuantSpec` instead of a scheme name.
+        spec: explicit `QuantSpec` that replaces `scheme`.
         method: "absmax": round to nearest; "smooth" (SmoothQuant) and "awq": scale input
             channels first; "gptq": error compensation in later columns. All but "absmax" need
             calibration batches.
         where: name globs of modules; empty selects the blocks' linear layers and experts.
-        average_bits: mean bits per weight with "auto", including scales.
-        training: "none"; "fake": fake quantization of weights and inputs; "int8": int8 matrix
-            products in the forward pass; "int8-both": also in the backward pass. The int8 modes
-            need the scheme "int8-dynamic".
-        strength: smooth: share of the inputs' range that is moved into the weights, from 0 to 1.
-        grid: awq: number of scale exponents tried.
-        damp: gptq: share of the mean of the Hessian's diagonal that is added to it.
-        block_columns: gptq: columns per block; the remaining columns are updated after each block.
+        average_bits: mean bits per weight for "auto", including scales.
+        training: quantization during training: "none"; "fake" for fake quantization of weights
+            and inputs; "int8" for int8 matrix products in forward; "int8-both" for int8 products
+            also in backward. The int8 modes need the scheme "int8-dynamic".
+        strength: fraction of the inputs' range that is moved into the weights, 0 to 1 (smooth
+            only).
+        grid: number of scale exponents to try (awq only).
+        damp: fraction of the Hessian's mean diagonal that is added to the diagonal (gptq only).
+        block_columns: number of columns per block, after which the remaining columns are
+            updated (gptq only).
     """
 
     scheme: str = "int8"
@@ -53,7 +55,7 @@ class QuantizeConfig:
     block_columns: int = 128
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` with everything that contradicts itself or has no effect."""
+        """Raise a `ConfigError` that lists contradictory settings and settings without effect."""
         where = (self.where,) if isinstance(self.where, str) else tuple(self.where)
         object.__setattr__(self, "where", where)
         for name, choices in _CHOICES.items():
@@ -118,12 +120,12 @@ class QuantizeConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether a scheme is chosen per module."""
+        """Whether the scheme is chosen per module."""
         return self.scheme == AUTO and self.spec is None
 
     @property
     def used_spec(self) -> QuantSpec:
-        """Quantization spec of the scheme; undefined for "auto"."""
+        """`QuantSpec` of the scheme; undefined for "auto"."""
         return self.spec or find_preset(self.scheme)
 
     @property

@@ -1,7 +1,7 @@
 """Quantization-aware training: layers compute with the values of the quantized model.
 
-The weights remain floating-point, and the optimizer updates them. `finish_` packs them into the
-runtime's storage, bit-identical to the values used in training.
+The optimizer updates floating-point weights. `finish_` packs them into the inference storage
+format, bit-identical to the values used in training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLACE = "rounding"
 
 
 def is_rounding(module: nn.Module) -> bool:
-    """Return True if `FakeQuantize` makes a layer compute with rounded values."""
+    """Return True if `FakeQuantize` makes a layer compute with quantized values."""
     return any(order_key == _PLACE for order_key, _ in wrappers_of(module))
 
 
@@ -43,7 +43,7 @@ class FakeQuantize(MethodBase):
     Args:
         config: quantization settings; the scheme must not be "auto" unless `specs` is given.
         batches: calibration batches for `finish_` with ``training="none"``.
-        specs: module name -> scheme, for different schemes per module.
+        specs: scheme of each module by name, for different schemes per module.
     """
 
     name = "quantize"
@@ -63,11 +63,11 @@ class FakeQuantize(MethodBase):
         self._seen = _Seen()
 
     def attach_(self, model: nn.Module) -> None:
-        """Wrap the layers so that they compute with rounded values.
+        """Wrap the layers so that they compute with quantized values.
 
         Raises:
-            ConfigError: a glob that matches nothing, weights that are already quantized, or widths
-                that the scheme's group size does not divide.
+            ConfigError: a glob matches nothing, weights are already quantized, or widths are
+                not divisible by the scheme's group size.
         """
         if self.config.training == "none":
             return
@@ -99,7 +99,7 @@ class FakeQuantize(MethodBase):
         return partial(_run_int8, matrix.module, in_both, self._seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the dtype in which weights were rounded."""
+        """Return the dtype in which weights were quantized."""
         return {"dtype": None if self._seen.dtype is None else str(self._seen.dtype)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _run_fake(
 
 
 def _group_here(spec: QuantSpec, module: nn.Module, weights: Mapping[str, Any]) -> int:
-    """Return the group size for the local shard; raise if tensor parallelism splits a group."""
+    """Return the group size of a local shard; raise an error if sharding splits a group."""
     for key, weight in weights.items():
         columns = weight.shape[0 if hasattr(module, "nf") else -1]
         if spec.group_size and columns % spec.group_size:

@@ -1,9 +1,9 @@
-"""Folds per-channel scales into a norm or linear layer and the inverse into the layers after it.
+"""Folds per-channel scales into a norm or linear layer, and the inverse into its consumers.
 
 Dividing a layer's input channels by s and multiplying its weight columns by s leaves the output
 unchanged. The division is applied to the module that produces the channels: a norm's weight, or the
-rows of a linear layer. Where this changes the model (the norm has other consumers, or there is an
-activation in between), the change of the block's output reveals it and the scale is reverted.
+rows of a linear layer. If this changes the model (because the norm has other consumers, or there is
+an activation in between), the block's output changes, and the scale is reverted.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TOLERANCE = 1e-3  # relative to the largest output
 
 @dataclass
 class Fold:
-    """A module that produces channels, and the matrices that consume them.
+    """Module that produces channels, and the matrices that consume them.
 
     Args:
         source: norm or linear layer.
         targets: matrices with one column per channel.
-        head_dim: head width if several heads of `targets` share a head of `source`; else 0.
+        head_dim: head width if several heads of `targets` share a head of `source`; otherwise 0.
     """
 
     source: nn.Module
@@ -44,7 +44,7 @@ class Fold:
     head_dim: int = 0
 
     def settle(self, scales: Tensor) -> Tensor:
-        """Replace the scales of heads that share source channels by their maximum: (columns,)."""
+        """Replace the scales of heads that share source channels with their maximum: (columns,)."""
         shared = self._by_source(scales)
         if shared.numel() == scales.numel():
             return scales
@@ -52,7 +52,7 @@ class Fold:
         return heads.expand(-1, scales.numel() // shared.numel(), -1).reshape(-1)
 
     def _by_source(self, scales: Tensor) -> Tensor:
-        """Return the divisors of the source's channels: the maximum over heads that share them."""
+        """Return the divisors of the source's channels: maxima over the heads that share them."""
         weight: Any = self.source.weight
         rows = weight.shape[0] if not hasattr(self.source, "nf") else weight.shape[1]
         if rows == scales.numel():
@@ -78,7 +78,7 @@ class Fold:
 
 
 def find_folds(run: BlockRun) -> list[Fold]:
-    """Return the possible folds of a block: from norms, v into o, up into down."""
+    """Return the possible folds of a block: from norms, from v to o, and from up to down."""
     linear = {m.owner: m for m in run.matrices if not isinstance(m.module, (Experts, nn.Embedding))}
     outputs: list[tuple[Tensor, nn.Module]] = []
     taken: list[tuple[Tensor, Matrix]] = []
@@ -135,8 +135,8 @@ def _find_pairs(run: BlockRun, linear: dict[str, Matrix]) -> list[Fold]:
 def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
     """Apply scales to a block if its output is unchanged; return True if they were applied.
 
-    The comparison is computed in fp32: in bf16 the rounding of the scaled weights alone exceeds
-    every useful tolerance.
+    Outputs are compared in fp32: in bf16, the rounding of the scaled weights alone exceeds any
+    useful tolerance.
 
     Shape:
         scales: (columns,), above 0
@@ -160,7 +160,7 @@ def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
 
 @contextmanager
 def _widened(block: nn.Module) -> Iterator[None]:
-    """Replace the values of a block's 16-bit tensors by fp32 copies inside the context."""
+    """Context manager: replace a block's 16-bit tensors with fp32 copies."""
     tensors = [*block.parameters(), *block.buffers()]
     originals = [(t, t.data) for t in tensors if t.is_floating_point()]
     try:

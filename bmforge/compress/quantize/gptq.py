@@ -1,7 +1,7 @@
-"""GPTQ: rounds column by column, and later columns compensate the rounding errors.
+"""GPTQ: rounds column by column; later columns compensate the rounding errors.
 
-Source: Frantar et al., "GPTQ" (2022). Here a group's scale is computed when its first column is
-reached, from the updated weights, and is rounded to its storage dtype before any division by it.
+Source: Frantar et al., "GPTQ" (2022). A group's scale is computed from the updated weights when its
+first column is reached, and is rounded to its storage dtype before it is used.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _RANGES = {(8, True): (-127, 127), (8, False): (-128, 127), (4, True): (-8, 7), 
 
 
 class _BlockRounder:
-    """Rounds the matrices of one block after the other, and stores a layer when it is complete.
+    """Rounds the matrices of one block after the other, and packs each complete layer.
 
     Attributes:
-        done: names of the blocks that are changed, or being changed.
-        dead: names of the matrices whose inputs were all zero.
+        done: names of the blocks that have been changed or are being changed.
+        dead: names of the matrices whose calibration inputs were all zero.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ def quantize_gptq_(
     Args:
         model: model in memory.
         config: damping and block size.
-        specs: module name -> scheme.
+        specs: scheme of each module by name.
         batches: calibration batches.
 
     Raises:
-        ConfigError: fewer tokens than columns of a block's narrowest matrix (raised before that
-            block is changed), or a Hessian that is not positive definite. The message says if
-            earlier blocks are already quantized.
+        ConfigError: a block receives fewer tokens than its narrowest matrix has columns (raised
+            before that block is changed), or a Hessian is not positive definite. The message tells
+            whether earlier blocks are already quantized.
     """
     rounder = _BlockRounder(model, config, specs)
     try:
@@ -134,7 +134,7 @@ def quantize_gptq_(
 
 
 def _narrowest(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
-    """Return block name -> columns of its narrowest matrix; experts count only without others."""
+    """Return the width of each block's narrowest matrix (experts count only if alone) by name."""
     matrices = by_block(find_matrices(model, tuple(specs)), find_repeated_blocks(model))
     return {
         name: min(m.read().shape[1] for m in [m for m in inside if m.index is None] or inside)
@@ -154,7 +154,7 @@ def _check_tokens(run: BlockRun, narrowest: Mapping[str, int]) -> None:
 
 
 class _Tokens:
-    """Collects the matrices with too few calibration tokens, which are only rounded."""
+    """Collects matrices with too few calibration tokens, which are rounded to nearest."""
 
     def __init__(self) -> None:
         self._few: list[str] = []
@@ -177,7 +177,9 @@ class _Tokens:
 
 
 class _Round:
-    """Rounds column after column to integers times the scale of their group.
+    """Column update of GPTQ: rounds a column to integers times the scale of its group.
+
+    A weight of 0 stays 0, since it was pruned; error compensation would otherwise change it.
 
     A weight of 0 stays 0: it was pruned, and error compensation would fill it again.
     """
@@ -191,7 +193,7 @@ class _Round:
         self.minima: list[Tensor] = []
 
     def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
-        """See `columns.Settler`."""
+        """Implement `columns.Settler`."""
         if number % self.group == 0:
             is_per_column = self.group == self.matrix.shape[1]
             self._find_scale(
@@ -237,9 +239,9 @@ def round_gptq(
         matrix: weights, (rows, columns).
         hessian: Hessian of the matrix's inputs.
         spec: quantization scheme.
-        damp: share of the mean of the Hessian's diagonal that is added to it.
-        block_columns: columns per block, rounded up to whole groups; the remaining columns are
-            updated after each block.
+        damp: fraction of the Hessian's mean diagonal that is added to the diagonal.
+        block_columns: number of columns per block, rounded up to whole groups; the remaining
+            columns are updated after each block.
         name: name of the matrix for messages.
         in_place: see `settle_columns`.
 

@@ -1,12 +1,12 @@
 """Training with int8 matrix products: one scale per weight row and one per token.
 
-The forward pass is bit-identical to the runtime's "int8-dynamic". Only int8 tensors are saved for
-backward: a quarter of the size of fp32 activations. Optionally the backward pass uses int8 products
-too: its inputs are quantized again, per token for the input's gradient and per weight row for the
-weight's gradient.
+The forward pass is bit-identical to inference with "int8-dynamic". Only int8 tensors are saved for
+backward, a quarter of the size of fp32 activations. Optionally the backward pass also uses int8
+products; its inputs are quantized again, per token for the input's gradient and per weight row for
+the weight's gradient.
 
-Source: BMCook's quantization-aware training (cpm_kernels' GEMMInt8), described in its terms; the
-weight's gradient uses a straight-through estimator.
+Source: BMCook's quantization-aware training (cpm_kernels' GEMMInt8); the weight's gradient uses a
+straight-through estimator.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _multiply_floats(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiply_rounded(left: Tensor, right: Tensor) -> Tensor:
-    """Quantize the rows of `left` to int8 and multiply with an int8 matrix."""
+    """Quantize the rows of `left` to int8, and multiply with an int8 matrix."""
     values, scales = quantize_activations(left, left.shape[1])
     return multiply_int8(values, right).float() * scales
 
@@ -83,7 +83,7 @@ def int8_linear(
         x: input, quantized per token.
         weight: weight, quantized per row.
         bias: bias, added without quantization.
-        in_both: use int8 products in the backward pass too (default: False).
+        in_both: use int8 products in backward as well (default: False).
 
     Shape:
         x: (..., in); weight: (out, in); returns (..., out)

@@ -1,4 +1,4 @@
-"""Replaces a model's layers by quantized ones that hold precomputed integers."""
+"""Replaces layers by quantized ones, optionally with precomputed integers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def store_block_(
     Args:
         model: model that contains the matrices.
         matrices: all matrices of the modules to replace.
-        specs: module name -> scheme.
-        integers: matrix name -> its integers; None rounds to nearest.
+        specs: scheme of each module by name.
+        integers: precomputed integers of each matrix by name; None rounds to nearest.
     """
     own_specs = {matrix.owner: specs[matrix.owner] for matrix in matrices}
     for spec, names in by_spec(own_specs).items():
@@ -44,7 +44,7 @@ def store_block_(
 
 
 def by_spec(specs: Mapping[str, QuantSpec]) -> dict[QuantSpec, list[str]]:
-    """Group module names by scheme: scheme -> names."""
+    """Group module names by their scheme."""
     names_of_spec: dict[QuantSpec, list[str]] = {}
     for name, spec in specs.items():
         names_of_spec.setdefault(spec, []).append(name)
@@ -52,14 +52,14 @@ def by_spec(specs: Mapping[str, QuantSpec]) -> dict[QuantSpec, list[str]]:
 
 
 def remember_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
-    """Record in the config of a bmforge model that layers were quantized."""
+    """Record the quantization of layers in the config of a bmforge model."""
     if hasattr(model, "remember_part_"):
         for spec, names in by_spec(specs).items():
             model.remember_part_("quantize", as_globs(model, names), asdict(spec), "")
 
 
 def as_globs(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return globs that match exactly these modules, with few globs if blocks are alike."""
+    """Return few globs that match exactly these modules."""
     all_names, chosen = [name for name, _ in model.named_modules() if name], set(names)
     globs: dict[str, None] = {}
     for name in names:

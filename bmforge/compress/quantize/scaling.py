@@ -1,7 +1,7 @@
-"""SmoothQuant and AWQ: scale the input channels of layers before their weights are rounded.
+"""SmoothQuant and AWQ: scale a layer's input channels before its weights are rounded.
 
 Source: Xiao et al., "SmoothQuant" (2022), equation 4; Lin et al., "AWQ" (2023): the search over
-powers of the mean size of activations, then the search for each group's clipping range.
+powers of the mean activation magnitude, then for each group's clipping range.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def quantize_scaled_(
 ) -> None:
     """Quantize a model in place, block by block, by SmoothQuant or AWQ.
 
-    Each block is calibrated on the outputs of the quantized blocks before it. Layers without a norm
-    or linear layer before them that could take the inverse scale are rounded without scaling.
+    Each block is calibrated on the outputs of the quantized blocks before it. Layers are rounded
+    without scaling if no norm or linear layer before them can absorb the inverse scale.
 
     Args:
         model: model in memory, not parallelized.
         config: method and its hyperparameters.
-        specs: module name -> its scheme.
+        specs: scheme of each module by name.
         batches: calibration batches.
     """
     scaled: set[str] = set()
@@ -84,12 +84,12 @@ def quantize_scaled_(
 def _clip_block(
     run: BlockRun, specs: Mapping[str, QuantSpec], scales: Mapping[str, Tensor]
 ) -> dict[str, Integers]:
-    """Return the integers of a block's matrices, each group clipped where that lowers its error.
+    """Return the integers of a block's matrices; groups are clipped if this reduces the error.
 
     Args:
         run: block whose inputs were measured before it was scaled.
-        specs: module name -> its scheme.
-        scales: matrix name -> scales that its columns were multiplied by since.
+        specs: scheme of each module by name.
+        scales: by matrix name, the scales by which its columns were multiplied since.
     """
     integers = {}
     for matrix in run.matrices:
@@ -108,7 +108,7 @@ def _clip_block(
 
 @torch.no_grad()
 def quantize_clipped(matrix: Tensor, spec: QuantSpec, x: Tensor) -> Integers:
-    """Quantize a matrix with the clipping range per group that has the smallest output error.
+    """Quantize a matrix; each group uses the clipping range with the smallest output error.
 
     Shape:
         matrix: (rows, columns); x: (tokens, columns)
@@ -136,7 +136,7 @@ def quantize_clipped(matrix: Tensor, spec: QuantSpec, x: Tensor) -> Integers:
 
 
 def _merge(first: Integers, second: Integers, takes_second: Tensor, group: int) -> Integers:
-    """Return the groups of the second matrix where `takes_second`, else those of the first."""
+    """Return the groups of the second matrix where `takes_second` is True, else of the first."""
     minima = None
     if first.minima is not None and second.minima is not None:
         minima = torch.where(takes_second, second.minima, first.minima)
@@ -146,7 +146,9 @@ def _merge(first: Integers, second: Integers, takes_second: Tensor, group: int) 
 
 
 def smooth_scales(fold: Fold, inputs: InputSizes, strength: float) -> Tensor:
-    """Return SmoothQuant's scales: ``max|x|^strength / max|w|^(1 - strength)`` for every channel.
+    """Return SmoothQuant's scales ``max|x|^strength / max|w|^(1 - strength)`` per channel.
+
+    A channel that is zero for all calibration tokens has scale 1.
 
     A channel that no calibration token has excited keeps its weights: its scale is 1.
 
@@ -161,7 +163,9 @@ def smooth_scales(fold: Fold, inputs: InputSizes, strength: float) -> Tensor:
 
 
 def awq_scales(fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], grid: int) -> Tensor:
-    """Return AWQ's scales: the power of the mean input sizes with the smallest output error.
+    """Return AWQ's scales: the power of mean input magnitudes with the smallest output error.
+
+    A channel that is zero for all calibration tokens has scale 1.
 
     A channel that no calibration token has excited keeps its weights: its scale is 1.
 
@@ -188,6 +192,8 @@ def awq_scales(fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], g
 def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
     """Clamp scales to within a factor of their median; dead channels get 1.
 
+    Otherwise a channel with very small calibration inputs would be scaled to almost nothing.
+
     Without it, a feature that calibration excites only faintly would be scaled to almost nothing.
     """
     if bool(is_dead.all()):
@@ -198,7 +204,7 @@ def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
 
 
 def _product_error(matrix: Matrix, spec: QuantSpec, x: Tensor, scales: Tensor) -> float:
-    """Return the squared output error of a matrix whose scaled columns are rounded."""
+    """Return the squared output error of a matrix that is rounded after scaling its columns."""
     plain = matrix.read().to(x.dtype)
     rounded = round_matrix(plain * scales, spec) / scales
     return float((x @ (rounded - plain).t()).square().sum())
