@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.align.scoring import score_tokens
+from bmforge.parallel.zero import reshard_
 from bmforge.surgery import evaluating
 from bmforge.tune.delta.selection import choosing_deltas
 
@@ -50,6 +51,8 @@ def frozen_copy(reference: Any) -> Reference:
     reference.requires_grad_(False)
 
     def score(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return score_rows(reference, batch)
+        sums = score_rows(reference, batch)
+        reshard_(reference)  # no backward frees its gathered weights
+        return sums
 
     return score

@@ -9,6 +9,8 @@ from bmforge.errors import ConfigError
 from bmforge.parallel.planner.dry_run import DryRun, dry_run
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.micro_batches import settle_batch
+from bmforge.recipes.resident_models import list_resident_models
+from bmforge.recipes.reward import RewardConfig, with_reward_head
 from bmforge.recipes.start import family_of, with_changes
 
 __all__ = ["launched_processes", "parse_world", "show_dry_run"]
@@ -43,6 +45,8 @@ def show_dry_run(config: Any, world_size: int) -> str:
         world_size
     ):  # otherwise reported together with the other problems
         settle_batch(config, world_size)
+    if isinstance(config, RewardConfig):
+        config = with_reward_head(config)
     family = family_of(config.model)
 
     def build() -> Any:
@@ -58,7 +62,11 @@ def show_dry_run(config: Any, world_size: int) -> str:
         recompute=config.recompute,
         prefetch=config.prefetch,
     )
-    return _describe(family.__name__, result, world_size)
+    described = _describe(family.__name__, result, world_size)
+    for resident in list_resident_models(config, build(), world_size):
+        size = resident.bytes_per_process(result.holders) / 2**30
+        described += f"\n{resident.name:>10}: {size:.2f} GiB on every process"
+    return described
 
 
 def _describe(family: str, result: DryRun, world_size: int) -> str:

@@ -320,6 +320,12 @@ class PlanCommand:
 
     Args:
         model: name of a preset, or a model directory.
+        task: task whose step is planned. A row of preferences and reward is a pair of answers; rl
+            and distill write rollouts.
+        reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the base
+            with the adapter off), copy or precomputed; none takes that of the task's default.
+        teacher: model of --task distill: a preset, or a model directory.
+        max_num_seqs: answers that rl and distill write at once (default: 64).
         set: fields of the model's config to change, field=value each.
         changes: changes of the model: JSON or a file, as in `train`.
         freeze_base: train only the modules added by changes.
@@ -348,6 +354,12 @@ class PlanCommand:
     """
 
     model: Annotated[str, tyro.conf.Positional]
+    task: Literal["pretrain", "conversations", "preferences", "reward", "rl", "distill"] = (
+        "pretrain"
+    )
+    reference: Literal["adapter", "copy", "precomputed"] | None = None
+    teacher: str | None = None
+    max_num_seqs: int | None = None
     set: tuple[str, ...] = ()
     changes: str | None = None
     freeze_base: bool = False

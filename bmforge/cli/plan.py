@@ -14,6 +14,13 @@ from rich.table import Table
 from bmforge.cli.options import PlanCommand
 from bmforge.cli.plan_json import plan_to_dict
 from bmforge.cli.plan_plot import draw_memory
+from bmforge.cli.plan_tasks import (
+    TASK_STEPS,
+    check_task,
+    head_of_task,
+    plan_residents,
+    supports_layout,
+)
 from bmforge.cli.plan_workload import read_model, workload_of
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
@@ -27,6 +34,8 @@ from bmforge.parallel.planner.kept import default_directory
 from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
 from bmforge.recipes.adapters import AdapterConfig, with_adapter
 from bmforge.recipes.base_weights import quantize_base_
+from bmforge.recipes.resident_models import list_resident_models, planned_task
+from bmforge.recipes.reward import with_reward_head
 from bmforge.recipes.run import RunConfig
 from bmforge.recipes.start import family_of, read_changes, with_changes
 
@@ -63,27 +72,44 @@ def make_request(command: PlanCommand) -> PlanRequest:
         parse_interconnect(command.interconnect),
         command.host_memory,
     )
+    check_task(command)
     family, config = read_model(command.model, command.set)
+    config = head_of_task(command.task, config)
     if command.changes is not None:
         changes = (*config.changes, *read_changes(command.changes))
         config = config.replace(changes=changes)
     config = _with_adapter(command, family, config)
     row_tokens = command.seq or min(config.max_seq_len, 4096)
     precision = command.precision or ("bf16" if device.has_bf16 else "fp16")
+    workload = workload_of(
+        command.model,
+        config,
+        row_tokens,
+        _trained_names(command, config),
+        parse_dtype(precision),
+        command.task,
+    )
     return PlanRequest(
-        workload_of(
-            command.model,
-            config,
-            row_tokens,
-            () if command.freeze_base or command.adapter else None,
-            parse_dtype(precision),
-        ),
+        workload,
         cluster,
         -(-8 // command.gpus) * command.gpus if command.batch is None else command.batch,
         precision,
         command.offload,
         command.compile,
+        plan_residents(command, workload.whole, _build_model, precision, row_tokens),
     )
+
+
+def _trained_names(command: PlanCommand, config: Any) -> tuple[str, ...] | None:
+    """Return the modules trained in addition to an adapter: a reward's new head; None is all."""
+    if not command.freeze_base and not command.adapter:
+        return None
+    return tuple(config.heads[config.head].names) if command.task == "reward" else ()
+
+
+def _build_model(name: str) -> Model:
+    family, config = read_model(name)
+    return family.from_config(config, device="meta")
 
 
 def _with_adapter(command: PlanCommand, family: type[Model], config: Any) -> Any:
@@ -112,7 +138,11 @@ def run_plan_command(command: PlanCommand) -> None:
     request = make_request(command)
     if command.plot is not None:
         check_place(command.plot, "plot")
-    layouts = tuple(sensible_layouts(request))
+    layouts = tuple(
+        layout
+        for layout in sensible_layouts(request)
+        if supports_layout(command.task, layout, command.gpus)
+    )
     with ProgressBar("plan", len(layouts)) as bar:
         result = plan(
             request,
@@ -159,7 +189,7 @@ def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
         console.print(least_line(result.least), highlight=False)
     if command.tokens is not None:
         console.print(cost_line(result.winner, request, command), highlight=False)
-    line = launch_line(request, result.winner, _model_options(command))
+    line = launch_line(request, result.winner, _model_options(command), command.task)
     console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -184,7 +214,9 @@ def make_table(result: Plan, count: int) -> Table:
 
 def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
     choice, parts = row.choice, row.memory.parts
-    state = sum(parts.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
+    residents = [resident.name for resident in request.residents]
+    states = ("parameters", "gradients", "optimizer", *residents)
+    state = sum(parts.get(name, 0.0) for name in states)
     activations = parts.get("activations", 0.0)
     cells = [
         str(choice.layout).removeprefix("Layout(").removesuffix(")"),
@@ -229,7 +261,9 @@ def cost_line(row: PlanRow, request: PlanRequest, command: PlanCommand) -> str:
     return text
 
 
-def launch_line(request: PlanRequest, row: PlanRow, model: Sequence[str] = ()) -> str:
+def launch_line(
+    request: PlanRequest, row: PlanRow, model: Sequence[str] = (), task: str = "pretrain"
+) -> str:
     """Return the command that starts training in a row's layout on every node.
 
     Values that a plan does not know are shell variables that must be set: the output directory of
@@ -240,6 +274,7 @@ def launch_line(request: PlanRequest, row: PlanRow, model: Sequence[str] = ()) -
         request: the planner request.
         row: layout to launch.
         model: command line options for the planned model.
+        task: planned task; an adapter is trained on conversations unless another one is planned.
     """
     cluster, choice = request.cluster, row.choice
     per_node = min(cluster.per_node, cluster.count)
@@ -248,9 +283,9 @@ def launch_line(request: PlanRequest, row: PlanRow, model: Sequence[str] = ()) -
     if nodes > 1:
         first = "${FIRST_NODE:?its name or address}"
         start += f' --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint "{first}:29500"'
-    task, data = "pretrain", "${CORPUS:?what bmforge prepare wrote}"
-    if any(option.startswith("--adapter") for option in model):
-        task, data = "conversations", "${CHATS:?file with conversations}"
+    if task == "pretrain" and any(option.startswith("--adapter") for option in model):
+        task = "conversations"
+    data = _DATA[task]
     return " ".join(
         [
             start,
@@ -258,13 +293,32 @@ def launch_line(request: PlanRequest, row: PlanRow, model: Sequence[str] = ()) -
             shlex.quote(request.workload.name),
             *model,
             f'--data.paths "{data}"',
-            *_options(request, choice),
+            *_options(request, choice, task),
         ]
     )
 
 
+# Shell variables of the data that a plan does not know, by task.
+_DATA = {
+    "pretrain": "${CORPUS:?what bmforge prepare wrote}",
+    "conversations": "${CHATS:?file with conversations}",
+    "preferences": "${PAIRS:?file with preferences}",
+    "reward": "${PAIRS:?file with preferences}",
+    "rl": "${PROMPTS:?file with prompts}",
+    "distill": "${PROMPTS:?file with prompts}",
+}
+
+
 def _model_options(command: PlanCommand) -> list[str]:
     options = []
+    if command.reference is not None and command.task == "preferences":
+        options.append(f"--reference {command.reference}")
+    if command.teacher is not None:
+        options.append(f"--teacher {shlex.quote(command.teacher)}")
+    if command.task == "rl":
+        options.append('--reward "${REWARD:?module:function}"')
+    if command.max_num_seqs is not None:
+        options.append(f"--rollout.max-num-seqs {command.max_num_seqs}")
     for change in command.set:
         key, _, value = change.partition("=")
         options.append(f"--model.{key.replace('_', '-')} {shlex.quote(value)}")
@@ -277,7 +331,8 @@ def _model_options(command: PlanCommand) -> list[str]:
     return options + (["--freeze-base"] if command.freeze_base else [])
 
 
-def _options(request: PlanRequest, choice: Any) -> list[str]:
+def _options(request: PlanRequest, choice: Any, task: str) -> list[str]:
+    sequence_tokens = request.workload.row_tokens // TASK_STEPS[task].sequences
     options: dict[str, Any] = {
         f"layout.{n.replace('_', '-')}": v for n, v in choice.layout.unusual().items()
     }
@@ -289,7 +344,7 @@ def _options(request: PlanRequest, choice: Any) -> list[str]:
     if choice.offloaded:
         options["offload.fraction"] = choice.offloaded
     options |= {
-        "data.seq-len": request.workload.row_tokens,
+        "data.seq-len": sequence_tokens,
         "data.global-batch-size": request.batch,
         "data.micro-batch-size": choice.rows,
     }
@@ -304,30 +359,40 @@ def auto_layout(
     `--layout auto` uses it with the recipe's model, rows and batch, on the current machines.
 
     Args:
-        config: a `RunConfig` with `model` and `data`.
+        config: a `RunConfig` with `model` and `data`; its references, teachers and rollout copies
+            are counted.
         cluster: machines of the run.
         offload: whether the optimizer may be offloaded.
 
     Raises:
         ConfigError: nothing fits.
     """
+    task, sequence_tokens = planned_task(config)
+    config = with_reward_head(config) if task == "reward" else config
     trained = None
     if config.freeze_base or config.adapter.kind is not None:
         trained = config.model.heads[config.model.head].names if config.new_head else ()
     sizes = with_adapter(family_of(config.model), with_changes(config), config)
+    precision = config.train.precision
+    workload = workload_of(
+        type(config.model).__name__,
+        sizes,
+        sequence_tokens,
+        trained,
+        parse_dtype(precision),
+        task,
+    )
     request = PlanRequest(
-        workload_of(
-            type(config.model).__name__,
-            sizes,
-            config.data.seq_len,
-            trained,
-            parse_dtype(config.train.precision),
-        ),
+        workload,
         cluster,
         config.data.global_batch_size,
-        config.train.precision,
+        precision,
         offload,
         compiled=config.compile,
+        residents=list_resident_models(config, workload.whole(), cluster.count),
     )
-    choice = plan(request).winner.choice
+    layouts = tuple(
+        each for each in sensible_layouts(request) if supports_layout(task, each, cluster.count)
+    )
+    choice = plan(request, layouts=layouts).winner.choice
     return choice.layout, choice.recompute, choice.offloaded, choice.rows

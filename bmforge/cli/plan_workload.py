@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from bmforge.cli.plan_tasks import TASK_STEPS
 from bmforge.config import config_to_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model, freeze_base_
@@ -21,7 +22,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
 from bmforge.models.init import materialize_
 from bmforge.models.stack import StackSpec, number_places_
-from bmforge.nn import attention_bias, losses, recompute
+from bmforge.nn import attention_bias, jensen_shannon, logprobs, losses, recompute
 from bmforge.parallel import expert
 from bmforge.parallel.planner.follow import Follower
 from bmforge.parallel.planner.workload import Workload
@@ -71,16 +72,18 @@ def workload_of(
     row_tokens: int,
     trained: Collection[str] | None = None,
     frozen_dtype: torch.dtype = torch.float32,
+    task: str = "pretrain",
 ) -> Workload:
     """Describe the training of a model on rows of `row_tokens` tokens.
 
     Args:
         name: display name.
         config: config of the model with its changes.
-        row_tokens: tokens of a row.
+        row_tokens: tokens of a row; of one answer of a pair.
         trained: names of trained modules in addition to those added by
             changes; None trains everything.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
+        task: task whose loss is planned, a key of `TASK_STEPS`.
 
     Raises:
         ConfigError: rows longer than the model's positions, or below two tokens.
@@ -115,15 +118,16 @@ def workload_of(
             order[number] = kind
     frozen = None if trained is None else sorted(trained)
     sizes = config_to_dict(config.replace(raw={}))
-    key_values = (family.__name__, sizes, row_tokens, frozen, str(frozen_dtype))
+    key_values = (family.__name__, sizes, row_tokens, frozen, str(frozen_dtype), task)
+    step = TASK_STEPS[task]
     return Workload(
         name,
         _Short(make, first[0]),
-        partial(_make_batch, row_tokens),
-        _loss,
+        partial(step.make_batch, row_tokens),
+        step.run,
         materialize_,
         config.num_layers,
-        row_tokens,
+        row_tokens * step.sequences,
         config.hidden_size,
         config.flops_per_token(row_tokens),
         make,
@@ -200,16 +204,6 @@ class _Short:
         return model
 
 
-def _make_batch(row_tokens: int, rows: int) -> dict[str, Tensor]:
-    ids = torch.zeros(rows, row_tokens, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch, num_items_in_batch=1.0).loss
-    return loss
-
-
 @contextmanager
 def seen_as_plain(follower: Follower) -> Iterator[None]:
     """Context manager in which `nn` treats fake tensors as plain ones and shortens its loops.
@@ -241,6 +235,8 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         (recompute, "Tensor", FakeTensor),
         (attention_bias, "_tiles", few_tiles),
         (losses, "split_chunks", few_chunks),
+        (logprobs, "split_chunks", few_chunks),
+        (jensen_shannon, "split_chunks", few_chunks),
     ]
     if not follower.copies:  # copies are made by processors
         tile = attention_bias._TILE_ELEMENTS // torch.get_num_threads()

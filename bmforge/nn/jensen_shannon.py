@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn.distillation import HeadInput
+from bmforge.nn.losses import split_chunks
 
 __all__ = ["generalized_jsd", "linear_jsd"]
 
@@ -78,8 +79,8 @@ def linear_jsd(
     size = max(1, _CHUNK_ELEMENTS // sizes[0])
     teacher = teacher.detach()
     parts = []
-    for start in range(0, len(student.hidden), size):
-        chunks = [_narrow(head, start, size) for head in (student, teacher)]
+    for start, count in split_chunks(len(student.hidden), size):
+        chunks = [_narrow(head, start, count) for head in (student, teacher)]
         out = checkpoint(_measure, *chunks, beta, temperature, use_reentrant=False)
         parts.append(out)
     empty = student.hidden.new_zeros((2, 0), dtype=wide_dtype(student.hidden.dtype))

@@ -18,7 +18,7 @@ from bmforge.align.rollout_metrics import metric_names
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
-from bmforge.parallel import World
+from bmforge.parallel import World, init_distributed
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
@@ -26,7 +26,7 @@ from bmforge.recipes.start import traits_of
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.train import TrainConfig
 
-__all__ = ["OnPolicyDistillationConfig", "train_distill"]
+__all__ = ["OnPolicyDistillationConfig", "describe_teacher", "train_distill"]
 
 
 @dataclass(kw_only=True)
@@ -66,16 +66,39 @@ def train_distill(config: Any) -> RunResult:
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 
 
-def _open_data(config: Any, rows: World) -> TrainingData:
+def describe_teacher(config: Any) -> tuple[Path, Any]:
+    """Return the directory of a run's teacher, and the teacher on meta.
+
+    Raises:
+        ConfigError: the run has no teacher.
+    """
     if config.teacher is None:
         raise ConfigError("distill needs a teacher: --teacher DIRECTORY_OR_HUB_ID.")
+    directory = find_model(config.teacher)
+    return directory, AutoModel.describe_pretrained(directory)[0]
+
+
+def _check_layout(config: Any) -> None:
+    """Raise `ConfigError` for layouts and options that distillation does not support."""
+    processes = init_distributed().size
+    if config.layout.row_groups(processes) != processes:
+        raise ConfigError(
+            "on-policy distillation supports one process, data parallelism and layout.zero, not "
+            "tensor, pipeline or context parallelism. Leave them out."
+        )
+    for name in ("exact_logprobs", "tools"):
+        if getattr(config.rollout, name):
+            raise ConfigError(f"rollout.{name} has no effect in distillation. Leave it out.")
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
     if not 0 <= config.jsd_beta <= 1:
         raise ConfigError(f"jsd_beta={config.jsd_beta} must be from 0 to 1.")
     if not config.distill_temperature > 0:
         raise ConfigError(f"distill_temperature={config.distill_temperature} must be above 0.")
+    _check_layout(config)
+    directory, described = describe_teacher(config)
     run = RolloutRun(config, rows)
-    directory = find_model(config.teacher)
-    described = AutoModel.describe_pretrained(directory)[0]
     vocabularies = run.tokenizer.get_vocab(), AutoTokenizer.from_pretrained(directory).get_vocab()
     check_vocabularies(config.model, described.config, vocabularies)
     teacher = AutoModel.from_pretrained(directory, dtype=torch.float32, device=rows.device)

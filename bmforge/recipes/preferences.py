@@ -46,6 +46,7 @@ __all__ = [
     "ReferenceKind",
     "encode_files",
     "open_template",
+    "reference_kind",
     "train_preferences",
 ]
 
@@ -122,7 +123,7 @@ def train_preferences(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     read_options(config)
-    _reference_kind(config)
+    reference_kind(config)
     return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
 
 
@@ -166,7 +167,7 @@ def read_options(config: Any) -> MethodOptions:
     return options
 
 
-def _reference_kind(config: Any) -> ReferenceKind | None:
+def reference_kind(config: Any) -> ReferenceKind | None:
     """Return the kind of the run's reference model; None for a method without a reference."""
     chosen: ReferenceKind | None = config.reference
     if not METHODS[config.method].needs_reference:
@@ -205,7 +206,7 @@ def encode_files(
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
-    data, options, kind = config.data, read_options(config), _reference_kind(config)
+    data, options, kind = config.data, read_options(config), reference_kind(config)
     data.check()
     refuse_split(data.split)
     check_length(config)

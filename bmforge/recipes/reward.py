@@ -22,7 +22,9 @@ from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import change_model, check_length
 from bmforge.train import OptimConfig, TrainConfig
 
-__all__ = ["RewardConfig", "train_reward"]
+__all__ = ["RewardConfig", "train_reward", "with_reward_head"]
+
+_HEAD = "sequence_classification"
 
 
 @dataclass(kw_only=True)
@@ -63,8 +65,12 @@ def train_reward(config: Any) -> RunResult:
         raise ConfigError(
             f"center_rewards_coefficient={config.center_rewards_coefficient} must not be negative."
         )
-    config = change_model(config, head="sequence_classification", num_labels=1)
-    return run_recipe(config, _open_data, head="sequence_classification")
+    return run_recipe(with_reward_head(config), _open_data, head=_HEAD)
+
+
+def with_reward_head(config: Any) -> Any:
+    """Return a run's config with the head of a reward model."""
+    return change_model(config, head=_HEAD, num_labels=1)
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:

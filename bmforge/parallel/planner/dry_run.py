@@ -49,12 +49,14 @@ class DryRun:
     Args:
         axes: length of every mesh axis, slowest first.
         parameters: number of parameters of the whole model; tied parameters count once.
+        holders: number of processes that hold the parameters of the model together.
         shares: memory of the first process of every pipeline rank; that of the rank's other
             processes differs by at most one row per parameter.
     """
 
     axes: dict[str, int]
     parameters: int
+    holders: int
     shares: tuple[RankMemory, ...]
 
 
@@ -91,7 +93,8 @@ def dry_run(
             shares.append(_measure(model, stage * beside))
         finally:
             dist.destroy_process_group()
-    return DryRun(axes, total, tuple(shares))
+    holders = world_size // layout.dp_replicate if layout.zero else layout.tp * layout.pp
+    return DryRun(axes, total, holders, tuple(shares))
 
 
 def join_fakes(rank: int, world_size: int) -> None:

@@ -33,7 +33,7 @@ from bmforge.parallel.planner.step_time import (
     step_time,
 )
 from bmforge.parallel.planner.trace import BLOCKS, Setting, StepTrace, trace_step
-from bmforge.parallel.planner.workload import Workload
+from bmforge.parallel.planner.workload import Resident, Workload
 
 __all__ = ["TrainingSetup", "Estimator", "PlanRequest", "PlanRow"]
 
@@ -54,6 +54,7 @@ class PlanRequest:
         precision: fp32, bf16 or fp16.
         offload: allow offloading optimizer states to the host.
         compiled: blocks are compiled.
+        residents: frozen models and buffers besides the trained model.
     """
 
     workload: Workload
@@ -62,6 +63,7 @@ class PlanRequest:
     precision: str = "bf16"
     offload: bool = True
     compiled: bool = False
+    residents: tuple[Resident, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a batch size below 1."""
@@ -160,6 +162,7 @@ class Estimator:
         trace = self._trace(setting)
         ratio = setting.shards / shards if layout.zero else 1.0
         memory = self._memory(trace, choice, count, ratio, ranks)
+        memory = Memory({**memory.parts, **self._residents(layout, shards)})
         times, trained = self._times(trace, choice, count, shards, ranks)
         beside = min(cluster.per_node, cluster.count)
         host = _HOST_BYTES * trained / shards * choice.offloaded * beside
@@ -183,6 +186,11 @@ class Estimator:
                     self.store.write(workload, setting, trace)
             self.traces[setting] = trace
         return self.traces[setting]
+
+    def _residents(self, layout: Layout, shards: int) -> dict[str, float]:
+        """Return the bytes of every frozen model and buffer on a process."""
+        parts = shards * layout.tp * layout.pp
+        return {r.name: r.bytes_per_process(parts) for r in self.request.residents}
 
     def _cut(self, layout: Layout) -> tuple[Rank, ...]:
         """Return the blocks and end modules on every pipeline rank."""

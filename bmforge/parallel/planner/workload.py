@@ -11,7 +11,27 @@ from torch import Tensor, nn
 
 from bmforge.parallel.planner.follow import Follower
 
-__all__ = ["Workload"]
+__all__ = ["Resident", "Workload"]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A frozen model or a buffer that stays in memory besides the trained model.
+
+    Args:
+        name: part of the memory in tables, such as "reference".
+        nbytes: size in bytes before sharding.
+        is_sharded: whether it has the layout of the trained model; otherwise every process has all
+            of it.
+    """
+
+    name: str
+    nbytes: int
+    is_sharded: bool
+
+    def bytes_per_process(self, shards: int) -> float:
+        """Return the bytes on one of `shards` processes that hold the trained model together."""
+        return self.nbytes / shards if self.is_sharded else float(self.nbytes)
 
 
 @dataclass(frozen=True)

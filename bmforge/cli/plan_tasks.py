@@ -1,0 +1,167 @@
+"""Tasks of `bmforge plan`: the loss of a micro-batch, and the models held besides the trained one.
+
+The planner traces the same log-probabilities, rewards and divergences as the recipes' objectives.
+Their metrics, a few numbers per token, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.align.scoring import score_tokens
+from bmforge.errors import ConfigError
+from bmforge.nn import HeadInput
+from bmforge.nn.jensen_shannon import linear_jsd
+from bmforge.parallel import Layout
+from bmforge.parallel.planner.workload import Resident
+from bmforge.recipes.resident_models import (
+    reference_copy,
+    rollout_cache,
+    rollout_copy,
+    teacher_copy,
+)
+
+__all__ = [
+    "TASK_STEPS",
+    "TaskStep",
+    "check_task",
+    "head_of_task",
+    "plan_residents",
+    "supports_layout",
+]
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TaskStep:
+    """A micro-batch of a task and its loss.
+
+    Args:
+        run: function (model, micro-batch) -> loss.
+        sequences: number of sequences of one row; 2 for a pair of answers.
+        has_mask: the model gets an attention mask.
+    """
+
+    run: Callable[[nn.Module, Batch], Tensor]
+    sequences: int = 1
+    has_mask: bool = False
+
+    def make_batch(self, length: int, rows: int) -> Batch:
+        """Return a micro-batch of `rows` rows whose sequences have `length` tokens."""
+        ids = torch.zeros(rows * self.sequences, length, dtype=torch.long)
+        mask = {"attention_mask": torch.ones_like(ids)} if self.has_mask else {}
+        return {"input_ids": ids, "labels": ids.clone(), **mask}
+
+
+def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch, num_items_in_batch=1.0).loss
+    return loss
+
+
+def _logprobs(model: nn.Module, batch: Batch) -> Tensor:
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    scores = score_tokens(model, inputs, batch["labels"])
+    assert scores is not None  # the planner traces a pipeline without its stages
+    return scores.logprobs.sum()
+
+
+def _reward(model: nn.Module, batch: Batch) -> Tensor:
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    loss: Tensor = model(**inputs).logits.float().sum()
+    return loss
+
+
+def _divergence(model: nn.Module, batch: Batch) -> Tensor:
+    """Divergence from the student's own distribution, which is as large as the teacher's."""
+
+    def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
+        return linear_jsd(head, head.detach(), 1.0, 1.0)
+
+    scores = model(**batch, num_items_in_batch=measure).loss
+    loss: Tensor = scores[0].sum()
+    return loss
+
+
+TASK_STEPS: Mapping[str, TaskStep] = {
+    "pretrain": TaskStep(_cross_entropy),
+    "conversations": TaskStep(_cross_entropy),
+    "preferences": TaskStep(_logprobs, sequences=2),
+    "reward": TaskStep(_reward, sequences=2, has_mask=True),
+    "rl": TaskStep(_logprobs, has_mask=True),
+    "distill": TaskStep(_divergence, has_mask=True),
+}
+
+
+def supports_layout(task: str, layout: Layout, processes: int) -> bool:
+    """Return True if a task supports a layout: distillation needs data parallelism or ZeRO."""
+    return task != "distill" or layout.row_groups(processes) == processes
+
+
+def check_task(command: Any) -> None:
+    """Raise `ConfigError` for an option without effect on the planned task."""
+    task, is_rollout = command.task, command.task in ("rl", "distill")
+    references = {"preferences": ("adapter", "copy", "precomputed"), "rl": ("adapter", "copy")}
+    if command.reference is not None and command.reference not in references.get(task, ()):
+        allowed = ", ".join(references.get(task, ())) or "none"
+        raise ConfigError(
+            f"--reference {command.reference} has no effect with --task {task} (allowed: "
+            f"{allowed}). Leave it out."
+        )
+    if command.reference == "adapter" and command.adapter is None:
+        raise ConfigError("--reference adapter needs --adapter lora. Or use --reference copy.")
+    if task == "rl" and command.reference == "copy" and command.gpus > 1:
+        raise ConfigError(
+            f"--task rl --reference copy needs one process, not --gpus {command.gpus}. With "
+            "--adapter lora the reference is the base: --reference adapter."
+        )
+    if (command.teacher is not None) != (task == "distill"):
+        raise ConfigError("--task distill needs --teacher MODEL, and no other task takes it.")
+    if command.max_num_seqs is not None and not is_rollout:
+        raise ConfigError("--max-num-seqs has no effect without --task rl or distill.")
+
+
+def head_of_task(task: str, config: Any) -> Any:
+    """Return a model's config with the head of a task."""
+    if task == "reward":
+        return config.replace(head="sequence_classification", num_labels=1)
+    return config
+
+
+def plan_residents(
+    command: Any,
+    make_policy: Callable[[], nn.Module],
+    make_teacher: Callable[[str], nn.Module],
+    precision: str,
+    row_tokens: int,
+) -> tuple[Resident, ...]:
+    """Return the models and caches that a run of the planned task holds besides its model.
+
+    Args:
+        command: a `PlanCommand`.
+        make_policy: function that builds the trained model on meta.
+        make_teacher: function that builds the model of a name on meta.
+        precision: computation precision.
+        row_tokens: tokens of a sequence; of a prompt with its answer.
+    """
+    residents = []
+    is_copied = command.reference == "copy" or (
+        command.task == "preferences" and command.reference is None and command.adapter is None
+    )
+    if is_copied:
+        residents.append(reference_copy(make_policy()))
+    if command.task not in ("rl", "distill"):
+        return tuple(residents)
+    if command.teacher is not None:
+        residents.append(teacher_copy(make_teacher(command.teacher)))
+    policy = make_policy()
+    if command.gpus > 1 or precision != "fp32":
+        residents.append(rollout_copy(policy, precision))
+    config: Any = policy.config
+    rows = command.max_num_seqs or 64
+    return (*residents, rollout_cache(config, precision, rows, row_tokens))

@@ -1,0 +1,118 @@
+"""Memory of models and caches that a post-training run holds besides the trained model.
+
+The planner and `--dry-run` count them: a frozen reference, a teacher, the copy of the weights that
+writes rollouts, and the KV cache of its engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmforge.device import parse_dtype
+from bmforge.parallel.planner.workload import Resident
+from bmforge.surgery import persistent_tensors
+
+__all__ = [
+    "list_resident_models",
+    "planned_task",
+    "reference_copy",
+    "rollout_cache",
+    "rollout_copy",
+    "teacher_copy",
+]
+
+_WIDE_BYTES = 4
+
+
+def reference_copy(model: nn.Module) -> Resident:
+    """Return the frozen reference of the policy: fp32 weights in the layout of the policy."""
+    return Resident("reference", _fp32_bytes(model), is_sharded=True)
+
+
+def teacher_copy(model: nn.Module) -> Resident:
+    """Return the teacher of on-policy distillation: fp32 weights, whole on every process."""
+    return Resident("teacher", _fp32_bytes(model), is_sharded=False)
+
+
+def rollout_copy(model: nn.Module, precision: str) -> Resident:
+    """Return the plain copy of the trained model that writes rollouts, in the compute dtype."""
+    width = parse_dtype(precision).itemsize
+    size = sum(
+        tensor.numel() * (width if tensor.dtype == torch.float32 else tensor.element_size())
+        for tensor in persistent_tensors(model).values()
+    )
+    return Resident("rollout copy", size, is_sharded=False)
+
+
+def rollout_cache(config: Any, precision: str, max_num_seqs: int, max_tokens: int) -> Resident:
+    """Return the KV cache of the rollouts' engine.
+
+    Args:
+        config: config of the model.
+        precision: dtype of keys and values.
+        max_num_seqs: maximum number of answers that are written at once.
+        max_tokens: maximum length of a prompt with its answer.
+    """
+    heads = getattr(config, "num_kv_heads", None) or config.num_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_heads
+    # As in `AnswerWriter`: two more pages of 16 tokens per answer.
+    tokens = max_num_seqs * (max_tokens + 32)
+    size = 2 * config.num_layers * heads * width * tokens * parse_dtype(precision).itemsize
+    return Resident("KV cache", size, is_sharded=False)
+
+
+def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tuple[Resident, ...]:
+    """Return the residents of a recipe's run.
+
+    Args:
+        config: config of any recipe; those without references and rollouts have no residents.
+        policy: trained model on meta, with its adapter.
+        processes: number of processes.
+    """
+    from bmforge.recipes.distill import OnPolicyDistillationConfig, describe_teacher
+    from bmforge.recipes.preferences import PreferencesConfig, reference_kind
+    from bmforge.recipes.rl import ReinforcementConfig
+
+    if isinstance(config, PreferencesConfig):
+        return (reference_copy(policy),) if reference_kind(config) == "copy" else ()
+    residents: list[Resident] = []
+    if isinstance(config, OnPolicyDistillationConfig):
+        residents.append(teacher_copy(describe_teacher(config)[1]))
+    elif isinstance(config, ReinforcementConfig):
+        policy_loss = config.rl.resolve(config.method)
+        if policy_loss.beta and config.adapter.kind is None:
+            residents.append(reference_copy(policy))
+    else:
+        return ()
+    precision, rollout = config.train.precision, config.rollout
+    if processes > 1 or precision != "fp32":
+        residents.append(rollout_copy(policy, precision))
+    longest = config.data.seq_len + rollout.max_new_tokens
+    cache = rollout_cache(config.model, precision, rollout.max_num_seqs, longest)
+    return (*residents, cache)
+
+
+def planned_task(config: Any) -> tuple[str, int]:
+    """Return the planner's task of a recipe's run, and the tokens of one of its sequences."""
+    from bmforge.recipes.distill import OnPolicyDistillationConfig
+    from bmforge.recipes.preferences import PreferencesConfig
+    from bmforge.recipes.reward import RewardConfig
+    from bmforge.recipes.rl import ReinforcementConfig
+
+    length = config.data.seq_len
+    if isinstance(config, PreferencesConfig):
+        return "preferences", length
+    if isinstance(config, RewardConfig):
+        return "reward", length
+    if isinstance(config, ReinforcementConfig):
+        return "rl", length + config.rollout.max_new_tokens
+    if isinstance(config, OnPolicyDistillationConfig):
+        return "distill", length + config.rollout.max_new_tokens
+    return "pretrain", length
+
+
+def _fp32_bytes(model: nn.Module) -> int:
+    return sum(_WIDE_BYTES * tensor.numel() for tensor in persistent_tensors(model).values())
