@@ -1,4 +1,4 @@
-"""Writes answers with the engine: with the trained model itself, or a copy of sharded weights."""
+"""Writes and scores answers with the engine: the trained model itself, or a copy of its weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Completion, Engine, EngineConfig, GenerationConfig, Request
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import RequestsConfig
-from bmforge.parallel import data_parallel_size, mesh_of
+from bmforge.parallel import pipeline_of
 from bmforge.records import laid_out
 from bmforge.shards import whole_tensor
 from bmforge.surgery import evaluating, persistent_tensors
@@ -22,14 +23,14 @@ __all__ = ["AnswerWriter"]
 class AnswerWriter:
     """Writes the answers of a rollout with the weights that are trained.
 
-    On one process in fp32 the engine runs the trained module itself. A model that is sharded or
-    computes in 16 bits is copied: before each rollout, its weights are gathered tensor by tensor
-    into a plain model in place.
+    On one process in fp32 the engine runs the trained module itself. A model that is sharded, on
+    any layout, or computes in 16 bits is copied: before each rollout, its weights are gathered
+    tensor by tensor into a plain model in place. All processes call the methods together.
 
     Args:
         model: trained model.
         max_num_seqs: maximum number of answers in a batch.
-        max_tokens: maximum length of a prompt with its answer.
+        max_tokens: maximum length of a prompt with its answer; one more to score such rows.
         options: generation options of every answer, without the seed.
         make_copy: function that returns a plain model of the same structure with weights; None
             refuses models that need one.
@@ -48,9 +49,13 @@ class AnswerWriter:
     ) -> None:
         self._model, self._options = model, options
         self._copy = None
+        self._owners: dict[str, int] = {}
         if _needs_copy(model):
-            self._copy = _open_copy(model, make_copy)
-        if not can_pack(model):
+            if make_copy is None:
+                raise ConfigError("rollouts of a sharded model need a function that copies it.")
+            self._copy = make_copy()
+            self._owners = _find_owners(model)
+        if not can_pack(self._copy or model):
             raise ConfigError(
                 f"rollouts need a decoder-only language model with learned or rotary positions; a "
                 f"{type(model).__name__} is not one."
@@ -84,12 +89,10 @@ class AnswerWriter:
             seeds: random seed of each prompt.
             count: number of answers per prompt.
 
-        Comm: an all-gather of each sharded weight.
+        Comm: an all-gather of each sharded weight, a broadcast of those of a pipeline stage.
         """
-        if self._copy is not None:
-            self._fill_copy()
         with evaluating(self._copy or self._model):
-            version = self._engine.weights_changed()
+            version = self._take_weights()
             handles = [
                 self._engine.submit(
                     Request(
@@ -102,12 +105,64 @@ class AnswerWriter:
         assert all(a.weights_version == version for group in answers for a in group)
         return answers
 
+    def write_on(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limits: Sequence[int]
+    ) -> list[Completion]:
+        """Return one more turn for each prompt, with the weights of the last `write`.
+
+        Args:
+            prompts: token ids of prompts and answers so far.
+            seeds: random seed of each turn.
+            limits: maximum number of tokens of each turn.
+        """
+        each = [
+            self._options.replace(seed=seed, num_return_sequences=1, max_new_tokens=limit)
+            for seed, limit in zip(seeds, limits, strict=True)
+        ]
+        with evaluating(self._copy or self._model):
+            handles = [
+                self._engine.submit(Request(list(prompt), options))
+                for prompt, options in zip(prompts, each, strict=True)
+            ]
+            return [handle.wait()[0] for handle in handles]
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability of every token but the first, as sampled, at the weights now.
+
+        The native kernels give them the bits that they have when they are sampled.
+
+        Args:
+            rows: token ids of prompts with their answers.
+
+        Comm: as `write`.
+        """
+        one = self._options.replace(
+            seed=0, num_return_sequences=1, max_new_tokens=1, prompt_logprobs=0
+        )
+        with evaluating(self._copy or self._model):
+            self._take_weights()
+            handles = [self._engine.submit(Request(list(row), one)) for row in rows]
+            scored = [handle.wait()[0].prompt_logprobs for handle in handles]
+        return [[token.logprob for token in tokens[1:]] for tokens in scored]
+
+    def _take_weights(self) -> int:
+        """Make the engine use the trained weights of now, and return their version.
+
+        The model must be in evaluation mode already: the engine notices that change as well.
+        """
+        if self._copy is not None:
+            self._fill_copy()
+        return self._engine.weights_changed()
+
     @torch.no_grad()
     def _fill_copy(self) -> None:
         """Gather the trained weights into the copy, in place."""
         trained = persistent_tensors(self._model)
         for name, target in persistent_tensors(self._copy).items():
-            target.copy_(whole_tensor(trained[name]))
+            if name in trained:
+                target.copy_(whole_tensor(trained[name]))
+            if self._owners:
+                dist.broadcast(target, self._owners[name])
 
     def close(self) -> None:
         """End the engine."""
@@ -120,16 +175,17 @@ def _needs_copy(model: Any) -> bool:
     return is_spread or any(type(p.data) is not torch.Tensor for p in model.parameters())
 
 
-def _open_copy(model: Any, make_copy: Callable[[], Any] | None) -> Any:
-    """Return the plain model that the weights are gathered into.
+def _find_owners(model: Any) -> dict[str, int]:
+    """Return the first rank that has each tensor of a pipeline; empty without a pipeline.
 
-    Raises:
-        ConfigError: the layout is not data parallelism or ZeRO.
+    Comm: an all-gather of the tensors' names.
     """
-    mesh = mesh_of(model)
-    if make_copy is None or (mesh is not None and data_parallel_size(mesh) != mesh.size()):
-        raise ConfigError(
-            "rollouts of a sharded model support data parallelism and layout.zero only. Leave "
-            "other parallelism out."
-        )
-    return make_copy()
+    if pipeline_of(model) is None:
+        return {}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(persistent_tensors(model)))
+    owners: dict[str, int] = {}
+    for rank, own in enumerate(names):
+        for name in own:
+            owners.setdefault(name, rank)
+    return owners

@@ -26,6 +26,9 @@ __all__ = ["PolicyObjective", "PolicyScores", "Reference", "open_reference"]
 
 # Returns the log-probabilities of labels by the reference, (B, T).
 Reference = Callable[[Mapping[str, Any], Tensor, float], Tensor]
+# Returns the log-probabilities of all tokens of rows but the first.
+RowScorer = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
+_EXACT = "exact"
 
 
 def _mask_of(labels: Tensor) -> Tensor:
@@ -35,14 +38,38 @@ def _mask_of(labels: Tensor) -> Tensor:
     return mask
 
 
-def _score(model: Any, batch: Batch, temperature: float, with_entropy: bool = False) -> TokenScores:
+def _score(
+    model: Any, batch: Batch, temperature: float, with_entropy: bool = False
+) -> TokenScores | None:
     inputs = {name: batch[name] for name in INPUT_NAMES}
-    scores = score_tokens(
+    return score_tokens(
         model, inputs, batch["labels"], temperature=temperature, with_entropy=with_entropy
     )
-    if scores is None:
-        raise ConfigError("reinforcement learning does not support layout.pp above 1 yet.")
-    return scores
+
+
+def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
+    """Return the log-probabilities outside of a step, where a pipeline shares its outputs."""
+    scores = _score(model, batch, temperature)
+    assert scores is not None
+    return scores.logprobs
+
+
+def _score_exactly(score_rows: RowScorer, micro_batches: Sequence[Batch]) -> list[Tensor]:
+    """Return the log-probabilities of the labels of micro-batches, (B, T) each, in fp64."""
+    rows = [
+        ids[: int(length)].tolist()
+        for batch in micro_batches
+        for ids, length in zip(batch["input_ids"], batch["attention_mask"].sum(1), strict=True)
+    ]
+    values = iter(score_rows(rows))
+    scored = []
+    for batch in micro_batches:
+        exact = torch.zeros_like(batch["labels"], dtype=torch.float64)
+        for row in exact:
+            logprobs = torch.tensor(next(values), dtype=torch.float64)
+            row[1 : 1 + len(logprobs)] = logprobs
+        scored.append(exact.where(_mask_of(batch["labels"]), 0))
+    return scored
 
 
 class PolicyObjective:
@@ -53,6 +80,8 @@ class PolicyObjective:
         temperature: temperature of the rollouts, which divides the logits of all policies.
         max_tokens: maximum length of an answer in tokens.
         rollout_metrics: names of the rollout's metrics, and a function that returns their values.
+        score_rows: function that returns the log-probabilities of rows of token ids by the kernels
+            of the sampler; None computes the loss with those of torch.
     """
 
     def __init__(
@@ -61,7 +90,9 @@ class PolicyObjective:
         temperature: float,
         max_tokens: int,
         rollout_metrics: tuple[Sequence[str], Callable[[], Mapping[str, float]]] = ((), dict),
+        score_rows: RowScorer | None = None,
     ) -> None:
+        self._score_rows = score_rows
         self._policy, self._temperature, self._max_tokens = policy, temperature, max_tokens
         names, self._rollout_metrics = rollout_metrics
         self.metrics: dict[str, MetricKind] = dict.fromkeys((*names, *_NAMES.values()), "mean")
@@ -71,9 +102,21 @@ class PolicyObjective:
         """Return the number of scored answers or tokens, by the policy's normalization."""
         return count_items(_mask_of(batch["labels"]), self._policy)
 
-    def __call__(self, model: Any, batch: Batch, num_items: float) -> LossAndMetrics:
+    def prepare(self, model: Any, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Add the sampler's log-probabilities at the weights of this update, if they are wanted."""
+        if self._score_rows is None:
+            return micro_batches
+        exact = _score_exactly(self._score_rows, micro_batches)
+        return [{**b, _EXACT: values} for b, values in zip(micro_batches, exact, strict=True)]
+
+    def __call__(self, model: Any, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss divided by `num_items`, with metrics under TRL's names."""
         scores = _score(model, batch, self._temperature, with_entropy=True)
+        if scores is None:  # an earlier stage of a pipeline
+            return None
+        logprobs = scores.logprobs
+        if _EXACT in batch:  # the value of the sampler's kernels, the gradient of torch
+            logprobs = batch[_EXACT].to(logprobs.dtype) + (logprobs - logprobs.detach())
         mask = _mask_of(batch["labels"])
         policies = {
             name: batch[name].to(scores.logprobs.dtype)
@@ -81,7 +124,7 @@ class PolicyObjective:
             if name in batch
         }
         inputs = PolicyInputs(
-            scores.logprobs, mask, batch["advantages"], entropy=scores.entropy, **policies
+            logprobs, mask, batch["advantages"], entropy=scores.entropy, **policies
         )
         loss, sums = policy_loss(inputs, self._policy, self._max_tokens)
         sums["entropy"] = (scores.entropy.detach() * mask).sum()
@@ -136,13 +179,19 @@ class PolicyScores:
         temperature: temperature of the rollouts.
         with_old: compute the trained policy's.
         reference: reference policy; None without one.
+        is_exact: the loss has the sampler's values, which are those of the trained policy.
     """
 
     def __init__(
-        self, model: Any, temperature: float, with_old: bool, reference: Reference | None
+        self,
+        model: Any,
+        temperature: float,
+        with_old: bool,
+        reference: Reference | None,
+        is_exact: bool = False,
     ) -> None:
         self._model, self._temperature, self._with_old = model, temperature, with_old
-        self._reference = reference
+        self._reference, self._is_exact = reference, is_exact
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -151,8 +200,10 @@ class PolicyScores:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}
         with evaluating(self._model):
-            if self._with_old:
-                scores["old"] = _score(self._model, batch, self._temperature).logprobs.double()
+            if self._with_old and self._is_exact:
+                scores["old"] = batch["sampler"]
+            elif self._with_old:
+                scores["old"] = _score_whole(self._model, batch, self._temperature).double()
         if self._reference is not None:
             inputs = {name: batch[name] for name in INPUT_NAMES}
             reference = self._reference(inputs, batch["labels"], self._temperature)
@@ -185,6 +236,6 @@ def open_reference(model: Any, trains_base: bool) -> Reference:
 def _reference_of(model: Any, opening: Callable[[], AbstractContextManager[Any]]) -> Reference:
     def reference(inputs: Mapping[str, Any], labels: Tensor, temperature: float) -> Tensor:
         with torch.no_grad(), evaluating(model), opening():
-            return _score(model, {**inputs, "labels": labels}, temperature).logprobs
+            return _score_whole(model, {**inputs, "labels": labels}, temperature)
 
     return reference

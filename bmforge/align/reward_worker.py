@@ -1,8 +1,9 @@
-"""Process that runs one reward function: reads calls and writes rewards as lines of JSON.
+"""Process that runs a reward function or a tool: calls and results are lines of JSON.
 
-Started by `rewards.RewardProcess` as ``python -m bmforge.align.reward_worker SPEC``. A process can
-be killed when a user's function hangs, a thread cannot. Lines are JSON rather than pickles, and the
-function's prints go to the standard error.
+`rewards.RewardProcess` starts it as ``python -m bmforge.align.reward_worker SPEC``, with ``tool``
+at the end for a function that answers call, which returns one text. A process can be killed when a
+user's function hangs, a thread cannot. Lines are JSON rather than pickles, and the function's
+prints go to the standard error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bmforge.align.tool_schema import describe_function
 from bmforge.align.verifiers import VERIFIERS, make_verifier
 from bmforge.errors import ConfigError
 
@@ -100,6 +102,13 @@ async def _wait_for(out: Any) -> Any:
     return await out
 
 
+def _run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    """Return the result of a tool as text: a text itself, anything else as JSON."""
+    out = function(**arguments)
+    out = asyncio.run(_wait_for(out)) if inspect.isawaitable(out) else out
+    return out if isinstance(out, str) else json.dumps(out, ensure_ascii=False, default=str)
+
+
 def _plain(value: Any) -> Any:
     """Return a reward as a JSON number or None; anything else as its text, which is refused."""
     if value is None or isinstance(value, bool | int | float):
@@ -121,12 +130,16 @@ def main() -> None:
         text = str(error) if isinstance(error, ConfigError) else repr(error)
         print(json.dumps({"error": text}), file=replies, flush=True)
         return
-    print(json.dumps({"ready": True}), file=replies, flush=True)
+    is_tool = sys.argv[2:] == ["tool"]
+    ready = {"ready": True, "schema": describe_function(function) if is_tool else None}
+    print(json.dumps(ready), file=replies, flush=True)
     for line in sys.stdin:
         try:
-            reply: dict[str, Any] = {
-                "rewards": [_plain(value) for value in _call(function, json.loads(line))]
-            }
+            reply: dict[str, Any] = (
+                {"result": _run_tool(function, json.loads(line))}
+                if is_tool
+                else {"rewards": [_plain(value) for value in _call(function, json.loads(line))]}
+            )
         except Exception as error:  # a user's function may raise anything
             reply = {"error": repr(error)[:500]}
         print(json.dumps(reply), file=replies, flush=True)

@@ -27,9 +27,19 @@ from bmforge.align.verifiers import VERIFIERS
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 
-__all__ = ["CallableReward", "RewardProcess", "RewardSet", "Scorer", "open_rewards", "read_weight"]
+__all__ = [
+    "CallableReward",
+    "RewardProcess",
+    "RewardSet",
+    "Scorer",
+    "ToolProcess",
+    "open_rewards",
+    "read_weight",
+]
 
 Rewards = list[float | None]
+# Limit of the start of a function's process in seconds; imports may take long.
+_START_TIMEOUT_S = 60.0
 
 
 class Scorer(Protocol):
@@ -71,8 +81,11 @@ class RewardProcess:
         ConfigError: the function cannot be loaded.
     """
 
+    _mode: tuple[str, ...] = ()
+
     def __init__(self, spec: str, timeout_s: float = 60.0) -> None:
         self.spec = spec
+        self.schema: dict[str, Any] | None = None
         self._process: subprocess.Popen[str] | None = None
         self._replies: queue.Queue[str] = queue.Queue()
         self._start(timeout_s)
@@ -84,18 +97,22 @@ class RewardProcess:
             TimeoutError: the function has not returned in time; its process is killed.
             RuntimeError: the function raises, or its process has ended.
         """
+        return self._exchange(batch, timeout_s)["rewards"]
+
+    def _exchange(self, values: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a call and return the reply; start the process if it has ended."""
         if self._process is None or self._process.poll() is not None:
-            self._start(timeout_s)
+            self._start(_START_TIMEOUT_S)
         process = self._process
         assert process is not None
         assert process.stdin is not None
         # Written in a thread, as a process that reads nothing would block it.
-        line = json.dumps(batch, default=str) + "\n"
+        line = json.dumps(values, default=str) + "\n"
         threading.Thread(target=_write, args=(process, line), daemon=True).start()
         reply = self._read(timeout_s)
         if "error" in reply:
             raise RuntimeError(reply["error"])
-        return reply["rewards"]
+        return reply
 
     def close(self) -> None:
         """Kill the process."""
@@ -108,7 +125,7 @@ class RewardProcess:
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bmforge.align.reward_worker", self.spec],
+            [sys.executable, "-m", "bmforge.align.reward_worker", self.spec, *self._mode],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -128,6 +145,7 @@ class RewardProcess:
         if "error" in reply:
             self.close()
             raise ConfigError(reply["error"])
+        self.schema = reply.get("schema")
 
     def _read(self, timeout_s: float) -> dict[str, Any]:
         try:
@@ -140,6 +158,31 @@ class RewardProcess:
             raise RuntimeError("its process has ended")
         reply: dict[str, Any] = json.loads(line)
         return reply
+
+
+class ToolProcess(RewardProcess):
+    """Runs a function that answers call in a separate process, which a time limit kills.
+
+    Args:
+        spec: ``module:function`` or ``file.py:function``.
+
+    Attributes:
+        schema: JSON schema of the function.
+
+    Raises:
+        ConfigError: the function cannot be loaded.
+    """
+
+    _mode = ("tool",)
+
+    def call(self, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        """Return the result as text.
+
+        Raises:
+            TimeoutError: the function has not returned in time; its process is killed.
+            RuntimeError: the function raises, or its process has ended.
+        """
+        return str(self._exchange(arguments, timeout_s)["result"])
 
 
 def _read_lines(process: subprocess.Popen[str], replies: queue.Queue[str]) -> None:

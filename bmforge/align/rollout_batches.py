@@ -24,8 +24,8 @@ class RolloutAnswer:
     Args:
         prompt: number of its prompt in the order of the run.
         prompt_ids: token ids of the prompt.
-        ids: token ids of the answer, the end token included.
-        text: text of the answer.
+        ids: token ids of the answer, the end token included; of all turns with results of tools.
+        text: text of the answer; of its last turn.
         sampler: log-probability of each token as sampled.
         finish_reason: reason why the answer ended.
         rewards: reward of each function; None where it gave none.
@@ -34,6 +34,10 @@ class RolloutAnswer:
         is_masked: the answer is left out of the loss.
         old: log-probabilities at the beginning of the update; empty if not needed.
         reference: log-probabilities of the reference; empty if not needed.
+        is_written: whether the model wrote each token, and not a tool; empty means all.
+        messages: messages of all turns; empty without tools.
+        tool_calls: number of calls of tools.
+        tool_failures: number of calls that failed.
     """
 
     prompt: int
@@ -48,6 +52,15 @@ class RolloutAnswer:
     is_masked: bool = False
     old: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
+    is_written: list[bool] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: int = 0
+    tool_failures: int = 0
+
+    @property
+    def mask(self) -> list[bool]:
+        """Whether the model wrote each token."""
+        return self.is_written or [True] * len(self.ids)
 
     def to_state(self) -> dict[str, Any]:
         """Return plain numbers for a checkpoint."""
@@ -89,7 +102,9 @@ def _make_row(
     row["input_ids"][:end] = torch.tensor([*answer.prompt_ids, *answer.ids])
     row["attention_mask"][:end] = 1
     if not answer.is_masked:
-        row["labels"][start:end] = torch.tensor(answer.ids)
+        row["labels"][start:end] = torch.tensor(
+            [id if own else IGNORE_INDEX for id, own in zip(answer.ids, answer.mask, strict=True)]
+        )
     for name in ("advantages", *names):
         values = answer.advantage if name == "advantages" else getattr(answer, name)
         if values:

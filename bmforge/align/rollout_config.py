@@ -42,6 +42,13 @@ class RolloutConfig:
         overlong_tokens: number of last tokens before max_new_tokens over which up to 1 is
             subtracted from the reward, linearly (DAPO; default: 0, off).
         max_num_seqs: maximum number of answers that are written at once (default: 64).
+        tools: functions that answers may call between turns: module:function or file.py:function,
+            with annotations and a docstring. Prompts must be conversations.
+        max_turns: maximum number of turns that the model writes with tools (default: 5).
+        tool_timeout_s: time limit of a call of a tool in seconds (default: 10).
+        exact_logprobs: the loss takes the values of log-probabilities from the kernels that sample
+            (gradients are torch's), so that the ratio of sampler and trained policy is exactly 1 at
+            the first update. For CPUs; costs one more forward per update.
         log_completions: number of prompts per rollout whose answers are written to
             ``completions.jsonl`` (default: 4).
     """
@@ -54,6 +61,10 @@ class RolloutConfig:
     mask_truncated_completions: bool = False
     overlong_tokens: int = 0
     max_num_seqs: int = 64
+    tools: tuple[str, ...] = ()
+    max_turns: int = 5
+    tool_timeout_s: float = 10.0
+    exact_logprobs: bool = False
     log_completions: int = 4
 
     def check(self) -> None:
@@ -66,6 +77,10 @@ class RolloutConfig:
             for name, number in least.items()
             if getattr(self, name) < number
         ]
+        if self.max_turns < 2 and self.tools:
+            wrong.append(f"rollout.max_turns={self.max_turns} must be at least 2 with tools")
+        if not self.tool_timeout_s > 0:
+            wrong.append(f"rollout.tool_timeout_s={self.tool_timeout_s} must be above 0")
         if not self.temperature > 0:
             wrong.append(f"rollout.temperature={self.temperature} must be above 0")
         if self.overlong_tokens > self.max_new_tokens:

@@ -34,8 +34,8 @@ def measure_rollout(
     groups = [[a.reward for a in answers[n : n + size]] for n in range(0, len(answers), size)]
     scored = [[reward for reward in group if reward is not None] for group in groups]
     rewards = [reward for group in scored for reward in group]
-    lengths = [len(answer.ids) for answer in answers]
-    ended = [len(answer.ids) for answer in answers if answer.finish_reason == "stop"]
+    lengths = [sum(answer.mask) for answer in answers]
+    ended = [sum(answer.mask) for answer in answers if answer.finish_reason == "stop"]
     metrics: dict[str, float] = {"completions/clipped_ratio": 1 - len(ended) / len(answers)}
     if names:
         metrics["frac_reward_zero_std"] = statistics.fmean(len(set(group)) < 2 for group in scored)
@@ -49,6 +49,11 @@ def measure_rollout(
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
             metrics[f"rewards/{name}/std"] = _deviate(values)
         metrics[f"rewards/{name}/failures"] = sum(counts[name] for counts in failures.values())
+    if config.tools:
+        calls = sum(answer.tool_calls for answer in answers)
+        failures_of_tools = sum(answer.tool_failures for answer in answers)
+        metrics["tools/call_frequency"] = calls / len(answers)
+        metrics["tools/failure_frequency"] = failures_of_tools / max(1, calls)
     for kind, some in (("", lengths), ("terminated_", ended)):
         if some:
             metrics[f"completions/mean_{kind}length"] = statistics.fmean(some)
@@ -68,6 +73,7 @@ def metric_names(names: Sequence[str]) -> list[str]:
     ]
     return [
         *("reward", "reward_std", "frac_reward_zero_std", "frac_scored"),
+        *("tools/call_frequency", "tools/failure_frequency"),
         *(f"rewards/{name}/{end}" for name in names for end in ("mean", "std", "failures")),
         *(f"completions/{kind}" for kind in ("clipped_ratio", *kinds)),
     ]
@@ -109,7 +115,7 @@ class CompletionLog:
             {
                 "step": step,
                 "prompt": prompt,
-                "completion": answer.text,
+                "completion": answer.messages or answer.text,
                 "rewards": answer.rewards,
                 "reward": answer.reward,
                 "advantage": answer.advantage[0] if answer.advantage else 0.0,

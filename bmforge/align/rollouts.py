@@ -9,7 +9,8 @@ of processes and after a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,11 +23,26 @@ from bmforge.align.rewards import RewardSet
 from bmforge.align.rollout_batches import RolloutAnswer, collate_answers, read_rows
 from bmforge.align.rollout_config import PromptRow, RolloutConfig
 from bmforge.align.rollout_metrics import measure_rollout
+from bmforge.align.tool_turns import ToolTurns
 from bmforge.batch import Batch
 from bmforge.data.load.order import derive_key, permute
 from bmforge.errors import ConfigError
 
-__all__ = ["RolloutLoader", "Scores"]
+__all__ = ["RolloutLoader", "RolloutRanks", "Scores"]
+
+
+class RolloutRanks(NamedTuple):
+    """Position of a process in the layout of a run.
+
+    Args:
+        rank, size: data-parallel rank and number of them; their rows of a step differ.
+        process, processes: rank and number of processes, which write different answers.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process: int = 0
+    processes: int = 1
 
 
 class Scores(Protocol):
@@ -47,7 +63,8 @@ class RolloutLoader:
         sizes: config with ``global_batch_size`` (answers per optimizer step), ``micro_batch_size``
             and ``seed``.
         decode: function from token ids of an answer to its text.
-        rank_and_size: (data-parallel rank, number of data-parallel ranks).
+        ranks: position of this process.
+        tools: functions that answers may call between turns; None without tools.
 
     Attributes:
         metrics: metrics of the last rollout, under TRL's names.
@@ -67,12 +84,14 @@ class RolloutLoader:
         policy: Policy,
         sizes: Any,
         decode: Callable[[Sequence[int]], str],
-        rank_and_size: tuple[int, int] = (0, 1),
+        ranks: RolloutRanks = RolloutRanks(),  # noqa: B008
+        tools: ToolTurns | None = None,
     ) -> None:
         config.check()
         self._prompts, self._rewards, self._config = prompts, rewards, config
         self._policy, self._sizes, self._decode = policy, sizes, decode
-        self._rank, self._world = rank_and_size
+        self._rank, self._world, self._process, self._processes = ranks
+        self._tools = tools
         total = sizes.global_batch_size * config.steps_per_generation
         self.prompts_per_rollout, remainder = divmod(total, config.num_generations)
         if remainder:
@@ -142,7 +161,7 @@ class RolloutLoader:
             raise ConfigError("RolloutLoader.begin must be called with a writer before training.")
         first = self.rollouts * self.prompts_per_rollout
         numbers = range(first, first + self.prompts_per_rollout)
-        groups = self._gather(self._write(numbers[self._rank :: self._world]))
+        groups = self._gather(self._write(numbers[self._process :: self._processes]))
         self._answers = [answer for _, group in sorted(groups.items()) for answer in group]
         self._used = 0
         self.rollouts += 1
@@ -153,7 +172,7 @@ class RolloutLoader:
             self._set_advantages(kl)
         names = [] if self._rewards is None else self._rewards.names
         failures = {} if self._rewards is None else dict(self._rewards.failures)
-        everywhere = self._gather({self._rank: failures})
+        everywhere = self._gather({self._process: failures})
         self.metrics = measure_rollout(self._answers, names, self._config, everywhere)
         if self._watch is not None:
             step = (self.rollouts - 1) * self.steps_per_rollout + 1
@@ -184,17 +203,30 @@ class RolloutLoader:
             for number, row, group in zip(numbers, rows, groups, strict=True)
             for completion in group
         ]
+        if self._tools is not None:
+            limit = self._config.max_new_tokens
+            self._tools.continue_answers(
+                answers, self._writer, limit, partial(self._turn_seed, answers)
+            )
         if self._rewards is not None:
             each = [row for row in rows for _ in range(self._config.num_generations)]
             self._reward(self._rewards, answers, each)
         return {number: [a for a in answers if a.prompt == number] for number in numbers}
+
+    def _turn_seed(self, answers: Sequence[RolloutAnswer], index: int, turn: int) -> int:
+        """Return the seed of a turn, which depends on prompt and answer number alone."""
+        number, own = answers[index].prompt, index % self._config.num_generations
+        key = derive_key("turns", self._sizes.seed, number, own, turn)
+        return int.from_bytes(key[:8], "little") >> 1
 
     def _reward(
         self, rewards: RewardSet, answers: Sequence[RolloutAnswer], rows: Sequence[PromptRow]
     ) -> None:
         names = sorted({name for row in rows for name in row.columns})
         is_chat = [not isinstance(row.content, str) for row in rows]
-        messages = [[{"role": "assistant", "content": answer.text}] for answer in answers]
+        messages = [
+            answer.messages or [{"role": "assistant", "content": answer.text}] for answer in answers
+        ]
         batch: dict[str, Any] = {
             "prompts": [row.content for row in rows],
             "completions": [
@@ -209,15 +241,15 @@ class RolloutLoader:
                 answer.rewards[name] = value
 
     def _gather(self, own: dict[int, Any]) -> dict[int, Any]:
-        """Return the entries of all ranks.
+        """Return the entries of all processes; those of the first one that has a number.
 
-        Comm: an all-gather of objects over the data-parallel ranks.
+        Comm: an all-gather of objects over all processes.
         """
-        if self._world == 1:
+        if self._processes == 1:
             return own
-        parts: list[Any] = [None] * self._world
+        parts: list[Any] = [None] * self._processes
         dist.all_gather_object(parts, own)
-        return {number: value for part in parts for number, value in part.items()}
+        return {number: value for part in reversed(parts) for number, value in part.items()}
 
     def _set_rewards(self, rewards: RewardSet) -> None:
         """Set the weighted reward of every answer, less the penalty of long ones."""
@@ -248,7 +280,7 @@ class RolloutLoader:
         kl: dict[int, list[float]] = {}
         for step in range(self._config.steps_per_generation):
             for rows in self._divide(step):
-                scores = self._scores.score(collate_answers(rows))
+                scores = self._scores.score(collate_answers(rows, ("sampler",)))
                 for name in ("old", "reference"):
                     if name in scores:
                         for answer, values in read_rows(rows, scores[name]):
@@ -270,7 +302,7 @@ class RolloutLoader:
         if policy.kl_in == "reward" and policy.beta and policy.advantage == "whitened":
             width = max(len(a.ids) for a in answers)
             rows = [[*kl[n], *[0.0] * (width - len(a.ids))] for n, a in enumerate(answers)]
-            mask = torch.tensor([[n < len(a.ids) for n in range(width)] for a in answers])
+            mask = torch.tensor([a.mask + [False] * (width - len(a.ids)) for a in answers])
             table = discount_kl(rewards, torch.tensor(rows), mask, policy.beta).tolist()
             for answer, row in zip(answers, table, strict=True):
                 answer.advantage = row[: len(answer.ids)]
@@ -298,7 +330,7 @@ class RolloutLoader:
 
         Comm: an all-gather of objects, if there are several ranks.
         """
-        if self._world == 1 or not self._answers:
+        if self._processes == 1 or not self._answers:
             return self._answers
         steps = range(self._config.steps_per_generation)
         own = {

@@ -79,12 +79,19 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     rewards = open_rewards(config.reward, config.reward_timeout_s, open_model)
     loader, rollout = run.open_loader(rewards, policy), config.rollout
     metrics = metric_names(rewards.names), lambda: loader.metrics
-    objective = PolicyObjective(policy, rollout.temperature, rollout.max_new_tokens, metrics)
+    objective = PolicyObjective(
+        policy,
+        rollout.temperature,
+        rollout.max_new_tokens,
+        metrics,
+        run.score_rows if rollout.exact_logprobs else None,
+    )
 
     def open_scores(model: Any) -> PolicyScores:
         trains_base = config.adapter.kind is None
         reference = open_reference(model, trains_base) if policy.beta else None
         with_old = "old" in loader.names or policy.kl_in == "reward"
-        return PolicyScores(model, rollout.temperature, with_old, reference)
+        is_exact = rollout.exact_logprobs
+        return PolicyScores(model, rollout.temperature, with_old, reference, is_exact)
 
     return run.training_data(objective, open_scores)

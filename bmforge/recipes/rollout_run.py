@@ -11,11 +11,12 @@ from bmforge.align.answer_writer import AnswerWriter
 from bmforge.align.rewards import RewardSet
 from bmforge.align.rollout_batches import RolloutAnswer
 from bmforge.align.rollout_metrics import CompletionLog
-from bmforge.align.rollouts import RolloutLoader, Scores
-from bmforge.device import parse_dtype
+from bmforge.align.rollouts import RolloutLoader, RolloutRanks, Scores
+from bmforge.device import default_device, is_host, parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.files import replace_file
 from bmforge.infer import GenerationConfig
+from bmforge.infer.engine.native_step import load_step
 from bmforge.parallel import World, init_distributed
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.base_weights import store_frozen_
@@ -27,6 +28,7 @@ from bmforge.recipes.inputs.prompt_rows import (
     open_template,
     read_all,
 )
+from bmforge.recipes.rollout_tools import open_functions, open_turns
 from bmforge.recipes.run import TrainingData
 from bmforge.recipes.start import check_length, family_of, traits_of, with_changes
 from bmforge.tokenizers.chat_template import TEMPLATE_FILE
@@ -61,11 +63,21 @@ def check_rollouts(config: Any) -> None:
             "train.disable_dropout=False: dropout would make the policy of the loss another one "
             "than that of the rollouts. Leave it on."
         )
-    processes = init_distributed().size
-    if config.layout.row_groups(processes) != processes:
+    if config.rollout.exact_logprobs:
+        _check_exact(longest, limit)
+
+
+def _check_exact(longest: int, limit: int | None) -> None:
+    """Raise `ConfigError` if the kernels that sample cannot score rows of prompts and answers."""
+    if limit is not None and longest + 1 > limit:
         raise ConfigError(
-            "a run that writes its own answers supports one process, data parallelism and "
-            "layout.zero, not tensor, pipeline or context parallelism. Leave them out."
+            f"rollout.exact_logprobs=True needs one more position than data.seq_len + "
+            f"rollout.max_new_tokens={longest}, and model.max_seq_len={limit}. Shorten one."
+        )
+    if not is_host(default_device()) or load_step() is None:
+        raise ConfigError(
+            "rollout.exact_logprobs=True needs the native kernels of CPUs: a CPU as device and a "
+            "C++ compiler. Leave it out; sampling/sampling_logp_difference shows the difference."
         )
 
 
@@ -89,7 +101,11 @@ class RolloutRun:
         self.tokenizer = open_tokenizer(config)
         prompts = read_all(config.data)
         self._template = open_template(config, self.tokenizer, prompts)
-        self._prompts = encode_prompts(prompts, config.data, self.tokenizer, self._template)
+        self._functions = open_functions(config, self._template)
+        schemas = [process.schema for process in self._functions.values() if process.schema]
+        self._prompts = encode_prompts(
+            prompts, config.data, self.tokenizer, self._template, schemas or None
+        )
         self._stops = tuple(find_stops(config.model, self.tokenizer, self._template))
         self._rewards: RewardSet | None = None
         self._writer: AnswerWriter | None = None
@@ -97,9 +113,15 @@ class RolloutRun:
 
     def open_loader(self, rewards: RewardSet | None, policy: Any) -> RolloutLoader:
         """Create the loader of the run; the reward functions are closed with the run."""
-        config, rows = self._config, self._rows
+        config, rows, world = self._config, self._rows, init_distributed()
         self._rewards = rewards
         decode = make_decoder(self.tokenizer, self._stops)
+        tools = None
+        if self._functions:
+            assert self._template is not None  # `open_functions` refuses tools without one
+            tools = open_turns(
+                self._functions, config, self.tokenizer, self._template, self._stops, decode
+            )
         self.loader = RolloutLoader(
             self._prompts,
             rewards,
@@ -107,7 +129,8 @@ class RolloutRun:
             policy,
             config.data,
             decode,
-            (rows.rank, rows.size),
+            RolloutRanks(rows.rank, rows.size, world.rank, world.size),
+            tools,
         )
         return self.loader
 
@@ -146,24 +169,31 @@ class RolloutRun:
             temperature=rollout.temperature,
             eos_token_id=self._stops,
         )
-        longest = config.data.seq_len + rollout.max_new_tokens
+        longest = config.data.seq_len + rollout.max_new_tokens + rollout.exact_logprobs
         copy = partial(_make_copy, config, self._rows.device)
         self._writer = AnswerWriter(model, rollout.max_num_seqs, longest, options, copy)
         self.loader.begin(self._writer, open_scores(model), self._note)
+
+    def score_rows(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probabilities of rows by the engine, after `training_data`'s `begin`."""
+        assert self._writer is not None
+        return self._writer.score(rows)
 
     def _note(
         self, step: int, answers: Sequence[RolloutAnswer], metrics: Mapping[str, Any]
     ) -> None:
         """Log the first answers of a rollout to the run directory."""
         count = self._config.rollout.log_completions
-        if self._rows.rank or not count:
+        if init_distributed().rank or not count:
             return
         if self._log is None:
             self._log = CompletionLog(self._config.run_dir, count, step)
         self._log.write(step, answers, [self.loader.prompt(a.prompt).content for a in answers])
 
     def _close(self) -> None:
-        """Close the engine, and end the processes of reward functions."""
+        """Close the engine, and end the processes of tools and reward functions."""
+        for process in self._functions.values():
+            process.close()
         if self._rewards is not None:
             self._rewards.close()
         if self._writer is not None:

@@ -18,7 +18,7 @@ from bmforge.align.rewards import RewardSet, open_rewards
 from bmforge.align.rollout_batches import RolloutAnswer, collate_answers
 from bmforge.align.rollout_config import PromptRow, RolloutConfig
 from bmforge.align.rollout_metrics import CompletionLog, metric_names
-from bmforge.align.rollouts import RolloutLoader
+from bmforge.align.rollouts import RolloutLoader, RolloutRanks
 from bmforge.errors import ConfigError
 from bmforge.infer import GenerationConfig
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
@@ -65,7 +65,7 @@ def open_loader(
         policy,
         sizes or Sizes(),
         lambda ids: " ".join(map(str, ids)),
-        place,
+        RolloutRanks(*place, *place),
     )
     options = GenerationConfig(
         max_new_tokens=config.max_new_tokens,

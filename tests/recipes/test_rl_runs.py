@@ -146,21 +146,33 @@ def test_a_stopped_run_goes_on_bit_for_bit(place: Path, name: str, changes: Any)
         assert (one["loss"], one["reward"]) == (other["loss"], other["reward"])
 
 
-def _run_sharded(place: Path, zero: int) -> dict[str, torch.Tensor]:
-    from bmforge.shards import whole_tensor
-
-    config = make_config(place, f"zero{zero}", 2, layout=Layout(zero=zero), export=False)
-    result = recipe_of(place).run(config)
-    return {name: whole_tensor(t).clone() for name, t in persistent_tensors(result.model).items()}
+def _run_sharded(place: Path, name: str, layout: Layout) -> None:
+    recipe_of(place).run(make_config(place, name, 2, layout=layout))
 
 
-@pytest.mark.parametrize("zero", [3])
-def test_zero_writes_the_same_answers_and_learns_the_same(place: Path, zero: int) -> None:
-    alone = recipe_of(place).run(make_config(place, f"alone{zero}", 2, export=False))
-    found = run_distributed(_run_sharded, 2, place, zero)[0]
-    for name, tensor in weights(alone.model).items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
-    files = [place / f"{kind}{zero}" / "completions.jsonl" for kind in ("alone", "zero")]
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("zero", Layout(zero=3)),
+        ("tp", Layout(tp=2)),
+        ("pp", Layout(pp=2)),
+        pytest.param("cp", Layout(cp=2), marks=pytest.mark.long),
+    ],
+)
+def test_layouts_write_the_same_answers_and_learn_the_same(
+    place: Path, name: str, layout: Layout
+) -> None:
+    alone = recipe_of(place).run(make_config(place, f"alone_{name}", 2))
+    run_distributed(_run_sharded, 2, place, name, layout)
+    found: Any = AutoModel.from_pretrained(place / name / "export")
+    for key, tensor in weights(alone.model).items():
+        # AdamW's first steps of 1e-2 divide the gradient's rounding by its size.
+        torch.testing.assert_close(weights(found)[key], tensor, rtol=0, atol=1e-3)
+    rows = [read_metrics(place / run / "metrics.jsonl") for run in (f"alone_{name}", name)]
+    for one, other in zip(*rows, strict=True):
+        assert other["reward"] == one["reward"]
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    files = [place / run / "completions.jsonl" for run in (f"alone_{name}", name)]
     tables = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     texts = [[row["completion"] for row in table if row["step"] == 1] for table in tables]
     assert texts[0] == texts[1]
@@ -189,7 +201,6 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
         ({"method": "ppo"}, "method='ppo'"),
         ({"reward": ()}, "there is no reward"),
         ({"reward": ("json:no_such",)}, "has no function"),
-        ({"layout": Layout(tp=2)}, "tp"),
         ({"rollout": RolloutConfig(max_new_tokens=64)}, "max_seq_len=32"),
         ({"train": TrainConfig()}, "disable_dropout"),
         ({"rl": PolicyConfig(clip_low=2.0)}, "clip_low=2.0"),

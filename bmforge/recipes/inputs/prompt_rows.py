@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bmforge.align.rollout_config import PromptRow
@@ -81,12 +81,22 @@ def encode_prompts(
     data: PromptConfig,
     tokenizer: Any,
     template: ChatTemplate | None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[PromptRow]:
     """Encode prompts as token ids; prompts that are too long are skipped.
+
+    Args:
+        prompts: prompts of the files.
+        data: sizes of the run.
+        tokenizer: tokenizer of the run.
+        template: chat template of conversations.
+        tools: schemas of tools, for conversations that have none of their own.
 
     Raises:
         DataError: the template does not read a field, or no prompt is short enough.
     """
+    if tools is not None:
+        prompts = [replace(p, tools=p.tools or tools) for p in prompts]
     rows = [_encode(prompt, tokenizer, template) for prompt in prompts]
     short = [row for row in rows if len(row.ids) <= data.seq_len]
     if not short:

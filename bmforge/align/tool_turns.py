@@ -1,0 +1,140 @@
+"""Answers of several turns: the model calls functions of the user and reads their results.
+
+Token ids are kept over all turns, never decoded and encoded again: a turn begins with the ids of
+the prompt, of the answer so far, and of the encoded results. Tokens of results are not trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from bmforge.align.answer_writer import AnswerWriter
+from bmforge.align.rollout_batches import RolloutAnswer
+
+__all__ = ["FunctionCall", "ToolFunction", "ToolTurns"]
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call in an answer.
+
+    Args:
+        name: name of the function.
+        arguments: arguments by name; None if they are not a JSON object.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] | None
+
+
+class ToolFunction(Protocol):
+    """A function that can be stopped after a time limit."""
+
+    def call(self, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        """Return the result as text; any exception is a failure of the call."""
+
+    def close(self) -> None:
+        """Release its process."""
+
+
+class ToolTurns:
+    """Runs the calls of answers, and continues the answers after the results.
+
+    A call that raises, hangs or has wrong arguments gives the model the error as its result.
+
+    Args:
+        functions: name -> function.
+        parse: function from the text of a turn to its calls.
+        encode: function from the messages of results to the token ids between two turns.
+        decode: function from the token ids of a turn to its text.
+        max_turns: maximum number of turns that the model writes.
+        timeout_s: time limit of a call in seconds.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, ToolFunction],
+        parse: Callable[[str], Sequence[FunctionCall]],
+        encode: Callable[[Sequence[Mapping[str, Any]], int], list[int]],
+        decode: Callable[[Sequence[int]], str],
+        max_turns: int,
+        timeout_s: float,
+    ) -> None:
+        self._functions, self._parse, self._encode = functions, parse, encode
+        self._decode, self._max_turns, self._timeout_s = decode, max_turns, timeout_s
+
+    def continue_answers(
+        self,
+        answers: Sequence[RolloutAnswer],
+        writer: AnswerWriter,
+        max_tokens: int,
+        seed_of: Callable[[int, int], int],
+    ) -> None:
+        """Write the further turns of answers, in place.
+
+        Args:
+            answers: answers after their first turn.
+            writer: writer of answers.
+            max_tokens: maximum length of a whole answer in tokens, results included.
+            seed_of: function (index of the answer, turn) -> random seed of the turn.
+        """
+        for answer in answers:
+            answer.is_written = [True] * len(answer.ids)
+            answer.messages = [{"role": "assistant", "content": answer.text}]
+        running = list(range(len(answers)))
+        for turn in range(1, self._max_turns):
+            running = [n for n in running if self._add_results(answers[n], max_tokens)]
+            if not running:
+                return
+            written = writer.write_on(
+                [[*answers[n].prompt_ids, *answers[n].ids] for n in running],
+                [seed_of(n, turn) for n in running],
+                [max_tokens - len(answers[n].ids) for n in running],
+            )
+            for number, completion in zip(running, written, strict=True):
+                self._add_turn(answers[number], completion)
+
+    def _add_results(self, answer: RolloutAnswer, max_tokens: int) -> bool:
+        """Run the calls of the last turn and append their results; return False at the end."""
+        calls = self._parse(answer.text) if answer.finish_reason == "stop" else ()
+        if not calls:
+            return False
+        results = [self._run(call, answer) for call in calls]
+        ids = self._encode(results, answer.ids[-1])
+        if len(answer.ids) + len(ids) >= max_tokens:
+            answer.finish_reason = "length"
+            return False
+        answer.messages += results
+        answer.ids += ids
+        answer.sampler += [0.0] * len(ids)
+        answer.is_written += [False] * len(ids)
+        return True
+
+    def _run(self, call: FunctionCall, answer: RolloutAnswer) -> dict[str, Any]:
+        """Return the message with the result of a call, or with its error."""
+        answer.tool_calls += 1
+        try:
+            if call.name not in self._functions:
+                raise ValueError(f"there is no function {call.name}")
+            if call.arguments is None:
+                raise ValueError("the arguments are not a JSON object")
+            text = self._functions[call.name].call(call.arguments, self._timeout_s)
+        except Exception as error:  # a user's function may raise anything
+            answer.tool_failures += 1
+            text = f"error: {error}"
+        return {"role": "tool", "name": call.name, "content": text}
+
+    def _add_turn(self, answer: RolloutAnswer, completion: Any) -> None:
+        answer.ids += completion.ids
+        answer.sampler += [token.logprob for token in completion.logprobs or ()]
+        answer.is_written += [True] * len(completion.ids)
+        answer.finish_reason = completion.finish_reason
+        answer.text = self._decode(completion.ids)
+        answer.messages.append({"role": "assistant", "content": answer.text})
+
+    def close(self) -> None:
+        """End the processes of the functions."""
+        for function in self._functions.values():
+            function.close()
