@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP server of an engine, with a chat page.
+"""OpenAI-compatible HTTP server for an engine, with a chat page.
 
 Start reading at `app.py` (middleware and routers) and `routes.py` (chat and completions).
 `settings.py` has all limits, `openai_types.py` the request types, `receive.py` and `lifecycle.py`
@@ -21,7 +21,7 @@ _PLACES = {"create_app": "app", "serve": "lifecycle", "ServeConfig": "settings"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names lazily, because the command line needs the settings only."""
+    """Import public names lazily, because the command line needs only the settings."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's format from an engine's completions."""
+"""Builds responses in OpenAI's format from the engine's completions."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelle
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """Encode one server-sent event, with its name if the protocol has names."""
+    """Encode one server-sent event, with an event name if the protocol uses names."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     named = f"event: {name}\n" if name else ""
     return f"{named}data: {text}\n\n".encode("utf-8", "replace")
 
 
 def finish_name(reason: str) -> str:
-    """Return OpenAI's finish reason."""
+    """Convert the engine's finish reason to OpenAI's."""
     return _FINISHES[reason]
 
 
 @dataclass(frozen=True)
 class ResponseFields:
-    """Common fields of all parts of one response.
+    """Fields that all chunks of one response have in common.
 
     Args:
         object: type of the response object.
@@ -66,7 +66,7 @@ class ResponseFields:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def as_json(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Return a response object, whole or a chunk."""
+        """Return a JSON response object, either the whole response or one chunk."""
         return {
             "id": f"{self.prefix}-{self.id}",
             "object": self.object,
@@ -78,7 +78,7 @@ class ResponseFields:
 
 
 def usage_of(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-    """Return the token usage of a request; a prompt counts once for all its answers."""
+    """Return the token usage of a request; a prompt counts only once for several answers."""
     prompt = sum(answers[0].prompt_tokens for answers in completions)
     cached = sum(answers[0].cached_tokens for answers in completions)
     new = sum(len(answer.ids) for answers in completions for answer in answers)
@@ -91,7 +91,7 @@ def usage_of(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
 
 
 class Reading:
-    """Parser of one answer's text: separates thoughts, visible text and tool calls.
+    """Streaming parser of one answer: separates reasoning, visible text and tool calls.
 
     Args:
         tools: tools that may be called.
@@ -114,11 +114,11 @@ class Reading:
 
     @property
     def has_calls(self) -> bool:
-        """True if a call has started."""
+        """True if a tool call has started."""
         return self._count > 0
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Yield the parts that are certain after the next piece of text."""
+        """Process the next piece of text; yield the parts that are now complete."""
         text = self._skip(text)
         if text:
             yield from self._limit(self._read(text))
@@ -146,7 +146,7 @@ class Reading:
             yield from self._calls.end()
 
     def _limit(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """Yield response chunks up to the client's maximum number of tool calls."""
+        """Yield response parts, up to the client's maximum number of tool calls."""
         for part in parts:
             if self._count == self._max_calls and not isinstance(part, CallPiece):
                 self._is_over = True
@@ -168,11 +168,11 @@ class Reading:
 
 
 def chat_choice(answer: Completion, message: JoinedAnswer, body: ChatRequest) -> dict[str, Any]:
-    """Return a choice of a chat response.
+    """Return one choice of a chat completion.
 
     Args:
         answer: completion of the engine.
-        message: its text, thoughts and calls.
+        message: its text, reasoning and calls.
         body: request body.
     """
     shown: dict[str, Any] = {"role": "assistant", "content": message.text, "refusal": None}
@@ -190,7 +190,7 @@ def chat_choice(answer: Completion, message: JoinedAnswer, body: ChatRequest) ->
 
 
 def chat_finish(reason: str, has_calls: bool) -> str:
-    """Return the finish reason of a chat; calls that were cut are not complete."""
+    """Return the finish reason of a chat; tool calls that were cut off do not count as complete."""
     name = finish_name(reason)
     return "tool_calls" if has_calls and name == "stop" else name
 
@@ -213,7 +213,7 @@ def chat_logprobs(tokens: Collection[TokenLogprob]) -> dict[str, Any]:
 
 
 class TextLogprobs:
-    """Writes log-probabilities in the completions format, for one answer.
+    """Converts the log-probabilities of one answer to the completions format.
 
     Attributes:
         offset: number of characters so far.
@@ -224,7 +224,7 @@ class TextLogprobs:
         self.offset = 0
 
     def write(self, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
-        """Return the log-probabilities of the next tokens."""
+        """Convert the log-probabilities of the next tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self.offset)  # a token with part of a character begins at it
@@ -238,14 +238,14 @@ class TextLogprobs:
 
     @staticmethod
     def _top(token: TokenLogprob) -> dict[str, float]:
-        """Return the most likely tokens by text; the best of those with the same text is kept."""
+        """Return the top tokens' log-probabilities by text; for equal texts, the highest one."""
         collected: dict[str, float] = {}
         for top in token.top:
             collected.setdefault(_spell_token(top), max(top.logprob, _LEAST))
         return collected
 
     def write_prompt(self, first: bytes, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
-        """Return the log-probabilities of a prompt, whose first token has none."""
+        """Convert the log-probabilities of a prompt, whose first token has none."""
         start = self.write([TokenLogprob(0, 0.0, first)])
         later = self.write(tokens)
         start |= {"token_logprobs": [None], "top_logprobs": [None]}
@@ -253,7 +253,7 @@ class TextLogprobs:
 
 
 def _spell_token(token: TokenLogprob) -> str:
-    """Return the text of a token; one with parts of characters by its bytes, as OpenAI does."""
+    """Return the text of a token; incomplete UTF-8 is written as bytes, as OpenAI does."""
     try:
         return token.data.decode("utf-8")
     except UnicodeDecodeError:
@@ -261,7 +261,7 @@ def _spell_token(token: TokenLogprob) -> str:
 
 
 def join_logprobs(*parts: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Join log-probabilities in the completions format; None if there are none."""
+    """Concatenate log-probabilities in the completions format; None if there are none."""
     collected = [part for part in parts if part is not None]
     if not collected:
         return None

@@ -1,4 +1,4 @@
-"""The OpenAPI schema of the server: what it really answers, and with which errors."""
+"""Builds the server's OpenAPI schema, with its actual responses and errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def describe_api(app: FastAPI, has_keys: bool) -> dict[str, Any]:
 
     Args:
         app: application of `create_app`.
-        has_keys: whether requests need a key.
+        has_keys: True if requests need a key.
     """
     schema = get_openapi(title="bmforge", version=__version__, routes=app.routes)
     components = schema.setdefault("components", {})
@@ -71,7 +71,7 @@ def describe_api(app: FastAPI, has_keys: bool) -> dict[str, Any]:
 
 
 def _describe(path: str, operation: dict[str, Any]) -> None:
-    """Replace the responses of one operation."""
+    """Replace the response descriptions of one operation with the server's actual responses."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if path in _STREAMED:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -1,4 +1,4 @@
-"""`create_app`: the server as an ASGI application."""
+"""`create_app`, which builds the server as an ASGI application."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def create_app(
         directory: directory of the model, for its name and chat template.
         keys: API keys; None allows requests from this machine only.
         embedder: engine of a second model for embeddings, named `ServeConfig.embedding_name`.
-        deltas: name in requests -> name of an adapter of the model.
+        deltas: map from names in requests to names of the model's adapters.
     """
     config = config or ServeConfig()
     name = config.name or (directory.resolve().name if directory else None) or "model"
@@ -96,7 +96,7 @@ def create_app(
 
 
 async def _let_sleep(engine: AnyEngine) -> None:
-    """Unload an idle engine periodically."""
+    """Periodically unload the engine if it is idle."""
     while isinstance(engine, SleepingEngine):
         await asyncio.sleep(_LOOK_S)
         try:
@@ -106,7 +106,7 @@ async def _let_sleep(engine: AnyEngine) -> None:
 
 
 async def _reread_keys(serving: Serving) -> None:
-    """Use the keys of the keys file after it has changed."""
+    """Reload the API keys whenever the keys file changes."""
     file = KeysFile(serving.config, os.environ)
     while serving.config.keys_file is not None:
         await asyncio.sleep(_LOOK_S)
@@ -124,7 +124,7 @@ async def _tell_types(request: Request, error: Exception) -> Response:
 
 
 async def _tell_http(request: Request, error: Exception) -> Response:
-    """Convert errors of the framework: unknown path, wrong method, body too large."""
+    """Convert errors of the web framework: unknown path, wrong method, or too large a body."""
     assert isinstance(error, HTTPException)
     return error_response(
         RequestError(str(error.detail), status=error.status_code, headers=error.headers),

@@ -1,4 +1,4 @@
-"""Authentication: API keys, and without keys only this machine's own programs and pages."""
+"""Authentication by API keys; without keys, only this machine has access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READING = ("GET", "HEAD")
 
 
 class ApiKeys:
-    """The API keys of a server, stored as digests.
+    """API keys of a server, stored as digests.
 
     Args:
         texts: the keys.
@@ -48,7 +48,7 @@ class ApiKeys:
         return len(self._digests)
 
     def find(self, authorization: str | None) -> str:
-        """Return the name of the key in an Authorization header, which identifies the client.
+        """Return the name of the API key in an Authorization header; it identifies the client.
 
         Programs send ``Bearer KEY``; a browser sends the key as a Basic password.
 
@@ -76,7 +76,7 @@ def _digest(text: str) -> bytes:
 
 
 def _read_header(value: str) -> str:
-    """Return the key in an Authorization header, "" if there is none."""
+    """Extract the key from an Authorization header; "" if there is none."""
     scheme, _, credentials = value.partition(" ")
     if scheme.lower() == "bearer":
         return credentials.strip()
@@ -89,11 +89,11 @@ def _read_header(value: str) -> str:
 
 
 def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
-    """Read the keys from the keys file and the environment.
+    """Read the API keys from the keys file and the environment.
 
     Raises:
-        ConfigError: the server would listen to other machines without a key, or `allow_no_key` is
-            set together with keys.
+        ConfigError: the server would accept requests from other machines without a key, or
+            `allow_no_key` is set together with keys.
         DataError: the file cannot be read.
     """
     texts = [text.strip() for text in environment.get(KEYS_VARIABLE, "").split(",")]
@@ -132,7 +132,7 @@ def load_keys(config: ServeConfig, environment: Mapping[str, str]) -> ApiKeys:
 
 
 class KeysFile:
-    """Rereads the keys when their file changes.
+    """Rereads the API keys when their file changes.
 
     Args:
         config: settings with the path of the file.
@@ -144,7 +144,7 @@ class KeysFile:
         self._version = self._read_version()
 
     def reread(self) -> ApiKeys | None:
-        """Return the keys if the file has changed, else None; a damaged file changes nothing."""
+        """Return the keys if the file has changed, else None; a damaged file is ignored."""
         version = self._read_version()
         if version == self._version:
             return None
@@ -169,7 +169,7 @@ class KeysFile:
 def check_origin(
     config: ServeConfig, has_keys: bool, method: str, headers: Mapping[str, str]
 ) -> None:
-    """Check that a request comes from a program, or from a page of this server.
+    """Reject requests that come from web pages of other sites.
 
     A foreign page can make a browser send requests (CSRF), and with a host name of its own that
     resolves to this machine (DNS rebinding) read the responses.
@@ -200,13 +200,13 @@ def check_origin(
 
 
 def is_allowed_origin(config: ServeConfig, origin: str | None) -> bool:
-    """Return True if the pages of an origin may send requests and read the answers."""
+    """Return True if pages of an origin may send requests and read the responses."""
     allowed = config.allowed_origins
     return origin is not None and ("*" in allowed or origin.lower() in map(str.lower, allowed))
 
 
 def _is_ours(host: str, config: ServeConfig) -> bool:
-    """Return True if a Host header names this machine in a way that no foreign page can forge."""
+    """Return True if a Host header names this machine and cannot come from a foreign page."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@?#\s]+)(:\d{1,5})?", host)
     if match is None:
         return False

@@ -18,13 +18,13 @@ _MAX_HEAD_CHARS = 4096
 
 
 class JsonCallReader:
-    """Reads one call as a JSON object and streams its arguments.
+    """Parses one tool call as a JSON object, and streams its arguments.
 
     Args:
         schemas: schemas of the functions that may be called.
 
     Attributes:
-        has_started: whether the name was read and is that of a function.
+        has_started: True if the name was read and is that of a function.
     """
 
     def __init__(self, schemas: Schemas) -> None:
@@ -34,7 +34,7 @@ class JsonCallReader:
         self._is_over = False
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Yield the start of the call and pieces of its arguments, as soon as both are certain."""
+        """Yield the start of the call and pieces of its arguments, as soon as they are certain."""
         if self._is_over:
             return
         if not self.has_started:
@@ -51,7 +51,7 @@ class JsonCallReader:
             yield CallPiece(text[:end])
 
     def _scan(self, text: str) -> int:
-        """Return how many characters belong to the arguments' object."""
+        """Return how many characters of the text belong to the arguments object."""
         for at, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -70,7 +70,7 @@ class JsonCallReader:
         return len(text)
 
     def end(self) -> Iterator[Part]:
-        """Yield the call that could not be streamed, such as one with its arguments first."""
+        """Yield a call that could not be streamed, for example because its arguments came first."""
         if self.has_started:
             return
         try:
@@ -86,7 +86,7 @@ def _whole(call: GeneratedToolCall) -> Iterator[Part]:
 
 
 class CallReader:
-    """Separates calls of one format from text.
+    """Separates tool calls, in one format, from text.
 
     Args:
         form: format of the calls.
@@ -101,7 +101,7 @@ class CallReader:
         self._json: JsonCallReader | None = None
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Yield text and calls that are complete after the next piece of text."""
+        """Process the next piece of an answer; yield the text and calls that are now complete."""
         self._pending += text
         goes_on = True
         while goes_on and self._pending:
@@ -114,7 +114,7 @@ class CallReader:
                     yield before
 
     def end(self) -> Iterator[Part]:
-        """Yield the rest at the end of the answer."""
+        """Yield the buffered rest at the end of the answer."""
         remaining, self._pending = self._pending, ""
         if not self._is_inside:
             yield from (remaining,) if remaining else ()
@@ -130,7 +130,7 @@ class CallReader:
             yield from _whole(call)
 
     def _find_open(self) -> tuple[str, bool]:
-        """Return the text before the next call, and whether a call was opened."""
+        """Return the text before the next call, and whether a call begins after it."""
         if self._is_start and "" in self._form.open:
             stripped = self._pending.lstrip()
             if not stripped:
@@ -157,7 +157,7 @@ class CallReader:
         self._json = JsonCallReader(self._schemas) if self._form.is_json else None
 
     def _find_close(self) -> bool:
-        """Move text up to the closing mark into the call; return whether it was found."""
+        """Move text up to the closing mark into the call; return True if the mark was found."""
         close = self._form.close
         if not close:
             self._last, self._pending = self._pending, ""
@@ -189,5 +189,5 @@ class CallReader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may begin a mark."""
+    """Return how many characters at the end of a text may be the beginning of a mark."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""Chats: from a request in OpenAI's format to a running answer and its parts.
+"""Runs chat requests, from a request in OpenAI's format to the parts of a running answer.
 
 All chat protocols (chat completions, responses, Anthropic's messages) share this path.
 """
@@ -47,7 +47,7 @@ class RunningChat:
         live: running engine request.
         tools: tools that may be called.
         prompt: prompt of the conversation.
-        stack: releases what the request holds; closed at its end.
+        stack: context managers of the request's resources; closed at its end.
         body: request.
     """
 
@@ -59,19 +59,19 @@ class RunningChat:
     body: ChatRequest
 
     def reading(self) -> Reading:
-        """Return a new parser of one answer's text."""
+        """Return a new parser for the text of one answer."""
         thoughts, marks = None, self.prompt.thought_marks
         if marks is not None and self.tools.rule is None:
             thoughts = ThoughtReader(marks, self.prompt.is_thinking)
         return Reading(self.tools, self.prompt.begins, thoughts)
 
     def message(self, answer: Completion) -> JoinedAnswer:
-        """Return the message of a whole answer."""
+        """Parse a whole answer into a message."""
         reading = self.reading()
         return JoinedAnswer.join([*reading.feed(answer.text), *reading.end()])
 
     def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-        """Yield pieces of the answers; see `received_pieces`."""
+        """Yield pieces of the answers as they arrive; see `received_pieces`."""
         return received_pieces(self.serving, self.live)
 
     async def answers(self, request: Request) -> list[Completion] | None:
@@ -84,7 +84,7 @@ class RunningChat:
 async def received_pieces(
     serving: Serving, live: LiveRequest
 ) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-    """Yield (prompt index, piece) of the answers as they arrive, and count them at their end.
+    """Yield (prompt index, piece) as answers arrive; count their tokens at the end.
 
     Raises:
         RequestError: the engine failed, or the server is stopping.
@@ -97,7 +97,7 @@ async def received_pieces(
 
 
 async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
-    """Admit a chat request, build its prompt and start its answers.
+    """Admit a chat request, build its prompt, and start generating its answers.
 
     Raises:
         RequestError: the request is invalid, or the server is overloaded.
@@ -127,7 +127,7 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
 
 
 async def read_prompt(body: ChatRequest, request: Request) -> EncodedPrompt:
-    """Return the prompt of a chat request without answering it."""
+    """Build the prompt of a chat request without generating an answer."""
     serving = serving_of(request)
     serving.find(body.model, "chat")
     tools = _check(body, serving)
@@ -136,7 +136,7 @@ async def read_prompt(body: ChatRequest, request: Request) -> EncodedPrompt:
 
 
 def find_budget(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> ThoughtBudget | None:
-    """Return the limit of the reasoning that a request sets; None without one.
+    """Return the limit on reasoning tokens that a request sets; None without a limit.
 
     Raises:
         RequestError: the model does not reason, so that the limit would have no effect.
@@ -155,7 +155,7 @@ def find_budget(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> Tho
 
 
 def _check(body: ChatRequest, serving: Serving) -> ToolUse:
-    """Check the limits that need no tokens; return the use of tools."""
+    """Check the limits that can be checked before tokenizing; return the request's tool use."""
     check_limits(body, serving.config)
     tools = find_tools(body, serving.prompter.tool_format)
     texts = (message.text for message in body.messages)
@@ -164,5 +164,5 @@ def _check(body: ChatRequest, serving: Serving) -> ToolUse:
 
 
 def salt_of(request: Request, salt: str | None) -> str:
-    """Return the salt of the prefix cache: the key's name, with the salt of the request."""
+    """Return the salt of the prefix cache: the name of the API key and the request's salt."""
     return key_of(request) if not salt else f"{key_of(request)}:{salt}"

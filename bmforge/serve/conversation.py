@@ -1,4 +1,4 @@
-"""Conversion of conversations to prompts, with the ends of their answers."""
+"""Converts conversations to prompts, and determines what ends an answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _THINKING = ("enable_thinking", "thinking")  # Qwen, GLM; DeepSeek
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt, and the ends of its answer.
+    """Prompt of a conversation, with the tokens and strings that end its answer.
 
     Attributes:
         ids: token ids of the conversation.
@@ -37,7 +37,7 @@ class EncodedPrompt(NamedTuple):
         stops: strings that end an answer.
         begins: prefix of the answer that is not shown.
         thought_marks: texts around the model's reasoning; None if it is not separated.
-        is_thinking: whether the prompt ends inside the reasoning.
+        is_thinking: True if the prompt ends inside the reasoning.
     """
 
     ids: list[int]
@@ -49,7 +49,7 @@ class EncodedPrompt(NamedTuple):
 
 
 class Prompter:
-    """Converts conversations to prompts with a model's template or dialogue format.
+    """Converts conversations to prompts with the model's chat template or dialogue format.
 
     Args:
         engine: engine with the model.
@@ -78,7 +78,7 @@ class Prompter:
         self.thought_marks = find_thought_marks(source) if config.split_reasoning else None
 
     def write(self, body: ChatRequest, tools: ToolUse) -> EncodedPrompt:
-        """Return the prompt of a conversation.
+        """Build the prompt of a conversation.
 
         Args:
             body: request with the messages and the variables of the template.
@@ -121,7 +121,7 @@ class Prompter:
         return EncodedPrompt(ids, ends, stops, begins, self.thought_marks, is_thinking)
 
     def _write_dialogue(self, messages: Sequence[Message]) -> EncodedPrompt:
-        """Return the last utterances in EVA's format, as many as fit into its window."""
+        """Build a prompt in EVA's format from the last utterances that fit into its window."""
         tokenizer = self._engine.tokenizer
         if any(message.role not in ("user", "assistant") for message in messages):
             raise RequestError(
@@ -136,11 +136,11 @@ class Prompter:
 def template_variables(
     body: ChatRequest, readable: Collection[str], thought_marks: tuple[str, str] | None
 ) -> dict[str, Any]:
-    """Return the variables of the chat template that a request sets.
+    """Return the chat template variables that a request sets.
 
     Args:
         body: request body.
-        known: variables that the template reads.
+        readable: variables that the template reads.
         thought_marks: texts around the model's reasoning; None if it has none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Endpoints for embeddings and CPM-Bee documents, which are computed as a whole, not streamed."""
+"""Endpoints without streaming: embeddings and CPM-Bee documents."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _ANSWER_TOKENS = 100
 async def finish_task(
     serving: Serving, request: Request, engine: Any, submit: Callable[[], Future[Any]]
 ) -> Any:
-    """Wait for a non-streaming engine task, cancelling it if the client disconnects.
+    """Wait for an engine task; cancel the task if the client disconnects.
 
     Args:
         serving: server state.
         request: HTTP request.
         engine: engine that runs the task.
-        submit: submits the task.
+        submit: function that submits the task.
 
     Raises:
         RequestError: invalid input, timeout, or a stopping server.
@@ -75,7 +75,7 @@ async def finish_task(
 
 
 class _StoppedError(Exception):
-    """The task was cancelled by the engine."""
+    """Raised if the engine cancelled a task."""
 
 
 async def _result(future: Future[Any]) -> Any:
@@ -90,7 +90,7 @@ async def _result(future: Future[Any]) -> Any:
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """Return an embedding per text: the normalized mean of its last hidden states."""
+    """Return the embedding of each text: the normalized mean of its last hidden states."""
     serving = serving_of(request)
     served, inputs = serving.find(body.model, "embeddings"), body.inputs
     engine, config = served.engine, serving.config
@@ -129,7 +129,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
 
 def encode_inputs(engine: Any, inputs: list[str | list[int]]) -> list[list[int]]:
-    """Return the token ids of every text, with the family's special tokens."""
+    """Tokenize the input texts, with the special tokens of the model family."""
     return [
         encode_text(engine.model, text, engine.tokenizer) if isinstance(text, str) else text
         for text in inputs
@@ -145,7 +145,7 @@ def _spell(row: Tensor, form: str | None) -> Any:
 
 @router.post("/v1/documents")
 async def documents(body: DocumentsRequest, request: Request) -> Response:
-    """Generate the texts under ``<ans>`` of documents."""
+    """Generate the missing texts under ``<ans>`` in CPM-Bee documents."""
     serving = serving_of(request)
     served, config = serving.find(body.model, "documents"), serving.config
     check_at_most("documents", len(body.documents), config.max_prompts, "documents")
@@ -162,7 +162,7 @@ async def documents(body: DocumentsRequest, request: Request) -> Response:
 
 
 def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
-    """Return the arguments of `fill_documents` that the request sets."""
+    """Return the arguments for `fill_documents` that the request sets."""
     config, engine = serving.config, serving.engine
     options: dict[str, Any] = {
         "examples": body.examples or (),

@@ -18,10 +18,10 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class RequestError(HTTPException):
-    """A request that is rejected.
+    """Error that rejects a request, with an HTTP status.
 
     Args:
-        message: description with the value and what is allowed.
+        message: description with the value and the allowed values.
         param: name of the field.
         status: HTTP status.
         code: OpenAI's error code.
@@ -42,7 +42,7 @@ class RequestError(HTTPException):
 
 
 def overloaded(message: str, retry_after_s: float, status: int = 503) -> RequestError:
-    """Return the error of a request that may be retried later."""
+    """Return the error for a request that the client may retry later."""
     headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     code = "rate_limit_exceeded" if status == 429 else "overloaded"
     return RequestError(message, status=status, code=code, headers=headers)
@@ -63,7 +63,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, scope: Scope) -> JSONResponse:
-    """Return the error response of a request; Anthropic's interface has one field more."""
+    """Return the HTTP response for an error; that of Anthropic's interface has one more field."""
     body, path = error_body(error), scope["path"].removeprefix(scope.get("root_path", ""))
     if path.startswith("/v1/messages"):
         body["type"] = "error"
@@ -73,7 +73,7 @@ def error_response(error: RequestError, scope: Scope) -> JSONResponse:
 def explain_types(error: RequestValidationError) -> RequestError:
     """Describe the first invalid field of a request.
 
-    Values are not repeated in the message, because they may be private.
+    Values are not repeated in the message, since they may be private.
     """
     problems = error.errors()
     first = problems[0]

@@ -1,4 +1,4 @@
-"""Streaming of answers as server-sent events."""
+"""Streams answers as server-sent events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PULSE = b": still there\n\n"
 
 
 async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
-    """Yield the events of a chat completion."""
+    """Yield the server-sent events of a chat completion."""
     body, head = chat.body, ResponseFields("chat.completion.chunk", chat.body.model, "chatcmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     readings = [chat.reading() for _ in range(body.count)]
@@ -68,17 +68,17 @@ async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
 
 
 class Deltas:
-    """Writes the parts of one answer as deltas of chat completions.
+    """Converts the parts of one answer to the deltas of chat completions.
 
     Args:
-        has_thoughts: whether reasoning is shown.
+        has_thoughts: True if reasoning is shown.
     """
 
     def __init__(self, has_thoughts: bool = True) -> None:
         self._has_thoughts, self._calls = has_thoughts, 0
 
     def show(self, part: Part) -> dict[str, Any] | None:
-        """Return the delta of a part; None if it is not shown."""
+        """Convert one part to a delta; None if the part is not shown."""
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, Thought):
@@ -94,7 +94,7 @@ class Deltas:
 async def text_events(
     serving: Serving, live: LiveRequest, body: CompletionRequest
 ) -> AsyncIterator[bytes]:
-    """Yield the events of text completions."""
+    """Yield the server-sent events of text completions."""
     head = ResponseFields("text_completion", body.model, "cmpl")
     no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     writers: dict[int, TextLogprobs] = {}

@@ -1,6 +1,7 @@
-"""Describes how the server treats each request field: kept, without effect, or neutral only.
+"""Describes how the server treats each request field: kept, ignored, or neutral value only.
 
-`dev/serve_fields.py` writes the table into the documentation; a test holds it against the server.
+`dev/serve_fields.py` writes the table into the documentation; a test compares the table with the
+server.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _NO_EFFECT = frozenset({
 
 
 def treatment_of(endpoint: str, field: str) -> Treatment:
-    """Return how a field of an endpoint is treated; unknown fields are refused with status 400."""
+    """Return how a field of an endpoint is treated; unknown fields get status 400."""
     if field in _NO_EFFECT:
         return "no effect"
     values = _allowed(ENDPOINTS[endpoint].model_fields[field].annotation)
@@ -55,7 +56,7 @@ def treatment_of(endpoint: str, field: str) -> Treatment:
 
 
 def _allowed(annotation: Any) -> set[Any] | None:
-    """Return the values of a type if they are a few constants, else None."""
+    """Return the allowed values of a type if they are a few constants, else None."""
     if annotation is type(None):
         return {None}
     if getattr(annotation, "__origin__", None) is Literal:

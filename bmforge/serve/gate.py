@@ -1,4 +1,4 @@
-"""Middleware of all requests: authentication, response headers, request log."""
+"""Middleware for all requests: authentication, response headers, and request log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Gate:
         self._app, self._serving = app, serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; the body of a rejected request is not read."""
+        """Handle one request; the body of a rejected request is not read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -103,7 +103,7 @@ class Gate:
             state["key"] = keys.find(_authorization(headers))
 
     def _note(self, scope: Scope, seen: _Seen, seconds: float) -> None:
-        """Count and log a request, without its contents and query string."""
+        """Count and log a request, without its content and query string."""
         status = seen.status
         route = scope.get("route")
         path = getattr(route, "path", "other")  # not the requested path, which is arbitrary
@@ -121,7 +121,7 @@ def _request_id(headers: Headers) -> str:
 
 
 def _authorization(headers: Headers) -> str | None:
-    """Return the Authorization header, or Anthropic's ``x-api-key`` in its form."""
+    """Return the Authorization header, or Anthropic's ``x-api-key`` in the same form."""
     key = headers.get("x-api-key")
     return headers.get("authorization", None if key is None else f"Bearer {key}")
 
@@ -131,7 +131,7 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
 
 
 class _Seen:
-    """Sends a response with the common headers, and records its status."""
+    """Sends a response with the common headers, and remembers its status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send, self.status, self.id = send, 0, request_id
@@ -139,7 +139,7 @@ class _Seen:
         self.is_allowed = False
 
     def allow(self, origin: str) -> None:
-        """Let the pages of another origin read the response."""
+        """Allow pages of another origin to read the response."""
         self.is_allowed = True
         self._headers |= {
             "access-control-allow-origin": origin,
@@ -158,6 +158,6 @@ class _Seen:
 
 
 def _log_failure(error: Exception) -> None:
-    """Log where the server failed, without the error's text, which may be private."""
+    """Log where the server failed, without the error message, which may be private."""
     places = "".join(traceback.format_tb(error.__traceback__))
     get_logger().error("%s in\n%s", type(error).__name__, places.rstrip())

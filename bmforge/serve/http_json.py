@@ -1,4 +1,4 @@
-"""Requests with bounded, strictly parsed JSON bodies, and responses as server-sent events."""
+"""Requests with size-limited, strictly parsed JSON bodies, and event-stream responses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GONE = 499  # nginx's status of a client that has disconnected
 
 
 class StrictRequest(Request):
-    """A request with a limited body, parsed by `parse_json`."""
+    """HTTP request with a limited body size, parsed by `parse_json`."""
 
     async def body(self) -> bytes:
-        """Return the body.
+        """Read the request body.
 
         Raises:
             RequestError: 413, too large by its Content-Length or by its actual size.
@@ -44,7 +44,7 @@ class StrictRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """Return the parsed body; a large one is parsed in a thread."""
+        """Parse the request body; a large one is parsed in a thread."""
         if not hasattr(self, "_json"):
             body, config = await self.body(), self.app.state.serving.config
             if len(body) > _LARGE:
@@ -58,7 +58,7 @@ class StrictRoute(APIRoute):
     """A route with strict JSON parsing."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
-        """Return the handler of a request."""
+        """Return a handler that passes requests as `StrictRequest`."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -68,11 +68,11 @@ class StrictRoute(APIRoute):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, with a callback at their end.
+    """Response of server-sent events, with a callback at the end.
 
     Args:
         events: encoded events.
-        on_end: called at the end, also if nothing was sent.
+        on_end: function called at the end, also if nothing was sent.
     """
 
     media_type = "text/event-stream"
@@ -82,7 +82,7 @@ class EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events, then call `on_end`."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -1,4 +1,4 @@
-"""`serve`: listen until the process is stopped, then shut down gracefully."""
+"""`serve`, which runs the server until the process is stopped, with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _LAST_WORDS_S = 5
 
 
 class GracefulServer(uvicorn.Server):
-    """Server with graceful shutdown: rejects new requests, then waits, then cancels.
+    """Server with graceful shutdown: rejects new requests, waits for running ones, then cancels.
 
     Args:
         config: configuration of uvicorn.
         serving: server state.
 
     Attributes:
-        stops_at_failure: whether the server stops when its engine has failed.
+        stops_at_failure: True if the server stops when its engine has failed.
     """
 
     def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
@@ -65,7 +65,7 @@ class GracefulServer(uvicorn.Server):
             cut.cancel()
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True if the server has to stop, also after a failure of its engine."""
+        """Return True if the server must stop, for example after a failure of its engine."""
         failure = self.serving.failure
         if failure is not None and self.stops_at_failure and not self.should_exit:
             get_logger().error("the engine has failed (%r): the server stops", failure)
@@ -74,7 +74,7 @@ class GracefulServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop gracefully at the first signal, and immediately at the second."""
+        """Stop gracefully on the first signal, and immediately on the second."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -86,7 +86,7 @@ class GracefulServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Record a signal."""
+        """Record a received signal."""
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
@@ -138,11 +138,11 @@ def serve(
 
 
 class EngineFailedError(BmforgeError, RuntimeError):
-    """The engine's thread ended with an error while it was served."""
+    """Raised if the engine's thread ended with an error while serving."""
 
 
 def check_certificate(config: ServeConfig) -> None:
-    """Check the TLS certificate and its key, before a model is opened.
+    """Check the TLS certificate and its key, before the model is loaded.
 
     Raises:
         ConfigError: a file cannot be read, or the key does not belong to the certificate.
@@ -161,7 +161,7 @@ def check_certificate(config: ServeConfig) -> None:
 
 
 def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
-    """Return a server, and log its address.
+    """Create a server for an application, and log its address.
 
     Args:
         app: application of `create_app`.
@@ -205,7 +205,7 @@ def _configure(app: Any, config: ServeConfig) -> uvicorn.Config:
 
 
 def bind_address(config: ServeConfig) -> socket.socket:
-    """Return a socket bound to the server's address.
+    """Create a socket that is bound to the server's address.
 
     Raises:
         ConfigError: the address is in use, or is not of this machine.
@@ -237,7 +237,7 @@ def bind_address(config: ServeConfig) -> socket.socket:
 
 
 def _bind_path(path: Path) -> socket.socket:
-    """Return a Unix socket that only this user can connect to; an abandoned one is replaced."""
+    """Create a Unix socket with access for this user only; an abandoned one is replaced."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with socket.socket(socket.AF_UNIX) as other:

@@ -1,4 +1,4 @@
-"""Limits on concurrent requests and request rate, per client and in total."""
+"""Limits on the number and rate of requests, per client and in total."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MOST_KNOWN = 4096
 
 
 class Admission:
-    """Admission control of requests.
+    """Admission control, which counts and limits concurrent requests.
 
     Args:
         config: limits.
         clock: monotonic time in seconds.
 
     Attributes:
-        is_closing: new requests are rejected.
+        is_closing: True to reject new requests.
         count: number of admitted requests.
     """
 
@@ -39,7 +39,7 @@ class Admission:
 
     @contextmanager
     def enter(self, key: str, count: int = 1) -> Iterator[None]:
-        """Count a request for as long as it runs.
+        """Context manager: admit a request, and count it while it runs.
 
         Args:
             key: client: name of a key, or an address.
@@ -96,13 +96,13 @@ class Admission:
 
 
 def check_at_most(name: str, count: int, most: int, what: str) -> None:
-    """Raise `RequestError` if a count exceeds its limit.
+    """Raise `RequestError` if a number in a request exceeds its limit.
 
     Args:
         name: name of the field.
         count: actual number.
         most: limit.
-        what: noun for the counted things.
+        what: noun for the counted items.
     """
     if count > most:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Requests in the engine's thread, accessed from the event loop."""
+"""Access from the event loop to requests that run in the engine's thread."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _PULSE_S = 10.0
 
 
 class GoneError(Exception):
-    """The client has disconnected."""
+    """Raised if the client has disconnected."""
 
 
 class LiveRequest:
-    """A client's request in the engine, as the event loop reads it.
+    """A client's running request, as seen from the event loop.
 
     Args:
         handles: engine handles, one per prompt.
         max_unread_bytes: generated text buffered for a slow client before the request ends.
         prompt_tokens: tokens of all prompts.
-        times: records when tokens arrive; None records nothing.
+        times: recorder of token arrival times; None records nothing.
         key: name of the client's key, "" without keys.
 
     Attributes:
-        is_read: the client has received everything.
+        is_read: True if the client has received everything.
         new_tokens: tokens generated so far, of all answers.
     """
 
@@ -62,11 +62,11 @@ class LiveRequest:
             handle.watch(partial(self._wake, loop, number))
 
     def _wake(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Notify the event loop; called by the engine's thread."""
+        """Notify the event loop of new pieces; called by the engine's thread."""
         loop.call_soon_threadsafe(self._fetch, number)
 
     def _fetch(self, number: int) -> None:
-        """Fetch new pieces immediately, so that the unread size counts all of them."""
+        """Fetch new pieces immediately, so that the size of unread text counts all of them."""
         try:
             pieces = self.handles[number].take()
         except Exception as error:
@@ -88,12 +88,12 @@ class LiveRequest:
         return all(handle.done for handle in self.handles)
 
     def cancel(self) -> None:
-        """End every answer with its text so far, before the engine's next step."""
+        """End every answer before the engine's next step; the text so far is kept."""
         for handle in self.handles:
             handle.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-        """Yield (prompt index, piece) as they arrive; None periodically if none does.
+        """Yield (prompt index, piece) as pieces arrive; None periodically if none does.
 
         Raises:
             RequestError: the engine failed, or too much text is unread.
@@ -119,7 +119,7 @@ class LiveRequest:
                 yield None
 
     async def whole(self) -> list[list[Completion]]:
-        """Return all answers of every prompt when they are finished.
+        """Wait until all answers are finished; return the answers of every prompt.
 
         Raises:
             RequestError: the engine failed.
@@ -129,7 +129,7 @@ class LiveRequest:
         return self.completions()
 
     def completions(self) -> list[list[Completion]]:
-        """Return the answers of every prompt; all must be finished."""
+        """Return the answers of every prompt, all of which must be finished."""
         return [handle.wait(0) for handle in self.handles]
 
 
@@ -146,7 +146,7 @@ def _failed(error: Exception) -> RequestError:
 
 
 class LiveRequests:
-    """All running requests, so that they can be cancelled together."""
+    """All running requests of the server, so that it can cancel them together."""
 
     def __init__(self) -> None:
         self._all: set[LiveRequest] = set()
@@ -156,7 +156,7 @@ class LiveRequests:
         return len(self._all) + len(self._futures)
 
     def add(self, live: LiveRequest) -> None:
-        """Register a request."""
+        """Register a running request."""
         self._all.add(live)
 
     def end(self, live: LiveRequest) -> None:
@@ -166,7 +166,7 @@ class LiveRequests:
             live.cancel()
 
     def cancel_all(self) -> None:
-        """End every answer with its text so far."""
+        """End every running answer; the text so far is kept."""
         for live in self._all:
             live.cancel()
         for future in self._futures:
@@ -174,7 +174,7 @@ class LiveRequests:
 
     @contextmanager
     def ending(self, future: Future[Any]) -> Iterator[None]:
-        """Register a non-streaming task while it is awaited."""
+        """Context manager: register a non-streaming task while it is awaited."""
         self._futures.add(future)
         try:
             yield
@@ -184,14 +184,14 @@ class LiveRequests:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T], stop: Callable[[], Any]) -> T:
-    """Return the result of `work`, unless the client disconnects first.
+    """Await `work` and return its result, unless the client disconnects first.
 
     Starlette keeps running a non-streaming handler after the client has disconnected.
 
     Args:
         receive: ASGI receive of a request whose body was read.
         work: awaitable; cancelled when the client disconnects.
-        stop: called as soon as the client disconnects.
+        stop: function called as soon as the client disconnects.
 
     Raises:
         GoneError: the client has disconnected.

@@ -1,6 +1,6 @@
-"""Types of messages and tools in requests, validated strictly.
+"""Request types of messages and tools, with strict validation.
 
-Types are not coerced: a string is no number. Fields that are unknown are errors.
+Types are not coerced: a string is not accepted as a number. Unknown fields are errors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ __all__ = ["Message", "SentBack", "Strict", "Tool", "ToolChoice"]
 
 
 class Strict(BaseModel):
-    """Base of all types: strict types, no unknown fields."""
+    """Base class of all request types: strict types, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
 
 class SentBack(Strict):
-    """Base of what clients send back of an earlier answer: null fields are left out."""
+    """Base class of types that clients return from an earlier answer; null fields are ignored."""
 
     @model_validator(mode="before")
     @classmethod
@@ -30,7 +30,7 @@ class SentBack(Strict):
 
 
 class Function(Strict):
-    """Definition of a function."""
+    """Definition of a function that the model may call."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
@@ -39,34 +39,34 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool, which is a function."""
+    """Tool of a request; only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Strict):
-    """Name of a function."""
+    """Name of the function to call."""
 
     name: str
 
 
 class ToolChoice(Strict):
-    """The one tool that must be called."""
+    """Choice of the one tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class CalledFunction(SentBack):
-    """A function call with its arguments."""
+    """Called function with its arguments."""
 
     name: str
     arguments: str
 
 
 class ToolCall(SentBack):
-    """A tool call of an assistant message."""
+    """Tool call in an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -75,7 +75,7 @@ class ToolCall(SentBack):
 
 
 class TextPart(SentBack):
-    """Part of a message's content; only text is supported."""
+    """One part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -83,7 +83,7 @@ class TextPart(SentBack):
 
 
 class Message(SentBack):
-    """A message of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -110,7 +110,7 @@ class Message(SentBack):
         return self
 
     def as_template(self) -> dict[str, Any]:
-        """Return the fields that a chat template reads."""
+        """Return the message as a dict with the fields that chat templates use."""
         unread = {"reasoning", "refusal", "annotations", "audio", "function_call", "parsed"}
         fields = self.model_dump(exclude_none=True, exclude=unread)
         thoughts = self.reasoning_content or self.reasoning
@@ -118,7 +118,7 @@ class Message(SentBack):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """Content of the message as a single text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)

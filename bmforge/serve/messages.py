@@ -26,7 +26,7 @@ _PING = {"type": "ping"}
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Response:
-    """Answer a messages request."""
+    """Handle a request to ``/v1/messages``."""
     chat = await open_chat(messages_chat(body), request)
     if body.stream:
         return EventStream(_events(chat, body), chat.stack.close)
@@ -61,7 +61,7 @@ def _head(body: MessagesRequest, usage: dict[str, int]) -> dict[str, Any]:
 
 
 def _usage(chat: RunningChat) -> dict[str, int]:
-    """Return the usage of a finished answer; cached tokens are not input tokens here."""
+    """Return the token usage of a finished answer; cached tokens do not count as input tokens."""
     usage = usage_of(chat.live.completions())
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -75,7 +75,7 @@ def _usage(chat: RunningChat) -> dict[str, int]:
 def _end(
     chat: RunningChat, body: MessagesRequest, answer: Completion, has_calls: bool
 ) -> dict[str, Any]:
-    """Return why an answer ended, and the stop sequence that ended it."""
+    """Return the reason why an answer ended, and the stop sequence that ended it, if any."""
     if answer.finish_reason != "stop":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if has_calls:
@@ -89,7 +89,7 @@ def _end(
 
 
 class _Block:
-    """A content block of an answer.
+    """Content block of an answer in Anthropic's format.
 
     Args:
         kind: "text", "thinking" or "tool_use".
@@ -101,7 +101,7 @@ class _Block:
         self.id = f"toolu_{secrets.token_hex(12)}"
 
     def as_json(self, is_whole: bool) -> dict[str, Any]:
-        """Return the block, whole or as it begins in a stream."""
+        """Return the block as JSON, either whole or as it begins in a stream."""
         text = self.text if is_whole else ""
         if self.kind == "text":
             return {"type": "text", "text": text}
@@ -114,7 +114,7 @@ class _Block:
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": arguments}
 
     def delta(self, text: str) -> dict[str, Any]:
-        """Return a piece of the block in a stream."""
+        """Return the stream delta for the next text of the block."""
         if self.kind == "text":
             return {"type": "text_delta", "text": text}
         if self.kind == "thinking":
@@ -136,14 +136,14 @@ def _blocks(message: JoinedAnswer) -> Iterator[_Block]:
 
 
 class _BlockEvents:
-    """Writes the parts of an answer as events of content blocks."""
+    """Converts the parts of an answer to the stream events of content blocks."""
 
     def __init__(self) -> None:
         self._block: _Block | None = None
         self._count = 0
 
     def feed(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the events of the next part."""
+        """Yield the stream events for the next part."""
         kind, text = "text", part if isinstance(part, str) else ""
         if isinstance(part, Thought):
             kind, text = "thinking", part.text
@@ -161,14 +161,14 @@ class _BlockEvents:
             yield {"type": "content_block_delta", "index": self._count, "delta": block.delta(text)}
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """Yield the event at the end of the current block."""
+        """Yield the event that ends the current block."""
         if self._block is not None:
             yield {"type": "content_block_stop", "index": self._count}
             self._block, self._count = None, self._count + 1
 
 
 async def _events(chat: RunningChat, body: MessagesRequest) -> AsyncIterator[bytes]:
-    """Yield the events of a message."""
+    """Yield the server-sent events of a streamed message."""
 
     def send(value: dict[str, Any]) -> bytes:
         return event(value, value["type"])

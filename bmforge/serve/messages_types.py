@@ -16,7 +16,7 @@ CacheControl = dict[str, Any] | None
 
 
 class TextBlock(SentBack):
-    """Text."""
+    """Text block of a message."""
 
     type: Literal["text"]
     text: str
@@ -25,7 +25,7 @@ class TextBlock(SentBack):
 
 
 class ToolUseBlock(SentBack):
-    """A tool call of the assistant."""
+    """Tool call of the assistant."""
 
     type: Literal["tool_use"]
     id: str
@@ -36,7 +36,7 @@ class ToolUseBlock(SentBack):
 
 
 class ToolResultBlock(SentBack):
-    """The output of a tool call."""
+    """Output of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -46,7 +46,7 @@ class ToolResultBlock(SentBack):
 
 
 class ThinkingBlock(SentBack):
-    """The assistant's reasoning, as an earlier answer returned it."""
+    """Reasoning of the assistant, as an earlier answer returned it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -59,14 +59,14 @@ Block = Annotated[
 
 
 class AnthropicMessage(Strict):
-    """A message of the conversation."""
+    """One message of the conversation."""
 
     role: Literal["user", "assistant"]
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
 class AnthropicTool(Strict):
-    """Definition of a function."""
+    """Definition of a function that the model may call."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -77,7 +77,7 @@ class AnthropicTool(Strict):
 
 
 class AnthropicChoice(Strict):
-    """Whether tools are called."""
+    """Choice of whether and which tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -85,7 +85,7 @@ class AnthropicChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model reasons before its answer."""
+    """Option that enables reasoning before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -93,7 +93,7 @@ class Thinking(Strict):
 
 
 class CountRequest(Strict):
-    """Request of a conversation's length in tokens."""
+    """Request to count the tokens of a conversation."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(min_length=1)
@@ -105,7 +105,7 @@ class CountRequest(Strict):
 
 
 class MessagesRequest(CountRequest):
-    """Request of a message."""
+    """Request to generate a message."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
@@ -119,7 +119,7 @@ class MessagesRequest(CountRequest):
 
 
 def messages_chat(body: CountRequest) -> ChatRequest:
-    """Return the chat request that a messages request means.
+    """Convert a messages request to a chat request.
 
     Raises:
         RequestError: a field does not fit.
@@ -154,7 +154,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Return a message in OpenAI's format; each result of a tool becomes a message."""
+    """Convert a message to OpenAI's format; each tool result becomes a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts, thoughts = [], []
@@ -181,7 +181,7 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _tools(body: CountRequest) -> dict[str, Any]:
-    """Return the tools and their choice in OpenAI's format."""
+    """Convert the tools and the tool choice to OpenAI's format."""
     functions = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
         for tool in body.tools or ()

@@ -18,7 +18,7 @@ _KEY_DIGITS = 12  # of the key's SHA-256
 
 
 class Metrics:
-    """The metrics of one server; several servers in a process have separate ones."""
+    """Prometheus metrics of one server; several servers in a process have separate ones."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -75,16 +75,16 @@ class Metrics:
         self._first.observe(seconds)
 
     def note_between(self, seconds: float, count: int) -> None:
-        """Record the time per token of several tokens that arrived together."""
+        """Record the time per output token for several tokens that arrived together."""
         for _ in range(count):
             self._between.observe(seconds / count)
 
     def note_queue(self, seconds: float) -> None:
-        """Record the time that a request waited for its first step."""
+        """Record how long a request waited for its first step."""
         self._queue.observe(seconds)
 
     def note_tokens(self, key: str, **counts: int) -> None:
-        """Count tokens by kind (prompt, cached, new), in total and for a key."""
+        """Count tokens by kind (prompt, cached, new), in total and per key."""
         for kind, count in counts.items():
             self._tokens.labels(kind).inc(count)
             self._by_key.labels(key[:_KEY_DIGITS] or "none", kind).inc(count)
@@ -103,7 +103,7 @@ class Metrics:
         self.note_tokens(key, prompt=prompt_tokens, new=new_tokens)
 
     def write(self, status: RequestsStatus, count: int) -> tuple[bytes, str]:
-        """Return all metrics, and their content type.
+        """Return all metrics as text, and their content type.
 
         Args:
             status: status of the engine.
@@ -118,7 +118,7 @@ class Metrics:
 
 
 class TokenTimes:
-    """Records the times of one request's tokens.
+    """Records the arrival times of one request's tokens as metrics.
 
     Args:
         metrics: metrics of the server.

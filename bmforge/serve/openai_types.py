@@ -1,7 +1,7 @@
-"""Request types: OpenAI's fields, validated strictly.
+"""Request types with OpenAI's fields, validated strictly.
 
-Types are not coerced: a string is no number. An unsupported field that would change the answer is
-rejected by name, unless it has its neutral value.
+Types are not coerced: a string is not accepted as a number. An unsupported field that would change
+the answer is rejected by name, unless it has its neutral value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StreamOptions(Strict):
 
 
 class StructuredOutputs(Strict):
-    """Constraint on every answer other than a JSON schema, with vLLM's names; one of them."""
+    """Constraint on answers (other than a JSON schema) under vLLM's names; only one is allowed."""
 
     regex: str | None = None
     choice: Texts | None = None
@@ -62,7 +62,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """Format of the answer."""
+    """Required format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -75,7 +75,7 @@ class ResponseFormat(Strict):
 
 
 class Writing(Strict):
-    """Common fields of chat and text completions."""
+    """Fields common to chat and text completions."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -124,7 +124,7 @@ class Writing(Strict):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the sampling parameters leave the argmax alone.
+        """True if the sampling parameters make sampling equal to greedy decoding.
 
         Scores divided by less than 1e-38 overflow fp32; vLLM decodes greedily below 1e-5 too.
         """
@@ -132,7 +132,7 @@ class Writing(Strict):
 
     @property
     def outputs(self) -> StructuredOutputs | None:
-        """The rule for answers, by `structured_outputs` or by vLLM's older `guided_*` names.
+        """Constraint on the answers, by `structured_outputs` or by vLLM's older `guided_*` names.
 
         Raises:
             RequestError: both are given.
@@ -151,7 +151,7 @@ class Writing(Strict):
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings."""
+        """Stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
@@ -161,7 +161,7 @@ class Writing(Strict):
 
 
 class ChatRequest(Writing):
-    """Request of a chat completion."""
+    """Request for a chat completion."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -225,12 +225,12 @@ class ChatRequest(Writing):
 
     @property
     def most_tokens(self) -> int | None:
-        """Maximum length of an answer, by either name."""
+        """Maximum length of an answer in tokens, by either of its names."""
         return self.max_completion_tokens or self.max_tokens
 
 
 def make_chat(fields: dict[str, Any]) -> ChatRequest:
-    """Return a chat request that another protocol's request was converted to.
+    """Build a chat request from fields that were converted from another protocol.
 
     Raises:
         RequestError: a field does not fit.
@@ -242,7 +242,7 @@ def make_chat(fields: dict[str, Any]) -> ChatRequest:
 
 
 class CompletionRequest(Writing):
-    """Request of text completions, of texts or token ids."""
+    """Request for text completions of texts or token ids."""
 
     prompt: Inputs
     max_tokens: int | None = Field(None, ge=0)
@@ -264,17 +264,17 @@ class CompletionRequest(Writing):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list."""
+        """Prompts as a list."""
         return split_inputs(self.prompt, "prompt")
 
     @property
     def most_tokens(self) -> int | None:
-        """Maximum length of an answer."""
+        """Maximum length of an answer in tokens."""
         return self.max_tokens
 
 
 class EmbeddingRequest(Strict):
-    """Request of embeddings, of texts or token ids."""
+    """Request for embeddings of texts or token ids."""
 
     model: str
     input: Inputs
@@ -284,12 +284,12 @@ class EmbeddingRequest(Strict):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """The inputs as a list."""
+        """Inputs as a list."""
         return split_inputs(self.input, "input")
 
 
 class DocumentsRequest(Strict):
-    """Request of CPM-Bee documents, whose texts under ``<ans>`` are generated."""
+    """Request to fill in CPM-Bee documents, whose texts under ``<ans>`` are generated."""
 
     model: str
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
@@ -308,7 +308,7 @@ def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
     """Return one or several inputs (texts or lists of ids) as a list.
 
     Raises:
-        RequestError: there is none, or one is empty.
+        RequestError: there is no input, or one is empty.
     """
     items = [inputs] if isinstance(inputs, str) else list(inputs)
     if items and isinstance(items[0], int):

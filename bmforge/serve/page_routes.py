@@ -37,13 +37,13 @@ def _send(name: str) -> Response:
 
 @router.get("/")
 async def index() -> Response:
-    """Return the page."""
+    """Return the chat page."""
     return _send("index.html")
 
 
 @router.get("/page/state")
 async def state(request: Request) -> Response:
-    """Return the server status shown on the page."""
+    """Return the server status that the chat page shows."""
     serving = serving_of(request)
     plan = serving.engine.plan
     parts = [[name, size] for name, size in plan.parts()]
@@ -67,7 +67,7 @@ async def state(request: Request) -> Response:
 
 @router.get("/page/{name}")
 async def part(name: str) -> Response:
-    """Return a file of the page."""
+    """Return a file that belongs to the chat page."""
     if name not in _KINDS:
         raise RequestError("the page has no such file", status=404)
     return _send(name)

@@ -1,4 +1,4 @@
-"""Parts of an answer as clients see them: text, thoughts and tool calls."""
+"""Parts of an answer that clients receive: text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["GeneratedToolCall", "CallPiece", "CallStart", "JoinedAnswer", "Part"
 
 @dataclass(frozen=True)
 class Thought:
-    """A piece of the model's reasoning before its answer.
+    """Piece of the model's reasoning before its answer.
 
     Args:
         text: text of the piece.
@@ -34,7 +34,7 @@ class CallStart:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """Piece of the arguments of the call that started last.
+    """Piece of a tool call's arguments; the call is the one that started last.
 
     Args:
         text: piece of the arguments' JSON.
@@ -48,7 +48,7 @@ Part = str | Thought | CallStart | CallPiece
 
 @dataclass(frozen=True)
 class GeneratedToolCall:
-    """A tool call.
+    """Complete tool call.
 
     Args:
         name: name of the function.
@@ -68,7 +68,7 @@ class GeneratedToolCall:
 
 @dataclass(frozen=True)
 class JoinedAnswer:
-    """An answer, joined from its parts.
+    """Complete answer, joined from its parts.
 
     Args:
         text: text of the answer.
@@ -82,7 +82,7 @@ class JoinedAnswer:
 
     @classmethod
     def join(cls, parts: Iterable[Part]) -> JoinedAnswer:
-        """Return the message of an answer's parts."""
+        """Join the parts of an answer into a message."""
         text, thoughts = "", ""
         calls: list[GeneratedToolCall] = []
         for part in parts:

@@ -1,4 +1,4 @@
-"""Echoed prompts and their log-probabilities: `echo` and `prompt_logprobs`."""
+"""Echoes prompts with their log-probabilities (`echo` and `prompt_logprobs`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["PromptEcho", "read_echo", "scored_tokens"]
 
 @dataclass(frozen=True)
 class PromptEcho:
-    """Prompt echoed in a response (`echo`), with its log-probabilities.
+    """Prompt to echo in a response (`echo`), with its log-probabilities.
 
     Args:
-        text: text of the prompt, "" if it is not repeated.
+        text: text of the prompt, "" if it is not echoed.
         tokens: scores of all tokens but the first; None without scores.
         first: bytes of the first token.
     """
@@ -29,14 +29,14 @@ class PromptEcho:
     first: bytes = b""
 
     def as_logprobs(self, writer: TextLogprobs, top: int) -> dict[str, Any] | None:
-        """Return the scores in the completions format, with `top` tokens at each position."""
+        """Return the log-probabilities in the completions format, `top` tokens per position."""
         if self.tokens is None:
             return None
         tokens = [replace(token, top=token.top[:top]) for token in self.tokens]
         return writer.write_prompt(self.first, tokens)
 
     def as_prompt_logprobs(self, top: int) -> list[dict[str, Any] | None] | None:
-        """Return the scores in vLLM's format: by token id, the prompt's own token included."""
+        """Return the log-probabilities in vLLM's format: by token id, with the prompt's own."""
         if self.tokens is None:
             return None
         return [None, *(_by_id(token, top) for token in self.tokens)]
@@ -56,7 +56,7 @@ def _entry(token: TokenLogprob, rank: int | None) -> dict[str, Any]:
 
 
 def scored_tokens(body: CompletionRequest) -> int | None:
-    """Return for how many likely tokens per prompt position scores are needed; None for none."""
+    """Return the number of top tokens to score at each prompt position; None for no scores."""
     counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((count for count in counts if count is not None), default=None)
 
@@ -64,7 +64,7 @@ def scored_tokens(body: CompletionRequest) -> int | None:
 def read_echo(
     body: CompletionRequest, tokenizer: Any, ids: Sequence[int], answer: Completion
 ) -> PromptEcho:
-    """Return a prompt as its answer repeats it.
+    """Build the echo of a prompt for a response.
 
     Args:
         body: request body.
@@ -80,6 +80,6 @@ def read_echo(
 
 
 def _prefix(ids: Sequence[int], tokenizer: Any) -> int:
-    """Return the number of special tokens in front of a prompt, which the client did not send."""
+    """Return the number of special tokens that the server added before the prompt."""
     prefix = list(tokenizer.prompt_prefix)
     return len(prefix) if prefix and list(ids[: len(prefix)]) == prefix else 0

@@ -30,7 +30,7 @@ _PHRASES = {
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 protocol that closes the connection of a client that is too slow.
+    """HTTP/1.1 protocol that closes connections of clients that are too slow.
 
     Args:
         limits: limits of the server.
@@ -66,7 +66,7 @@ class DeadlineProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read data; a request must be complete in time.
+        """Process received data; a request must be complete before its deadline.
 
         Requests behind the one that is being answered (pipelining) wait in a bounded buffer.
         """
@@ -86,13 +86,13 @@ class DeadlineProtocol(H11Protocol):
             self._stop_receiving()
 
     def handle_events(self) -> None:
-        """Handle parsed events; reading goes on, so that a disconnect is noticed."""
+        """Handle parsed events, and keep reading so that a disconnect is noticed."""
         super().handle_events()
         if self.conn.their_state is h11.DONE and self._is_answering():
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Continue with the next pipelined request, or close a connection whose client is done."""
+        """Continue with the next pipelined request, or close the connection if there is none."""
         self._stop_probing()
         super().on_response_complete()
         if self.transport.is_closing():
@@ -104,13 +104,13 @@ class DeadlineProtocol(H11Protocol):
             self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection of a client that sends no more but still reads (half-closed).
+        """Keep the connection if the client has finished sending but still reads (half-closed).
 
         A closed connection looks the same until something is sent, so the server sends interim
         responses until the answer begins: a closed client's system rejects them.
 
         Returns:
-            whether the connection stays open.
+            True if the connection stays open.
         """
         self._is_half_closed = True
         is_answering = self._is_answering() and self.conn.their_state in _WHOLE
@@ -120,7 +120,7 @@ class DeadlineProtocol(H11Protocol):
         return False
 
     def _probe(self) -> None:
-        """Send ``100 Continue``, which clients ignore, and again until the answer begins."""
+        """Send ``100 Continue``, which clients ignore, repeatedly until the answer begins."""
         self._probing = None
         if not self._is_answering() or self.transport.is_closing():
             return
@@ -135,19 +135,19 @@ class DeadlineProtocol(H11Protocol):
             self._probing = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP, in OpenAI's error format."""
+        """Respond to data that is not valid HTTP, in OpenAI's error format."""
         problem = sys.exception()
         status = getattr(problem, "error_status_hint", 400)
         reason = f"the head has more than {MAX_HEAD_BYTES} bytes" if status == 431 else str(problem)
         self._turn_away(status if status in _PHRASES else 400, f"this is not HTTP/1.1: {reason}")
 
     def pause_writing(self) -> None:
-        """Start the deadline for the client to read."""
+        """Start the deadline by which the client must read the buffered data."""
         super().pause_writing()
         self._await_reader()
 
     def resume_writing(self) -> None:
-        """Stop the deadline; everything was sent."""
+        """Stop the deadline, since all data was sent."""
         self._stop_sending()
         super().resume_writing()
 
@@ -167,7 +167,7 @@ class DeadlineProtocol(H11Protocol):
         self._turn_away(408, f"the request was not complete after {self._limits.receive_s:g} s")
 
     def _turn_away(self, status: int, message: str) -> None:
-        """Send an error in OpenAI's format if no response has begun, and close."""
+        """Send an error in OpenAI's format, if no response has begun, and close the connection."""
         if self.transport.is_closing():
             return
         if not self._is_answering() or not self.cycle.response_started:
@@ -190,7 +190,7 @@ class DeadlineProtocol(H11Protocol):
             self._sending = None
 
     def _look_at_reader(self) -> None:
-        """Abort a client that has read nothing; a slow one gets more time."""
+        """Disconnect a client that has read nothing; a client that reads slowly gets more time."""
         if self.transport.get_write_buffer_size() < self._unsent:
             self._await_reader()
         else:

@@ -25,7 +25,7 @@ router = APIRouter(route_class=StrictRoute)
 
 @router.post("/v1/responses")
 async def respond(body: ResponsesRequest, request: Request) -> Response:
-    """Answer a responses request."""
+    """Handle a request to ``/v1/responses``."""
     chat = await open_chat(responses_chat(body), request)
     head = _head(body)
     if body.stream:
@@ -92,7 +92,7 @@ def _finished(head: dict[str, Any], chat: RunningChat, items: Items, reason: str
 
 
 async def _events(chat: RunningChat, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Yield the events of a response."""
+    """Yield the server-sent events of a streamed response."""
     items, reading, number, reason = Items(), chat.reading(), 0, "stop"
 
     def send(kind: str, **fields: Any) -> bytes:
@@ -129,7 +129,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Items:
-    """Writes the parts of an answer as output items, with the events of a stream.
+    """Converts the parts of an answer to output items and their stream events.
 
     Attributes:
         done: finished items.
@@ -141,7 +141,7 @@ class Items:
         self._item: dict[str, Any] = {}
 
     def feed(self, part: Part) -> Iterator[Event]:
-        """Yield the events of the next part."""
+        """Yield the stream events for the next part."""
         if isinstance(part, CallPiece):
             kind, text = "function_call", part.text
         elif isinstance(part, CallStart):
@@ -167,7 +167,7 @@ class Items:
         return position if self._kind == "function_call" else {**position, "content_index": 0}
 
     def _begin(self, kind: str, name: str) -> Iterator[Event]:
-        """Begin an item."""
+        """Begin a new output item."""
         self._kind, self._text = kind, ""
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         code = secrets.token_hex(12)
@@ -189,7 +189,7 @@ class Items:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def close(self, is_whole: bool = True) -> Iterator[Event]:
-        """Yield the events at the end of the current item."""
+        """Yield the stream events that end the current item."""
         if not self._kind:
             return
         text, position = self._text, self._place()

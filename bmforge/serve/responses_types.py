@@ -1,4 +1,4 @@
-"""Request types of ``/v1/responses``, OpenAI's newer interface, and their conversion to chats."""
+"""Request types of ``/v1/responses``, OpenAI's newer interface, converted to chats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(SentBack):
-    """A piece of text in a message or a tool's output."""
+    """Piece of text in a message or in a tool's output."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str = ""
@@ -30,7 +30,7 @@ Content = str | Annotated[list[InputText], Field(fail_fast=True)]
 
 
 class InputMessage(SentBack):
-    """A message of the conversation so far."""
+    """One message of the conversation so far."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -41,7 +41,7 @@ class InputMessage(SentBack):
 
 
 class InputCall(SentBack):
-    """A tool call of the assistant."""
+    """Tool call of the assistant."""
 
     type: Literal["function_call"]
     call_id: str
@@ -53,7 +53,7 @@ class InputCall(SentBack):
 
 
 class InputResult(SentBack):
-    """The output of a tool call."""
+    """Output of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -63,7 +63,7 @@ class InputResult(SentBack):
 
 
 class InputReasoning(SentBack):
-    """The assistant's reasoning, as an earlier response returned it."""
+    """Reasoning of the assistant, as an earlier response returned it."""
 
     type: Literal["reasoning"]
     summary: list[InputText] = Field(default_factory=list)
@@ -77,7 +77,7 @@ Item = InputMessage | InputCall | InputResult | InputReasoning
 
 
 class FunctionTool(Strict):
-    """Definition of a function."""
+    """Definition of a function that the model may call."""
 
     type: Literal["function"]
     name: str
@@ -87,14 +87,14 @@ class FunctionTool(Strict):
 
 
 class NamedTool(Strict):
-    """The one function that must be called."""
+    """Choice of the one function that must be called."""
 
     type: Literal["function"]
     name: str
 
 
 class TextFormat(Strict):
-    """Format of the text."""
+    """Required format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -104,14 +104,14 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """Options of the text."""
+    """Options of the generated text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(Strict):
-    """Options of the reasoning."""
+    """Options of the model's reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -125,7 +125,7 @@ class ResponsesStreamOptions(Strict):
 
 
 class ResponsesRequest(Strict):
-    """Request of a response."""
+    """Request for a response."""
 
     model: str
     input: str | Annotated[list[Item], Field(fail_fast=True)]
@@ -160,7 +160,7 @@ class ResponsesRequest(Strict):
 
 
 def responses_chat(body: ResponsesRequest) -> ChatRequest:
-    """Return the chat request that a responses request means.
+    """Convert a responses request to a chat request.
 
     Raises:
         RequestError: the input is empty, or a field does not fit.
@@ -191,7 +191,7 @@ def responses_chat(body: ResponsesRequest) -> ChatRequest:
 
 
 def _add(messages: list[dict[str, Any]], item: Item) -> None:
-    """Append an item to the conversation; one message holds an assistant's whole turn."""
+    """Append an item to the conversation; items of one assistant turn share a message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if isinstance(item, InputResult):
         text = _text(item.output)

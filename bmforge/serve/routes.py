@@ -44,7 +44,7 @@ router = APIRouter(route_class=StrictRoute)
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request) -> Response:
-    """Answer a chat completion request."""
+    """Handle a chat completion request."""
     chat = await open_chat(body, request)
     if body.stream:
         return EventStream(chat_events(chat), chat.stack.close)
@@ -58,7 +58,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request) -> Response:
-    """Answer a text completion request."""
+    """Handle a text completion request."""
     begin = time.monotonic()
     serving = serving_of(request)
     serving.find(body.model, "completions")
@@ -104,7 +104,7 @@ async def _ask(
     rule: Any,
     rows: list[list[int]],
 ) -> list[EngineRequest]:
-    """Return the engine requests of all prompts."""
+    """Build the engine requests for all prompts."""
     engine, config = serving.engine, serving.config
     length = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     salt, delta = salt_of(request, body.cache_salt), serving.find(body.model).delta
@@ -125,7 +125,7 @@ async def _ask(
 def _text_choice(
     body: CompletionRequest, number: int, answer: Completion, echo: PromptEcho
 ) -> dict[str, Any]:
-    """Return a choice of a text completion, with the prompt in front if it is repeated."""
+    """Return one choice of a text completion, preceded by the prompt if it is echoed."""
     logprobs, writer = None, TextLogprobs()
     if body.logprobs is not None:
         before = echo.as_logprobs(writer, body.logprobs) if body.echo else None

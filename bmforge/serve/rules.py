@@ -1,4 +1,4 @@
-"""Validation of constraints (schemas, regular expressions, grammars) before use."""
+"""Validates constraints on answers (schemas, regular expressions, grammars) before use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIELD = {"json": "response_format", "regex": "structured_outputs", "lark": "str
 
 
 class RuleChecker:
-    """Compiles constraints in separate processes, and caches the results.
+    """Compiles constraints in separate processes, and caches whether they are valid.
 
     Args:
         config: limits.
@@ -42,7 +42,7 @@ class RuleChecker:
         self._client_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def check(self, rule: Constraint, client: str, name: str | None = None) -> None:
-        """Validate a constraint.
+        """Validate a constraint on answers.
 
         Args:
             rule: constraint of the answers.
@@ -89,7 +89,7 @@ class RuleChecker:
                 remaining += item
 
     async def _compile(self, rule: Constraint, client: str) -> str | None:
-        """Compile a constraint in a limited process; return its error, or None."""
+        """Compile a constraint in a process with limits; return the error message, or None."""
         limits = self._config
         try:
             own_turn = self._client_turns.setdefault(client, asyncio.Lock())

@@ -20,7 +20,9 @@ __all__ = ["check_engine", "start", "whole_answers"]
 
 
 async def check_engine(engine: Any) -> None:
-    """Raise an error if an engine is closed or has failed, and not only refuses one request.
+    """Raise an error if an engine is closed or has failed.
+
+    This distinguishes a broken engine from one that only refuses a request.
 
     Raises:
         RequestError: 503, the engine was closed or has failed.
@@ -36,7 +38,7 @@ async def check_engine(engine: Any) -> None:
 async def start(
     serving: Serving, requests: Sequence[EngineRequest], prompt_tokens: int, begin_s: float
 ) -> LiveRequest:
-    """Submit requests to the engine.
+    """Submit the requests for all prompts to the engine.
 
     Args:
         serving: server state.
@@ -45,7 +47,7 @@ async def start(
         begin_s: arrival time of the request, of the monotonic clock.
 
     Raises:
-        RequestError: the engine refuses one.
+        RequestError: the engine refuses a request.
     """
     handles = []
     try:
@@ -66,7 +68,7 @@ async def start(
 async def whole_answers(
     serving: Serving, live: LiveRequest, request: Request
 ) -> list[list[Completion]] | None:
-    """Return all answers when they are finished; None if the client has disconnected.
+    """Wait until all answers are finished; return None if the client has disconnected.
 
     Raises:
         RequestError: the engine failed, or the server is stopping.

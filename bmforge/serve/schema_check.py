@@ -1,8 +1,7 @@
-"""Program that compiles a schema, regular expression or grammar in a process of its own.
+"""Program that compiles a schema, regular expression or grammar in a separate process.
 
 A short schema can need more time and memory than available (many patterns that must hold together).
 Its compiler cannot be interrupted and ignores its limits; a process can be killed.
-
 This file is also the program of that process. It imports nothing of bmforge, and ends soon after a
 killed parent because its own time is limited.
 """
@@ -18,7 +17,7 @@ __all__ = ["compile_rule", "main"]
 
 
 def main() -> int:
-    """Read a constraint and its limits as JSON, and write ``{"error": text or null}``."""
+    """Read a constraint and limits from standard input; write ``{"error": text or null}``."""
     job = json.load(sys.stdin)
     _limit_process(job["cpu_s"], job["memory_bytes"], job["wall_s"])
     json.dump({"error": compile_rule(job["kind"], job["source"])}, sys.stdout)
@@ -26,7 +25,7 @@ def main() -> int:
 
 
 def _limit_process(cpu_s: int, memory_bytes: int, wall_s: float) -> None:
-    """Set limits at which the system kills this process."""
+    """Set resource limits at which the operating system kills this process."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
@@ -37,7 +36,7 @@ def _limit_process(cpu_s: int, memory_bytes: int, wall_s: float) -> None:
 
 
 class _Bytes:
-    """Byte-level tokenizer: compilation does not depend on the model's tokenizer."""
+    """Byte-level tokenizer, since compilation does not depend on the model's tokenizer."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -49,7 +48,7 @@ class _Bytes:
 
 
 def compile_rule(kind: str, source: str) -> str | None:
-    """Return the error of a constraint, None if it is valid.
+    """Compile a constraint; return the error message, or None if it is valid.
 
     Args:
         kind: "json", "regex" or "lark".

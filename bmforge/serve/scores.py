@@ -1,4 +1,4 @@
-"""Routes for token ids, similarities of texts and ranking of documents."""
+"""Routes for tokenization, text similarity, and document ranking."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ router = APIRouter(route_class=StrictRoute)
 
 
 class TokenizeRequest(Strict):
-    """Request of token ids, of a text or of a conversation."""
+    """Request for the token ids of a text or of a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -48,7 +48,7 @@ class TokenizeRequest(Strict):
         return self
 
     def as_chat(self, model: str) -> ChatRequest:
-        """Return the chat request whose prompt is tokenized."""
+        """Convert to a chat request, whose prompt is tokenized."""
         names = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
         fields = self.model_dump(include={"messages", *names}, exclude_none=True)
         if self.tools:  # so that tools are shown with every template
@@ -57,14 +57,14 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """Request of the text of token ids."""
+    """Request for the text of token ids."""
 
     model: str | None = None
     tokens: Ids = Field(min_length=1)
 
 
 class ScoreRequest(Strict):
-    """Request of the similarity of texts: one with each, or each with its own."""
+    """Request for the similarity of text pairs: one text with each, or pair by pair."""
 
     model: str
     text_1: str | Texts
@@ -73,13 +73,13 @@ class ScoreRequest(Strict):
 
 
 class RankedText(Strict):
-    """A document."""
+    """Document to rank."""
 
     text: str
 
 
 class RerankRequest(Strict):
-    """Request of documents in the order of their similarity to a query."""
+    """Request to sort documents by their similarity to a query."""
 
     model: str
     query: str = Field(min_length=1)
@@ -148,7 +148,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v1/rerank")
 @router.post("/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Return documents in the order of their similarity to a query."""
+    """Return the documents sorted by their similarity to a query."""
     texts = [doc if isinstance(doc, str) else doc.text for doc in body.documents]
     result = await _embed(request, body.model, [body.query, *texts], "documents")
     if result is None:
@@ -168,7 +168,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 async def _embed(
     request: Request, model: str, texts: list[str], field: Literal["documents", "text_2"]
 ) -> tuple[Tensor, int] | None:
-    """Return normalized embeddings of texts and their tokens; None if the client has gone."""
+    """Return the normalized embeddings and the token count of texts; None if the client left."""
     serving: Serving = serving_of(request)
     served, config = serving.find(model, "embeddings"), serving.config
     check_at_most(field, len(texts), config.max_inputs, "texts")

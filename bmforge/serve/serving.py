@@ -1,4 +1,4 @@
-"""State shared by the routes of a server."""
+"""Server state that all routes share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOKENIZING_THREADS = 2
 
 @dataclass(frozen=True)
 class Served:
-    """A model that requests can name.
+    """A model under its name in requests.
 
     Args:
         name: name in requests.
@@ -48,14 +48,14 @@ class Served:
 
     @property
     def licences(self) -> dict[str, Any]:
-        """License of the model ("unknown" if not stated), and the parts it was made from."""
+        """License of the model ("unknown" if not stated), and those of its base and data."""
         provenance = getattr(self.engine.model, "provenance", Provenance())
         made_of = [{"kind": p.kind, "name": p.name, "licence": p.licence} for p in provenance.parts]
         return {"licence": provenance.licence or UNKNOWN, "made_of": made_of}
 
     @classmethod
     def of(cls, name: str, engine: Any) -> Served:
-        """Return an engine's model with everything it can do."""
+        """Create an entry for an engine's model with all abilities that it has."""
         traits = engine.model.traits
         if traits.objective == "documents" and traits.writes:
             return cls(name, engine, ("documents",))
@@ -65,7 +65,7 @@ class Served:
 
 @dataclass
 class Serving:
-    """State of a server.
+    """State of a running server.
 
     Args:
         main: main model.
@@ -73,7 +73,7 @@ class Serving:
         keys: API keys.
         directory: directory of the main model, with its chat template.
         embedder: second model, for embeddings.
-        deltas: name in requests -> name of an adapter of the main model.
+        deltas: map from names in requests to names of the main model's adapters.
     """
 
     main: Served
@@ -87,7 +87,7 @@ class Serving:
     began: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        """Create the objects that depend on these.
+        """Create the objects that depend on the arguments.
 
         Raises:
             ConfigError: two models have the same name.
@@ -104,7 +104,7 @@ class Serving:
         self._tokenizing = CapacityLimiter(_TOKENIZING_THREADS)
 
     async def tokenize(self, function: Callable[[], T]) -> T:
-        """Run a function that tokenizes in one of few threads, off the event loop."""
+        """Run a tokenizing function in one of a few threads, to keep the event loop free."""
         return await to_thread.run_sync(function, limiter=self._tokenizing)
 
     @property
@@ -119,12 +119,12 @@ class Serving:
 
     @property
     def failure(self) -> BaseException | None:
-        """Error that ended an engine for good; None while all work."""
+        """Error that ended an engine permanently; None while all engines work."""
         return next((engine.failure for engine in self.engines if engine.failure), None)
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are admitted, and will probably be answered."""
+        """True if new requests are admitted, and will probably be answered."""
         is_unloadable = any(getattr(engine, "opening_error", None) for engine in self.engines)
         return self.admission.has_room and self.failure is None and not is_unloadable
 
@@ -135,7 +135,7 @@ class Serving:
 
     @property
     def models(self) -> list[Served]:
-        """All models: the main model, the same with each adapter, and the embedding model."""
+        """All models: the main model, the main model with each adapter, and the embedding model."""
         main = self.main
         tuned = [
             Served(name, main.engine, main.abilities, delta) for name, delta in self.deltas.items()
@@ -149,7 +149,7 @@ class Serving:
         self.live.end(live)
 
     def find(self, name: str, ability: str | None = None) -> Served:
-        """Return the model with a name.
+        """Return the model that a request names.
 
         Args:
             name: name in the request.
@@ -178,13 +178,13 @@ class Serving:
 
 
 def serving_of(request: HTTPRequest) -> Serving:
-    """Return the server state of a request."""
+    """Return the server state for a request."""
     serving: Serving = request.app.state.serving
     return serving
 
 
 def client_of(request: HTTPRequest) -> str:
-    """Return the client by which requests are counted: its key, or without keys its address.
+    """Return the client under which a request is counted: its key, or without keys its address.
 
     IPv6 clients are counted by their /64 network, because each has 2^64 addresses.
     """
@@ -200,6 +200,6 @@ def client_of(request: HTTPRequest) -> str:
 
 
 def key_of(request: HTTPRequest) -> str:
-    """Return the name of a request's key, "" without keys."""
+    """Return the name of a request's API key, "" without keys."""
     name: str = request.scope["state"].get("key", "")
     return name

@@ -1,4 +1,4 @@
-"""Address and limits of a server; imports nothing heavy."""
+"""Address and limits of a server, in a module without heavy imports."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ServeConfig:
     log_requests: bool = True
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` with all fields that are out of range or without effect."""
+        """Raise `ConfigError` that lists all fields out of range or without effect."""
         problems = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -155,7 +155,7 @@ class ServeConfig:
             raise ConfigError(f"ServeConfig: {'; '.join(problems)}.")
 
     def _check_address(self) -> list[str]:
-        """Return the problems of TLS, socket, path prefix and origins."""
+        """Return descriptions of the problems with TLS, socket, path prefix and origins."""
         problems = []
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             problems.append("ssl_certfile and ssl_keyfile belong together: give both")

@@ -1,4 +1,4 @@
-"""An engine that is unloaded while idle and loaded on demand."""
+"""Engine that is unloaded while idle and loaded again on demand."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ __all__ = ["AnyEngine", "ReopeningError", "SleepingEngine"]
 
 
 class ReopeningError(BmforgeError, RuntimeError):
-    """An unloaded model could not be loaded again."""
+    """Raised if an unloaded model could not be loaded again."""
 
 
 class SleepingEngine:
     """Loads an engine on demand, and unloads it after an idle time.
 
-    It offers what the server needs of an `Engine`, for any thread.
+    It offers the part of `Engine` that the server needs, for any thread.
 
     Args:
-        open_engine: creates the engine; called immediately, so that errors are raised now.
+        open_engine: function that creates the engine; called immediately, so that errors are raised
+            now.
         directory: directory of the model.
         idle_s: time in seconds without requests after which the engine is unloaded.
         clock: monotonic time in seconds.
@@ -86,11 +87,11 @@ class SleepingEngine:
         return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
     def submit_documents(self, documents: Any, **options: Any) -> Future[Any]:
-        """Submit documents to fill; see `Engine.submit_documents`."""
+        """Submit documents to fill in; see `Engine.submit_documents`."""
         return self._use(lambda engine: engine.submit_documents(documents, **options))
 
     def requests_status(self) -> RequestsStatus:
-        """Return the engine's request status, without loading it."""
+        """Return the engine's request status; an unloaded engine is not loaded for this."""
         with self._lock:
             engine = self._engine
             return RequestsStatus(0, 0, 0, 0) if engine is None else engine.requests_status()

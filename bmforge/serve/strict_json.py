@@ -1,4 +1,4 @@
-"""Strict and bounded JSON parsing of request bodies."""
+"""Strict JSON parser for request bodies, with limits on size and depth."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parse_json(body: bytes, config: ServeConfig) -> Any:
 
 
 def _check_size(body: bytes, config: ServeConfig) -> None:
-    """Count before parsing: Python's parser of nested lists may overflow the stack."""
+    """Count values and nesting before parsing, since deep nesting can overflow Python's stack."""
     depth = values = keys = 0
     for mark in _MARKS.finditer(body):
         kind = body[mark.start()]

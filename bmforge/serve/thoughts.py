@@ -1,4 +1,4 @@
-"""Splits an answer into the reasoning at its start and the text after it."""
+"""Splits an answer into the reasoning at its start and the text after the reasoning."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ THOUGHT_MARKS = (
 
 
 def find_thought_marks(source: str) -> tuple[str, str] | None:
-    """Return the marks around reasoning that a chat template contains; None without them."""
+    """Return the reasoning marks that a chat template contains; None if it has none."""
     return next((pair for pair in THOUGHT_MARKS if pair[0] in source or pair[1] in source), None)
 
 
 def opens_thought(prompt: str, marks: tuple[str, str] | None) -> bool:
-    """Return True if a prompt ends inside reasoning, so that the answer begins with it."""
+    """Return True if a prompt ends inside reasoning, so that the answer continues it."""
     if marks is None:
         return False
     start, end = (prompt.rfind(mark) for mark in marks)
@@ -30,11 +30,11 @@ def opens_thought(prompt: str, marks: tuple[str, str] | None) -> bool:
 
 
 class ThoughtReader:
-    """Separates the reasoning at the start of an answer from the text after it.
+    """Streaming parser that separates reasoning at the start of an answer from the text.
 
     Args:
         marks: texts before and after the reasoning.
-        is_open: whether the answer begins inside the reasoning.
+        is_open: True if the answer begins inside the reasoning.
     """
 
     def __init__(self, marks: tuple[str, str], is_open: bool) -> None:
@@ -43,7 +43,7 @@ class ThoughtReader:
         self._is_first = True
 
     def feed(self, text: str) -> Iterator[str | Thought]:
-        """Yield reasoning and text that are certain after the next piece."""
+        """Process the next piece of an answer; yield the reasoning and text that are certain."""
         self._pending += text
         if self._state == "start":
             self._begin()
@@ -57,7 +57,7 @@ class ThoughtReader:
             yield ready
 
     def end(self) -> Iterator[str | Thought]:
-        """Yield the rest at the end of the answer."""
+        """Yield the buffered rest at the end of the answer."""
         remaining, self._pending = self._pending, ""
         if remaining:
             yield Thought(remaining) if self._state == "thought" else remaining

@@ -1,6 +1,6 @@
-"""Formats in which models write tool calls, as a table, and the parsers of their calls.
+"""Table of the formats in which models write tool calls, with a parser for each.
 
-Which one a model uses is found from its chat template. The names are those of vLLM's
+The format of a model is found from its chat template. The names are those of vLLM's
 ``--tool-call-parser``.
 """
 
@@ -23,7 +23,7 @@ Parse = Callable[[str, Schemas], list[GeneratedToolCall] | None]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format of tool calls.
+    """Format in which a model writes tool calls.
 
     Args:
         name: name in `--tool-call-parser`.
@@ -32,7 +32,7 @@ class ToolFormat:
         close: text after calls; empty if the answer ends with them.
         parse: function from the text between both, and the schemas of the functions, to the calls;
             None if the text is no call.
-        is_json: whether the text is one JSON object, whose arguments can be streamed.
+        is_json: True if the text is one JSON object, whose arguments can be streamed.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ToolFormat:
 
 
 def read_json_call(value: Any, schemas: Schemas) -> GeneratedToolCall | None:
-    """Return the call that a JSON value describes; None if it is none.
+    """Parse a JSON value as a tool call; None if it is not a call.
 
     Args:
         value: object with ``name`` and ``arguments``, or Llama's ``parameters``.
@@ -76,7 +76,7 @@ def _parse_json(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
 
 
 def _parse_llama(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
-    """Parse objects that are separated by semicolons."""
+    """Parse JSON objects that are separated by semicolons as tool calls."""
     decoder, values, at = json.JSONDecoder(), [], 0
     text = text.strip().rstrip(";")
     while at < len(text):
@@ -93,7 +93,7 @@ _MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(\{
 
 
 def _parse_mistral(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
-    """Parse a list of calls, or ``name[ARGS]{...}`` of the newer models, repeated by the mark."""
+    """Parse a JSON list of calls, or the newer ``name[ARGS]{...}`` calls, separated by the mark."""
     values = _load(text)
     if isinstance(values, list):
         return _calls_of(values, schemas)
@@ -145,7 +145,7 @@ def _parse_coder(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
 def _typed_call(
     name: str, pairs: list[tuple[str, str]], schemas: Schemas
 ) -> list[GeneratedToolCall] | None:
-    """Return the call of arguments that are texts, which the function's schema gives types."""
+    """Build a call from text arguments, converted to the types in the function's schema."""
     if name not in schemas:
         return None
     properties = (schemas[name] or {}).get("properties", {})
@@ -159,7 +159,7 @@ def _typed_call(
 
 
 def _parse_python(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
-    """Parse calls as lines of Python with literal keyword arguments; nothing is run."""
+    """Parse calls written as Python with literal keyword arguments; no code is executed."""
     text = text.strip().removeprefix("```python").removesuffix("```").strip()
     try:
         lines = ast.parse(text).body
@@ -203,7 +203,7 @@ FORMATS = {
 
 
 def find_format(source: str) -> ToolFormat | None:
-    """Return the format of tool calls that a chat template describes; None without one."""
+    """Return the format of tool calls in a chat template; None if it has none."""
     if "tools" not in source:
         return None
     return next((row for row in FORMATS.values() if all(m in source for m in row.marks)), None)

@@ -24,7 +24,7 @@ LITERAL_KEYWORDS = frozenset(("const", "enum", "default", "examples"))
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Use of tools in a request.
+    """How a request uses tools.
 
     Args:
         shown: tools passed to the template; None without tools.
@@ -44,7 +44,7 @@ class ToolUse:
 
 
 def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
-    """Return how a request uses tools.
+    """Determine how a request uses tools.
 
     Args:
         body: request body.
@@ -88,7 +88,7 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
 
 
 def _call_rule(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:
-    """Return the constraint that an answer is a call of one of the functions.
+    """Return the constraint that the answer calls one of the functions.
 
     Every function's schema becomes a definition; references to its root are redirected to it.
     """

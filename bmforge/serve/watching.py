@@ -27,7 +27,7 @@ def _describe(served: Served, began: int) -> dict[str, object]:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """List the models."""
+    """List the available models."""
     serving = serving_of(request)
     data = [_describe(served, serving.began) for served in serving.models]
     return JSONResponse({"object": "list", "data": data})
@@ -43,7 +43,7 @@ async def model(name: str, request: Request) -> Response:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Report that the server runs and its engine works."""
+    """Report whether the server runs and its engine works."""
     is_well = serving_of(request).failure is None
     return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 503)
 

@@ -1,4 +1,4 @@
-"""Conversion of request bodies to engine options, with limit checks."""
+"""Converts request bodies to engine options, and checks their limits."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _MOST_DIGITS = 10  # of a token id; int() refuses more than 4,300
 
 
 def row_tokens(engine: AnyEngine) -> int:
-    """Return the maximum sequence length, prompt and answer together."""
+    """Return the maximum sequence length in tokens, prompt and answer together."""
     return engine.config.tokens_of(engine.model)
 
 
 def longest_prompt(engine: AnyEngine, config: ServeConfig) -> int:
-    """Return the maximum length of a prompt."""
+    """Return the maximum length of a prompt in tokens."""
     return min(config.max_prompt_tokens or row_tokens(engine), row_tokens(engine))
 
 
@@ -72,7 +72,7 @@ def check_limits(body: Writing, config: ServeConfig) -> None:
 
 
 def check_size(texts: Iterable[str], engine: AnyEngine, config: ServeConfig, field: str) -> None:
-    """Refuse texts that cannot fit the context, before time and memory go into tokenizing them.
+    """Reject texts that cannot fit the context, before time and memory are spent on tokenizing.
 
     Args:
         texts: text of one prompt each; the texts of a conversation make one prompt.
@@ -98,7 +98,7 @@ def check_size(texts: Iterable[str], engine: AnyEngine, config: ServeConfig, fie
 
 @lru_cache(maxsize=4)
 def longest_token_bytes(tokenizer: Any) -> int:
-    """Return the size of the longest token of a vocabulary, in bytes of UTF-8."""
+    """Return the length of the longest token in a vocabulary, in UTF-8 bytes."""
     return max(len(token.encode("utf-8", "replace")) for token in tokenizer.get_vocab())
 
 
@@ -146,7 +146,7 @@ def to_options(
     likeliest: int | None,
     stops: Sequence[str] = (),
 ) -> GenerationConfig:
-    """Return the generation options of a request.
+    """Convert a request to generation options.
 
     Args:
         body: request body.
@@ -201,7 +201,7 @@ def _sampling(body: Writing) -> dict[str, Any]:
 def _end_tokens(
     body: Writing, engine: AnyEngine, ends: tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
-    """Return the tokens that end an answer; None for the engine's own."""
+    """Return the tokens that end an answer; None for the engine's default."""
     more = tuple(body.stop_token_ids or ())
     size = engine.model.config.vocab_size
     if any(id >= size for id in more):
@@ -221,7 +221,7 @@ def _end_tokens(
 def bad_word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of words that must not be generated.
 
-    A word at the start of a text and the same word behind a space are different tokens for BPE
+    A word at the start of a text and the same word after a space are different tokens for BPE
     tokenizers, so both are included, as in vLLM.
     """
     spellings = [text for word in words for text in (word, " " + word.lstrip(" "))]
@@ -247,7 +247,7 @@ def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
 def find_constraint(
     form: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> Constraint | None:
-    """Return the structured-output constraint that either field sets.
+    """Return the structured-output constraint that a request sets; None without one.
 
     Raises:
         RequestError: both fields, several constraints, or an invalid one.
