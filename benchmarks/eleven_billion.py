@@ -36,7 +36,7 @@ from harness import header, table  # noqa: E402
 from bmforge.host_memory import peak_resident_bytes, resident_bytes  # noqa: E402
 from bmforge.infer import Engine, EngineConfig  # noqa: E402
 from bmforge.memory.direct_read import DirectReads  # noqa: E402
-from bmforge.memory.experts_away import ExpertStreamer, find_experts  # noqa: E402
+from bmforge.memory.streamed_experts import ExpertStreamer, find_experts  # noqa: E402
 from bmforge.models import CPM2, CPM2Config, Llama, LlamaConfig, Mixtral, MixtralConfig  # noqa: E402
 from bmforge.models.formats.gguf_export import export_gguf  # noqa: E402
 from bmforge.models.quantize import quantize_, write_packed  # noqa: E402

@@ -46,7 +46,7 @@ from bmforge.tune.prompt import (  # noqa: E402
     Template,
     calibrate,
 )
-from bmforge.tune.prompt.published import read_published  # noqa: E402
+from bmforge.tune.prompt.published_templates import read_published  # noqa: E402
 
 # Tokens of a text; a prompt's own rows have 16 places more.
 LENGTH = 128

@@ -41,7 +41,7 @@ from bmforge.tune.prompt import (  # noqa: E402
     classify_together,
     draw_few,
 )
-from bmforge.tune.prompt.published import read_published  # noqa: E402
+from bmforge.tune.prompt.published_templates import read_published  # noqa: E402
 
 SEQ_LEN, HELD_OUT = 64, 2000
 GRID = {"lr": (1e-4, 3e-4, 1e-3), "steps": (60,)}

@@ -1,7 +1,7 @@
 """Provenance of a model: the models and data it was made from, and their licenses.
 
 It is stored as ``LICENCE.json`` with a model card. Whoever makes a model from another one, or from
-texts, passes the record on; see `licences` for what licenses ask for. Nothing is guessed: a part
+texts, passes the record on; see `licenses` for what licenses ask for. Nothing is guessed: a part
 without a stated license is unknown.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from bmforge.errors import DataError
 from bmforge.files import read_json, replace_file
 from bmforge.gguf_header import is_gguf, read_gguf_header
-from bmforge.licences import (
+from bmforge.licenses import (
     TERMS,
     UNKNOWN,
     Conflict,

@@ -2,7 +2,7 @@
 
     python dev/licence_pages.py
 
-They come from `bmforge/licence_table.py`; the text around them stays. A test checks that the page
+They come from `bmforge/license_table.py`; the text around them stays. A test checks that the page
 is up to date.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bmforge.licence_table import LICENCES, PAIRS, POLICIES, TERMS
+from bmforge.license_table import LICENCES, PAIRS, POLICIES, TERMS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "licences.md"
 BEGIN = "<!-- licences: written by dev/licence_pages.py -->\n"

@@ -31,7 +31,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import generate
 from bmforge.models import AutoModel
 from bmforge.models.pack import quantize_
-from bmforge.models.transformers.twin import build_twin
+from bmforge.models.transformers.small_copy import build_twin
 from bmforge.nn.packed_store import PackedStore
 from bmforge.tune.delta import Lora
 

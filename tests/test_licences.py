@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from bmforge.errors import ConfigError
-from bmforge.licences import (
+from bmforge.licenses import (
     LICENCES,
     POLICIES,
     TERMS,

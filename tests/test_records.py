@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmforge.memory.homes import Home
+from bmforge.memory.state_storage import Home
 from bmforge.records import (
     LaidOut,
     Side,

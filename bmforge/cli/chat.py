@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from bmforge.cli.opening import opened_model, with_own_adapter
+from bmforge.cli.open_model import opened_model, with_own_adapter
 from bmforge.cli.options import ChatCommand
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.files import replace_file
 from bmforge.infer.chat import Conversation
+from bmforge.infer.conversation import OWN_FORMS, Talk, TalkConfig, converse, open_talk
 from bmforge.infer.engine import EngineConfig
-from bmforge.infer.talk import OWN_FORMS, Talk, TalkConfig, converse, open_talk
 from bmforge.recipes.adapter_dirs import find_source
 from bmforge.settings import MemoryOptions
 from bmforge.tokenizers import AutoTokenizer

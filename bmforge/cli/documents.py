@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bmforge.cli.opening import opened_model
+from bmforge.cli.open_model import opened_model
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.openbmb.documents import fill_each
 from bmforge.models.hub import find_model

@@ -8,7 +8,7 @@ import torch
 
 from bmforge.cli.chat import OWN_FORMS, answer_once
 from bmforge.cli.documents import print_filled
-from bmforge.cli.opening import opened_model, with_own_adapter
+from bmforge.cli.open_model import opened_model, with_own_adapter
 from bmforge.cli.options import GenerateCommand
 from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.texts import write_texts

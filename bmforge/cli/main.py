@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bmforge import __version__
 from bmforge.cli.commands import COMMANDS, Command, run_command
-from bmforge.cli.spelling import name_options, options_of
+from bmforge.cli.option_names import name_options, options_of
 from bmforge.errors import BmforgeError, ConfigError, suggest
 from bmforge.logging import process_rank
 

@@ -30,8 +30,8 @@ from bmforge.models import Model
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import PlanRequest, PlanRow
 from bmforge.parallel.planner.hardware import FULL_SOURCE, Cluster, find_device, parse_interconnect
-from bmforge.parallel.planner.kept import default_directory
 from bmforge.parallel.planner.search import Plan, plan, sensible_layouts
+from bmforge.parallel.planner.trace_cache import default_directory
 from bmforge.recipes.adapters import AdapterConfig, with_adapter
 from bmforge.recipes.base_weights import quantize_base_
 from bmforge.recipes.resident_models import list_resident_models, planned_task

@@ -24,7 +24,7 @@ from bmforge.models.init import materialize_
 from bmforge.models.stack import StackSpec, number_places_
 from bmforge.nn import attention_bias, jensen_shannon, logprobs, losses, recompute
 from bmforge.parallel import expert
-from bmforge.parallel.planner.follow import Follower
+from bmforge.parallel.planner.storage_tracker import Follower
 from bmforge.parallel.planner.workload import Workload
 from bmforge.recipes.base_weights import cast_frozen_
 from bmforge.recipes.run import family_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 from bmforge.cli.options import QuantizeCommand
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
-from bmforge.models.keep import KEEP
+from bmforge.models.integer_weights import KEEP
 from bmforge.models.quantize import quantize_directory
 from bmforge.nn.packing import QuantSpec, find_preset
 from bmforge.recipes.adapter_dirs import merged_model

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bmforge.cli.opening import (
+from bmforge.cli.open_model import (
     delta_names,
     find_names,
     open_beside,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from bmforge.cli.opening import put_deltas_, with_own_adapter
+from bmforge.cli.open_model import put_deltas_, with_own_adapter
 from bmforge.cli.tree_options import TreeCommand
 from bmforge.errors import ConfigError
 from bmforge.models.adapter_dirs import find_export, is_adapter

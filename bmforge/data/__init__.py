@@ -1,7 +1,7 @@
 """Training data: collect, clean, tokenize, store and load a corpus.
 
 Start reading at `prepare/run.py` (from files to token stores), then `load/packing.py` and
-`load/loader.py` (from a store to batches). `sources`, `clean` and `prepare/tokenise.py` contain the
+`load/loader.py` (from a store to batches). `sources`, `clean` and `prepare/tokenize.py` contain the
 steps of the preparation; `report` describes its result; `store` is the file format;
 `load/order.py`, `load/mixture.py` and `load/prefetch.py` are parts of the loader; `tasks` contains
 data sets for fine-tuning.
@@ -9,7 +9,7 @@ data sets for fine-tuning.
 
 from __future__ import annotations
 
-from bmforge.data.clean.normalise import (
+from bmforge.data.clean.normalize import (
     CleanCount,
     drop_duplicates,
     normalise,
@@ -24,7 +24,7 @@ from bmforge.data.prepare.record import PrepareConfig, PrepareReport
 from bmforge.data.prepare.run import prepare, show_preparation
 from bmforge.data.prepare.split import Split, split_documents
 from bmforge.data.prepare.summary import Summary
-from bmforge.data.prepare.tokenise import (
+from bmforge.data.prepare.tokenize import (
     END_OF_TEXT,
     EncodeCount,
     encode_to_store,
@@ -34,9 +34,9 @@ from bmforge.data.prepare.tokenise import (
 from bmforge.data.prepare.verify import verify_store
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.files import SkipCount, python_topics, read_documents
+from bmforge.data.store.conditions import Condition, parse_conditions, select_store
 from bmforge.data.store.sharded import ShardedStore, open_store, write_shard_list
 from bmforge.data.store.token_store import TokenStore, check_vocabulary
-from bmforge.data.store.where import Condition, parse_conditions, select_store
 from bmforge.data.store.writer import TokenStoreWriter, merge_stores
 
 __all__ = [

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.clean.judge import JudgeByRules
+from bmforge.data.clean.filter_step import JudgeByRules
 from bmforge.data.prepare.documents import DocumentStage
 from bmforge.data.prepare.engine import Blame, Limits, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal

@@ -2,9 +2,9 @@
 
 Start reading at `generate.py`: `decoder.py` runs the model, `sampling.py` turns logits into tokens
 and `beam.py` implements beam search. Results equal those of transformers' ``generate`` on the same
-weights. `score.py` computes likelihoods of texts and `talk.py` opens conversations; `openbmb/`
-implements EVA's conversations and CPM-Bee's documents. `engine/` batches requests and streams
-models that do not fit into device memory.
+weights. `score.py` computes likelihoods of texts and `conversation.py` opens conversations;
+`openbmb/` implements EVA's conversations and CPM-Bee's documents. `engine/` batches requests and
+streams models that do not fit into device memory.
 """
 
 from bmforge.infer.cache import KVCache

@@ -2,5 +2,5 @@
 
 This package is independent of distributed processes. Start reading at `copies.py` (asynchronous
 copies), then `streaming.py` (weights), `activations.py`, `offload.py`, `gradients.py` and
-`homes.py` (optimizer states).
+`state_storage.py` (optimizer states).
 """

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from bmforge.device import wide_dtype
 from bmforge.memory.copies import CopyEngine, Ticket
-from bmforge.memory.homes import Home
 from bmforge.memory.spill import SpillFile
+from bmforge.memory.state_storage import Home
 from bmforge.records import laid_out, note_, side_of, units_of
 from bmforge.shards import local_tensor
 

@@ -18,8 +18,8 @@ from torch import nn
 from bmforge.device import is_host
 from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes
-from bmforge.memory.homes import StateDtype
 from bmforge.memory.spill import format_bytes
+from bmforge.memory.state_storage import StateDtype
 
 __all__ = ["OffloadConfig", "check_room", "choose_parameters"]
 

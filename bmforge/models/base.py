@@ -24,12 +24,12 @@ from bmforge.models.formats.safe_file import FileReads
 from bmforge.models.hooks import ModelHooks
 from bmforge.models.init import NoDrawing, init_weights_, materialize_
 from bmforge.models.load import load_weights_
-from bmforge.models.match import settle_tie
 from bmforge.models.pack import load_quantized
 from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
 from bmforge.models.stack import check_ids, find_heads, given_inputs
+from bmforge.models.tensor_matching import settle_tie
 from bmforge.models.traits import Traits
 from bmforge.models.weight_names import WeightNames
 from bmforge.nn.packing import QuantSpec

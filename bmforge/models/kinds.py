@@ -14,7 +14,6 @@ from torch import nn
 from bmforge.errors import ConfigError, suggest
 from bmforge.models.resize import resize_
 from bmforge.models.sizes import Sizes
-from bmforge.nn.called import find_uncalled
 from bmforge.nn.foreign_experts import is_foreign_experts
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.moe import Experts
@@ -22,6 +21,7 @@ from bmforge.nn.packing import QuantSpec
 from bmforge.nn.part import beside_parts, move_parts_
 from bmforge.nn.part_kinds import PART_KINDS, Kind, NoOptions, refuse_name
 from bmforge.nn.quantized import plain_weights, store_packed
+from bmforge.nn.uncalled_modules import find_uncalled
 from bmforge.surgery import replace_module_
 
 __all__ = ["KINDS", "find_kind"]

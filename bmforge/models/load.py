@@ -19,7 +19,7 @@ from bmforge.models.formats.gguf_blocks import QuantizedGroups
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import Read, run_reads
 from bmforge.models.init import init_tensor_, materialize_
-from bmforge.models.match import match_sources
+from bmforge.models.tensor_matching import match_sources
 from bmforge.models.weights import WeightRule
 from bmforge.nn.packing import QuantSpec
 from bmforge.shards import Box, is_streamed, local_box, local_tensor

@@ -21,14 +21,14 @@ from bmforge.logging import get_logger, track
 from bmforge.models.changes import Change, apply_change_
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.init import materialize_
-from bmforge.models.keep import KEEP, fill_kept_, keep_
+from bmforge.models.integer_weights import KEEP, fill_kept_, keep_
 from bmforge.models.load import weight_reader
-from bmforge.nn.called import find_uncalled
 from bmforge.nn.foreign_experts import PackedForeignExperts, is_foreign_experts
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import QuantSpec, find_preset
 from bmforge.nn.quantized import PackedStore, QuantizedExperts
+from bmforge.nn.uncalled_modules import find_uncalled
 from bmforge.surgery import find_repeated_blocks, match_glob, persistent_tensors
 
 __all__ = ["PackedReader", "find_targets", "load_quantized", "quantize_"]

@@ -22,7 +22,7 @@ from bmforge.models.formats.hf_format import (
     write_index,
 )
 from bmforge.models.hub import AutoModel
-from bmforge.models.keep import KEEP
+from bmforge.models.integer_weights import KEEP
 from bmforge.models.pack import PackedReader, load_quantized, quantize_
 from bmforge.models.save import write_config
 from bmforge.models.weights import assemble_source, group_by_source

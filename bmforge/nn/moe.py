@@ -69,16 +69,15 @@ class MoESpec:
             unweighted expert (the router gets no gradient), assigned evenly over the tokens in
             training and by argmax otherwise; "per_call": the same k experts for all tokens of a
             call, with the largest sum of sigmoids.
-        capacity_factor: limit of an expert's tokens in training, as a multiple of an even share
-            of a rank's tokens, see `limit_loads`; None means no limit.
+        capacity_factor: limit of an expert's tokens in training, in even shares of a rank's
+            tokens (see `limit_loads`); None means no limit.
         in_scale: factor on the input of the router and the experts; see `AttentionSpec`.
         out_scale: factor on the input of the experts' last projections.
         weighs: weight the selected experts' outputs; otherwise sum them unweighted, and the
             router gets no gradient.
-        bias: biases on each expert's gate and up projections, and one bias on the summed output.
+        bias: biases on each expert's gate and up projections, and one on the summed output.
         router: "linear", or "two_layer" (`router.py`).
-        split: the shared expert and the experts are slices of one dense MLP, which checkpoints
-            contain.
+        split: shared expert and experts are slices of one dense MLP, which checkpoints contain.
     """
 
     num_experts: int
@@ -136,8 +135,7 @@ def dispatch_locally(x: Tensor, index: Tensor, num_experts: int, run: RunExperts
         x: hidden states of the tokens.
         index: experts of each token; the value E means no expert.
         num_experts: number E of experts.
-        run: function that runs the experts on rows sorted by expert; its second argument is the
-            end of each expert's rows.
+        run: function that runs the experts on sorted rows, given the end of each expert's rows.
 
     Shape:
         x: (M, D); index: (M, k); run: (M * k, D), (E,) -> (M * k, D); returns (M, k, D)

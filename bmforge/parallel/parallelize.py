@@ -26,12 +26,12 @@ from bmforge.parallel.expert import (
     build_expert_mesh,
     share_statistics_,
 )
+from bmforge.parallel.initial_sync import start_alike_
 from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.master_weights import upcast_trained_
 from bmforge.parallel.parameters import lay_straight_
 from bmforge.parallel.pipeline.model import PipelinedModel
 from bmforge.parallel.pipeline.stages import Cutting, drop_the_rest_
-from bmforge.parallel.same_start import start_alike_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_, refuse_calls_outside_
 from bmforge.records import record_of

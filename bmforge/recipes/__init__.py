@@ -3,10 +3,10 @@
 Start reading at `run.py`, which every training run goes through: a recipe is a config and a
 function that opens its data. `pretrain.py` reads token stores, `documents.py` CPM-Bee's documents,
 `images.py` image folders, the others examples (`inputs/examples.py`): `spans.py`, `masked.py`,
-`blanks.py` and `ant.py` denoising objectives, `finetune.py` tasks, `sft.py` conversations.
-`registry.py` lists the tasks of `bmforge train` and the older recipe names; `start.py` resolves the
-model name. `evaluate.py` measures a model without training it; `asking.py` has the task prompts and
-metrics of both.
+`blank_infilling.py` and `cpm_ant.py` denoising objectives, `finetune.py` tasks, `sft.py`
+conversations. `registry.py` lists the tasks of `bmforge train` and the older recipe names;
+`start.py` resolves the model name. `evaluate.py` measures a model without training it;
+`task_prompts.py` has the task prompts and metrics of both.
 """
 
 from bmforge.recipes.compress import CompressRunConfig, run_compress

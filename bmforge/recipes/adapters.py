@@ -13,7 +13,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.nn.low_rank import linear_sizes
-from bmforge.recipes.compressing import has_phase
+from bmforge.recipes.compression_phases import has_phase
 from bmforge.surgery import find_repeated_blocks
 from bmforge.train import OptimGroup, TrainConfig
 from bmforge.train.checkpoint import Base
@@ -30,7 +30,7 @@ from bmforge.tune.delta import (
     SoftPrompt,
     list_deltas,
 )
-from bmforge.tune.delta.held import delta_tensors
+from bmforge.tune.delta.attached import delta_tensors
 
 __all__ = [
     "ADAPTER_NAME",

@@ -23,7 +23,7 @@ from bmforge.recipes.base_weights import (
     open_packed,
     store_frozen_,
 )
-from bmforge.recipes.compressing import attach_phase, has_phase
+from bmforge.recipes.compression_phases import attach_phase, has_phase
 from bmforge.recipes.start import family_of, with_changes
 from bmforge.train.checkpoint import Base
 

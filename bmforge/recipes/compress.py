@@ -31,17 +31,17 @@ from bmforge.models.formats.convert import find_companions, write_directory
 from bmforge.models.save import write_model
 from bmforge.parallel import init_distributed, run_on_first
 from bmforge.recipes.adapter_dirs import find_source, plain_model
-from bmforge.recipes.compressing import CalibrationConfig, PhaseConfig, read_calibration
-from bmforge.recipes.evaluate import evaluate_model
-from bmforge.recipes.registry import Recipe, find_recipe
-from bmforge.recipes.run_dir import claim_run_dir, occupy_run_dir
-from bmforge.recipes.small import (
+from bmforge.recipes.compress_checks import (
     changeable_fields,
     check_compressible,
     check_vocabularies,
     check_widths_after,
     estimate_phases,
 )
+from bmforge.recipes.compression_phases import CalibrationConfig, PhaseConfig, read_calibration
+from bmforge.recipes.evaluate import evaluate_model
+from bmforge.recipes.registry import Recipe, find_recipe
+from bmforge.recipes.run_dir import claim_run_dir, occupy_run_dir
 from bmforge.recipes.speed import check_speed, measure_speeds
 from bmforge.settings import EvaluateConfig
 

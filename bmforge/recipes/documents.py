@@ -20,7 +20,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.models.cpm_bee import CPMBeeConfig
 from bmforge.models.hub import find_model
 from bmforge.parallel import World
-from bmforge.recipes.inputs.left_out import is_much, tell_left_out
+from bmforge.recipes.inputs.skipped_data import is_much, tell_left_out
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers.cpm_bee.batch import build_instance
 from bmforge.tokenizers.cpm_bee.document import TooLongError

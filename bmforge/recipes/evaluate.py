@@ -1,6 +1,7 @@
 """Evaluates a model on texts (perplexity) and tasks, on any layout.
 
-Texts are evaluated with `train.evaluate`, like held-out data in training; tasks with `asking.py`.
+Texts are evaluated with `train.evaluate`, like held-out data in training; tasks with
+`task_prompts.py`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,19 @@ from bmforge.parallel import (
     run_on_first,
 )
 from bmforge.recipes.adapter_dirs import find_source
-from bmforge.recipes.asking import AskedClasses, AskedOptions, AskedTask, AskedTexts, count_classes
 from bmforge.recipes.inputs.corpus import open_held_out
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out
 from bmforge.recipes.inputs.task_data import TaskDataConfig, open_task
 from bmforge.recipes.run import Results
 from bmforge.recipes.run_dir import add_results
 from bmforge.recipes.start import find_start, traits_of
+from bmforge.recipes.task_prompts import (
+    AskedClasses,
+    AskedOptions,
+    AskedTask,
+    AskedTexts,
+    count_classes,
+)
 from bmforge.settings import EvaluateConfig
 from bmforge.tokenizers import AutoTokenizer, Tokenizer
 from bmforge.train import evaluate, write_report

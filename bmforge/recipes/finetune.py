@@ -2,7 +2,7 @@
 
 An encoder learns to classify; decoders and encoder-decoders learn to generate the word of a label,
 or the right choice, after a prompt. `results.json` has the task's metrics on the held-out split,
-which `asking.py` computes.
+which `task_prompts.py` computes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from bmforge.models.gpt2 import GPT2Config
 from bmforge.models.llama import LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import World
-from bmforge.recipes.asking import (
+from bmforge.recipes.inputs.examples import open_examples
+from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.task_data import TaskDataConfig, open_task, read_examples
+from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import change_model, check_length, traits_of
+from bmforge.recipes.task_prompts import (
     AskedClasses,
     AskedOptions,
     AskedTask,
     AskedTexts,
     count_classes,
 )
-from bmforge.recipes.inputs.examples import open_examples
-from bmforge.recipes.inputs.pieces import open_tokenizer
-from bmforge.recipes.inputs.task_data import TaskDataConfig, open_task, read_examples
-from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import change_model, check_length, traits_of
 from bmforge.train import EvalResult, OptimConfig, TrainConfig
 
 __all__ = [

@@ -19,9 +19,9 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models.hub import FAMILIES
 from bmforge.models.traits import Traits
-from bmforge.recipes.ant import AntConfig, CPMAntTrainConfig, train_ant
-from bmforge.recipes.blanks import BlankConfig, train_blanks
+from bmforge.recipes.blank_infilling import BlankConfig, train_blanks
 from bmforge.recipes.cpm1 import ChIDConfig, CPM1TextsConfig, STCConfig, tune_chid, tune_stc
+from bmforge.recipes.cpm_ant import AntConfig, CPMAntTrainConfig, train_ant
 from bmforge.recipes.delta_search import DeltaSearchConfig, search_deltas
 from bmforge.recipes.dialogue import DialogueConfig, EVADialogueConfig, train_dialogue
 from bmforge.recipes.distill import OnPolicyDistillationConfig, train_distill

@@ -38,7 +38,7 @@ from bmforge.provenance import warn_of_licences
 from bmforge.recipes.adapters import AdapterConfig, log_trained, set_rates
 from bmforge.recipes.base_weights import BaseDtype
 from bmforge.recipes.build import build_model
-from bmforge.recipes.compressing import (
+from bmforge.recipes.compression_phases import (
     asks_teacher,
     finish_phase,
     keep_answers,
@@ -46,7 +46,6 @@ from bmforge.recipes.compressing import (
 )
 from bmforge.recipes.epochs import settle_epochs
 from bmforge.recipes.export import export_run
-from bmforge.recipes.made_of import find_provenance
 from bmforge.recipes.micro_batches import settle_batch
 from bmforge.recipes.run_dir import (
     add_results,
@@ -55,6 +54,7 @@ from bmforge.recipes.run_dir import (
     overridden_fields,
     record_overrides,
 )
+from bmforge.recipes.run_provenance import find_provenance
 from bmforge.recipes.start import family_of, need_fields, settle_model
 from bmforge.train import (
     EvalResult,

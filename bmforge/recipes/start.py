@@ -24,7 +24,7 @@ from bmforge.models.hub import (
     find_model,
     find_preset,
 )
-from bmforge.models.match import find_missing_head, settle_tie
+from bmforge.models.tensor_matching import find_missing_head, settle_tie
 from bmforge.models.traits import Traits
 
 __all__ = [

@@ -1,8 +1,9 @@
 """OpenAI-compatible HTTP server for an engine, with a chat page.
 
 Start reading at `app.py` (middleware and routers) and `routes.py` (chat and completions).
-`settings.py` has all limits, `openai_types.py` the request types, `receive.py` and `lifecycle.py`
-the connections. `live.py` connects the engine's thread to the event loop. The page is in `page/`.
+`settings.py` has all limits, `openai_types.py` the request types, `connection.py` and
+`lifecycle.py` the connections. `live_requests.py` connects the engine's thread to the event loop.
+The page is in `page/`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from bmforge import __version__
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine
 from bmforge.logging import get_logger
-from bmforge.serve import encoding, messages, page_routes, responses, routes, scores, watching
+from bmforge.serve import encoding, health_routes, messages, page_routes, responses, routes, scores
 from bmforge.serve.api_description import describe_api
 from bmforge.serve.auth import ApiKeys, KeysFile
 from bmforge.serve.errors import RequestError, error_response, explain_types
@@ -86,7 +86,7 @@ def create_app(
     app = FastAPI(title="bmforge", version=__version__, lifespan=live, **pages)
     app.state.serving = serving
     app.openapi = partial(describe_api, app, bool(serving.keys))  # type: ignore[method-assign]
-    for part in (routes, responses, messages, encoding, scores, watching, page_routes):
+    for part in (routes, responses, messages, encoding, scores, health_routes, page_routes):
         app.include_router(part.router)
     app.add_middleware(Gate, serving=serving)
     app.add_exception_handler(RequestError, _tell_refusal)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from bmforge.errors import BmforgeError, ConfigError, DataError, ShapeError
 from bmforge.infer.engine.encode import encode_text
+from bmforge.serve.engine_options import check_size, longest_prompt, row_tokens
 from bmforge.serve.errors import RequestError, overloaded
 from bmforge.serve.http_json import GONE, StrictRoute
 from bmforge.serve.limits import check_at_most
-from bmforge.serve.live import GoneError, unless_gone
+from bmforge.serve.live_requests import GoneError, unless_gone
 from bmforge.serve.openai_types import DocumentsRequest, EmbeddingRequest
-from bmforge.serve.running import check_engine
+from bmforge.serve.request_runner import check_engine
 from bmforge.serve.serving import Serving, client_of, serving_of
-from bmforge.serve.writing import check_size, longest_prompt, row_tokens
 
 __all__ = ["encode_inputs", "finish_task", "router"]
 

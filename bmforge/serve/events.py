@@ -15,9 +15,9 @@ from bmforge.serve.answers import (
     finish_name,
     usage_of,
 )
-from bmforge.serve.chatting import RunningChat, received_pieces
+from bmforge.serve.chat_requests import RunningChat, received_pieces
 from bmforge.serve.errors import RequestError, error_body
-from bmforge.serve.live import LiveRequest
+from bmforge.serve.live_requests import LiveRequest
 from bmforge.serve.openai_types import CompletionRequest
 from bmforge.serve.parts import CallStart, GeneratedToolCall, Part, Thought
 from bmforge.serve.serving import Serving

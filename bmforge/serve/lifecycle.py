@@ -24,7 +24,7 @@ from bmforge.infer import Engine
 from bmforge.logging import get_logger
 from bmforge.serve.app import create_app
 from bmforge.serve.auth import load_keys
-from bmforge.serve.receive import DeadlineProtocol
+from bmforge.serve.connection import DeadlineProtocol
 from bmforge.serve.serving import Serving
 from bmforge.serve.settings import MAX_HEAD_BYTES, ServeConfig, is_loopback
 from bmforge.serve.sleeping import AnyEngine

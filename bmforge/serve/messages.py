@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from bmforge.infer.engine.request import Completion
 from bmforge.serve.answers import event, usage_of
-from bmforge.serve.chatting import RunningChat, open_chat, read_prompt
+from bmforge.serve.chat_requests import RunningChat, open_chat, read_prompt
 from bmforge.serve.errors import RequestError, error_body
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
 from bmforge.serve.messages_types import CountRequest, MessagesRequest, messages_chat

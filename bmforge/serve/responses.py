@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from bmforge.serve.answers import event, usage_of
-from bmforge.serve.chatting import RunningChat, open_chat
+from bmforge.serve.chat_requests import RunningChat, open_chat
 from bmforge.serve.errors import RequestError, error_body
 from bmforge.serve.events import PULSE
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute

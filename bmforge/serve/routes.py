@@ -21,20 +21,20 @@ from bmforge.serve.answers import (
     join_logprobs,
     usage_of,
 )
-from bmforge.serve.chatting import open_chat, salt_of
-from bmforge.serve.events import chat_events, text_events
-from bmforge.serve.http_json import GONE, EventStream, StrictRoute
-from bmforge.serve.openai_types import ChatRequest, CompletionRequest
-from bmforge.serve.prompt_scores import PromptEcho, read_echo, scored_tokens
-from bmforge.serve.running import start, whole_answers
-from bmforge.serve.serving import Serving, client_of, key_of, serving_of
-from bmforge.serve.writing import (
+from bmforge.serve.chat_requests import open_chat, salt_of
+from bmforge.serve.engine_options import (
     check_limits,
     check_size,
     find_constraint,
     longest_answer,
     to_options,
 )
+from bmforge.serve.events import chat_events, text_events
+from bmforge.serve.http_json import GONE, EventStream, StrictRoute
+from bmforge.serve.openai_types import ChatRequest, CompletionRequest
+from bmforge.serve.prompt_scores import PromptEcho, read_echo, scored_tokens
+from bmforge.serve.request_runner import start, whole_answers
+from bmforge.serve.serving import Serving, client_of, key_of, serving_of
 
 __all__ = ["router"]
 

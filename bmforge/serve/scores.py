@@ -12,16 +12,16 @@ from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
-from bmforge.serve.chatting import read_prompt
+from bmforge.serve.chat_requests import read_prompt
 from bmforge.serve.encoding import encode_inputs, finish_task
+from bmforge.serve.engine_options import check_size, longest_prompt, row_tokens
 from bmforge.serve.errors import RequestError
 from bmforge.serve.http_json import GONE, StrictRoute
 from bmforge.serve.limits import check_at_most
-from bmforge.serve.live import GoneError
+from bmforge.serve.live_requests import GoneError
 from bmforge.serve.message_types import Message, Strict, Tool
 from bmforge.serve.openai_types import ChatRequest, Ids, Texts, make_chat
 from bmforge.serve.serving import Serving, client_of, serving_of
-from bmforge.serve.writing import check_size, longest_prompt, row_tokens
 
 __all__ = ["router"]
 

@@ -13,13 +13,13 @@ from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request as HTTPRequest
 
 from bmforge.errors import ConfigError
-from bmforge.licences import UNKNOWN
+from bmforge.licenses import UNKNOWN
 from bmforge.provenance import Provenance
 from bmforge.serve.auth import ApiKeys
 from bmforge.serve.conversation import Prompter
 from bmforge.serve.errors import RequestError
 from bmforge.serve.limits import Admission
-from bmforge.serve.live import LiveRequest, LiveRequests
+from bmforge.serve.live_requests import LiveRequest, LiveRequests
 from bmforge.serve.metrics import Metrics
 from bmforge.serve.rules import RuleChecker
 from bmforge.serve.settings import ServeConfig

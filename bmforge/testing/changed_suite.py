@@ -20,7 +20,7 @@ from bmforge.parallel import Layout
 from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_batch, make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed import (
+from bmforge.testing.changed_models import (
     change_everything,
     list_outputs,
     list_parts,

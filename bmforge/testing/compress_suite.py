@@ -29,7 +29,7 @@ from bmforge.nn.packed_store import PackedStore
 from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed import list_outputs, widen
+from bmforge.testing.changed_models import list_outputs, widen
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["CompressSuite"]

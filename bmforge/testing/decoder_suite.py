@@ -12,8 +12,8 @@ from bmforge.models import Model
 from bmforge.testing.batches import Batch, make_batch
 from bmforge.testing.capability import capability
 from bmforge.testing.model_suite import ModelSuite
+from bmforge.testing.reference_pair import Twin
 from bmforge.testing.tolerance import assert_close
-from bmforge.testing.twin import Twin
 
 __all__ = ["DecoderOwnSuite", "DecoderSuite"]
 

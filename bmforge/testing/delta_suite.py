@@ -16,7 +16,7 @@ from bmforge.models import Model, ModelConfig
 from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed import run_step_of, widen
+from bmforge.testing.changed_models import run_step_of, widen
 from bmforge.testing.layouts import check_suite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.tune.delta import (

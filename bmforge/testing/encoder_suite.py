@@ -9,8 +9,8 @@ import torch
 from bmforge.models import Model
 from bmforge.testing.batches import Batch, make_batch
 from bmforge.testing.model_suite import ModelSuite
+from bmforge.testing.reference_pair import Twin
 from bmforge.testing.tolerance import assert_close
-from bmforge.testing.twin import Twin
 
 __all__ = ["EncoderSuite"]
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
 from bmforge.infer.engine.workspace import largest_runs
-from bmforge.memory.spread import spread_blocks_
+from bmforge.memory.naive_parallel import spread_blocks_
 from bmforge.models import Model
 from bmforge.records import units_of
 from bmforge.shards import is_streamed
 from bmforge.surgery import persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed import list_outputs, run_step_of
+from bmforge.testing.changed_models import list_outputs, run_step_of
 from bmforge.testing.fake_devices import FIRST, SECOND, FakeDevices
 from bmforge.testing.tolerance import assert_equal_trees
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bmforge.models import Model
+from bmforge.testing.reference_pair import rename_to_theirs
 from bmforge.testing.tolerance import assert_close
-from bmforge.testing.twin import rename_to_theirs
 
 __all__ = ["Golden"]
 

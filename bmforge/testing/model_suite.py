@@ -25,8 +25,8 @@ from bmforge.models import Model, ModelConfig
 from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.family_suite import FamilySuite
+from bmforge.testing.reference_pair import Twin, make_twin, rename_to_theirs
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import Twin, make_twin, rename_to_theirs
 
 __all__ = ["ModelSuite"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bmforge.models import Model, ModelConfig
 from bmforge.testing.capability import capability
-from bmforge.testing.letters import letters_for
+from bmforge.testing.character_tokenizer import letters_for
 from bmforge.testing.tolerance import assert_close
 from bmforge.tune.prompt import ManualVerbalizer, PromptClassifier, Template
 

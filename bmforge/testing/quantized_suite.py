@@ -17,7 +17,7 @@ from bmforge.nn.quantized import PackedStore, QuantizedExperts
 from bmforge.surgery import match_names, persistent_tensors
 from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed import list_outputs, run_step_of, widen
+from bmforge.testing.changed_models import list_outputs, run_step_of, widen
 from bmforge.testing.changed_suite import ChangedSuite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, T5, Bert, BertConfig, GPT2Config, Model, T5Config, init_weights_
 from bmforge.nn.prompt import ExtraEmbeddings, count_ids
-from bmforge.testing.letters import LetterTokenizer
+from bmforge.testing.character_tokenizer import LetterTokenizer
 from bmforge.testing.tolerance import assert_close
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt import Encoded, Template

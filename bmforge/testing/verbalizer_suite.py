@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
-from bmforge.testing.letters import LetterTokenizer
+from bmforge.testing.character_tokenizer import LetterTokenizer
 from bmforge.testing.template_suite import open_tiny
 from bmforge.testing.tolerance import assert_close
 from bmforge.tokenizers import Tokenizer

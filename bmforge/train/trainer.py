@@ -43,6 +43,7 @@ from bmforge.train.checkpoint.base import Base
 from bmforge.train.checkpoint.checkpointer import Checkpointer
 from bmforge.train.checkpoint.rng import reseed_rng
 from bmforge.train.config import TrainConfig
+from bmforge.train.data_consistency import check_same_count, check_same_rows
 from bmforge.train.evaluate import EvalResult
 from bmforge.train.objective import (
     Objective,
@@ -65,7 +66,6 @@ from bmforge.train.report.metrics import (
     validation_row,
 )
 from bmforge.train.run_lock import hold_run_dir
-from bmforge.train.same_rows import check_same_count, check_same_rows
 from bmforge.train.schedule import build_schedule, set_learning_rate_
 from bmforge.train.signals import StopRequest
 from bmforge.train.spike import SpikeGuard

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmforge.cli.main import main
-from bmforge.cli.opening import delta_bytes
+from bmforge.cli.open_model import delta_bytes
 from bmforge.models import GPT2, GPT2Config
 from bmforge.settings import parse_size
 from bmforge.tune.delta import Lora

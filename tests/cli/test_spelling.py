@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bmforge.cli import main
-from bmforge.cli.spelling import name_options, options_of
+from bmforge.cli.option_names import name_options, options_of
 
 TRAIN = ["train", "pretrain", "--model", "gpt2", "--data.paths", "nowhere"]
 

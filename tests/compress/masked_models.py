@@ -11,7 +11,7 @@ import torch
 from tiny_models import build, make_inputs
 from torch import Tensor, nn
 
-from bmforge.compress.prune.carry import carry_out_
+from bmforge.compress.prune.apply_plan import carry_out_
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.nn import MoESpec
 from bmforge.nn.norm import RMSNorm

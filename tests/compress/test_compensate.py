@@ -12,7 +12,7 @@ from small_models import gpt2, llama, logits, texts
 from torch import Tensor
 
 from bmforge.compress.prune import StructureConfig, shrink_
-from bmforge.compress.prune.carry import carry_out_
+from bmforge.compress.prune.apply_plan import carry_out_
 from bmforge.compress.prune.compensate import reconstruct_
 from bmforge.compress.prune.plan import Kept, PruningPlan
 from bmforge.compress.prune.shrink import choose_structure

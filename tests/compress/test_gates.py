@@ -12,7 +12,7 @@ from masked_models import has_kind, mostly_long, run, stir
 from tiny_models import TINY, make_inputs
 from torch import Tensor
 
-from bmforge.compress.prune.binarise import binarise
+from bmforge.compress.prune.binarize import binarise
 from bmforge.compress.prune.costs import count_costs
 from bmforge.compress.prune.gates import attach_gates_, densities, detach_gates_
 from bmforge.compress.prune.plan import blocks_of

@@ -20,7 +20,7 @@ from bmforge.compress.prune import prune
 from bmforge.compress.quantize import QuantizeConfig, quantize
 from bmforge.compress.quantize.fold import find_folds, fold_
 from bmforge.compress.quantize.gptq import round_gptq
-from bmforge.compress.quantize.place import store_block_
+from bmforge.compress.quantize.replace_layers import store_block_
 from bmforge.compress.rounding import round_matrix
 from bmforge.compress.statistics import Hessian, InputSizes
 from bmforge.errors import ConfigError

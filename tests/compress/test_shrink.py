@@ -11,7 +11,7 @@ import torch
 from masked_models import KINDS, has_kind, mostly_long, plan_of, run, silence_, stir
 from tiny_models import TINY, build, make_inputs
 
-from bmforge.compress.prune.carry import carry_out_
+from bmforge.compress.prune.apply_plan import carry_out_
 from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure_config import StructureConfig

@@ -11,7 +11,7 @@ import transformers
 from masked_models import mostly_long, stir
 from tiny_models import make_inputs
 
-from bmforge.compress.prune.carry import carry_out_
+from bmforge.compress.prune.apply_plan import carry_out_
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure_config import StructureConfig

@@ -12,7 +12,7 @@ from tiny_models import TINY, make_inputs
 
 from bmforge.compress.moefy import ExpertsMethod, MoEfyConfig
 from bmforge.compress.prune import StructureConfig, StructureMethod
-from bmforge.compress.prune.carry import carry_out_
+from bmforge.compress.prune.apply_plan import carry_out_
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, generate
 from bmforge.models import AutoModel

@@ -11,7 +11,7 @@ from tiny_models import TINY, build, family_of, make_inputs
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bmforge.compress.prune.carry import carry_out_
+from bmforge.compress.prune.apply_plan import carry_out_
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.errors import DistributedError

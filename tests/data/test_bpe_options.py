@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from bmforge.data import PrepareConfig, prepare
 from bmforge.data.prepare.record import read_record
-from bmforge.data.prepare.tokenise import train_bpe
+from bmforge.data.prepare.tokenize import train_bpe
 from bmforge.data.store.sharded import open_store
 from bmforge.errors import ConfigError
 from bmforge.settings import BpeConfig

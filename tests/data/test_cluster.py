@@ -13,7 +13,7 @@ import pytest
 from prepare_cases import written
 
 from bmforge.data import Document, PrepareConfig, prepare, python_topics
-from bmforge.data.clean.judge import JudgeByRules
+from bmforge.data.clean.filter_step import JudgeByRules
 from bmforge.data.cluster import ClusterConfig, _Job, make_filter, make_step, run_on_cluster
 from bmforge.errors import ConfigError
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmforge.data import CleanCount, Document, drop_duplicates, normalise
-from bmforge.data.clean.normalise import normalise_documents
+from bmforge.data.clean.normalize import normalise_documents
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from bmforge.data import PrepareConfig, prepare, show_preparation
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.judge import JudgeByRules
+from bmforge.data.clean.filter_step import JudgeByRules
 from bmforge.data.clean.rules.gopher import GOPHER_QUALITY
 from bmforge.data.prepare.funnel import Amount
 from bmforge.data.prepare.steps import choose_steps

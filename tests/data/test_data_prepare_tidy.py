@@ -13,7 +13,7 @@ import pytest
 
 from bmforge.data import DocumentStage, PrepareConfig, prepare, show_preparation
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.normalise import normalise
+from bmforge.data.clean.normalize import normalise
 from bmforge.data.prepare import journal as journal_module
 from bmforge.data.prepare.documents import read_shard
 from bmforge.data.prepare.funnel import Amount

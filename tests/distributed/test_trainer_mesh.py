@@ -30,7 +30,7 @@ from bmforge.parallel import (
 from bmforge.testing import run_distributed
 from bmforge.train import TrainConfig, Trainer
 from bmforge.train.checkpoint import checkpointer as checkpoint
-from bmforge.train.same_rows import check_same_rows
+from bmforge.train.data_consistency import check_same_rows
 
 SIZES = {"vocab_size": 17, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_seq_len": 8}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel, load_weights_
-from bmforge.models.transformers.twin import build_twin
+from bmforge.models.transformers.small_copy import build_twin
 from bmforge.parallel import Layout, data_parallel_size, mesh_of, parallelize
 from bmforge.testing import run_distributed
 

@@ -20,7 +20,7 @@ from bmforge.cli import main
 from bmforge.cli.chat import talk
 from bmforge.cli.options import ServeCommand
 from bmforge.cli.serve import _open_engine
-from bmforge.infer.talk import TalkConfig
+from bmforge.infer.conversation import TalkConfig
 from bmforge.models import AutoModel
 from bmforge.recipes.adapter_dirs import find_source, merge_adapter
 from bmforge.serve.app import create_app

@@ -15,7 +15,7 @@ from bmforge.infer import GenerationConfig, generate
 from bmforge.infer.beam import beam_search
 from bmforge.infer.decoder import Decoder
 from bmforge.models import GPT2, Change, GPT2Config, Llama, LlamaConfig
-from bmforge.testing.twin import Twin, make_twin
+from bmforge.testing.reference_pair import Twin, make_twin
 
 # A small vocabulary, so that end tokens come up often.
 VOCAB = 20

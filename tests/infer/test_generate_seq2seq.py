@@ -14,7 +14,7 @@ from bmforge.infer import GenerationConfig, generate
 from bmforge.infer.beam import beam_search
 from bmforge.infer.decoder_factory import start_decoder
 from bmforge.models.t5 import T5, T5Config
-from bmforge.testing.twin import Twin, build_reference
+from bmforge.testing.reference_pair import Twin, build_reference
 
 # A small vocabulary, so that end tokens come up often.
 VOCAB = 20

@@ -11,7 +11,7 @@ import torch
 
 from bmforge.cli.main import main
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
-from bmforge.testing.letters import BEE_MARKS
+from bmforge.testing.character_tokenizer import BEE_MARKS
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
 OVERVIEW: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.infer import generate
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.experts_away import ExpertStreamer, expert_bytes, stream_experts_
+from bmforge.memory.streamed_experts import ExpertStreamer, expert_bytes, stream_experts_
 from bmforge.models import (
     CPM2,
     CPM2Config,

@@ -12,9 +12,9 @@ import torch
 
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.homes import BLOCK_ELEMENTS, Home, home_bytes
 from bmforge.memory.offload import OffloadConfig, check_room, choose_parameters
 from bmforge.memory.spill import SpillFile
+from bmforge.memory.state_storage import BLOCK_ELEMENTS, Home, home_bytes
 
 SIZES = [1, 255, 256, 1000, 70_001]
 

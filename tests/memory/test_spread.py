@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from bmforge.errors import ConfigError
 from bmforge.infer.decoder_factory import start_decoder
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.spread import spread_blocks_
+from bmforge.memory.naive_parallel import spread_blocks_
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Llama, LlamaConfig, load_weights_, weight_reader
 from bmforge.testing.fake_devices import FIRST, SECOND, FakeDevices

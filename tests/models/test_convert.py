@@ -18,8 +18,8 @@ from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import GPT2, AutoModel, Change, GPT2Config
 from bmforge.models.formats.convert import convert_checkpoint
 from bmforge.models.hub import FAMILIES
+from bmforge.testing.reference_pair import build_reference
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import build_reference
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -35,7 +35,7 @@ from bmforge.nn.quantized import PackedStore, QuantizedExperts
 from bmforge.parallel import Layout, parallelize
 from bmforge.surgery import persistent_tensors
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
-from bmforge.testing.changed import run_step_of
+from bmforge.testing.changed_models import run_step_of
 from bmforge.testing.layouts import check_layout
 
 SIZES: dict[str, Any] = {

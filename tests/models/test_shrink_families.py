@@ -17,7 +17,7 @@ from bmforge.compress.statistics import Hessian
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.quantized import PackedStore
 from bmforge.testing import assert_close
-from bmforge.testing.changed import list_outputs
+from bmforge.testing.changed_models import list_outputs
 
 ROWS = QuantSpec(8, 0, activations="float", scale_dtype="float32")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmforge.models import AutoModel
 from bmforge.models.pack import quantize_
-from bmforge.models.transformers.twin import build_twin
+from bmforge.models.transformers.small_copy import build_twin
 from bmforge.tune.delta import Lora
 
 transformers = pytest.importorskip("transformers")

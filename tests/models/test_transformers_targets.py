@@ -14,7 +14,7 @@ from bmforge.errors import ConfigError
 from bmforge.models import AutoModel
 from bmforge.models.pack import quantize_
 from bmforge.models.quantize import quantize_directory
-from bmforge.models.transformers.twin import build_twin
+from bmforge.models.transformers.small_copy import build_twin
 from bmforge.nn.foreign_experts import PackedForeignExperts, foreign_stacks, is_foreign_experts
 from bmforge.nn.packing import find_preset
 from bmforge.train import OptimConfig, TrainConfig, Trainer

@@ -29,7 +29,6 @@ from bmforge.parallel.pipeline.replay import replay
 from bmforge.parallel.pipeline.schedules import write_schedule
 from bmforge.parallel.planner import trace as tracing
 from bmforge.parallel.planner.estimate import Estimator, PlanRequest, TrainingSetup
-from bmforge.parallel.planner.follow import PARTS
 from bmforge.parallel.planner.hardware import Cluster, find_device, parse_interconnect
 from bmforge.parallel.planner.peak import (
     Share,
@@ -40,6 +39,7 @@ from bmforge.parallel.planner.peak import (
 )
 from bmforge.parallel.planner.search import plan
 from bmforge.parallel.planner.step_time import StepWork, TrainingEngine, step_time
+from bmforge.parallel.planner.storage_tracker import PARTS
 from bmforge.parallel.planner.trace import Setting, trace_step
 from bmforge.recipes.adapters import AdapterConfig, with_adapter
 from bmforge.recipes.base_weights import quantize_base_

@@ -26,11 +26,11 @@ from bmforge.parallel.pipeline.stages import cut_blocks
 from bmforge.parallel.planner import estimate as estimating
 from bmforge.parallel.planner.dry_run import dry_run
 from bmforge.parallel.planner.estimate import Estimator, PlanRequest, TrainingSetup
-from bmforge.parallel.planner.follow import Follower
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.peak import Share, all_blocks, count_work, peak_memory
 from bmforge.parallel.planner.ranks import cut_ranks
 from bmforge.parallel.planner.search import plan
+from bmforge.parallel.planner.storage_tracker import Follower
 from bmforge.parallel.planner.trace import Setting, trace_step
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "num_layers": 6}

@@ -15,8 +15,8 @@ from bmforge.models import GPT2Config, MixtralConfig, T5Config
 from bmforge.models.config import ModelConfig
 from bmforge.parallel import Layout
 from bmforge.parallel.planner import outcomes
-from bmforge.parallel.planner.follow import Follower
 from bmforge.parallel.planner.outcomes import Outcomes
+from bmforge.parallel.planner.storage_tracker import Follower
 from bmforge.parallel.planner.trace import Setting, trace_step
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from bmforge.models.bert import Bert, BertConfig
 from bmforge.testing.batches import make_batch
 from bmforge.testing.encoder_suite import EncoderSuite
 from bmforge.testing.file_suite import FileSuite
+from bmforge.testing.reference_pair import build_reference, make_twin
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import build_reference, make_twin
 
 BERT_TINY: dict[str, Any] = {
     "vocab_size": 96,

@@ -22,8 +22,8 @@ from bmforge.testing.capability import capability
 from bmforge.testing.family_suite import FamilySuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import count_preset
+from bmforge.testing.reference_pair import rename_to_theirs
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import rename_to_theirs
 
 TINY: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_layers": 2, "num_heads": 4,

@@ -25,8 +25,8 @@ from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.golden import Golden
 from bmforge.testing.model_suite import ModelSuite
 from bmforge.testing.presets import check_preset_shapes, count_preset
+from bmforge.testing.reference_pair import Twin
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import Twin
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # How each branch of the original treats the residual; config files do not say.

@@ -22,8 +22,8 @@ from bmforge.testing.decoder_suite import DecoderOwnSuite
 from bmforge.testing.family_suite import FamilySuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import count_preset
+from bmforge.testing.reference_pair import rename_to_theirs
 from bmforge.testing.tolerance import assert_close
-from bmforge.testing.twin import rename_to_theirs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VECTORS = ("glm10b", "glm10b_attnscale")

@@ -15,8 +15,8 @@ from bmforge.models.longformer import Longformer, LongformerConfig
 from bmforge.testing.batches import Batch, make_batch
 from bmforge.testing.encoder_suite import EncoderSuite
 from bmforge.testing.file_suite import FileSuite
+from bmforge.testing.reference_pair import make_twin
 from bmforge.testing.tolerance import assert_close
-from bmforge.testing.twin import make_twin
 
 SEPARATOR = 2
 LONGFORMER_TINY: dict[str, Any] = {

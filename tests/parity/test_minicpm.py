@@ -24,8 +24,8 @@ from bmforge.models.minicpm import MiniCPM, MiniCPMConfig
 from bmforge.testing.decoder_suite import DecoderSuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import check_preset_shapes, count_preset
+from bmforge.testing.reference_pair import rename_to_theirs
 from bmforge.testing.tolerance import assert_close
-from bmforge.testing.twin import rename_to_theirs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MULTIPLIERS = (

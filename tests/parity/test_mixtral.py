@@ -17,8 +17,8 @@ from bmforge.testing.batches import make_batch
 from bmforge.testing.capability import capability
 from bmforge.testing.decoder_suite import DecoderSuite
 from bmforge.testing.file_suite import FileSuite
+from bmforge.testing.reference_pair import make_twin
 from bmforge.testing.tolerance import assert_close
-from bmforge.testing.twin import make_twin
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

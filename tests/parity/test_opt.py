@@ -17,8 +17,8 @@ from bmforge.testing.batches import make_batch
 from bmforge.testing.decoder_suite import DecoderSuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import check_preset_shapes, count_preset
+from bmforge.testing.reference_pair import make_twin
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import make_twin
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

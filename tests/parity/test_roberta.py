@@ -18,8 +18,8 @@ from bmforge.testing.derived_suite import mark_long_except
 from bmforge.testing.encoder_suite import EncoderSuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import count_preset
+from bmforge.testing.reference_pair import make_twin
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import make_twin
 
 # The tests of heads put the padding's id at the vocabulary's end, and positions start after it.
 ROBERTA_TINY: dict[str, Any] = {

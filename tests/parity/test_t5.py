@@ -19,9 +19,9 @@ from bmforge.models.t5 import T5, T5Config
 from bmforge.testing.batches import Batch
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import count_preset
+from bmforge.testing.reference_pair import Twin, build_reference
 from bmforge.testing.seq2seq_suite import Seq2SeqSuite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import Twin, build_reference
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

@@ -16,7 +16,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import generate
 from bmforge.models import AutoModel
 from bmforge.models.transformers import TransformersModel
-from bmforge.models.transformers.twin import build_twin
+from bmforge.models.transformers.small_copy import build_twin
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,8 +18,8 @@ from bmforge.parallel import Layout
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.model_suite import ModelSuite
+from bmforge.testing.reference_pair import Twin, make_twin
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
-from bmforge.testing.twin import Twin, make_twin
 
 VIT_TINY: dict[str, Any] = {
     "hidden_size": 32,

@@ -16,7 +16,7 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.data import TokenStoreWriter
 from bmforge.models import GPT2, GPT2Config
 from bmforge.recipes.inputs.examples import ExampleConfig
-from bmforge.testing.letters import BEE_MARKS
+from bmforge.testing.character_tokenizer import BEE_MARKS
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig

@@ -30,8 +30,8 @@ from bmforge.models.cpm2 import CPM2Config
 from bmforge.models.cpm_ant import CPMAntConfig
 from bmforge.models.eva import EVAConfig
 from bmforge.models.t5 import T5Config
-from bmforge.recipes.ant import CPMAntTrainConfig, train_ant
 from bmforge.recipes.cpm1 import ChIDConfig, STCConfig, tune_chid, tune_stc
+from bmforge.recipes.cpm_ant import CPMAntTrainConfig, train_ant
 from bmforge.recipes.dialogue import EVADialogueConfig, train_dialogue
 from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.pretrain import CPM1PretrainConfig, pretrain

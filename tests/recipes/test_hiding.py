@@ -12,8 +12,8 @@ from small_runs import train_cpm1_tokenizer, write_counting
 
 from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.chat import join_history
-from bmforge.recipes.ant import hide_tokens
 from bmforge.recipes.cpm1 import encode_chid
+from bmforge.recipes.cpm_ant import hide_tokens
 from bmforge.recipes.inputs.pieces import Pieces
 from bmforge.recipes.spans import corrupt_spans, count_spans
 

@@ -12,7 +12,7 @@ from bmforge.data import PrepareConfig, TokenStore, TokenStoreWriter, prepare, p
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.models.cpm2 import CPM2Config
 from bmforge.models.cpm_ant import CPMAntConfig
-from bmforge.recipes.ant import CPMAntTrainConfig, train_ant
+from bmforge.recipes.cpm_ant import CPMAntTrainConfig, train_ant
 from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.inputs.examples import ExampleConfig
 from bmforge.recipes.pretrain import CPM1PretrainConfig, pretrain

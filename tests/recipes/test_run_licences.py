@@ -20,7 +20,7 @@ from bmforge.provenance import (
     read_provenance,
     write_provenance,
 )
-from bmforge.recipes.made_of import parts_of_corpus
+from bmforge.recipes.run_provenance import parts_of_corpus
 from bmforge.tune.delta import load_delta
 
 TEXT = "the mill stood at the river and the wheel went round all night long "

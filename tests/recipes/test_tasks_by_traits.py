@@ -21,7 +21,7 @@ from bmforge.models import GLM, AutoModel, GLMConfig
 from bmforge.models.hub import FAMILIES
 from bmforge.nn.glm_positions import blank_positions
 from bmforge.recipes import find_recipe
-from bmforge.recipes.blanks import BlankConfig, cut_blanks
+from bmforge.recipes.blank_infilling import BlankConfig, cut_blanks
 from bmforge.recipes.masked import mask_tokens
 from bmforge.recipes.registry import RECIPES
 from bmforge.tokenizers import AutoTokenizer
@@ -113,7 +113,7 @@ def first_row(run_dir: Path, options: list[str]) -> Any:
     """The first example that the run has read."""
     from bmforge.config import load_toml
     from bmforge.parallel import World
-    from bmforge.recipes.blanks import _open_data
+    from bmforge.recipes.blank_infilling import _open_data
 
     config = load_toml(find_recipe("pretrain", "glm").config, run_dir / "run.toml")
     loader = _open_data(config, World(0, 1, torch.device("cpu"))).loader

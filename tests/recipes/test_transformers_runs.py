@@ -13,7 +13,7 @@ from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
 from bmforge.models import AutoModel
 from bmforge.models.transformers import TransformersModel
-from bmforge.models.transformers.twin import VOCABULARY, build_twin
+from bmforge.models.transformers.small_copy import VOCABULARY, build_twin
 from bmforge.train import read_metrics
 
 transformers = pytest.importorskip("transformers")

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmforge.serve.auth import load_keys
+from bmforge.serve.engine_options import bad_word_ids, longest_token_bytes
 from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.parts import CallStart
 from bmforge.serve.settings import ServeConfig
 from bmforge.serve.tool_formats import FORMATS
 from bmforge.serve.tools import ToolUse, find_tools
-from bmforge.serve.writing import bad_word_ids, longest_token_bytes
 
 USER = [{"role": "user", "content": "hello"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

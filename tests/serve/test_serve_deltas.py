@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import write_model
 
-from bmforge.cli.opening import delta_names, find_names, put_named_deltas_
+from bmforge.cli.open_model import delta_names, find_names, put_named_deltas_
 from bmforge.cli.options import ServeCommand
 from bmforge.cli.serve import _open_engine
 from bmforge.errors import ConfigError

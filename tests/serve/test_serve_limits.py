@@ -11,7 +11,7 @@ import pytest
 
 from bmforge.infer import Engine, EngineConfig
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
-from bmforge.testing.letters import BEE_MARKS
+from bmforge.testing.character_tokenizer import BEE_MARKS
 from bmforge.tokenizers import CPMBeeTokenizer
 
 

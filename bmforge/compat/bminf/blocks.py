@@ -12,7 +12,7 @@ from bmforge.device import device_at, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.budget import plan_weights
 from bmforge.infer.engine.weights import place_
-from bmforge.memory.spread import spread_blocks_
+from bmforge.memory.naive_parallel import spread_blocks_
 from bmforge.memory.streaming import Streamer
 
 __all__ = ["TransformerBlockList", "place_blocks_"]

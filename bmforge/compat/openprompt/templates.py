@@ -15,7 +15,7 @@ from bmforge.compat.openprompt.tokenizer import as_ours
 from bmforge.errors import ConfigError
 from bmforge.tune.delta import Prefix
 from bmforge.tune.prompt import Template, read_template
-from bmforge.tune.prompt.asking import find_asking
+from bmforge.tune.prompt.prompt_formats import find_asking
 from bmforge.tune.prompt.soft import drop_rows_, token_table
 
 __all__ = [

@@ -27,7 +27,7 @@ class TokenizerWrapper:
         options: arguments of the original without effect here; padding is done per batch.
 
     Attributes:
-        asking: prompting mode; see `bmforge.tune.prompt.asking`.
+        asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
         count_truncated: function that the loader sets; returns the numbers of truncated examples
             and of all examples.
     """

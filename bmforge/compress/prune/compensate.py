@@ -21,8 +21,8 @@ from torch import Tensor
 
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks, gather_statistics
 from bmforge.compress.matrices import Matrix
-from bmforge.compress.prune.pick import pick_block
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
+from bmforge.compress.prune.slice_tensors import pick_block
 from bmforge.compress.statistics import Moments
 from bmforge.nn import Block
 

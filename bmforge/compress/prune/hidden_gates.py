@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmforge.compress.prune.carry import hidden_dims
+from bmforge.compress.prune.apply_plan import hidden_dims
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.errors import ConfigError
 from bmforge.nn.gates import HiddenWidth

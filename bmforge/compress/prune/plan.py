@@ -1,7 +1,7 @@
 """Pruning plans: indices of the kept units of a model, validated and stored as JSON.
 
-A plan contains no weights. Importance scores or gates produce a plan (`choose.py`, `structure.py`),
-and `shrink_` applies it.
+A plan contains no weights. Importance scores or gates produce a plan (`make_plan.py`,
+`structure.py`), and `shrink_` applies it.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bmforge.compress.prune.carry import Shrunk, carry_out_, check_plan
-from bmforge.compress.prune.choose import choose_plan
+from bmforge.compress.prune.apply_plan import Shrunk, carry_out_, check_plan
 from bmforge.compress.prune.compensate import reconstruct_
 from bmforge.compress.prune.importance import measure_importance
+from bmforge.compress.prune.make_plan import choose_plan
 from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.structure_config import StructureConfig, wanted_sizes
 from bmforge.compress.prune.target import plan_for_target

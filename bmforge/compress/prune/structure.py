@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.method import MethodBase
-from bmforge.compress.prune.binarise import binarise, open_units, plan_of_units
+from bmforge.compress.prune.binarize import binarise, open_units, plan_of_units
 from bmforge.compress.prune.costs import Costs, Half
 from bmforge.compress.prune.gates import (
     Gates,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from bmforge.compress.prune.choose import nearest_fit
 from bmforge.compress.prune.importance import By
+from bmforge.compress.prune.make_plan import nearest_fit
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest

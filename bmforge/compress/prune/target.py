@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bmforge.compress.prune.choose import choose_plan, shared_scores
 from bmforge.compress.prune.costs import Costs, count_costs
 from bmforge.compress.prune.importance import Scores
+from bmforge.compress.prune.make_plan import choose_plan, shared_scores
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of, heads_per_group
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.compress.prune.timing import measure_costs

@@ -11,7 +11,7 @@ from bmforge.compress.batches import check_batches
 from bmforge.compress.matrices import Matrix, find_matrices, warn_of_stacks
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.gptq import quantize_gptq_
-from bmforge.compress.quantize.place import as_globs, by_spec
+from bmforge.compress.quantize.replace_layers import as_globs, by_spec
 from bmforge.compress.quantize.scaling import quantize_scaled_
 from bmforge.compress.sensitivity import choose_specs
 from bmforge.errors import ConfigError

@@ -17,7 +17,7 @@ from bmforge.compress.calibrate import BlockRun, by_block, calibrate_blocks
 from bmforge.compress.columns import settle_columns
 from bmforge.compress.matrices import Matrix, find_matrices
 from bmforge.compress.quantize.config import QuantizeConfig
-from bmforge.compress.quantize.place import remember_, store_block_
+from bmforge.compress.quantize.replace_layers import remember_, store_block_
 from bmforge.compress.statistics import Hessian
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger

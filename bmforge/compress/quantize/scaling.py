@@ -16,7 +16,7 @@ from bmforge.compress.calibrate import BlockRun, calibrate_blocks
 from bmforge.compress.matrices import Matrix
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.fold import Fold, find_folds, fold_
-from bmforge.compress.quantize.place import remember_, store_block_
+from bmforge.compress.quantize.replace_layers import remember_, store_block_
 from bmforge.compress.rounding import round_matrix
 from bmforge.compress.statistics import InputSizes
 from bmforge.logging import get_logger

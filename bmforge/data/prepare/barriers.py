@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bmforge.data.dedup.sort import SortedRows, make_rows
 from bmforge.data.prepare.documents import read_digests
-from bmforge.data.prepare.earlier import Earlier
+from bmforge.data.prepare.earlier_corpora import Earlier
 from bmforge.data.prepare.masks import new_mask
 from bmforge.data.prepare.split import choose_held_out, split_keys
 

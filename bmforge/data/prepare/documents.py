@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.clean.normalise import normalise, text_digest
+from bmforge.data.clean.normalize import normalise, text_digest
 from bmforge.data.prepare.engine import Beat, Blame, StagePart
 from bmforge.data.prepare.funnel import Dropped, Funnel
 from bmforge.data.prepare.journal import write_hashed

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.clean.normalise import text_digest
+from bmforge.data.clean.normalize import text_digest
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.engine import Beat, StagePart
 from bmforge.data.prepare.funnel import Dropped
@@ -19,12 +19,12 @@ from bmforge.data.prepare.near import NearDrops
 from bmforge.data.prepare.spans import Repeats, without
 from bmforge.data.prepare.split import Split
 from bmforge.data.prepare.summary import KEPT, Summary, group_of, origin_of
-from bmforge.data.prepare.tokenise import EncodeCount, encode_quietly, load_tokenizer
+from bmforge.data.prepare.tokenize import EncodeCount, encode_quietly, load_tokenizer
 from bmforge.data.sources.document import Document
 from bmforge.data.store.columns import ColumnsBuilder
 from bmforge.data.store.token_store import TokenStore
 from bmforge.files import sync_directory
-from bmforge.licences import UNKNOWN, licence_name
+from bmforge.licenses import UNKNOWN, licence_name
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["DUPLICATE", "SIDES", "Chosen", "EncodeTask", "encode_shard", "training_texts"]

@@ -12,7 +12,7 @@ from typing import Any
 from bmforge.data.prepare.encode import SIDES
 from bmforge.data.prepare.outputs import name_shard
 from bmforge.data.prepare.shards import ShardPlan
-from bmforge.data.prepare.tokenise import EncodeCount
+from bmforge.data.prepare.tokenize import EncodeCount
 from bmforge.data.store.columns import columns_path, join_columns, read_columns
 from bmforge.data.store.sharded import write_shard_list
 from bmforge.data.store.token_store import TokenStore, store_paths

@@ -14,7 +14,7 @@ from bmforge.data.prepare.funnel import Funnel
 from bmforge.data.prepare.outputs import OutputFile, output_from_record, output_to_record
 from bmforge.data.prepare.shards import InputFile
 from bmforge.data.prepare.summary import Summary
-from bmforge.data.prepare.tokenise import EncodeCount
+from bmforge.data.prepare.tokenize import EncodeCount
 from bmforge.data.sources.record import show_name
 from bmforge.errors import DataError
 from bmforge.settings import BpeConfig, PrepareConfig

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.data.prepare.barriers import SORT_BYTES
+from bmforge.data.prepare.disk_space import check_room
 from bmforge.data.prepare.documents import UNREADABLE, DocumentStage
-from bmforge.data.prepare.earlier import INDEX, open_earlier, write_earlier
+from bmforge.data.prepare.earlier_corpora import INDEX, open_earlier, write_earlier
 from bmforge.data.prepare.encode import DUPLICATE, SIDES
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
 from bmforge.data.prepare.join import STORE_NAME, join_stores
@@ -30,17 +31,16 @@ from bmforge.data.prepare.record import (
     read_record,
     write_record,
 )
-from bmforge.data.prepare.room import check_room
 from bmforge.data.prepare.shards import InputFile, ShardPlan, plan_shards
 from bmforge.data.prepare.spans import REPEATED, check_spans
 from bmforge.data.prepare.split import check_fraction
 from bmforge.data.prepare.stages import StageState, make_keys, run_stages, stage_states
 from bmforge.data.prepare.steps import choose_steps
 from bmforge.data.prepare.summary import Summary
-from bmforge.data.prepare.tokenise import check_bpe, end_of_text_id, load_tokenizer
+from bmforge.data.prepare.tokenize import check_bpe, end_of_text_id, load_tokenizer
 from bmforge.data.sources.files import list_files
 from bmforge.data.sources.standard_input import keep_standard_input
-from bmforge.data.sources.unread import check_unread
+from bmforge.data.sources.unsupported_files import check_unread
 from bmforge.data.store.sharded import open_store
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import check_place

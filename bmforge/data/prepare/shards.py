@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 
-from bmforge.data.clean.normalise import text_digest
+from bmforge.data.clean.normalize import text_digest
 from bmforge.data.prepare.journal import make_key
 from bmforge.data.sources.cuts import LineCutter, Parts, find_parts, how_to_cut
 from bmforge.data.sources.files import python_topics

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.clean.normalise import normalise
+from bmforge.data.clean.normalize import normalise
 from bmforge.data.dedup.exact import find_repeated_paragraphs, locate_paragraphs
 from bmforge.data.dedup.spans import Spans, cut_spans, find_repeated_spans
 from bmforge.data.prepare.documents import read_digests, read_shard

@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bmforge.data.dedup.minhash import DedupConfig
-from bmforge.data.prepare.amounts import check_any_left, check_unread_members
+from bmforge.data.prepare.amount_checks import check_any_left, check_unread_members
 from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies
 from bmforge.data.prepare.documents import DocumentStage, DocumentsTask, make_documents
-from bmforge.data.prepare.earlier import Earlier, open_earlier
+from bmforge.data.prepare.earlier_corpora import Earlier, open_earlier
 from bmforge.data.prepare.encode import Chosen, EncodeTask, encode_shard, training_texts
 from bmforge.data.prepare.engine import Blame, Limits, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal, digest_file, make_key
@@ -36,7 +36,7 @@ from bmforge.data.prepare.near import (
 from bmforge.data.prepare.shards import TOPICS, ShardPlan
 from bmforge.data.prepare.spans import SPANS, LeastRepeats, Repeats, choose_spans
 from bmforge.data.prepare.summary import choose_grouping
-from bmforge.data.prepare.tokenise import end_of_text_id, load_tokenizer, train_bpe
+from bmforge.data.prepare.tokenize import end_of_text_id, load_tokenizer, train_bpe
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
 from bmforge.logging import ProgressBar, get_logger

@@ -8,14 +8,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.judge import JudgeByRules
+from bmforge.data.clean.filter_step import JudgeByRules
 from bmforge.data.clean.languages import CutParagraphs, DetectLanguage
-from bmforge.data.clean.licence import ANY_LICENCE, KeepLicences, SayLicence, read_licences
+from bmforge.data.clean.license import ANY_LICENCE, KeepLicences, SayLicence, read_licences
 from bmforge.data.clean.lists import ListedHosts, ListedWords, read_list
-from bmforge.data.clean.normalise import normalise
+from bmforge.data.clean.normalize import normalise
 from bmforge.data.clean.private import MaskPrivate
 from bmforge.data.clean.score_files import read_score
-from bmforge.data.clean.tidy import TidyText
+from bmforge.data.clean.text_repairs import TidyText
 from bmforge.data.prepare.documents import NORMALISE, DocumentStage
 from bmforge.data.prepare.examples import DropExamples
 from bmforge.data.sources.document import Document

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from bmforge.data.prepare.shards import TOPICS, InputFile
 from bmforge.data.sources.document import Document
-from bmforge.licences import licence_name
+from bmforge.licenses import licence_name
 
 __all__ = ["KEPT", "OTHERS", "UNKNOWN", "Summary", "choose_grouping", "group_of", "origin_of"]
 

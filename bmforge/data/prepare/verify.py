@@ -12,7 +12,7 @@ from bmforge.data.prepare.funnel import Amount, Funnel
 from bmforge.data.prepare.outputs import OutputFile, digest_part
 from bmforge.data.prepare.record import RECORD_NAME, PrepareReport, read_record
 from bmforge.data.prepare.summary import KEPT
-from bmforge.data.prepare.tokenise import EncodeCount
+from bmforge.data.prepare.tokenize import EncodeCount
 from bmforge.data.store.columns import read_columns
 from bmforge.data.store.sharded import open_store
 from bmforge.errors import DataError

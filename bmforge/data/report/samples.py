@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.data.prepare.record import PrepareReport, read_record
-from bmforge.data.prepare.tokenise import load_tokenizer
+from bmforge.data.prepare.tokenize import load_tokenizer
 from bmforge.data.store.sharded import open_store
 from bmforge.data.store.token_store import TokenStore
 from bmforge.errors import ConfigError, DataError, suggest

@@ -1,5 +1,5 @@
 """Token stores (single, sharded, or filtered views), and block datasets of older tools.
 
-Start reading at `token_store.py`; `sharded.py` opens many stores as one, `where.py` selects
+Start reading at `token_store.py`; `sharded.py` opens many stores as one, `conditions.py` selects
 documents by the metadata of `columns.py`.
 """

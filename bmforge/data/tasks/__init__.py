@@ -1,8 +1,8 @@
 """Reads published evaluation tasks as plain examples with labels.
 
-Start reading at `task.py` (the types), then at a table of tasks: `superglue`, `clue`,
-`reading` (reading comprehension), `sentences`, `cloze` (entities, facts, triples). `own.py` builds
-a task from a user's file. Templates, tokenization and metrics are up to the caller.
+Start reading at `task.py` (the types), then at a table of tasks: `superglue`, `clue`, `reading`
+(reading comprehension), `sentences`, `cloze` (entities, facts, triples). `user_tasks.py` builds a
+task from a user's file. Templates, tokenization and metrics are up to the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from bmforge.data.tasks.cloze import CLOZE
 from bmforge.data.tasks.clue import CLUE
 from bmforge.data.tasks.pairs import AG_NEWS, LCQMC
-from bmforge.data.tasks.reading import READING
+from bmforge.data.tasks.reading_comprehension import READING
 from bmforge.data.tasks.sentences import SENTENCES
 from bmforge.data.tasks.superglue import SUPERGLUE
 from bmforge.data.tasks.task import BenchmarkTask, TaskExample, find_split

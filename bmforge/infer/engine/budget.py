@@ -17,9 +17,9 @@ from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.request import RequestsConfig
 from bmforge.infer.engine.runtime import runtime_bytes
 from bmforge.infer.engine.workspace import Workspace, find_workspace
-from bmforge.memory.experts_away import LEAST_EXPERTS, expert_bytes, find_experts
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.spill import format_bytes
+from bmforge.memory.streamed_experts import LEAST_EXPERTS, expert_bytes, find_experts
 from bmforge.records import units_of
 
 __all__ = [

@@ -19,7 +19,7 @@ from bmforge.memory.packed import packed_bytes
 from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room
 from bmforge.memory.streaming import Stays
 from bmforge.surgery import persistent_tensors, shared_tensors
-from bmforge.tune.delta.held import delta_tensors
+from bmforge.tune.delta.attached import delta_tensors
 
 __all__ = ["Divided", "DeviceRoom", "divide_blocks", "find_staying"]
 

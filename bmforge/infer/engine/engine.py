@@ -17,27 +17,27 @@ from torch import Tensor, nn
 from bmforge.device import find_devices, is_host
 from bmforge.errors import ConfigError
 from bmforge.host_tuning import read_tuning, return_freed_memory
-from bmforge.infer.engine.blanks import fill_blanks
+from bmforge.infer.conversation import Talk, TalkInTurns, open_talk
 from bmforge.infer.engine.budget import EngineConfig, plan_memory
 from bmforge.infer.engine.draft import check_draft, open_draft
 from bmforge.infer.engine.encode import classify, embed, fill_mask, name_inputs, read_rows
 from bmforge.infer.engine.encodings import Encoding
-from bmforge.infer.engine.hold import ModelLock
 from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
 from bmforge.infer.engine.memory_plan import MemoryPlan
-from bmforge.infer.engine.packed_place import quantize_source
+from bmforge.infer.engine.model_lock import ModelLock
+from bmforge.infer.engine.packed_directory import quantize_source
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
 from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
+from bmforge.infer.engine.span_filling import fill_blanks
 from bmforge.infer.engine.stream import continue_prompts, stream_text
 from bmforge.infer.engine.tasks import TurnTask
 from bmforge.infer.engine.weights import place_, read_weights_
 from bmforge.infer.generate import generate
 from bmforge.infer.openbmb.documents import fill_documents
-from bmforge.infer.talk import Talk, TalkInTurns, open_talk
 from bmforge.logging import get_logger
 from bmforge.memory.direct_read import DirectReads
-from bmforge.memory.experts_away import ExpertStreamer
+from bmforge.memory.streamed_experts import ExpertStreamer
 from bmforge.memory.streaming import Streamer
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
@@ -350,10 +350,7 @@ class Engine:
             return fill_blanks(model, self.tokenizer, text, **options)
 
     def chat(self, *, delta: DeltaChoice = None, **options: Any) -> Talk:
-        """Open a conversation, an object with `reply` and `clear`.
-
-        Its options are the fields of `TalkConfig`.
-        """
+        """Open a conversation with `reply` and `clear`; options are fields of `TalkConfig`."""
         with self.turn("chat", delta=delta) as model:
             limit = None if self._guard is None else self.config.tokens_of(model)
             talk = open_talk(

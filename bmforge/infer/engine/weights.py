@@ -14,9 +14,9 @@ from bmforge.device import is_host
 from bmforge.infer.engine.divide import find_staying
 from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.memory.direct_read import READ_THREADS, DirectReads
-from bmforge.memory.experts_away import ExpertStreamer, stream_experts_
+from bmforge.memory.naive_parallel import spread_blocks_
 from bmforge.memory.spill import SpillFile
-from bmforge.memory.spread import spread_blocks_
+from bmforge.memory.streamed_experts import ExpertStreamer, stream_experts_
 from bmforge.memory.streaming import ReadWeights, Streamer, stream_blocks_
 from bmforge.models import load_weights_, weight_reader
 from bmforge.models.formats.hf_format import WeightFiles

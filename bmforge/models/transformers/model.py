@@ -40,7 +40,7 @@ from bmforge.models.transformers.structure import (
 )
 from bmforge.models.transformers.tensor_plan import find_tensor_plan
 from bmforge.models.weights import WeightRule
-from bmforge.nn.called import find_uncalled
+from bmforge.nn.uncalled_modules import find_uncalled
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["ForeignCache", "TransformersModel"]
@@ -242,15 +242,15 @@ class TransformersModel(Model):
         return [name for name in self._linear if name not in uncalled]
 
     def read_outside(self, names: Collection[str]) -> list[str]:
-        """Return those of the linear layers whose weight other modules read."""
+        """Return the linear layers whose weight other modules read."""
         return [name for name in names if self._general.get(name, "") in self.behavior.read]
 
     def untrained(self, names: Collection[str]) -> list[str]:
-        """Return those of the linear layers that get no gradient."""
+        """Return the linear layers without a gradient."""
         return [name for name in names if self._general.get(name, "") in self.behavior.untrained]
 
     def uncalled(self, names: Collection[str]) -> list[str]:
-        """Return those of the modules whose forward is never called."""
+        """Return the modules whose forward is never called."""
         idle = self.behavior.idle
         return [name for name in names if self._general.get(name, "") in idle]
 

@@ -23,8 +23,8 @@ from bmforge.models.transformers.calls import (
     hidden_of,
     with_hidden,
 )
+from bmforge.models.transformers.small_copy import VOCABULARY, build_twin
 from bmforge.models.transformers.structure import Structure, find_structure
-from bmforge.models.transformers.twin import VOCABULARY, build_twin
 from bmforge.models.transformers.weight_use import find_untrained, noting_reads
 
 __all__ = ["Behavior", "general_names", "probe_architecture"]

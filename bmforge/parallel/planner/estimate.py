@@ -14,7 +14,6 @@ from bmforge.parallel.layout import Layout
 from bmforge.parallel.pipeline.replay import replay
 from bmforge.parallel.pipeline.schedules import problems, write_schedule
 from bmforge.parallel.planner.hardware import Cluster
-from bmforge.parallel.planner.kept import TraceStore
 from bmforge.parallel.planner.outcomes import Outcomes
 from bmforge.parallel.planner.peak import (
     Memory,
@@ -33,6 +32,7 @@ from bmforge.parallel.planner.step_time import (
     step_time,
 )
 from bmforge.parallel.planner.trace import BLOCKS, Setting, StepTrace, trace_step
+from bmforge.parallel.planner.trace_cache import TraceStore
 from bmforge.parallel.planner.workload import Resident, Workload
 
 __all__ = ["TrainingSetup", "Estimator", "PlanRequest", "PlanRow"]

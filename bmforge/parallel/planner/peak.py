@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bmforge.parallel.planner.follow import FIRST_END, INSIDE, LAST_END, PARTS
+from bmforge.parallel.planner.storage_tracker import FIRST_END, INSIDE, LAST_END, PARTS
 from bmforge.parallel.planner.trace import BLOCKS, Mark, StepTrace
 
 __all__ = [

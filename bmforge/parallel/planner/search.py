@@ -22,9 +22,9 @@ from typing import Any
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Estimator, PlanRequest, PlanRow, TrainingSetup
-from bmforge.parallel.planner.kept import TraceStore
 from bmforge.parallel.planner.peak import Memory
 from bmforge.parallel.planner.step_time import Times
+from bmforge.parallel.planner.trace_cache import TraceStore
 
 __all__ = [
     "TrainingSetup",

@@ -28,15 +28,15 @@ from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipeline.model import reduce_gradients_
 from bmforge.parallel.planner.dry_run import join_fakes
-from bmforge.parallel.planner.follow import (
+from bmforge.parallel.planner.outcomes import Outcomes
+from bmforge.parallel.planner.sharded_sizes import count_sharded, find_ends, held_bytes, local_bytes
+from bmforge.parallel.planner.storage_tracker import (
     FIRST_END,
     INSIDE,
     LAST_END,
     PARTS,
     Follower,
 )
-from bmforge.parallel.planner.held import count_sharded, find_ends, held_bytes, local_bytes
-from bmforge.parallel.planner.outcomes import Outcomes
 from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.zero import param_groups_of
 from bmforge.shards import local_tensor
@@ -106,7 +106,7 @@ class StepTrace:
 
     Args:
         events: memory events in order: (bytes allocated or freed, index in `PARTS`, owner: see
-            `follow.py`).
+            `storage_tracker.py`).
         marks: starts of blocks and micro-batches.
         static: bytes of the permanent parameters of the whole short model.
         block_static: bytes of the parameters of one block of each stack.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmforge.parallel.planner.follow import Follower
+from bmforge.parallel.planner.storage_tracker import Follower
 
 __all__ = ["Resident", "Workload"]
 

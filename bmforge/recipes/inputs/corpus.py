@@ -19,7 +19,7 @@ from bmforge.data import (
     parse_conditions,
     select_store,
 )
-from bmforge.data.prepare.tokenise import end_of_text_id
+from bmforge.data.prepare.tokenize import end_of_text_id
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 from bmforge.parallel import World, run_on_first

@@ -23,7 +23,7 @@ from bmforge.tune.prompt import (
     read_template,
 )
 from bmforge.tune.prompt.files import read_verbalizer
-from bmforge.tune.prompt.published import find_published
+from bmforge.tune.prompt.published_templates import find_published
 
 __all__ = ["describe_template", "find_class", "find_words", "open_template", "open_words"]
 

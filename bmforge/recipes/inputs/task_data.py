@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bmforge.data.tasks import TASKS, BenchmarkTask, TaskExample, read_task
-from bmforge.data.tasks.own import make_task
+from bmforge.data.tasks.user_tasks import make_task
 from bmforge.errors import ConfigError, DataError, suggest
 from bmforge.recipes.inputs.examples import ExampleConfig
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
-from bmforge.memory.homes import Home
+from bmforge.memory.state_storage import Home
 from bmforge.parallel import STAGE_AXES, counts_here, pipeline_of
 from bmforge.records import laid_out, side_of
 from bmforge.shards import (

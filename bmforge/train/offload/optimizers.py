@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bmforge.device import is_host
 from bmforge.memory.copies import CopyEngine, Ticket
 from bmforge.memory.gradients import Gradient, LeftGradient, left_gradient
-from bmforge.memory.homes import Home
+from bmforge.memory.state_storage import Home
 from bmforge.shards import is_streamed, laid_out_like, local_tensor
 from bmforge.train.optim.adam_kernel import load_adam_kernel, step_plain
 from bmforge.train.optim.muon import Muon, update_

@@ -17,9 +17,9 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.memory.copies import CopyEngine, make_copy_engine
 from bmforge.memory.gradients import Backlog, LeftGradient, wait_before_use
-from bmforge.memory.homes import Home, home_bytes
 from bmforge.memory.offload import OffloadConfig, check_room, choose_parameters
 from bmforge.memory.spill import SpillFile, format_bytes
+from bmforge.memory.state_storage import Home, home_bytes
 from bmforge.parallel import pipeline_of, reshard_, run_everywhere
 from bmforge.parallel.zero import change_dtype_, half_units
 from bmforge.records import laid_out, note_

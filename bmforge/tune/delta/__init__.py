@@ -6,6 +6,7 @@ computation are in `bmforge.nn`.
 """
 
 from bmforge.tune.delta.adapter import Adapter, LowRankAdapter, ParallelAdapter
+from bmforge.tune.delta.attached import find_delta
 from bmforge.tune.delta.bitfit import BitFit
 from bmforge.tune.delta.black_box import BlackBoxConfig, tune_black_box
 from bmforge.tune.delta.combine import combine_deltas
@@ -13,7 +14,6 @@ from bmforge.tune.delta.compacter import Compacter
 from bmforge.tune.delta.delta import Delta
 from bmforge.tune.delta.files import load_delta
 from bmforge.tune.delta.fingerprint import fingerprint_of
-from bmforge.tune.delta.held import find_delta
 from bmforge.tune.delta.ia3 import IA3
 from bmforge.tune.delta.layer_norm_tuning import LayerNormTuning
 from bmforge.tune.delta.lora import LoRA, Lora

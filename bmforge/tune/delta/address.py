@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.called import keep_called
 from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.uncalled_modules import keep_called
 from bmforge.surgery import find_repeated_blocks, match_glob
 
 __all__ = [

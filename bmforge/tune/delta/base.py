@@ -23,7 +23,7 @@ from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import draw_tensor_
 from bmforge.provenance import Provenance
 from bmforge.tune.delta.address import find_called, find_wholes
-from bmforge.tune.delta.held import (
+from bmforge.tune.delta.attached import (
     Held,
     deltas_of,
     is_laid_out,

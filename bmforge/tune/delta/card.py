@@ -9,8 +9,8 @@ import torch
 
 from bmforge import __version__
 from bmforge.errors import ConfigError, suggest
+from bmforge.tune.delta.attached import whole_model
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.held import whole_model
 
 __all__ = ["CARD_FIELDS", "write_card"]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import LowRank
+from bmforge.tune.delta.attached import deltas_of, find_delta
 from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.held import deltas_of, find_delta
 from bmforge.tune.delta.lora import Lora
 
 __all__ = ["combine_deltas"]

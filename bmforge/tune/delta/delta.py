@@ -8,9 +8,9 @@ from typing import Any, Self
 from torch import nn
 
 from bmforge.errors import ConfigError
+from bmforge.tune.delta.attached import base_weights_of
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.files import load_delta, save_delta
-from bmforge.tune.delta.held import base_weights_of
 from bmforge.tune.delta.merge import check_attached, merge_, unmerge_
 
 __all__ = ["Delta"]

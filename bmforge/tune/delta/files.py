@@ -27,10 +27,10 @@ from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.provenance import read_provenance
 from bmforge.shards import local_box, local_tensor, whole_tensor
 from bmforge.tune.delta import peft_format, peft_write
+from bmforge.tune.delta.attached import is_laid_out, whole_model
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.card import write_card
 from bmforge.tune.delta.fingerprint import fingerprint_of
-from bmforge.tune.delta.held import is_laid_out, whole_model
 from bmforge.tune.delta.opendelta_format import (
     is_opendelta,
     load_opendelta,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.shards import local_tensor
+from bmforge.tune.delta.attached import deltas_of
 from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.held import deltas_of
 
 __all__ = ["LayerNormTuning"]
 

@@ -21,9 +21,7 @@ from bmforge.nn.part import beside_parts, detach_part_
 from bmforge.provenance import Provenance, ProvenanceSource, warn_of_licences
 from bmforge.shards import is_streamed, whole_tensor
 from bmforge.surgery import shared_tensors
-from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.fingerprint import is_torchao
-from bmforge.tune.delta.held import (
+from bmforge.tune.delta.attached import (
     Held,
     base_weights_of,
     deltas_of,
@@ -31,6 +29,8 @@ from bmforge.tune.delta.held import (
     is_laid_out,
     whole_model,
 )
+from bmforge.tune.delta.base import AttachedDelta
+from bmforge.tune.delta.fingerprint import is_torchao
 from bmforge.tune.delta.merged_weights import (
     dequantized_weight,
     full_precision,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import EmbeddingLowRank, LowRank
 from bmforge.surgery import shared_tensors
+from bmforge.tune.delta.attached import Held, whole_model
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.held import Held, whole_model
 from bmforge.tune.delta.peft_format import PREFIX, Names, rows_of
 
 __all__ = ["can_write", "written_whole", "fold_weight_", "write_config", "write_tensors"]

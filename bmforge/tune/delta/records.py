@@ -8,7 +8,7 @@ from typing import Any
 from bmforge.errors import ConfigError, suggest
 from bmforge.surgery import match_glob
 from bmforge.tune.delta.address import excludes_of, known_names
-from bmforge.tune.delta.held import deltas_of
+from bmforge.tune.delta.attached import deltas_of
 
 __all__ = ["check_patterns", "order_changes_", "rename_options"]
 

@@ -23,7 +23,7 @@ from bmforge.nn.adapter_selection import (
 from bmforge.nn.batched_low_rank import batch_choices
 from bmforge.nn.part import BesidePart
 from bmforge.surgery import wrap_forward_, wrappers_of
-from bmforge.tune.delta.held import (
+from bmforge.tune.delta.attached import (
     AdapterLike,
     Held,
     deltas_of,

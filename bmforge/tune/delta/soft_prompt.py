@@ -16,8 +16,8 @@ from bmforge.errors import ConfigError
 from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.prompt import has_prompt, prompt_ids
 from bmforge.shards import local_box, local_tensor, whole_tensor
+from bmforge.tune.delta.attached import deltas_of
 from bmforge.tune.delta.delta import Delta
-from bmforge.tune.delta.held import deltas_of
 
 __all__ = ["SoftPrompt", "put_rows_before"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from bmforge.tune.delta.attached import deltas_of
 from bmforge.tune.delta.base import AttachedDelta
-from bmforge.tune.delta.held import deltas_of
 
 __all__ = ["adapter_types", "init_deltas_"]
 

@@ -1,8 +1,9 @@
 """Prompt-based learning: templates, label words and few-shot examples for any model family.
 
 Start reading at `language.py` (the template language), then `template.py` (examples to token ids),
-`asking.py` and `lay.py` (the input format of each kind of model), `verbalizer.py` (token scores to
-class scores), `classifier.py` and `generator.py`; `rows.py` provides prompts for a training run.
+`prompt_formats.py` and `prompt_assembly.py` (the input format of each kind of model),
+`verbalizer.py` (token scores to class scores), `classifier.py` and `generator.py`; `rows.py`
+provides prompts for a training run.
 """
 
 from bmforge.tune.prompt.automatic import AutomaticVerbalizer, find_label_tokens
@@ -12,10 +13,10 @@ from bmforge.tune.prompt.generation import GenerationVerbalizer
 from bmforge.tune.prompt.generator import PromptGenerator, WriteOutput
 from bmforge.tune.prompt.kinds import PrefixTemplate, PTRTemplate, PTuning, SoftTemplate
 from bmforge.tune.prompt.language import parse_template
-from bmforge.tune.prompt.lay import Encoded
 from bmforge.tune.prompt.levels import score_levels
 from bmforge.tune.prompt.pieces import Piece, TemplateError
 from bmforge.tune.prompt.post_processing import register_post_processing
+from bmforge.tune.prompt.prompt_assembly import Encoded
 from bmforge.tune.prompt.rows import (
     PromptRows,
     TargetRows,
@@ -27,7 +28,7 @@ from bmforge.tune.prompt.search_template import search_templates
 from bmforge.tune.prompt.search_words import search_label_words
 from bmforge.tune.prompt.soft import draw_rows_, fold_rows_
 from bmforge.tune.prompt.template import Template, read_template
-from bmforge.tune.prompt.trained import PrototypeVerbalizer, SoftVerbalizer
+from bmforge.tune.prompt.trained_verbalizers import PrototypeVerbalizer, SoftVerbalizer
 from bmforge.tune.prompt.verbalizer import (
     KnowledgeableVerbalizer,
     ManualVerbalizer,

@@ -8,10 +8,16 @@ from typing import Any
 
 from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
-from bmforge.tune.prompt.asking import ASKINGS, Asking, check_marks, find_asking, special_token
 from bmforge.tune.prompt.language import parse_template
-from bmforge.tune.prompt.lay import Encoded, Text, lay_out, make_frame
 from bmforge.tune.prompt.pieces import Piece, Wrapped
+from bmforge.tune.prompt.prompt_assembly import Encoded, Text, lay_out, make_frame
+from bmforge.tune.prompt.prompt_formats import (
+    ASKINGS,
+    Asking,
+    check_marks,
+    find_asking,
+    special_token,
+)
 from bmforge.tune.prompt.soft import SoftRow, number_rows, put_rows_, token_table
 from bmforge.tune.prompt.truncate import Cut, cut_parts
 

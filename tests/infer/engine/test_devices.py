@@ -19,7 +19,7 @@ from bmforge.infer.engine.divide import DeviceRoom, divide_blocks
 from bmforge.infer.engine.workspace import Workspace
 from bmforge.models import T5, Llama, LlamaConfig, Mixtral, MixtralConfig, T5Config
 from bmforge.surgery import wrappers_of
-from bmforge.testing.changed import run_step_of
+from bmforge.testing.changed_models import run_step_of
 from bmforge.testing.tolerance import assert_equal_trees
 from bmforge.tune.delta import Lora
 

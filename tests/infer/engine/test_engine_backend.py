@@ -11,7 +11,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, generate
 from bmforge.infer.engine import Request
 from bmforge.models import AutoModel
-from bmforge.models.transformers.twin import build_twin
+from bmforge.models.transformers.small_copy import build_twin
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ import torch
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, generate
 from bmforge.infer.engine.budget import plan_memory
-from bmforge.memory.experts_away import expert_bytes
+from bmforge.memory.streamed_experts import expert_bytes
 from bmforge.models import CPM2, AutoModel, CPM2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
 from bmforge.models.quantize import quantize_
 from bmforge.surgery import persistent_tensors

@@ -11,7 +11,7 @@ import torch
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer import Engine, EngineConfig
 from bmforge.infer.decoder import Seq2SeqDecoder
-from bmforge.infer.engine.blanks import fill_blanks
+from bmforge.infer.engine.span_filling import fill_blanks
 from bmforge.infer.score import score_texts
 from bmforge.models import CPM2, T5, Bert, BertConfig, CPM2Config, Llama, LlamaConfig, T5Config
 from bmforge.tune.delta import SoftPrompt

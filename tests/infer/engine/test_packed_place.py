@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bmforge.infer import Engine, EngineConfig
-from bmforge.infer.engine.packed_place import make_packed_place
+from bmforge.infer.engine.packed_directory import make_packed_place
 from bmforge.models import Llama, LlamaConfig
 
 KEEPER = """

@@ -40,7 +40,7 @@ from bmforge.models import (
 from bmforge.models.cpm_ant import CPMAnt, CPMAntConfig
 from bmforge.models.cpm_bee import CPMBee, CPMBeeConfig
 from bmforge.models.pack import quantize_
-from bmforge.testing.letters import BEE_MARKS
+from bmforge.testing.character_tokenizer import BEE_MARKS
 from bmforge.tokenizers import CPMAntTokenizer, CPMBeeTokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "num_heads": 4, "num_layers": 2}

@@ -24,7 +24,7 @@ from bmforge.models import (
     T5Config,
 )
 from bmforge.models.pack import quantize_
-from bmforge.parallel.planner.follow import Follower
+from bmforge.parallel.planner.storage_tracker import Follower
 from bmforge.surgery import copy_to_meta, persistent_tensors
 
 SIZES: dict[str, Any] = {"vocab_size": 500, "hidden_size": 64, "num_heads": 4, "num_layers": 3}

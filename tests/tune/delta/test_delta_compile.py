@@ -10,7 +10,7 @@ import torch
 
 from bmforge.infer import generate
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig
-from bmforge.testing.changed import run_step_of
+from bmforge.testing.changed_models import run_step_of
 from bmforge.testing.tolerance import assert_close
 from bmforge.tune.delta import (
     IA3,

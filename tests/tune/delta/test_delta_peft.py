@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bmforge.models import GPT2, T5, Bert, Llama, Mixtral
+from bmforge.testing.reference_pair import Twin, make_twin
 from bmforge.testing.tolerance import assert_close
-from bmforge.testing.twin import Twin, make_twin
 from bmforge.tune.delta import Lora, list_deltas, load_delta
 
 LOOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-6}

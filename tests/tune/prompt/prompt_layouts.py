@@ -35,7 +35,7 @@ from bmforge.parallel import (
     run_step,
     sum_over_axes,
 )
-from bmforge.testing.letters import letters_for
+from bmforge.testing.character_tokenizer import letters_for
 from bmforge.testing.prompt_suite import PROMPT, prompted_config
 from bmforge.train import clip_grad_norm_
 from bmforge.tune.prompt import (

@@ -10,7 +10,7 @@ import torch
 from golden_prompts import fresh_model, open_golden
 
 from bmforge.errors import ConfigError
-from bmforge.testing.letters import LetterTokenizer
+from bmforge.testing.character_tokenizer import LetterTokenizer
 from bmforge.testing.template_suite import open_tiny
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.delta import list_deltas

@@ -19,7 +19,7 @@ from bmforge.tune.prompt import (
     read_template,
     register_post_processing,
 )
-from bmforge.tune.prompt.published import read_published
+from bmforge.tune.prompt.published_templates import read_published
 from bmforge.tune.prompt.template import fill_piece
 
 KINDS = ("placeholder", "meta", "mask", "special", "text", "soft")

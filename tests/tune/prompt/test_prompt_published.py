@@ -9,10 +9,10 @@ from prompt_layouts import KINDS
 
 from bmforge.data.tasks import TASKS, TaskExample
 from bmforge.errors import ConfigError
-from bmforge.testing.letters import letters_for
+from bmforge.testing.character_tokenizer import letters_for
 from bmforge.testing.prompt_suite import prompted_config
 from bmforge.tune.prompt import Template
-from bmforge.tune.prompt.published import find_published, read_published
+from bmforge.tune.prompt.published_templates import find_published, read_published
 from bmforge.tune.prompt.truncate import CUTS
 
 FIELDS = {

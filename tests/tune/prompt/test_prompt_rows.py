@@ -9,7 +9,7 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer.generate import generate
 from bmforge.models import GLM, GPT2, T5, Bert, BertConfig, GLMConfig, GPT2Config, T5Config
 from bmforge.recipes.inputs.examples import ExampleConfig, ExampleLoader
-from bmforge.testing.letters import LetterTokenizer
+from bmforge.testing.character_tokenizer import LetterTokenizer
 from bmforge.tune.prompt import (
     ManualVerbalizer,
     PromptClassifier,

@@ -9,7 +9,7 @@ import torch
 
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, T5, GPT2Config, T5Config
-from bmforge.testing.letters import LetterTokenizer
+from bmforge.testing.character_tokenizer import LetterTokenizer
 from bmforge.tune.prompt import Template, search_label_words, search_templates
 
 LETTERS = LetterTokenizer()

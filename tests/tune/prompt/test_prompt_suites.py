@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmforge.errors import ConfigError
-from bmforge.testing.letters import LetterTokenizer
+from bmforge.testing.character_tokenizer import LetterTokenizer
 from bmforge.testing.template_suite import TemplateSuite, open_tiny
 from bmforge.testing.verbalizer_suite import VerbalizerSuite
 from bmforge.tune.prompt import (

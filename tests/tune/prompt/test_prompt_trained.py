@@ -11,7 +11,7 @@ from torch import nn
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models import GPT2, T5, Bert, BertConfig, GPT2Config, T5Config
-from bmforge.testing.letters import LetterTokenizer
+from bmforge.testing.character_tokenizer import LetterTokenizer
 from bmforge.tune.prompt import (
     AutomaticVerbalizer,
     GenerationVerbalizer,

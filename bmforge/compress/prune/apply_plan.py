@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bmforge.compress.prune.pick import Picks, fold_block, pick_block, take
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
 from bmforge.compress.prune.sizing import Settled, own_fields, settle_config
+from bmforge.compress.prune.slice_tensors import Picks, fold_block, pick_block, take
 from bmforge.errors import ConfigError
 from bmforge.models.changes import changed_modules
 from bmforge.surgery import persistent_tensors

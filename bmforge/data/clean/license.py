@@ -9,7 +9,7 @@ from pathlib import Path
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
-from bmforge.licences import POLICIES, check_licence, licence_name, obeys
+from bmforge.licenses import POLICIES, check_licence, licence_name, obeys
 
 __all__ = ["ANY_LICENCE", "KeepLicences", "SayLicence", "read_licences"]
 

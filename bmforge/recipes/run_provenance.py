@@ -12,8 +12,8 @@ import numpy as np
 from bmforge.data import Condition, open_store, parse_conditions
 from bmforge.data.prepare.record import RECORD_NAME, PrepareReport, read_record
 from bmforge.data.store.columns import read_columns
-from bmforge.data.store.where import select_documents
-from bmforge.licences import UNKNOWN, check_licence
+from bmforge.data.store.conditions import select_documents
+from bmforge.licenses import UNKNOWN, check_licence
 from bmforge.models.hub import find_model
 from bmforge.provenance import Provenance, ProvenanceSource, read_provenance
 from bmforge.recipes.inputs.selection import split_path

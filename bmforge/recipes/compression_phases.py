@@ -21,7 +21,7 @@ from bmforge.models.config import read_config_file
 from bmforge.models.hub import find_model
 from bmforge.models.quantize import quantize_
 from bmforge.parallel import STAGE_AXES, World, axis_size, parallelize, run_on_first
-from bmforge.recipes.small import read_vocabulary
+from bmforge.recipes.compress_checks import read_vocabulary
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.train import OptimGroup, TrainConfig, Trainer, causal_lm
 

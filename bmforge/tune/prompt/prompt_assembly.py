@@ -12,7 +12,7 @@ import numpy as np
 from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.cpm_bee.document import encode_document
-from bmforge.tune.prompt.asking import Asking, role_token
+from bmforge.tune.prompt.prompt_formats import Asking, role_token
 
 __all__ = ["Encoded", "Frame", "Text", "lay_out", "make_frame"]
 

@@ -12,7 +12,7 @@ from bmforge.errors import BmforgeError
 from bmforge.infer.engine.request import Completion
 from bmforge.infer.engine.request import Request as EngineRequest
 from bmforge.serve.errors import RequestError, overloaded
-from bmforge.serve.live import GoneError, LiveRequest, unless_gone
+from bmforge.serve.live_requests import GoneError, LiveRequest, unless_gone
 from bmforge.serve.metrics import TokenTimes
 from bmforge.serve.serving import Serving
 

@@ -19,21 +19,21 @@ from bmforge.infer.engine.request import Request as EngineRequest
 from bmforge.infer.engine.thought_budget import ThoughtBudget
 from bmforge.serve.answers import Reading
 from bmforge.serve.conversation import EncodedPrompt
-from bmforge.serve.errors import RequestError, overloaded
-from bmforge.serve.live import LiveRequest
-from bmforge.serve.openai_types import ChatRequest
-from bmforge.serve.parts import JoinedAnswer
-from bmforge.serve.running import start, whole_answers
-from bmforge.serve.serving import Serving, client_of, key_of, serving_of
-from bmforge.serve.thoughts import ThoughtReader
-from bmforge.serve.tools import ToolUse, find_tools
-from bmforge.serve.writing import (
+from bmforge.serve.engine_options import (
     check_limits,
     check_size,
     find_constraint,
     longest_answer,
     to_options,
 )
+from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.live_requests import LiveRequest
+from bmforge.serve.openai_types import ChatRequest
+from bmforge.serve.parts import JoinedAnswer
+from bmforge.serve.request_runner import start, whole_answers
+from bmforge.serve.serving import Serving, client_of, key_of, serving_of
+from bmforge.serve.thoughts import ThoughtReader
+from bmforge.serve.tools import ToolUse, find_tools
 
 __all__ = ["RunningChat", "open_chat", "read_prompt", "received_pieces", "salt_of"]
 

@@ -1,6 +1,6 @@
 """Licences by SPDX id: what a source names, and which do not go together.
 
-It compares what published texts say (`licence_table.py`) and is no legal judgement: whether a
+It compares what published texts say (`license_table.py`) and is no legal judgement: whether a
 model, or a corpus, is a work that a clause speaks of, is not decided here. What is not in the table
 is unknown, and is said to be.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.licence_table import LICENCES, PAIRS, POLICIES, RESTRICTS, TERMS, Licence
+from bmforge.license_table import LICENCES, PAIRS, POLICIES, RESTRICTS, TERMS, Licence
 
 __all__ = [
     "LICENCES",
