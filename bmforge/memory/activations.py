@@ -1,7 +1,8 @@
-"""Activation offload: tensors saved for backward are copied to the host and prefetched in backward.
+"""Activation offload: tensors saved for backward stay on the host until backward uses them.
 
-A block's tensors are copied out while the next block computes, and copied back while backward runs
-the following block. The device thus holds the activations of about two blocks at any depth.
+A block's saved tensors are copied to the host while the next block computes. In backward they are
+copied back one block ahead. The device thus holds the activations of about two blocks, whatever
+the depth of the model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SMALLEST_ELEMENTS = 1 << 12
 
 
 class _Pool:
-    """Pool of reusable host buffers: page-locking is slow, and steps need the same sizes."""
+    """Pool of reusable host buffers, because page-locking new memory in every step is slow."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
@@ -57,7 +58,7 @@ class _Slot:
         return flat.as_strided(self._size, self._stride)
 
     def let_go(self) -> None:
-        """Release the device tensor after its copy to the host."""
+        """Free the device tensor once its copy to the host is complete."""
         if self._source is None:
             return
         self._left.wait()
@@ -105,7 +106,7 @@ class _Call:
             slot.let_go()
 
     def turn(self) -> None:
-        """Start of this call's backward: prefetch its tensors and those of the previous call."""
+        """When this call's backward begins, prefetch its tensors and those of the call before."""
         if self._is_turned:
             return
         self._is_turned = True
@@ -118,7 +119,7 @@ class _Call:
 
 
 class _Offload:
-    """Wraps the forward of blocks and records the order of calls."""
+    """Wraps the forward of blocks and keeps track of the order in which they are called."""
 
     def __init__(self, engine: CopyEngine, smallest: int) -> None:
         self.engine, self._smallest = engine, smallest
@@ -146,7 +147,7 @@ class _Offload:
             return inner(*args, **kwargs)
 
     def stay(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a block whose saved tensors stay on the device."""
+        """Run a block without offloading its saved tensors."""
         if self._last is not None and torch.is_grad_enabled():
             self._last.let_go()
         return inner(*args, **kwargs)
@@ -178,12 +179,12 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, which identifies the memory of parameters."""
+    """Return the address of a tensor's storage, to recognize tensors that share memory."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True if a plain tensor fills its memory without gaps, in any dimension order."""
+    """Return True if a plain tensor occupies contiguous memory, in any dimension order."""
     if type(tensor) is not Tensor or not tensor.is_floating_point():
         return False
     pairs = sorted(zip(tensor.stride(), tensor.shape, strict=True))
@@ -214,8 +215,8 @@ def apply_activation_offload_(
             once.
         smallest_elements: minimum size of offloaded tensors in elements.
 
-    Memory: activations of about two blocks and of the last ones on the device; all others on the
-    host, in reused buffers.
+    Memory: the device holds the activations of about two blocks and of the `keep_last` last blocks;
+    the host holds all others, in reused buffers.
     """
     offload = _Offload(engine, smallest_elements)
     sent = len(blocks) - keep_last

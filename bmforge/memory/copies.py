@@ -1,7 +1,8 @@
 """Copy engine: asynchronous copies between device, host and disk.
 
-One interface has two implementations: a stream on an accelerator, and a thread on the host. Order,
-buffer reuse and overlap are the same program on both; tests check recorded events, not times.
+The same interface has two implementations: a separate stream on an accelerator, and a thread on the
+CPU. Order, buffer reuse and overlap are the same on both, and the tests check recorded events
+instead of times.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ __all__ = ["CopyEngine", "CopyEvent", "Ticket", "Worker", "make_copy_engine", "s
 
 
 def staging_bytes(size_bytes: int, device: torch.device) -> int:
-    """Return the host memory that `CopyEngine.new_host` takes for a buffer of a size.
+    """Return the host memory that `CopyEngine.new_host` allocates for a buffer of `size_bytes`.
 
     Page-locked memory comes from torch's caching allocator, which rounds every size up to a power
-    of two: a block of 634 MB takes 1 GiB.
+    of two: 634 MB become 1 GiB.
 
     Args:
         size_bytes: size of the buffer.
@@ -38,7 +39,7 @@ def staging_bytes(size_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class CopyEvent:
-    """A recorded event; `kind` is asked, begun, done, awaited or a user-defined word."""
+    """A recorded event; `kind` is "asked", "begun", "done", "awaited" or a user-defined string."""
 
     kind: str
     label: str
@@ -49,7 +50,7 @@ class Ticket:
 
     Args:
         label: name of the task in events.
-        note: callback for events (kind, label).
+        note: callback that receives the kind and label of every event.
     """
 
     def __init__(self, label: str, note: Callable[[str, str], None]) -> None:
@@ -59,14 +60,14 @@ class Ticket:
         self._device_event: torch.Event | None = None
 
     def finish(self, error: BaseException | None = None, event: torch.Event | None = None) -> None:
-        """Mark the task as done, failed, or done once the device has passed `event`."""
+        """Mark the task as done, as failed, or as done once the device reaches `event`."""
         self._error, self._device_event = error, event
         self._finished.set()
 
     def wait(self) -> None:
-        """Wait for the result before later work of this thread; raise the task's error.
+        """Make later work of this thread wait for the result; raise the task's error if it failed.
 
-        On an accelerator the current stream waits, not this thread.
+        On an accelerator only the current stream waits; the thread continues.
         """
         self._join()
         if self._device_event is not None:
@@ -74,13 +75,13 @@ class Ticket:
             torch.accelerator.current_stream(device).wait_event(self._device_event)
 
     def wait_on_host(self) -> None:
-        """Block until the result is readable on the host; raise the task's error."""
+        """Block until the result can be read on the host; raise the task's error if it failed."""
         self._join()
         if self._device_event is not None:
             self._device_event.synchronize()
 
     def settle(self) -> None:
-        """Block until the task has ended, ignoring its error."""
+        """Block until the task has ended; its error is ignored."""
         self._finished.wait()
 
     def _join(self) -> None:
@@ -98,8 +99,8 @@ class Worker:
 
     Args:
         name: thread name.
-        note: callback for events (kind, label).
-        device: current accelerator of the thread; None without one.
+        note: callback that receives the kind and label of every event.
+        device: accelerator that the thread uses; None if there is none.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Worker:
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
-        """Submit a task; its error is raised when the ticket is waited for."""
+        """Submit a task; its error is raised when someone waits for the returned ticket."""
         if self._is_closed:
             raise RuntimeError(f"{label or 'work'} was asked of a copy engine that is closed.")
         ticket = Ticket(label, self._note)
@@ -138,7 +139,7 @@ def _drop_tasks(tasks: _Tasks, ends: threading.Event) -> None:
 
 
 def _serve(tasks: _Tasks, device: torch.device | None, ends: threading.Event) -> None:
-    """Run tasks until None; at interpreter exit, remaining tasks fail."""
+    """Run tasks until a None arrives; at interpreter exit the remaining tasks fail."""
     if device is not None and not is_host(device):
         torch.accelerator.set_device_index(device)  # a new thread's current device is 0
     while (task := tasks.get()) is not None:
@@ -168,16 +169,16 @@ def _forget(kind: str, label: str) -> None:
 
 
 class CopyEngine(ABC):
-    """Copies tensors and runs host tasks asynchronously, each in order of submission.
+    """Copies tensors and runs host tasks asynchronously; each kind runs in order of submission.
 
     Args:
         name: thread name.
-        records: whether every event is recorded in `events`.
-        device: current accelerator of the thread.
+        records: whether events are recorded in `events`.
+        device: accelerator that the thread uses.
 
     Attributes:
         events: recorded events.
-        note: callback that records an event (kind, label).
+        note: function that records an event, given its kind and label.
     """
 
     def __init__(
@@ -189,12 +190,12 @@ class CopyEngine(ABC):
         self._worker = Worker(name, self.note, device)
 
     def run(self, work: Callable[[], None], label: str = "") -> Ticket:
-        """Run a host task (reading a file, an optimizer step) on the engine's thread."""
+        """Run a host task, such as reading a file or an optimizer step, on the engine's thread."""
         return self._worker.run(work, label)
 
     @abstractmethod
     def mark(self) -> torch.Event | None:
-        """Return a device event after all work queued so far; None if that work is done."""
+        """Record a device event behind all queued work; return None if that work is done."""
 
     @abstractmethod
     def copy_(
@@ -211,7 +212,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def new_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate host memory for fast copies from and to the device."""
+        """Allocate host memory from which copies to the device are fast."""
 
     def close(self) -> None:
         """Finish all submitted tasks and end the thread."""
@@ -275,7 +276,7 @@ def make_copy_engine(
     Args:
         device: compute device.
         name: thread name.
-        records: whether every event is recorded in `events`.
+        records: whether events are recorded in `events`.
     """
     if is_host(device):
         return _ThreadCopies(name, records)

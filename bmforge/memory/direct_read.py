@@ -1,8 +1,8 @@
-"""Direct I/O: reads files past the page cache.
+"""Direct I/O: file reads that bypass the page cache.
 
-Weights that are read in every pass would evict everything else from the page cache, and under
-memory limits that count the cache, buffered reads work against the limit. If a file system refuses
-direct reads, files are read with buffering and then dropped from the cache.
+Weights that are streamed in every pass would evict everything else from the page cache. If a
+memory limit includes the cache, buffered reads also count toward it. On file systems without direct
+reads, files are read with buffering and dropped from the cache afterwards.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ except ImportError:  # not available on Windows
 
 
 class DirectReads:
-    """Opens files and reads ranges of them; thread-safe.
+    """Opens files and reads byte ranges; safe to use from several threads.
 
-    Memory: `BUFFER_BYTES` per concurrent reader, reused.
+    Memory: one reused buffer of `BUFFER_BYTES` per concurrent reader.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def _round_up(size: int) -> int:
 
 
 def _read_once(descriptor: int, buffer: memoryview, start: int) -> int:
-    """Read into an aligned buffer from an aligned offset; return the number of bytes read."""
+    """Read from an aligned offset into an aligned buffer; return the number of bytes read."""
     try:
         got = os.preadv(descriptor, [buffer], start)
     except OSError as error:

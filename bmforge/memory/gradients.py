@@ -1,6 +1,6 @@
-"""Gradient offload: gradients are copied to the host as soon as backward produces them.
+"""Gradient offload: each gradient is copied to the host as soon as backward has computed it.
 
-The parameters are chosen in `offload.py`; the optimizers are in `train/offload`.
+`offload.py` selects the parameters; the optimizers are in `train/offload`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 
 class Backlog:
-    """Back-pressure: limits the bytes in flight, so that a slow disk delays the producer.
+    """Limits the bytes of unfinished copies, so that backward waits for a slow disk.
 
     Args:
-        limit_bytes: maximum bytes in flight besides the newest copy.
+        limit_bytes: maximum bytes of unfinished copies, not counting the newest copy.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -42,7 +42,7 @@ class Backlog:
         self._sent: deque[tuple[Ticket, int]] = deque()
 
     def admit(self, ticket: Ticket, size_bytes: int) -> None:
-        """Add a copy; block until the bytes in flight are below the limit."""
+        """Add a copy, and block until the bytes of unfinished copies are below the limit."""
         while self._sent and self._total_bytes > self._limit_bytes:
             oldest, size = self._sent.popleft()
             oldest.wait_on_host()
@@ -53,10 +53,10 @@ class Backlog:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A flat gradient on the host, read in parts.
+    """A flat gradient on the host that is read in ranges.
 
     Args:
-        part: function from (start, stop) to stored elements.
+        part: function that returns the stored elements from `start` to `stop`.
         dtype: dtype of the returned elements.
         factors: scale factors, applied in order.
     """
@@ -66,7 +66,7 @@ class Gradient:
     factors: tuple[float, ...] = ()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return scaled elements; read each once, because scaling may be in place."""
+        """Return scaled elements; read each range once, because scaling may happen in place."""
         values = self.part(start, stop).to(self.dtype)
         for factor in self.factors:
             values.mul_(factor)
@@ -74,16 +74,17 @@ class Gradient:
 
 
 class LeftGradient:
-    """Gradient of one parameter that is copied to the host as soon as it is produced.
+    """Offloaded gradient of one parameter, copied to the host as soon as it is computed.
 
-    Micro-batches are accumulated on the host in fp32. The object is attached to the parameter.
+    The gradients of several micro-batches are summed on the host in fp32. The object is attached to
+    its parameter.
 
     Args:
         parameter: parameter whose `.grad` is freed after every backward.
-        engine: copy engine, whose thread accumulates.
-        backlog: shared limit on the bytes in flight.
-        disk: file for the gradient; None uses host memory.
-        label: name in events.
+        engine: copy engine; its thread also sums the gradients.
+        backlog: limit on unfinished copies, shared by all parameters.
+        disk: file in which the gradient is stored; None uses host memory.
+        label: name of the gradient in recorded events.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class LeftGradient:
 
     @property
     def is_here(self) -> bool:
-        """Whether backward has produced a gradient since `clear`."""
+        """True if backward has computed a gradient since the last `clear`."""
         return self._count > 0
 
     def norm(self) -> Tensor:
@@ -131,11 +132,11 @@ class LeftGradient:
         return norm
 
     def scale_(self, factor: float) -> None:
-        """Multiply the gradient by `factor` when it is read."""
+        """Multiply the gradient by `factor`; the scaling is applied when it is read."""
         self._factors.append(factor)
 
     def take(self) -> Gradient:
-        """Return the accumulated gradient; read it on the engine's thread, after earlier tasks."""
+        """Return the summed gradient, to be read on the engine's thread after its earlier tasks."""
         if self._count == 1 and not self._home.is_on_disk:
             assert self._first is not None
             flat = self._first
@@ -143,11 +144,11 @@ class LeftGradient:
         return Gradient(self._home.fetch, self.dtype, tuple(self._factors))
 
     def clear(self) -> None:
-        """Start a new accumulation; earlier tasks still read the old gradient."""
+        """Start a new sum; tasks that were submitted before still read the old one."""
         self._count, self._factors, self._norm, self._first = 0, [], None, None
 
     def close(self) -> None:
-        """Stop offloading: later gradients stay in `.grad`."""
+        """Stop offloading, so that later gradients stay in `.grad`."""
         self._handle.remove()
         if (parameter := self._parameter()) is not None:
             note_(parameter, left_gradient=None)
@@ -186,7 +187,7 @@ class LeftGradient:
 
 
 def left_gradient(parameter: Tensor) -> LeftGradient | None:
-    """Return the offloaded gradient of a parameter, or None."""
+    """Return the `LeftGradient` of a parameter, or None if its gradient is not offloaded."""
     left: LeftGradient | None = side_of(parameter).left_gradient
     return left if left is not None and left.is_here else None
 
@@ -194,10 +195,10 @@ def left_gradient(parameter: Tensor) -> LeftGradient | None:
 def wait_before_use(
     model: nn.Module, wait: Callable[[Iterable[nn.Parameter]], None]
 ) -> list[RemovableHandle]:
-    """Call `wait` with the parameters that a module is about to use.
+    """Register hooks that call `wait` with the parameters that a module is about to use.
 
-    Gathered units wait for their own parameters and those of the units they prefetch; the model
-    waits for the parameters outside of units.
+    A unit whose parameters are all-gathered waits for them and for those of the units that it
+    prefetches. The whole model waits for the parameters outside of units.
 
     Returns:
         handles that remove the hooks.
@@ -225,7 +226,7 @@ def _hook(
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not inside another one of them."""
+    """Return the modules that are not contained in another module of the list."""
     candidates = list(modules)
     inner = {id(m) for outer in candidates for m in outer.modules() if m is not outer}
     return [module for module in candidates if id(module) not in inner]

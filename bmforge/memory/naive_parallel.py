@@ -1,4 +1,4 @@
-"""Naive model parallelism: blocks on several devices, with inputs moved to each block's device."""
+"""Naive model parallelism: the blocks of a model run one after the other on several devices."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["spread_blocks_"]
 def spread_blocks_(
     model: nn.Module, places: Mapping[str, torch.device], home: torch.device | None = None
 ) -> Callable[[], None]:
-    """Make blocks compute on their own devices by moving their inputs.
+    """Make each block compute on its own device by moving its inputs there.
 
-    Masks and positions are moved once per device. Hidden states stay on the device for the next
-    block; other outputs are moved to the home device.
+    Masks and positions are copied once per device. Hidden states stay on a device until a block on
+    another device needs them; other outputs are moved to the home device.
 
     Args:
-        model: model whose blocks are placed already; weights are not moved.
+        model: model whose blocks are already on their devices; this function moves no weights.
         places: device of each block by name, in execution order.
-        home: device of the rest of the model, to which the last block of every stack returns its
-            output; None moves no outputs.
+        home: device of the other modules; the last block of every stack moves its output there.
+            None leaves outputs where they are.
 
     Returns:
-        a function that removes the hooks; weights stay where they are.
+        a function that removes the hooks, without moving any weights.
 
     Raises:
-        ConfigError: a block has such a hook already.
+        ConfigError: a block already has such a hook.
     """
     arrivals = {device: _Arrivals(device) for device in places.values()}
     last = {name.rpartition(".")[0]: name for name in places}
@@ -54,7 +54,7 @@ def spread_blocks_(
 
 
 class _Arrivals:
-    """Moves tensors to a device, each once while it is alive and unchanged.
+    """Moves tensors to a device; an unchanged tensor is moved only once.
 
     Tensors with gradients and inference tensors are moved every time.
 
@@ -67,11 +67,11 @@ class _Arrivals:
         self._known = WeakIdKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Arrivals:
-        """Return an empty copy: a copied model has other tensors."""
+        """Return an empty copy, because the copied model has different tensors."""
         return _Arrivals(self.device)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device."""
+        """Return `tensor`, or its copy, on the device."""
         if tensor.device == self.device:
             return tensor
         # Autograd needs a copy per graph, and inference tensors have no version counter.

@@ -1,7 +1,7 @@
-"""Optimizer state offload: options, selection of parameters, and memory checks.
+"""Optimizer state offload: options, selection of parameters, and a check of host memory.
 
-Parameters are selected from the end of the model: backward produces their gradients first and the
-next forward needs their weights last, which leaves the most time to hide the copies.
+Parameters are selected from the end of the model. Backward computes their gradients first and the
+next forward needs their weights last, which leaves the most time for copying.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ class OffloadConfig:
     """Offload of optimizer states, weights, activations and gradients.
 
     Args:
-        fraction: minimum share of the parameters, from the model's end, whose optimizer state (and
-            fp32 master weights if the model is bf16) is offloaded; "auto" offloads what does not
-            fit on the device, determined at the first step.
-        target: host memory, or a file on disk.
-        states: storage format of the moments; updates are computed in fp32.
-        directory: directory of the file; None uses the system's temporary directory.
-        weights: offload and stream the blocks' weights too; for one process, with fraction 1.
-        activations: offload tensors saved for backward, except the last block's.
-        gradients: "leave" copies gradients to the host as they are produced; "stay" keeps them on
-            the device until the step; "auto" is "leave", except on a CPU.
+        fraction: minimum share of the parameters whose optimizer state is offloaded, together
+            with the fp32 master weights of a bf16 model; the last layers come first. "auto"
+            offloads just enough to fit on the device, measured in the first step.
+        target: where to store the states: in host memory or in a file on disk.
+        states: storage format of Adam's moments; updates are computed in fp32.
+        directory: directory of that file; None uses the system's temporary directory.
+        weights: also offload the blocks' weights and stream them; requires a single process and
+            fraction 1.
+        activations: also offload the tensors saved for backward, except those of the last block.
+        gradients: "leave" copies each gradient to the host as soon as it is computed; "stay"
+            keeps it on the device until the optimizer step; "auto" means "leave", except on a CPU.
     """
 
     fraction: float | Literal["auto"] = 0.0
@@ -50,7 +51,7 @@ class OffloadConfig:
     gradients: Literal["auto", "leave", "stay"] = "auto"
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a value out of range or one without effect."""
+        """Raise `ConfigError` if a value is out of range or has no effect."""
         if self.fraction != "auto" and not 0.0 <= self.fraction <= 1.0:
             raise ConfigError(
                 f"offload.fraction={self.fraction} must lie between 0 (nothing leaves the device) "
@@ -80,14 +81,14 @@ class OffloadConfig:
         return self.fraction != 0.0
 
     def leaves(self, device: torch.device) -> bool:
-        """Whether gradients leave `device` as they are produced."""
+        """Return True if gradients are copied from `device` to the host during backward."""
         return self.gradients == "leave" or (self.gradients == "auto" and not is_host(device))
 
 
 def choose_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> set[int]:
-    """Return the ids of the last parameters that make up at least `fraction` of all elements.
+    """Return the ids of the last parameters that hold at least `fraction` of all elements.
 
-    Whole tensors are counted, not shards, so all processes choose alike.
+    Sizes are those of whole tensors, not of shards, so that all processes choose the same.
     """
     needed = fraction * sum(parameter.numel() for parameter in parameters)
     chosen: set[int] = set()
@@ -103,10 +104,10 @@ def check_room(needed_bytes: int) -> None:
     """Check that the host has enough memory for the offloaded states of all its processes.
 
     Args:
-        needed_bytes: bytes of this process.
+        needed_bytes: bytes that this process needs.
 
     Raises:
-        ConfigError: the host has less free memory.
+        ConfigError: the host has less free memory than its processes need.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = available_host_bytes()

@@ -1,4 +1,4 @@
-"""Prediction of the next blocks from the execution order of the last pass."""
+"""Predicts which blocks run next from the order in which they ran before."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["RunOrder", "BlockExecution"]
 
 
 class BlockExecution(NamedTuple):
-    """Execution of a block.
+    """One run of a block: which block, and in which phase.
 
     Attributes:
-        phase: "plain" without gradients, "forward" or "backward" with them.
-        block: block index.
+        phase: "plain" without gradients; otherwise "forward" or "backward".
+        block: index of the block.
     """
 
     phase: str
@@ -20,12 +20,12 @@ class BlockExecution(NamedTuple):
 
 
 class RunOrder:
-    """Predicts the execution order of blocks.
+    """Predicts the order in which blocks run.
 
-    The initial prediction is first to last, with gradients then backward, repeated. A step's
-    predicted successor is its last observed one; a change is accepted after two observations. While
-    an encoder-decoder generates tokens, only decoder blocks are thus predicted, also for the next
-    text.
+    At first it assumes that blocks run from first to last, and with gradients then in reverse.
+    Later it predicts that each run is followed by the same run as last time; a different successor
+    is adopted once it has been observed twice. While an encoder-decoder generates, it thus predicts
+    decoder blocks only, for the next text as well.
 
     Args:
         num_blocks: number of blocks.
@@ -38,7 +38,7 @@ class RunOrder:
         self._now: BlockExecution | None = None
 
     def enter(self, step: BlockExecution) -> None:
-        """Record that a block begins."""
+        """Record that a block starts to run."""
         before, self._now = self._now, step
         if before is None:
             return
@@ -49,11 +49,11 @@ class RunOrder:
             self._doubted.add(before)
 
     def coming(self, count: int, *, with_this: bool) -> list[int]:
-        """Return the next `count` different blocks, nearest first.
+        """Return the next `count` distinct blocks, in order.
 
         Args:
             count: maximum number of blocks.
-            with_this: whether the current block is the first of them.
+            with_this: whether the list starts with the current block.
         """
         if self._now is None:
             return list(range(min(count, self._last_block + 1)))

@@ -1,4 +1,4 @@
-"""Contiguous byte layout of a block's tensors, and the device slots for streamed blocks."""
+"""Packs a block's tensors into one byte buffer, and the device buffers for streamed blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALIGN_BYTES = 64
 
 
 def packed_bytes(tensor: Tensor) -> int:
-    """Return the aligned size of a tensor in a slot, in bytes."""
+    """Return the number of bytes that a tensor occupies in a slot, rounded up to the alignment."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
@@ -31,7 +31,7 @@ class PackedBlock:
         is_on_host: whether the bytes are cached in host memory after the first read.
 
     Attributes:
-        kept: cached bytes in host memory, or None.
+        kept: the block's bytes cached in host memory, or None.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class PackedBlock:
             yield name, memory[start:stop].view(parameter.dtype).view(parameter.shape)
 
     def show(self, memory: Tensor) -> None:
-        """Point the block's parameters to a slot's memory."""
+        """Let the block's parameters use the memory of a slot."""
         for name, view in self.views(memory):
             self.parameters[name].data = view
 
     def hide(self) -> None:
-        """Point the block's parameters to NaN stubs, so that use without weights is detected."""
+        """Replace the block's parameters by NaN stubs, so that any use without weights shows up."""
         for name, parameter in self.parameters.items():
             parameter.data = self._stubs[name]
 
 
 def _make_stub(parameter: Tensor, device: torch.device) -> Tensor:
-    """Return a NaN tensor of the same shape and almost no memory.
+    """Return a NaN tensor with the same shape that needs almost no memory.
 
-    Integer tensors become 0; they are packed weights, whose scales are NaN.
+    Integer tensors are filled with 0: they hold packed weights, whose scales are NaN.
     """
     value = float("nan") if parameter.is_floating_point() else 0
     stub = torch.full((), value, dtype=parameter.dtype, device=device)
@@ -81,7 +81,7 @@ def _make_stub(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 class Slot:
-    """Device buffer for one block, with a host staging buffer.
+    """Device buffer that holds one block at a time, with a staging buffer on the host.
 
     Args:
         size_bytes: size of the largest block.
@@ -101,7 +101,7 @@ class Slot:
 
 
 def give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:
-    """Replace a meta tensor by a stub without memory on `device`."""
+    """Replace a meta tensor by a stub on `device` that needs no memory."""
     if not parameter.is_meta:
         return
     owner, _, leaf = name.rpartition(".")

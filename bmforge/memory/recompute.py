@@ -17,9 +17,9 @@ __all__ = ["apply_recompute_"]
 def apply_recompute_(blocks: Iterable[nn.Module]) -> None:
     """Recompute every block's activations in backward; parameter names do not change.
 
-    Without gradients, blocks run unchanged.
+    Blocks that run without gradients are not affected.
 
-    Memory: a block saves only its input. Compute: one more forward of each block.
+    Memory: a block saves only its input. Compute: one additional forward per block.
     """
     for block in blocks:
         if "recompute" not in dict(wrappers_of(block)):

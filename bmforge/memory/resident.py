@@ -1,4 +1,4 @@
-"""Selection of the blocks that stay on the device if not all fit."""
+"""Chooses which blocks stay on the device if they do not all fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_SLOTS = 2
 
 
 def spread_resident(num_blocks: int, num_resident: int) -> list[int]:
-    """Return the indices of resident blocks, evenly spread so that copies overlap with compute.
+    """Return the indices of resident blocks, evenly spread so that copying overlaps compute.
 
     Args:
         num_blocks: number of consecutive blocks.
@@ -36,17 +36,18 @@ def spread_resident(num_blocks: int, num_resident: int) -> list[int]:
 
 
 def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[list[int]] | None:
-    """Choose the resident blocks of every stack so that the fewest bytes are streamed.
+    """Choose the resident blocks of every stack such that as few bytes as possible are streamed.
 
-    Streamed blocks share `NUM_SLOTS` slots of the largest one's size, so that a much larger block
-    is better resident: every size is tried as the largest streamed one.
+    Streamed blocks share `NUM_SLOTS` slots, each as large as the largest streamed block. It can
+    therefore pay to keep a very large block resident, so every block size is tried as the largest
+    streamed one.
 
     Args:
-        stacks: block sizes in bytes; the stack to keep resident first comes first.
-        room_bytes: budget for resident blocks and slots.
+        stacks: sizes of the blocks in bytes, per stack; earlier stacks are kept resident first.
+        room_bytes: memory for resident blocks and slots together.
 
     Returns:
-        block indices by stack; None if the budget is too small.
+        indices of the resident blocks, per stack; None if the budget is too small.
     """
     sizes = [size for stack in stacks for size in stack]
     if sum(sizes) <= room_bytes:
@@ -69,7 +70,7 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
 
 
 def _fill(stack: Sequence[int], largest: int, room_bytes: int) -> list[int]:
-    """Return the resident blocks of one stack: all above `largest`, and as many others as fit."""
+    """Return a stack's resident blocks: all larger than `largest`, and as many others as fit."""
     movable = [i for i, size in enumerate(stack) if size <= largest]
     for count in range(len(movable), -1, -1):
         chosen = [movable[index] for index in spread_resident(len(movable), count)]

@@ -1,8 +1,8 @@
-"""Byte storage outside the device: host memory or an unnamed file on disk.
+"""Byte storage outside the device: host memory, or an unnamed file on disk.
 
-A spill file is unlinked at creation, so that a killed run leaves no file behind. Its whole size is
-allocated at once: a full disk is an error before training starts. Data is read into process memory,
-never mapped.
+A spill file is unlinked when it is created, so that a killed run leaves no file behind. Its whole
+size is allocated at once, so that a full disk is reported before training starts. Data is read into
+process memory and never memory-mapped.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ReadInto = Callable[[int, memoryview, int], None]
 
 
 class Bytes(Protocol):
-    """Interface of a byte range outside the device."""
+    """A range of bytes that is stored outside the device."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return bytes as a uint8 tensor: a view if in host memory, else a copy."""
+        """Return bytes as a uint8 tensor: a view if they are in host memory, otherwise a copy."""
 
     def write(self, start: int, values: Tensor) -> None:
-        """Store a contiguous uint8 tensor; no copy if it is a view of this memory."""
+        """Store a contiguous uint8 tensor; nothing is copied if it is a view of this memory."""
 
 
 class HostBytes:
@@ -51,7 +51,7 @@ class HostBytes:
         return self._memory[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:
-        """Copy `values`, unless they are the view returned by `read`."""
+        """Copy `values` into the memory, unless they are the view that `read` returned."""
         target = self._memory[start : start + values.numel()]
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
@@ -61,9 +61,10 @@ class SpillFile:
     """An unnamed file of fixed size.
 
     Args:
-        directory: directory on the disk to use; None uses the system's temporary directory.
+        directory: directory in which the file is created; None uses the system's temporary
+            directory.
         size_bytes: file size.
-        option: name of `directory` in the caller's options.
+        option: name of the user's option for `directory`, for error messages.
 
     Raises:
         ConfigError: the directory is missing or not writable, or the disk has too little space.
@@ -88,7 +89,7 @@ class SpillFile:
             ) from error
 
     def reserve(self, size_bytes: int) -> DiskBytes:
-        """Return the next `size_bytes` of the file."""
+        """Return the next `size_bytes` bytes of the file as a range."""
         start = self._used_bytes
         self._used_bytes += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
         assert self._used_bytes <= self._size_bytes, "more reserved than the file was made for"
@@ -96,7 +97,7 @@ class SpillFile:
 
     @staticmethod
     def rounded(size_bytes: int) -> int:
-        """Return the aligned size of a reservation in bytes."""
+        """Return the number of bytes that a reservation of `size_bytes` takes."""
         return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def close(self) -> None:
@@ -122,11 +123,12 @@ class DiskBytes:
         return values
 
     def fill(self, target: Tensor, read: ReadInto | None = None) -> None:
-        """Fill a contiguous host tensor from the start of the range.
+        """Fill a contiguous host tensor with the bytes at the start of the range.
 
         Args:
             target: tensor of any dtype.
-            read: function of descriptor, memory and offset; None uses buffered reads.
+            read: function that reads into memory, given a descriptor, memory and offset; None uses
+                buffered reads.
         """
         if read is None:
             read_into(self._file.fileno(), target, self._offset)
@@ -134,7 +136,7 @@ class DiskBytes:
             read(self._file.fileno(), byte_memory(target), self._offset)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Write all of `values`."""
+        """Write a contiguous uint8 tensor to the file."""
         left, position = byte_memory(values), self._offset + start
         while left:
             written = os.pwrite(self._file.fileno(), left, position)
@@ -145,7 +147,7 @@ def read_into(descriptor: int, target: Tensor, offset: int) -> None:
     """Fill a contiguous host tensor with the bytes of a file from `offset` on.
 
     Raises:
-        OSError: the file ends before that.
+        OSError: the file has too few bytes after `offset`.
     """
     left, position = byte_memory(target), offset
     while left:
@@ -161,7 +163,7 @@ def byte_memory(tensor: Tensor) -> memoryview:
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes for a person: ``1.5 GiB``."""
+    """Format a number of bytes for people, such as ``1.5 GiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -170,7 +172,7 @@ def format_bytes(count: float) -> str:
 
 
 def _open_nameless(folder: Path, option: str) -> IO[bytes]:
-    """Open a new unlinked file for reading and writing.
+    """Create an unlinked file and open it for reading and writing.
 
     Raises:
         ConfigError: `folder` is not a writable directory.

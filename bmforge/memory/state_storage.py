@@ -1,7 +1,7 @@
-"""Storage of optimizer states between steps: host memory or disk; fp32, bf16 or 8 bits.
+"""Storage of optimizer states between steps, on the host or disk, as fp32, bf16 or 8 bits.
 
-A `Home` stores one flat tensor and returns parts of it as fp32. In host memory and fp32 a part is a
-view, so that no data is copied.
+A `Home` stores one flat tensor and returns ranges of it in fp32. For fp32 in host memory a range is
+a view, so no data is copied.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ BLOCK_ELEMENTS = 256
 
 
 def home_bytes(numel: int, kind: StateDtype, dtype: torch.dtype = torch.float32) -> int:
-    """Return the storage size in bytes of `numel` elements."""
+    """Return the bytes needed to store `numel` elements."""
     if kind == "8bit":
         return (BLOCK_ELEMENTS + 4) * -(-numel // BLOCK_ELEMENTS)
     return numel * (2 if kind == "bf16" else dtype.itemsize)
 
 
 class Home:
-    """One flat tensor outside the device, initially zero.
+    """Stores one flat tensor, initially zero, in host memory or on disk.
 
     Args:
         numel: number of elements.
         kind: storage format.
         dtype: dtype of returned values; also the storage dtype of "fp32".
-        disk: file for the tensor; None uses host memory.
+        disk: file in which the tensor is stored; None uses host memory.
         signed: whether 8-bit values may be negative.
-        new_host: allocator of host memory, possibly page-locked.
+        new_host: function that allocates host memory, possibly page-locked.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Home:
             self.put(start, torch.zeros(min(part, self.numel - start), dtype=self.dtype))
 
     def fetch(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return elements from `start`, a multiple of `BLOCK_ELEMENTS`, to `stop`."""
+        """Return the elements from `start`, which is a multiple of `BLOCK_ELEMENTS`, to `stop`."""
         stop = self.numel if stop is None else stop
         if self._kind == "8bit":
             codes = self._bytes.read(start, stop)
@@ -80,14 +80,14 @@ class Home:
         return stored.view(torch.bfloat16).to(self.dtype) if width == 2 else stored.view(self.dtype)
 
     def fill(self, target: Tensor) -> None:
-        """Copy all elements into a contiguous host tensor, part by part."""
+        """Copy all elements into a contiguous host tensor, one range at a time."""
         flat, part = target.view(-1), 1 << 20
         for start in range(0, self.numel, part):
             stop = min(start + part, self.numel)
             flat[start:stop].copy_(self.fetch(start, stop))
 
     def put(self, start: int, values: Tensor) -> None:
-        """Store `values` from element `start`, a multiple of `BLOCK_ELEMENTS`."""
+        """Store `values` beginning at element `start`, which is a multiple of `BLOCK_ELEMENTS`."""
         values = values.detach().reshape(-1)
         if self._kind == "8bit":
             codes, scales = _quantize(values.float(), self._signed)
@@ -99,7 +99,7 @@ class Home:
         self._bytes.write(start * stored.element_size(), stored.contiguous().view(torch.uint8))
 
     def _scale_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range of the scales of some elements; scales follow the codes."""
+        """Return the byte range of some elements' scales, which are stored after the codes."""
         codes = -(-self.numel // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
         return codes + 4 * (start // BLOCK_ELEMENTS), codes + 4 * -(-stop // BLOCK_ELEMENTS)
 
@@ -108,8 +108,8 @@ class Home:
 def _levels(signed: bool) -> tuple[Tensor, Tensor]:
     """Return the 256 code values, ascending in [-1, 1] or [0, 1], and the bounds between them.
 
-    Seven decades with increasing resolution: small values keep their order of magnitude, large ones
-    two digits.
+    The codes span seven decades and are denser for larger values: small values keep their order of
+    magnitude, large ones two digits.
 
     Source: dynamic tree quantization, Dettmers et al. 2022, "8-bit Optimizers via Block-wise
         Quantization".
@@ -126,7 +126,7 @@ def _levels(signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the code of every value and the largest magnitude of every block."""
+    """Return the code of every value, and the largest magnitude in every block."""
     blocks = -(-values.numel() // BLOCK_ELEMENTS)
     padded = values.new_zeros(blocks * BLOCK_ELEMENTS)
     padded[: values.numel()] = values

@@ -1,7 +1,8 @@
-"""Expert streaming: experts are read when the router chooses them, with an LRU cache on the device.
+"""Expert streaming: experts are read when the router selects them, and cached on the device.
 
-An MoE layer uses few experts per token. All layers share slots for one expert each, and the least
-recently used expert is evicted. Cached experts compute first, while the others are read.
+An MoE layer uses few experts per token. All layers share one cache of slots, each of which holds
+one expert; the least recently used expert is evicted. Cached experts compute first, while the
+missing ones are read.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ LEAST_EXPERTS = 2
 
 
 class _Key(NamedTuple):
-    """An expert: index of its MoE layer and its index in the layer."""
+    """Identifies an expert by the index of its MoE layer and its index within that layer."""
 
     layer: int
     expert: int
 
 
 class _Layer(NamedTuple):
-    """An MoE layer: its name, and a copy with one expert whose memory is set per call."""
+    """An MoE layer: its name, and a one-expert copy that is pointed at a slot's memory."""
 
     name: str
     single: PackedBlock
 
 
 def expert_bytes(experts: nn.Module) -> int:
-    """Return the slot bytes of one expert of a layer."""
+    """Return the number of bytes that one expert of a layer occupies in a slot."""
     return sum(packed_bytes(parameter[0]) for parameter in experts.parameters())
 
 
 def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return name and module of a model's MoE layers, which are called `experts`."""
+    """Return the name and module of every MoE layer; these modules are called `experts`."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -67,14 +68,15 @@ def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class ExpertStreamer:
-    """Copies experts to the device when they are chosen.
+    """Copies experts to the device when the router selects them.
 
     Args:
-        layers: name and module of every MoE layer; each parameter is stacked by expert, and the
-            module maps (rows sorted by expert, end index of each expert's rows) to as many rows.
+        layers: name and module of every MoE layer. Each parameter is stacked by expert. The
+            module's arguments are the rows sorted by expert and the end index of each expert's
+            rows; it returns one output row per input row.
         read: reader of the weights.
         device: compute device.
-        budget_bytes: size of all slots.
+        budget_bytes: total size of the slots.
         engine: copy engine; None creates one.
 
     Attributes:
@@ -118,18 +120,18 @@ class ExpertStreamer:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots."""
+        """Number of experts that the cache can hold."""
         return len(self._free) + len(self._here)
 
     def close(self) -> None:
-        """End copying; the model cannot run any more."""
+        """Stop the copy engine; the model cannot run afterwards."""
         for slot in self._here.values():
             if slot.ticket is not None:
                 slot.ticket.settle()
         self.engine.close()
 
     def _run(self, layer: int, inner: Any, /, x: Tensor, ends: Tensor) -> Tensor:
-        """Apply the experts to their rows, cached experts first."""
+        """Apply each expert to its rows, beginning with the cached experts."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise ConfigError(
                 "experts that are read when they are chosen have no backward. Stream whole blocks "
@@ -147,7 +149,7 @@ class ExpertStreamer:
         return torch.cat([parts[expert] for expert in used]) if used else x[:0]
 
     def _work(self, key: _Key, x: Tensor) -> Tensor:
-        """Run one expert that was requested."""
+        """Run one requested expert, after waiting for its weights if necessary."""
         slot = self._here[key]
         self._here.move_to_end(key)
         if slot.ticket is not None:
@@ -169,7 +171,7 @@ class ExpertStreamer:
             single.hide()
 
     def _drop_pending(self) -> None:
-        """Drop all pending experts after an error; they are requested again when needed."""
+        """Discard the experts still being read, after an error; they are requested again."""
         for key in [key for key, slot in self._here.items() if slot.ticket is not None]:
             slot = self._here.pop(key)
             assert slot.ticket is not None
@@ -178,7 +180,7 @@ class ExpertStreamer:
             self._free.append(slot)
 
     def _ask_for(self, keys: Sequence[_Key]) -> None:
-        """Start copying missing experts into slots of experts that are not needed."""
+        """Start reading missing experts into the slots of experts that are not needed now."""
         for key in keys:
             if key not in self._here:
                 if not self._free:
@@ -210,7 +212,7 @@ def _count(experts: nn.Module) -> int:
 
 
 def _rows_of(ends: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each expert's rows."""
+    """Yield the first row and the end row of each expert."""
     start = 0
     for stop in ends.tolist():
         yield start, stop
@@ -218,7 +220,7 @@ def _rows_of(ends: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of the layer with one expert and almost no memory."""
+    """Return a copy of the layer that has a single expert and almost no memory."""
     memo: dict[int, Any] = {}
     for tensor in experts.parameters():
         placeholder = torch.empty((), dtype=tensor.dtype, device=device).expand(
@@ -229,7 +231,7 @@ def _shrink(experts: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _Away:
-    """Access to the values of a streamed stacked parameter: reads them expert by expert."""
+    """Reads the values of a streamed, stacked parameter expert by expert."""
 
     is_on_disk = True
 
@@ -254,13 +256,13 @@ def stream_experts_(
     budget_bytes: int,
     engine: CopyEngine | None = None,
 ) -> ExpertStreamer:
-    """Stream a model's experts when they are chosen; all other weights are unchanged.
+    """Stream a model's experts when the router selects them; other weights are not streamed.
 
-    Call this before weights are allocated: loading a model on meta then skips the experts.
+    Call this while the model is on the meta device: loading its weights then skips the experts.
 
     Args:
         model: model, possibly on the meta device, whose MoE layers are called `experts`.
-        read: reader of experts, such as `models.weight_reader(...).read_expert`.
+        read: function that reads experts, such as `models.weight_reader(...).read_expert`.
         device: compute device.
         budget_bytes: size of the expert cache on the device.
         engine: copy engine; None creates one.

@@ -1,8 +1,9 @@
-"""Layer streaming: weights of blocks that do not fit on the device are prefetched before use.
+"""Layer streaming: blocks that do not fit on the device are copied there before they run.
 
-Some blocks may be resident; the others share a few slots. The next blocks are predicted from the
-last pass, so that a slot is refilled as soon as its block has run. Backward recomputes blocks, so
-that it reads only weights that are present. Training and inference use the same streamer.
+Some blocks may stay resident; the others share a few slots. The order of the last pass predicts
+which blocks come next, so a slot is refilled as soon as its block has run. Streamed blocks
+recompute their activations in backward, when their weights are on the device again. Training and
+inference use the same streamer.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ Stays = Callable[[str, Tensor], bool]
 
 @runtime_checkable
 class ReadsMany(Protocol):
-    """A `ReadWeights` with a faster batched read."""
+    """A `ReadWeights` function that can also read several tensors at once, which is faster."""
 
     def read_all(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors by name."""
+        """Fill several tensors, given by name."""
 
 
 class Streamer:
-    """Prefetches blocks to the device while earlier blocks compute.
+    """Copies blocks to the device ahead of use, while earlier blocks compute.
 
     Args:
         blocks: name and module of the streamed blocks, in execution order.
@@ -51,7 +52,8 @@ class Streamer:
         device: compute device.
         engine: copy engine; None creates one.
         on_host: names of blocks whose bytes are cached in host memory after the first read.
-        stays: predicate for tensors of these blocks that stay resident; None streams all.
+        stays: function that returns True for tensors of these blocks that stay resident; None
+            streams all tensors.
     """
 
     def __init__(
@@ -80,11 +82,11 @@ class Streamer:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters that are streamed."""
+        """Names of the streamed parameters."""
         return [name for block in self.blocks for name in block.parameters]
 
     def forget(self) -> None:
-        """Drop cached weights on device and host, because the source has changed."""
+        """Discard weights cached on device and host, because the stored weights have changed."""
         for slot in self._slots:
             self._clear(slot)
         for block in self.blocks:
@@ -104,7 +106,7 @@ class Streamer:
         return out
 
     def _enter(self, number: int, is_backward: bool) -> None:
-        """Wait for block `number` and start the prefetch of the next ones."""
+        """Wait for the weights of block `number` and start copying those of the next blocks."""
         phase = "forward" if torch.is_grad_enabled() else "plain"
         self._order.enter(BlockExecution("backward" if is_backward else phase, number))
         self._ask_for(self._order.coming(len(self._slots), with_this=True))
@@ -117,7 +119,7 @@ class Streamer:
         self.engine.note("computes", f"block {number}")
 
     def _ask_for(self, numbers: Sequence[int]) -> None:
-        """Start copying missing blocks into slots of blocks that are not needed."""
+        """Start copying missing blocks into slots whose blocks are not needed now."""
         free = [slot for slot in self._slots if slot.block not in numbers]
         missing = [number for number in numbers if self._slot_of(number) is None]
         for number, slot in zip(missing, free, strict=False):
@@ -151,7 +153,7 @@ class Streamer:
         slot.ticket = self.engine.run(work, f"read block {number}")
 
     def _keep(self, block: PackedBlock) -> Tensor:
-        """Return a block's bytes in host memory, read at the first call."""
+        """Return a block's bytes in host memory; the first call reads them."""
         if block.kept is None:
             memory = self.engine.new_host((block.size_bytes,), torch.uint8)
             self._read(block, memory)
@@ -167,7 +169,7 @@ class Streamer:
             self.read(name, view)
 
     def _arrive(self, slot: Slot) -> None:
-        """Wait for a block that was requested."""
+        """Wait until the requested block is in its slot."""
         ticket, slot.ticket = slot.ticket, None
         assert ticket is not None
         try:
@@ -191,7 +193,7 @@ class Streamer:
 
 
 def _stays_here(shared: set[int], stays: Stays | None, name: str, tensor: Tensor) -> bool:
-    """Return True if a tensor stays resident, by predicate or because it is shared."""
+    """Return True if a tensor stays resident: `stays` says so, or it is shared between modules."""
     return id(tensor) in shared or _keeps(stays, name, tensor)
 
 
@@ -210,29 +212,29 @@ def stream_blocks_(
     on_host: Collection[str] = (),
     stays: Stays | None = None,
 ) -> Streamer:
-    """Stream the weights of a model's blocks; all other weights are unchanged.
+    """Stream the weights of a model's blocks; other weights are not streamed.
 
-    Call this before weights are allocated: loading or initializing a model on meta then skips the
+    Call this while the model is on the meta device: loading or initializing it then skips the
     streamed weights.
 
     Args:
         model: model, possibly on the meta device.
-        read: reader of the weights, such as `models.weight_reader`.
+        read: function that reads weights, such as `models.weight_reader`.
         device: compute device.
-        blocks: names of the modules to stream, in execution order; None streams all blocks. Their
-            contents may differ.
+        blocks: names of the modules to stream, in execution order; None streams all blocks.
+            Their contents may differ.
         engine: copy engine; None creates one.
         resident: names of blocks that stay on the device; see `spread_resident`.
         on_host: names of streamed blocks whose bytes are cached in host memory.
-        stays: predicate for tensors of streamed blocks, by name, that stay resident; shared tensors
-            always do.
+        stays: function that returns True for tensors of streamed blocks that stay resident,
+            given their names; shared tensors always stay resident.
 
     Raises:
         ConfigError: there are no blocks to stream, a block does not exist, or a parameter is
             sharded.
 
-    Memory: `NUM_SLOTS` times the weights of the largest streamed block on the device, and on an
-        accelerator as much page-locked host memory.
+    Memory: `NUM_SLOTS` times the weights of the largest streamed block on the device; with an
+    accelerator also the same amount of page-locked host memory.
     """
     found_blocks = _find_blocks(model, blocks, resident, on_host)
     stays = partial(_stays_here, shared_tensors(model), stays)
@@ -261,7 +263,7 @@ def _find_blocks(
     resident: Collection[str],
     on_host: Collection[str],
 ) -> list[tuple[str, nn.Module]]:
-    """Return name and module of the streamed blocks."""
+    """Return the name and module of every streamed block."""
     if blocks is None:
         selected = [(unit.name, unit.module) for unit in units_of(model) if unit.is_block]
     else:
@@ -276,7 +278,7 @@ def _find_blocks(
 
 
 class _Streamed:
-    """Access to the values of a streamed parameter: reads them from the streamer's source."""
+    """Reads the values of a streamed parameter from where its streamer reads them."""
 
     is_on_disk = True
 

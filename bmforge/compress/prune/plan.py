@@ -51,7 +51,7 @@ class PruningPlan:
     """Pruning plan of a model; layers that are not listed are kept unchanged.
 
     Args:
-        layers: block name -> kept indices.
+        layers: kept indices of the layers, by block name.
         gone: names of removed blocks.
         hidden: kept hidden features; None keeps all.
     """
