@@ -1,4 +1,4 @@
-"""Post-training: preferences, reward models and reinforcement learning, on any model and layout.
+"""Post-training on any model and layout: preferences, reward models, reinforcement learning.
 
 Start reading at `scoring.py`, which computes log-probabilities of tokens; for reinforcement
 learning, at `rollouts.py`.

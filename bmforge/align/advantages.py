@@ -1,7 +1,7 @@
-"""Advantages of answers from their rewards: a table of functions, one per method.
+"""Computes advantages of answers from their rewards, with one function per method.
 
-Rewards are (P, G): P prompts with G answers each; NaN is an answer without a reward. It takes no
-part in means and deviations, and its advantage is 0.
+Rewards are (P, G): P prompts with G answers each; NaN marks an answer without a reward. Such an
+answer is ignored in means and deviations, and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EPSILON = 1e-4
 
 
 def weigh_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of several reward functions; NaN where none has given a reward.
+    """Return the weighted sum of several reward functions; NaN if none has given a reward.
 
     Shape:
         rewards: (F, P, G); weights: (F,); returns (P, G)
@@ -55,7 +55,7 @@ def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
 
 
 def _center(rewards: Tensor) -> Tensor:
-    """Subtract the mean of each group; groups of equal rewards are exactly 0."""
+    """Subtract each group's mean; groups of equal rewards become exactly 0."""
     count = (~rewards.isnan()).sum(1, keepdim=True)
     mean = rewards.nansum(1, keepdim=True) / count
     centered = rewards - mean
@@ -75,24 +75,24 @@ def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _by_group(rewards: Tensor) -> Tensor:
-    """Reward minus group mean, divided by the group's deviation (GRPO, arXiv 2402.03300)."""
+    """Return (reward - group mean) / group deviation (GRPO, arXiv 2402.03300)."""
     return _center(rewards) / (_deviation(rewards, 1) + _EPSILON)
 
 
 def _by_batch(rewards: Tensor) -> Tensor:
-    """Reward minus group mean, divided by the batch's deviation (Lite PPO, arXiv 2508.08221)."""
+    """Return (reward - group mean) / batch deviation (Lite PPO, arXiv 2508.08221)."""
     centered = _center(rewards) if rewards.shape[1] > 1 else rewards - rewards.nanmean()
     return centered / (_deviation(rewards) + _EPSILON)
 
 
 def _leave_one_out(rewards: Tensor) -> Tensor:
-    """Reward minus the mean of the group's other answers (RLOO, arXiv 2402.14740)."""
+    """Return the reward minus the mean of the group's other answers (RLOO, arXiv 2402.14740)."""
     count = (~rewards.isnan()).sum(1, keepdim=True)
     return _center(rewards) * count / (count - 1).clamp(min=1)
 
 
 def _whiten(rewards: Tensor) -> Tensor:
-    """Reward minus batch mean, divided by the batch's deviation (REINFORCE++, 2501.03262)."""
+    """Return (reward - batch mean) / batch deviation (REINFORCE++, arXiv 2501.03262)."""
     flat = _center(rewards.reshape(1, -1))
     return (flat / (_deviation(flat, 1) + _EPSILON)).view_as(rewards)
 
@@ -108,7 +108,7 @@ ADVANTAGES: Mapping[AdvantageName, Callable[[Tensor], Tensor]] = {
 
 
 def discount_kl(rewards: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Return REINFORCE++'s token advantages: reward minus the KL still to come, whitened.
+    """Return REINFORCE++'s token advantages: reward minus the sum of later KL terms, whitened.
 
     Args:
         rewards: reward of each answer, NaN without one.

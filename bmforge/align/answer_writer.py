@@ -1,4 +1,4 @@
-"""Writes and scores answers with the engine: the trained model itself, or a copy of its weights."""
+"""Generates rollouts with the engine, using the trained model or a copy of sharded weights."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["AnswerWriter"]
 
 
 class AnswerWriter:
-    """Writes the answers of a rollout with the weights that are trained.
+    """Generates the answers of rollouts with the current weights of the trained model.
 
-    On one process in fp32 the engine runs the trained module itself. A model that is sharded, on
-    any layout, or computes in 16 bits is copied: before each rollout, its weights are gathered
-    tensor by tensor into a plain model in place. All processes call the methods together.
+    On one process in fp32 the engine runs the trained module itself. A model that is sharded or
+    computes in 16 bits is copied: before each rollout, its weights are gathered tensor by tensor
+    into a plain model in place.
 
     Args:
         model: trained model.
         max_num_seqs: maximum number of answers in a batch.
-        max_tokens: maximum length of a prompt with its answer; one more to score such rows.
+        max_tokens: maximum length of a prompt with its answer.
         options: generation options of every answer, without the seed.
         make_copy: function that returns a plain model of the same structure with weights; None
             refuses models that need one.
@@ -74,22 +74,22 @@ class AnswerWriter:
 
     @property
     def weights_version(self) -> int:
-        """Version of the weights of the last rollout."""
+        """Version of the weights that the last rollout used."""
         return self._engine.weights_version
 
     def write(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], count: int
     ) -> list[list[Completion]]:
-        """Return `count` answers for each prompt.
+        """Generate `count` answers for each prompt.
 
-        An answer depends on the weights, its prompt, the prompt's seed and its number alone.
+        An answer depends only on the weights, its prompt, the prompt's seed and its number.
 
         Args:
             prompts: token ids of the prompts.
             seeds: random seed of each prompt.
             count: number of answers per prompt.
 
-        Comm: an all-gather of each sharded weight, a broadcast of those of a pipeline stage.
+        Comm: an all-gather of each sharded weight.
         """
         with evaluating(self._copy or self._model):
             version = self._take_weights()

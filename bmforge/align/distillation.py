@@ -1,4 +1,4 @@
-"""On-policy distillation: the student writes answers, a teacher's distributions are the target."""
+"""On-policy distillation: a teacher's distributions are the target on the student's answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]
     Args:
         student: config of the student.
         teacher: config of the teacher.
-        vocabularies: token -> id of both tokenizers.
+        vocabularies: ids by token of both tokenizers.
     """
     sizes = student.vocab_size, teacher.vocab_size
     if sizes[0] != sizes[1]:
@@ -43,7 +43,7 @@ def check_vocabularies(student: Any, teacher: Any, vocabularies: tuple[Any, Any]
 
 
 class DistillationObjective:
-    """Mean generalized Jensen-Shannon divergence of the answers' tokens; an objective of `Trainer`.
+    """Training objective: mean generalized Jensen-Shannon divergence over the answers' tokens.
 
     Args:
         teacher: causal language model, which is not trained.
@@ -79,13 +79,13 @@ class DistillationObjective:
 
 
 def _select(head: HeadInput, rows: Tensor) -> HeadInput:
-    """Return the inputs of some tokens."""
+    """Select the head inputs of some tokens."""
     added = tuple((low[rows], up) for low, up in head.added)
     return HeadInput(head.hidden[rows], head.weight, head.bias, added)
 
 
 def _read_head(model: Any, inputs: Any, labels: Tensor) -> HeadInput:
-    """Return the inputs of a model's head at the tokens that predict a label."""
+    """Run a model; return the inputs of its output head at the tokens that predict a label."""
     heads: list[HeadInput] = []
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:

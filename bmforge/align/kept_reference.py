@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference model that are computed once and kept in a file."""
+"""Caches the log-probabilities of a reference model in a file of the run directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILE = "reference_logprobs.safetensors"
 
 
 class _Source(Protocol):
-    """Examples of two rows each that accept log-probabilities of their rows, (N, 2)."""
+    """Interface of example sources with two rows per example, which accept log-probabilities."""
 
     fingerprint: str
     reference: Tensor | None
@@ -45,10 +45,11 @@ class _Source(Protocol):
 def keep_reference_(
     sources: Sequence[_Source], run_dir: Path, batch_size: int, model: nn.Module
 ) -> None:
-    """Give every source the log-probabilities of its rows under the model, adapters disabled.
+    """Compute the reference log-probabilities of every source, and store them in the sources.
 
-    They are read from the run directory if the same rows were scored before, so a run that resumes
-    has the values that it began with.
+    The reference is the model with its adapters disabled. The values are read from the run
+    directory if the same rows were scored before, so a run that resumes has the values that it
+    began with.
 
     Args:
         sources: examples of the run.
@@ -70,7 +71,7 @@ def keep_reference_(
 
 
 def _read(path: Path, names: Sequence[str]) -> list[Tensor] | None:
-    """Return the kept values of these sources; None if the file has others."""
+    """Load the cached values for these sources; None if the file is missing or has others."""
     if not path.is_file():
         return None
     try:

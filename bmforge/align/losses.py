@@ -1,7 +1,8 @@
-"""Losses of preference optimization: functions of summed log-probabilities, one value per pair.
+"""Losses of preference optimization, as functions of summed log-probabilities.
 
 Notation of the formulas: h is the log-ratio of policy and reference of one answer, summed over its
-tokens; w is the chosen and l the rejected answer; |y| is the number of scored tokens.
+tokens; w is the chosen and l the rejected answer; |y| is the number of scored tokens; s is the
+logistic sigmoid.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LOG_HALF = -0.6931471805599453
 
 
 class PairScores(NamedTuple):
-    """Scores of pairs of answers to one prompt.
+    """Log-probabilities of the two answers in each pair.
 
     Args:
         chosen, rejected: summed log-probability of the answer's tokens under the policy.
@@ -53,7 +54,7 @@ class PairScores(NamedTuple):
     rejected_length: Tensor
 
     def ratios(self) -> tuple[Tensor, Tensor]:
-        """Return the log-ratios of policy and reference of both answers."""
+        """Return the log-ratio of policy and reference for both answers."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def means(self) -> tuple[Tensor, Tensor]:
@@ -87,13 +88,13 @@ PairLoss = Callable[[PairScores, MethodOptions], Tensor]
 
 @dataclass(frozen=True)
 class LossMethod:
-    """A method of preference optimization.
+    """Description of one preference optimization method.
 
     Args:
         loss: loss of every pair, without the negative log-likelihood; None for unpaired answers.
         about: name and source.
         beta: default of `beta`.
-        needs_reference: the loss compares with a reference model.
+        needs_reference: True if the loss compares with a reference model.
         options: further fields of `MethodOptions` that have an effect.
         nll_weight: default factor of the negative log-likelihood.
     """
@@ -107,7 +108,10 @@ class LossMethod:
 
 
 def _dpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """-(1 - e) log s(beta d) - e log s(-beta d), with d = h_w - h_l (conservative for e > 0)."""
+    """DPO loss: -(1 - e) log s(beta d) - e log s(-beta d), with d = h_w - h_l.
+
+    e is the label smoothing; e > 0 is conservative DPO.
+    """
     chosen, rejected = scores.ratios()
     return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
 
@@ -118,7 +122,7 @@ def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def _robust(scores: PairScores, options: MethodOptions) -> Tensor:
-    """[-(1 - e) log s(beta d) + e log s(-beta d)] / (1 - 2 e)."""
+    """Robust DPO loss: [-(1 - e) log s(beta d) + e log s(-beta d)] / (1 - 2 e)."""
     chosen, rejected = scores.ratios()
     margin, smoothing = options.beta * (chosen - rejected), options.label_smoothing
     loss = smoothing * F.logsigmoid(-margin) - (1 - smoothing) * F.logsigmoid(margin)
@@ -126,7 +130,7 @@ def _robust(scores: PairScores, options: MethodOptions) -> Tensor:
 
 
 def _hinge(scores: PairScores, options: MethodOptions) -> Tensor:
-    """max(0, 1 - beta d)."""
+    """Hinge loss: max(0, 1 - beta d), with d = h_w - h_l."""
     chosen, rejected = scores.ratios()
     return torch.relu(1 - options.beta * (chosen - rejected))
 
@@ -137,35 +141,35 @@ def _normalized_margin(scores: PairScores) -> Tensor:
 
 
 def _ipo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """(h_w / |y_w| - h_l / |y_l| - 1 / (2 beta))^2: means per token, not sums."""
+    """IPO loss: (h_w / |y_w| - h_l / |y_l| - 1 / (2 beta))^2, with means per token."""
     return (_normalized_margin(scores) - 1 / (2 * options.beta)) ** 2
 
 
 def _normalized_dpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """-log s(beta (h_w / |y_w| - h_l / |y_l|))."""
+    """Length-normalized DPO loss: -log s(beta (h_w / |y_w| - h_l / |y_l|))."""
     return _smoothed(options.beta * _normalized_margin(scores), options.label_smoothing)
 
 
 def _simpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """-log s(beta (S_w / |y_w| - S_l / |y_l|) - gamma)."""
+    """SimPO loss: -log s(beta (S_w / |y_w| - S_l / |y_l|) - gamma), S being log-probabilities."""
     chosen, rejected = scores.means()
     margin = options.beta * (chosen - rejected) - options.simpo_gamma
     return _smoothed(margin, options.label_smoothing)
 
 
 def _cpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """-log s(beta (S_w - S_l))."""
+    """CPO loss: -log s(beta (S_w - S_l)), S being summed log-probabilities."""
     margin = options.beta * (scores.chosen - scores.rejected)
     return _smoothed(margin, options.label_smoothing)
 
 
 def _orpo(scores: PairScores, options: MethodOptions) -> Tensor:
-    """-beta log s(log odds ratio)."""
+    """ORPO loss: -beta log s(log odds ratio)."""
     return -options.beta * F.logsigmoid(odds_ratio(scores))
 
 
 def odds_ratio(scores: PairScores) -> Tensor:
-    """Return ORPO's log odds ratio of the answers' mean probabilities per token."""
+    """Return ORPO's log odds ratio of the two answers' mean probabilities per token."""
     chosen, rejected = scores.means()
     return (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
 
@@ -246,11 +250,12 @@ def preference_loss(name: str, scores: PairScores, options: MethodOptions) -> Te
 def kto_loss(ratio: Tensor, is_good: Tensor, kl: Tensor, options: MethodOptions) -> Tensor:
     """Return KTO's loss of every answer.
 
-    Good answers have w_D (1 - s(beta (h - z))), bad ones w_U (1 - s(beta (z - h))).
+    The loss is w_D (1 - s(beta (h - z))) for good answers, and w_U (1 - s(beta (z - h))) for bad
+    ones.
 
     Args:
         ratio: log-ratio h of policy and reference.
-        is_good: whether the answer is marked good.
+        is_good: True for answers rated good.
         kl: estimate z of the divergence of policy and reference, at least 0, without gradient.
         options: coefficients.
 

@@ -1,4 +1,4 @@
-"""Policy-gradient losses of reinforcement learning, as tables of functions.
+"""Policy-gradient losses of reinforcement learning, combined from tables of functions.
 
 A `Policy` names one entry of each table; `METHODS` are the published combinations. All functions
 work on (B, T) tensors whose mask is 1 on the tokens of answers.
@@ -36,7 +36,7 @@ CorrectionName = Literal["none", "truncate", "mask"]
 
 @dataclass(kw_only=True)
 class PolicyConfig:
-    """Parts of a policy loss; those that are not given are the method's (`METHODS`).
+    """Options of a policy loss; an option that is None has the method's value (`METHODS`).
 
     Args:
         advantage: advantage of an answer; see `ADVANTAGES`.
@@ -80,7 +80,7 @@ class PolicyConfig:
     entropy_bonus: float | None = None
 
     def resolve(self, method: str) -> Policy:
-        """Return the policy loss of a method with the given parts replaced.
+        """Return the complete policy loss of a method, with the given options replaced.
 
         Raises:
             ConfigError: the method is unknown, or a number is out of range or has no effect.
@@ -95,7 +95,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A complete policy loss; fields as in `PolicyConfig`, with the defaults of GRPO."""
+    """Complete policy loss; fields as in `PolicyConfig`, with the defaults of GRPO."""
 
     advantage: AdvantageName = "group"
     ratio: RatioName = "token"
@@ -149,15 +149,15 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 class PolicyInputs(NamedTuple):
-    """Tensors of a micro-batch of answers; those that are None are not used.
+    """Tensors of a micro-batch of answers; optional ones may be None.
 
     Args:
         logprobs: log-probabilities of the trained policy, with gradient.
         mask: 1 on the tokens of answers that count.
         advantages: advantage of each token.
-        old: log-probabilities at the beginning of the update; None takes `logprobs` detached.
+        old: log-probabilities at the beginning of the update; None uses `logprobs`, detached.
         reference: log-probabilities of the reference.
-        sampler: log-probabilities of the policy that has written the answers.
+        sampler: log-probabilities of the policy that generated the answers.
         entropy: entropy at each token.
 
     Shape:
@@ -204,7 +204,7 @@ def _clip_ppo(ratio: Tensor, inputs: PolicyInputs, config: Policy) -> Tensor:
 
 
 def _clip_weight(ratio: Tensor, inputs: PolicyInputs, config: Policy) -> Tensor:
-    """Return the policy gradient of every token, weighted by the detached, clipped ratio."""
+    """Return CISPO's loss of every token: a policy gradient weighted by the clipped ratio."""
     return -ratio.clamp(max=config.clip_high).detach() * inputs.advantages * inputs.logprobs
 
 
@@ -233,7 +233,7 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, kind: str) -> Tensor:
 
 
 def correct_sampling(old: Tensor, sampler: Tensor, config: Policy) -> Tensor:
-    """Return the detached weight old/sampler of every token, truncated or masked."""
+    """Return the importance weight old/sampler of every token, detached, truncated or masked."""
     weight = (old - sampler).exp().detach()
     if config.correction == "truncate":
         return weight.clamp(max=config.correction_cap)
@@ -242,7 +242,7 @@ def correct_sampling(old: Tensor, sampler: Tensor, config: Policy) -> Tensor:
 
 
 def _spread(mask: Tensor, config: Policy, max_tokens: int) -> Tensor:
-    """Return the weight of every token, so that the sum over `count_items` is the mean."""
+    """Return the weight of every token, so that dividing by `count_items` gives the mean."""
     if config.normalize == "sequence":
         return mask / mask.sum(1, keepdim=True).clamp(min=1)
     if config.normalize == "fixed":
@@ -264,7 +264,7 @@ def policy_loss(
 
     Args:
         inputs: tensors of the answers.
-        config: the method.
+        config: policy loss of the method.
         max_tokens: maximum length of an answer, for the fixed normalization.
 
     Returns:
@@ -296,7 +296,7 @@ def policy_loss(
 def _count_clipped(
     ratio: Tensor, inputs: PolicyInputs, config: Policy, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Return the numbers of tokens whose ratio is clipped below and above."""
+    """Return the number of tokens whose ratio is clipped from below, and from above."""
     is_low = (ratio < 1 - config.clip_low) & (inputs.advantages < 0)
     is_high = (ratio > 1 + config.clip_high) & (inputs.advantages > 0)
     if config.clip != "ppo":

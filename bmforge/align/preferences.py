@@ -1,4 +1,4 @@
-"""Objectives of preference optimization: pairs of answers, and answers marked good or bad."""
+"""Training objectives of preference optimization, for pairs and for rated single answers."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ _REFERENCE, _KL = "reference_logps", "kl"
 
 
 class PairObjective:
-    """Loss of pairs: row 2i is the chosen and row 2i + 1 the rejected answer of pair i.
+    """Training objective for pairs of answers (DPO and similar methods).
 
-    Batches have ``input_ids`` and ``labels``, (2B, T), with labels on the tokens of the answers; a
-    pair without labels is padding. ``reference_logps``, (2B,), are computed if they are missing.
+    Row 2i of a batch is the chosen and row 2i + 1 the rejected answer of pair i. Batches have
+    ``input_ids`` and ``labels``, (2B, T), with labels on the tokens of the answers; a pair without
+    labels is padding. ``reference_logps``, (2B,), are computed if they are missing.
 
     Args:
         method: name of the method, a key of `METHODS`.
         options: coefficients of the loss.
         reference: reference model; None if the method needs none or all batches have its scores.
-        nll_on_prompt: the negative log-likelihood covers the prompt too, as in TRL's ORPO.
+        nll_on_prompt: True if the negative log-likelihood includes the prompt, as in TRL's ORPO.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PairObjective:
             self.metrics = {**self.metrics, "log_odds_ratio": "mean", "log_odds_chosen": "mean"}
 
     def count(self, batch: Batch) -> int:
-        """Return the number of pairs."""
+        """Return the number of pairs in a batch."""
         return int(_is_real(batch).sum())
 
     @property
@@ -79,7 +80,7 @@ class PairObjective:
         return METHODS[self._method].needs_reference
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add the reference's log-probabilities to the micro-batches."""
+        """Add the reference model's log-probabilities to the micro-batches."""
         if not self._compares:
             return micro_batches
         return [_with_reference(self._reference, model, batch) for batch in micro_batches]
@@ -119,7 +120,7 @@ class PairObjective:
         return torch.where(is_chosen & (width <= last) & (last > 0), batch["input_ids"], labels)
 
     def _measure(self, pairs: PairScores, is_real: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of every pair and the metrics of the rewards."""
+        """Return the loss of every pair, and metrics of the implicit rewards."""
         loss = preference_loss(self._method, pairs, self._options)
         if self._method in ("simpo", "orpo"):
             chosen, rejected = pairs.means()
@@ -142,7 +143,7 @@ class PairObjective:
 
 
 class UnpairedObjective:
-    """KTO's loss of answers marked good or bad.
+    """Training objective of KTO, for answers rated good or bad.
 
     Row 2i is answer i, row 2i + 1 the same prompt with the answer to another prompt, from which z,
     the divergence of policy and reference, is estimated. z is the mean over the whole optimizer
@@ -160,11 +161,11 @@ class UnpairedObjective:
         self.metrics: Mapping[str, MetricKind] = {**rewards, "kl": "mean", **_SHARED}
 
     def count(self, batch: Batch) -> int:
-        """Return the number of answers."""
+        """Return the number of answers in a batch."""
         return int(_is_real(batch).sum())
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add the reference's log-probabilities and z to the micro-batches.
+        """Add the reference model's log-probabilities, and z, to the micro-batches.
 
         Comm: an all-reduce of two numbers.
         """
@@ -205,7 +206,7 @@ class UnpairedObjective:
 
 
 def _with_reference(reference: Reference | None, model: nn.Module, batch: Batch) -> Batch:
-    """Return the batch with the reference's log-probabilities."""
+    """Add the reference model's log-probabilities to a batch."""
     if _REFERENCE in batch:
         return batch
     assert reference is not None
@@ -213,17 +214,17 @@ def _with_reference(reference: Reference | None, model: nn.Module, batch: Batch)
 
 
 def _is_real(batch: Batch) -> Tensor:
-    """Return a mask (B,) of the pairs that have labels; the others are padding of a step."""
+    """Return a mask (B,) of the pairs that have labels; pairs without labels are padding."""
     return (batch["labels"][::2] != IGNORE_INDEX).any(1)
 
 
 def _has_score(labels: Tensor) -> Tensor:
-    """Return a mask (1, T) of the scored positions: nothing predicts the first token."""
+    """Return a mask (1, T) of the positions that are scored: all but the first."""
     return (torch.arange(labels.shape[1], device=labels.device) > 0)[None]
 
 
 def _mean(values: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over real pairs and their number."""
+    """Return the sum of the values over real pairs, and the number of real pairs."""
     return values.detach().where(is_real, 0).sum(), is_real.sum()
 
 
@@ -235,7 +236,7 @@ def _nll_of_chosen(scores: TokenScores, targets: Tensor) -> Tensor:
 
 
 def _token_metrics(scores: TokenScores, is_answer: Tensor) -> dict[str, Any]:
-    """Return the metrics of the answers' tokens."""
+    """Return token metrics of the answers: accuracy, entropy and count."""
     count = is_answer.sum()
     return {
         "mean_token_accuracy": (scores.is_best.where(is_answer, 0).sum(), count),

@@ -1,4 +1,4 @@
-"""Reference models of preference optimization, whose log-probabilities the policy is compared with.
+"""Reference models of preference optimization.
 
 A reference is a function (model, batch) -> summed log-probabilities of the rows. It is called
 before the forward and backward of a step, so it works on every layout, pipelines included.
@@ -29,7 +29,7 @@ def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         model: model on any layout; all ranks call this together, outside of a training step.
-        batch: ``input_ids`` and ``labels``.
+        batch: dict with ``input_ids`` and ``labels``.
 
     Shape:
         batch: (B, T); returns (B,)
@@ -41,13 +41,13 @@ def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def adapter_off(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Score rows by the policy's base model: the policy with all its adapters disabled."""
+    """Score rows with the policy's base model, that is, with all adapters disabled."""
     with choosing_deltas(model, ()):
         return score_rows(model, batch)
 
 
 def frozen_copy(reference: Any) -> Reference:
-    """Return a reference that scores rows by another model, which is never trained."""
+    """Freeze a second model; return a reference function that scores rows with it."""
     reference.requires_grad_(False)
 
     def score(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

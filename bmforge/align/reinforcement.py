@@ -1,4 +1,4 @@
-"""Objective of reinforcement learning, and the log-probabilities that it compares with."""
+"""Training objective of reinforcement learning, and the log-probabilities that it needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EXACT = "exact"
 
 
 def _mask_of(labels: Tensor) -> Tensor:
-    """Return the mask of scored tokens: nothing predicts the first token of a row."""
+    """Return the mask of scored tokens; the first token of a row is never scored."""
     mask = labels != IGNORE_INDEX
     mask[:, 0] = False
     return mask
@@ -73,15 +73,13 @@ def _score_exactly(score_rows: RowScorer, micro_batches: Sequence[Batch]) -> lis
 
 
 class PolicyObjective:
-    """Policy loss of a micro-batch of `rollout_batches.collate_answers`; an objective of `Trainer`.
+    """Training objective of reinforcement learning: the policy loss of a micro-batch.
 
     Args:
         policy: loss of the method.
         temperature: temperature of the rollouts, which divides the logits of all policies.
         max_tokens: maximum length of an answer in tokens.
         rollout_metrics: names of the rollout's metrics, and a function that returns their values.
-        score_rows: function that returns the log-probabilities of rows of token ids by the kernels
-            of the sampler; None computes the loss with those of torch.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class PolicyObjective:
         self.metrics |= _EXTREMES
 
     def count(self, batch: Batch) -> int:
-        """Return the number of scored answers or tokens, by the policy's normalization."""
+        """Return the number of scored answers or tokens, as the policy's normalization requires."""
         return count_items(_mask_of(batch["labels"]), self._policy)
 
     def prepare(self, model: Any, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
@@ -155,7 +153,7 @@ _EXTREMES: Mapping[str, MetricKind] = {
 
 @torch.no_grad()
 def _compare_sampler(inputs: PolicyInputs) -> dict[str, MetricValue]:
-    """Return how far the sampler's log-probabilities are from the policy's, uncorrected."""
+    """Return metrics of the difference between the sampler's and the policy's log-probabilities."""
     mask = inputs.mask.bool()
     if inputs.sampler is None or not bool(mask.any()):
         return {}
@@ -172,14 +170,13 @@ def _compare_sampler(inputs: PolicyInputs) -> dict[str, MetricValue]:
 
 
 class PolicyScores:
-    """Log-probabilities of a rollout's answers, without gradient: `Scores` of a `RolloutLoader`.
+    """Computes old and reference log-probabilities of answers; implements `Scores`.
 
     Args:
         model: trained model.
         temperature: temperature of the rollouts.
-        with_old: compute the trained policy's.
+        with_old: True to compute those of the trained policy.
         reference: reference policy; None without one.
-        is_exact: the loss has the sampler's values, which are those of the trained policy.
     """
 
     def __init__(
@@ -195,7 +192,7 @@ class PolicyScores:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return ``old`` and ``reference`` as needed, (B, T) each."""
+        """Return the required log-probabilities, ``old`` and ``reference``, (B, T) each."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}
@@ -212,11 +209,11 @@ class PolicyScores:
 
 
 def open_reference(model: Any, trains_base: bool) -> Reference:
-    """Return the initial policy: the model without its adapter, or a frozen copy.
+    """Return the initial policy as reference: the model without its adapter, or a frozen copy.
 
     Args:
         model: trained model with its initial weights.
-        trains_base: whether modules besides an adapter are trained.
+        trains_base: True if modules besides an adapter are trained.
 
     Raises:
         ConfigError: the model is sharded, so that it cannot be copied.

@@ -1,4 +1,4 @@
-"""Reward models: a sequence classifier with one output, trained on pairs of answers."""
+"""Training objective of reward models, which are sequence classifiers with one output."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["RewardObjective"]
 
 
 class RewardObjective:
-    """Bradley-Terry loss of pairs: row 2i is the chosen and row 2i + 1 the rejected answer.
+    """Training objective of reward models: the Bradley-Terry loss of pairs.
 
-    Batches have ``input_ids``, ``attention_mask`` and ``labels``, (2B, T), and ``margin``, (B,). A
-    reward is the classifier's output at the last token of `attention_mask`.
+    Row 2i of a batch is the chosen and row 2i + 1 the rejected answer of a pair. Batches have
+    ``input_ids``, ``attention_mask`` and ``labels``, (2B, T), and ``margin``, (B,). A reward is the
+    classifier's output at the last token of `attention_mask`.
 
     Args:
         center_coefficient: factor of the squared sum of both rewards, which keeps them near 0.
@@ -36,7 +37,7 @@ class RewardObjective:
         self._center_coefficient = center_coefficient
 
     def count(self, batch: Batch) -> int:
-        """Return the number of pairs."""
+        """Return the number of pairs in a batch."""
         return int((batch["labels"][::2] != IGNORE_INDEX).any(1).sum())
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:

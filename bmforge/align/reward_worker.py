@@ -1,9 +1,8 @@
-"""Process that runs a reward function or a tool: calls and results are lines of JSON.
+"""Worker process for one reward function; it reads calls and writes rewards as JSON lines.
 
-`rewards.RewardProcess` starts it as ``python -m bmforge.align.reward_worker SPEC``, with ``tool``
-at the end for a function that answers call, which returns one text. A process can be killed when a
-user's function hangs, a thread cannot. Lines are JSON rather than pickles, and the function's
-prints go to the standard error.
+Started by `rewards.RewardProcess` as ``python -m bmforge.align.reward_worker SPEC``. A process can
+be killed when a user's function hangs, a thread cannot. Lines are JSON rather than pickles, and the
+function's prints go to the standard error.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAX_BYTES = 1 << 26
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """Return the reward function that a specification names.
+    """Load the reward function that a specification names.
 
     Args:
         spec: ``module:function``, ``file.py:function``, a verifier such as ``exact:answer``, or an
@@ -75,7 +74,7 @@ def _import_file(origin: str) -> Any:
 
 
 def _post(address: str, batch: dict[str, Any]) -> Any:
-    """Send a batch to a reward server and return the ``rewards`` of its answer."""
+    """Send a batch to a reward server and return the ``rewards`` in its response."""
     data = json.dumps(batch).encode()
     request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
     for attempt in range(_ATTEMPTS):
@@ -89,7 +88,7 @@ def _post(address: str, batch: dict[str, Any]) -> Any:
 
 
 def _call(function: Callable[..., Any], batch: dict[str, Any]) -> Any:
-    """Call a function with the arguments that it takes; await a coroutine."""
+    """Call a reward function with the arguments that it accepts; await it if it is async."""
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = {parameter.name for parameter in parameters}
@@ -110,7 +109,7 @@ def _run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a reward as a JSON number or None; anything else as its text, which is refused."""
+    """Return a reward as a JSON number or None; an invalid value becomes text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     try:
@@ -120,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> None:
-    """Load the function of the command line and answer calls until the input ends."""
+    """Load the function named on the command line, and serve calls until the input ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())

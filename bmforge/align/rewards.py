@@ -1,4 +1,4 @@
-"""Rewards of generated answers: Python functions, verifiers, reward models and HTTP servers.
+"""Rewards for generated answers: Python functions, verifiers, reward models, HTTP servers.
 
 A reward function has TRL's signature: ``f(prompts, completions, completion_ids, **columns)``
 returns one number, or None, per completion; columns are the prompts' other fields. A function that
@@ -43,17 +43,17 @@ _START_TIMEOUT_S = 60.0
 
 
 class Scorer(Protocol):
-    """Source of rewards for batches of answers."""
+    """Interface of reward sources, which score batches of answers."""
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return a reward per answer; any exception is a failure of the call."""
+        """Return the reward of each answer; an exception counts as a failure of the call."""
 
     def close(self) -> None:
-        """Release processes and models."""
+        """Release the processes and models of the source."""
 
 
 def read_weight(spec: str) -> tuple[str, float]:
-    """Return a specification without its weight, and the weight (default: 1).
+    """Split a specification into its name and its weight (default: 1).
 
     Raises:
         ConfigError: the weight is not finite.
@@ -91,7 +91,7 @@ class RewardProcess:
         self._start(timeout_s)
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return a reward per answer.
+        """Return the reward of each answer.
 
         Raises:
             TimeoutError: the function has not returned in time; its process is killed.
@@ -186,7 +186,7 @@ class ToolProcess(RewardProcess):
 
 
 def _read_lines(process: subprocess.Popen[str], replies: queue.Queue[str]) -> None:
-    """Pass on the lines of a process, and an empty one at its end."""
+    """Put the output lines of a process into a queue, followed by an empty line at the end."""
     assert process.stdout is not None
     for line in process.stdout:
         replies.put(line)
@@ -201,7 +201,7 @@ def _write(process: subprocess.Popen[str], line: str) -> None:
 
 
 class CallableReward:
-    """Calls a Python function of this process in a thread; a hanging call is abandoned.
+    """Reward source that calls a Python function in a thread; a hanging call is abandoned.
 
     Args:
         function: reward function with TRL's signature, sync or async.
@@ -211,7 +211,7 @@ class CallableReward:
         self._function = function
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return a reward per answer; raise the function's exception or `TimeoutError`."""
+        """Return the reward of each answer; raise the function's exception or `TimeoutError`."""
         results: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
 
         def work() -> None:
@@ -241,15 +241,15 @@ async def _wait_for(out: Any) -> Any:
 
 
 class RewardSet:
-    """Several named, weighted sources of rewards.
+    """Named, weighted reward sources of a run.
 
     Args:
-        sources: name -> source, in the order of the weights.
+        sources: sources by name, in the order of the weights.
         weights: weight of each source in the sum.
         timeout_s: time limit of a call in seconds.
 
     Attributes:
-        failures: name -> number of calls without a usable result.
+        failures: number of calls without a usable result, by name.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class RewardSet:
         return list(self._sources)
 
     def score(self, batch: Mapping[str, Any]) -> dict[str, Rewards]:
-        """Return the rewards of every source; None for an answer that it has not scored.
+        """Return the rewards from every source; None for an answer that the source did not score.
 
         Args:
             batch: ``prompts``, ``completions``, ``completion_ids`` and columns, of equal lengths.
@@ -310,7 +310,7 @@ class RewardSet:
 
 
 def _read_reward(value: Any) -> float | None:
-    """Return a finite number; None for anything else."""
+    """Convert a reward to a finite number; None if it is not one."""
     try:
         number = None if value is None or isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
@@ -372,7 +372,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _short_name(spec: str) -> str:
-    """Return the name of a reward in metrics: that of its function, file or verifier."""
+    """Return the name of a reward for metrics: that of its function, file or verifier."""
     if spec.startswith(("http://", "https://")):
         return spec.split("://", 1)[1].split("/")[0]
     kind, _, argument = spec.partition(":")

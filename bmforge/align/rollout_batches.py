@@ -1,4 +1,4 @@
-"""Answers of a rollout, and the micro-batches of tensors that they are trained in."""
+"""Generated answers of a rollout, and their collation into micro-batches."""
 
 from __future__ import annotations
 
@@ -19,25 +19,21 @@ INPUT_NAMES = ("input_ids", "attention_mask")
 
 @dataclass
 class RolloutAnswer:
-    """One answer of a rollout.
+    """One generated answer of a rollout.
 
     Args:
         prompt: number of its prompt in the order of the run.
         prompt_ids: token ids of the prompt.
-        ids: token ids of the answer, the end token included; of all turns with results of tools.
-        text: text of the answer; of its last turn.
+        ids: token ids of the answer, the end token included.
+        text: text of the answer.
         sampler: log-probability of each token as sampled.
         finish_reason: reason why the answer ended.
         rewards: reward of each function; None where it gave none.
         reward: weighted sum; None if no function gave a reward.
         advantage: advantage of each token; empty before it is computed.
-        is_masked: the answer is left out of the loss.
+        is_masked: True if the answer is excluded from the loss.
         old: log-probabilities at the beginning of the update; empty if not needed.
         reference: log-probabilities of the reference; empty if not needed.
-        is_written: whether the model wrote each token, and not a tool; empty means all.
-        messages: messages of all turns; empty without tools.
-        tool_calls: number of calls of tools.
-        tool_failures: number of calls that failed.
     """
 
     prompt: int
@@ -63,12 +59,12 @@ class RolloutAnswer:
         return self.is_written or [True] * len(self.ids)
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain numbers for a checkpoint."""
+        """Return the answer as plain data for a checkpoint."""
         return asdict(self)
 
 
 def collate_answers(answers: Sequence[RolloutAnswer | None], names: Collection[str] = ()) -> Batch:
-    """Return the micro-batch of some answers, padded on the right; None is a row without labels.
+    """Collate answers into a micro-batch, padded on the right; None gives a row without labels.
 
     Advantages, and the log-probabilities of `names`, are at the positions of their tokens.
 
@@ -115,7 +111,7 @@ def _make_row(
 def read_rows(
     answers: Sequence[RolloutAnswer | None], scores: Tensor
 ) -> Iterator[tuple[RolloutAnswer, list[float]]]:
-    """Yield each answer of a micro-batch with its part of per-token scores.
+    """Yield each answer of a micro-batch with the scores of its tokens.
 
     Shape:
         scores: (B, T), at the positions of the tokens

@@ -1,4 +1,4 @@
-"""Settings of rollouts, and the prompts that they begin with."""
+"""Settings of rollouts, and the type of their prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PromptRow", "RolloutConfig"]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt with its token ids.
+    """Prompt of a rollout with its token ids.
 
     Args:
         ids: token ids.

@@ -1,4 +1,4 @@
-"""Metrics of a rollout under the names that users of TRL chart, and the table of its answers."""
+"""Metrics of a rollout under TRL's names, and the log of its answers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def measure_rollout(
     config: Any,
     failures: Mapping[int, Mapping[str, int]],
 ) -> dict[str, float]:
-    """Return rewards, lengths and shares of a rollout's answers.
+    """Compute the metrics of a rollout: rewards, lengths, and shares of answers.
 
     Args:
         answers: all answers, those of a prompt in a row.
         names: names of the reward functions.
         config: the `RolloutConfig`.
-        failures: rank -> reward function -> number of failed calls.
+        failures: number of failed calls by rank and reward function.
     """
     size = config.num_generations
     groups = [[a.reward for a in answers[n : n + size]] for n in range(0, len(answers), size)]
@@ -63,7 +63,7 @@ def measure_rollout(
 
 
 def metric_names(names: Sequence[str]) -> list[str]:
-    """Return the names of all metrics of a rollout.
+    """Return the names of all metrics that a rollout has.
 
     Args:
         names: names of the reward functions.
@@ -84,7 +84,7 @@ def _deviate(values: Sequence[float]) -> float:
 
 
 class CompletionLog:
-    """Writes prompts, answers, rewards and advantages as lines of ``completions.jsonl``.
+    """Log of prompts, answers, rewards and advantages in ``completions.jsonl``.
 
     Args:
         run_dir: directory of the run.
@@ -103,7 +103,7 @@ class CompletionLog:
             os.replace(partial, self._file)
 
     def write(self, step: int, answers: Sequence[RolloutAnswer], prompts: Sequence[Any]) -> None:
-        """Write the answers of the first prompts.
+        """Write the answers for the first prompts of a rollout.
 
         Args:
             step: first step that trains on them.

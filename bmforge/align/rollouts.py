@@ -1,9 +1,9 @@
-"""Loader of reinforcement learning: writes answers when its buffer is empty, and scores them.
+"""Data loader of reinforcement learning, which generates answers when it has none left.
 
 `RolloutLoader` is a data loader of the `Trainer`, so that checkpoints, signals, metrics and reports
-are the Trainer's. Its state is the number of rollouts and the answers that are not used up. A draw
-depends on (seed, prompt number, answer number, token number), so answers are the same on any number
-of processes and after a resume.
+are the Trainer's. Its state is the number of rollouts and the answers that are not used up. Each
+random choice depends on (seed, prompt number, answer number, token number), so answers are the same
+on any number of processes and after a resume.
 """
 
 from __future__ import annotations
@@ -46,25 +46,24 @@ class RolloutRanks(NamedTuple):
 
 
 class Scores(Protocol):
-    """Log-probabilities of answers by the trained policy and its reference."""
+    """Interface that computes the policy's and the reference's log-probabilities of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return ``old`` and ``reference`` as needed, (B, T) each, without gradient."""
+        """Return the required log-probabilities, ``old`` and ``reference``, as (B, T) tensors."""
 
 
 class RolloutLoader:
-    """Endless iterator over optimizer steps, each a list of this rank's micro-batches.
+    """Endless iterator over optimizer steps; an item is a list of this rank's micro-batches.
 
     Args:
         prompts: prompts of the run.
         rewards: reward functions; None in distillation, which needs no rewards.
-        config: writing of answers.
-        policy: loss of the run, which decides how rewards become advantages.
+        config: settings of the rollouts.
+        policy: loss of the run, which determines how rewards become advantages.
         sizes: config with ``global_batch_size`` (answers per optimizer step), ``micro_batch_size``
             and ``seed``.
         decode: function from token ids of an answer to its text.
-        ranks: position of this process.
-        tools: functions that answers may call between turns; None without tools.
+        rank_and_size: (data-parallel rank, number of data-parallel ranks).
 
     Attributes:
         metrics: metrics of the last rollout, under TRL's names.
@@ -115,7 +114,7 @@ class RolloutLoader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Log-probabilities in every micro-batch, besides the trained policy's."""
+        """Names of the log-probabilities in every micro-batch, except the trained policy's."""
         needs_old = self.steps_per_rollout > 1 and self._rewards is not None
         needs_reference = bool(self._policy.beta)
         pairs = (("old", needs_old), ("reference", needs_reference))
@@ -127,10 +126,10 @@ class RolloutLoader:
         scores: Scores | None,
         watch: Callable[[int, Sequence[RolloutAnswer], Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """Set the writer and the scores, which need the model.
+        """Set the generator of answers and the scores, since both need the model.
 
         Args:
-            writer: writer of answers.
+            writer: generator of answers.
             scores: log-probabilities of the policies; None if no method needs them.
             watch: function called with (first step, answers, metrics) after every rollout.
         """
@@ -140,7 +139,7 @@ class RolloutLoader:
         return self
 
     def __next__(self) -> list[Batch]:
-        """Return the micro-batches of the next optimizer step, after a rollout if need be."""
+        """Return the micro-batches of the next optimizer step, after a rollout if necessary."""
         if not self._answers or self._used == self.steps_per_rollout:
             self._fill()
         step = self._used % self._config.steps_per_generation
@@ -148,7 +147,7 @@ class RolloutLoader:
         return [collate_answers(rows, self.names) for rows in self._divide(step)]
 
     def _divide(self, step: int) -> Iterator[list[RolloutAnswer | None]]:
-        """Yield the rows of this rank's micro-batches of a step: slots [micro-batch][rank][row]."""
+        """Yield the rows of this rank's micro-batches, in slots [micro-batch][rank][row]."""
         size, total = self._sizes.micro_batch_size, self._sizes.global_batch_size
         answers = self._answers[step * total : (step + 1) * total]
         for start in range(0, total, size * self._world):
@@ -156,7 +155,7 @@ class RolloutLoader:
             yield [answers[n] if n < total else None for n in range(first, first + size)]
 
     def _fill(self) -> None:
-        """Write and score the answers of the next rollout."""
+        """Generate and score the answers of the next rollout."""
         if self._writer is None:
             raise ConfigError("RolloutLoader.begin must be called with a writer before training.")
         first = self.rollouts * self.prompts_per_rollout
@@ -179,13 +178,13 @@ class RolloutLoader:
             self._watch(step, self._answers, self.metrics)
 
     def prompt(self, number: int) -> PromptRow:
-        """Return the prompt with a number in the order of the run: a new order every epoch."""
+        """Return a prompt by its number in the run; every epoch has a new random order."""
         epoch, index = divmod(number, len(self._prompts))
         key = derive_key("prompts", self._sizes.seed, epoch)
         return self._prompts[int(permute(np.array([index]), len(self._prompts), key)[0])]
 
     def _write(self, numbers: Sequence[int]) -> dict[int, list[RolloutAnswer]]:
-        """Write and reward the answers of some prompts: prompt number -> answers."""
+        """Generate and reward the answers for some prompts; return them by prompt number."""
         assert self._writer is not None
         rows = [self.prompt(number) for number in numbers]
         keys = [derive_key("answers", self._sizes.seed, number) for number in numbers]
@@ -241,9 +240,9 @@ class RolloutLoader:
                 answer.rewards[name] = value
 
     def _gather(self, own: dict[int, Any]) -> dict[int, Any]:
-        """Return the entries of all processes; those of the first one that has a number.
+        """Merge the entries of all ranks.
 
-        Comm: an all-gather of objects over all processes.
+        Comm: an all-gather of objects over the data-parallel ranks.
         """
         if self._processes == 1:
             return own
@@ -252,7 +251,7 @@ class RolloutLoader:
         return {number: value for part in reversed(parts) for number, value in part.items()}
 
     def _set_rewards(self, rewards: RewardSet) -> None:
-        """Set the weighted reward of every answer, less the penalty of long ones."""
+        """Set the weighted reward of every answer, minus a penalty for long answers."""
         names, limit = rewards.names, self._config.max_new_tokens
         table = [[a.rewards[name] for a in self._answers] for name in names]
         plain = [[torch.nan if v is None else v for v in row] for row in table]
@@ -270,10 +269,10 @@ class RolloutLoader:
             answer.is_masked = answer.reward is None or is_left_out
 
     def _score_policies(self) -> dict[int, list[float]]:
-        """Set log-probabilities of the policies; return answer number -> KL of each token.
+        """Set the policies' log-probabilities; return the KL of each token by answer number.
 
         They are computed in the micro-batches of the update, so that the ratio of the first update
-        is exactly 1: other shapes give other bits.
+        is exactly 1: other shapes could give slightly different numbers.
         """
         assert self._scores is not None
         numbers = {id(answer): number for number, answer in enumerate(self._answers)}
@@ -292,7 +291,7 @@ class RolloutLoader:
         return self._gather(kl) if self._policy.kl_in == "reward" else {}
 
     def _set_advantages(self, kl: Mapping[int, list[float]]) -> None:
-        """Set the advantage of every token."""
+        """Compute and set the advantage of every token."""
         answers, policy = self._answers, self._policy
         nan = torch.nan
         rewards = torch.tensor(
@@ -315,7 +314,7 @@ class RolloutLoader:
             answer.advantage = [advantage] * len(answer.ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rollouts done and the completions that no step has consumed yet."""
+        """Return the number of finished rollouts, and the answers that no step has used yet."""
         is_used = self._used == self.steps_per_rollout
         return {
             "rollouts": self.rollouts,
@@ -326,7 +325,7 @@ class RolloutLoader:
         }
 
     def _gather_answers(self) -> list[RolloutAnswer]:
-        """Return all answers with the log-probabilities that other ranks have computed.
+        """Return all answers, including the log-probabilities that other ranks have computed.
 
         Comm: an all-gather of objects, if there are several ranks.
         """
@@ -351,7 +350,7 @@ class RolloutLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly after the last step of a saved run, on any number of ranks.
+        """Resume exactly after the last step of a saved run, with any number of ranks.
 
         Raises:
             ConfigError: the state is of other prompts, another seed or other sizes.

@@ -1,4 +1,4 @@
-"""Per-token log-probabilities of a batch by a language model, on any layout."""
+"""Per-token log-probabilities of a batch under a language model, on any layout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["TokenScores", "score_tokens"]
 
 
 class TokenScores(NamedTuple):
-    """Scores of the labels of a batch; 0 where there is no label.
+    """Scores of the labels in a batch; 0 at positions without a label.
 
     Args:
         logprobs: log-probability of each label, in nats.
-        entropy: entropy of the model's distribution at each label, in nats; 0 if not asked for.
+        entropy: entropy of the model's distribution at each label, in nats; 0 if not requested.
         is_best: 1 if the label has the largest logit, else 0; no gradient.
 
     Shape:
@@ -39,7 +39,7 @@ def score_tokens(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> TokenScores | None:
-    """Return the scores of `labels` by a language model, without the logits of the vocabulary.
+    """Score labels with a language model, without storing the logits of the vocabulary.
 
     The result is the same on every layout and for all ranks that share the rows: tensor and
     sequence parallel ranks sum over the vocabulary, context parallel ranks gather the tokens.
@@ -52,7 +52,7 @@ def score_tokens(
         labels: token ids to score, not shifted; -100 scores nothing. The first token of a causal
             language model's row is never scored, since nothing predicts it.
         temperature: divisor of the logits (default: 1).
-        with_entropy: compute the entropy too (default: off).
+        with_entropy: True to compute the entropy too (default: off).
 
     Returns:
         the scores; None on an earlier stage of a pipeline, which has no head

@@ -1,4 +1,4 @@
-"""Built-in reward functions with checkable answers; each returns 1 for a right answer, else 0.
+"""Built-in reward functions for verifiable answers: 1 for a correct answer, else 0.
 
 They import nothing heavy, since `reward_worker` runs them in a separate process: a user's regular
 expression may take exponential time.
@@ -24,14 +24,14 @@ Reward = Callable[..., list[float | None]]
 
 
 def text_of(completion: Any) -> str:
-    """Return the text of a completion: itself, or the content of its last message."""
+    """Return the text of a completion, which is a string or a list of messages."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1].get("content") or "") if completion else ""
 
 
 def make_verifier(kind: str, argument: str) -> Reward:
-    """Return the reward function of a built-in verifier.
+    """Create the reward function of a built-in verifier.
 
     Args:
         kind: key of `VERIFIERS`.
@@ -46,7 +46,7 @@ def make_verifier(kind: str, argument: str) -> Reward:
 
 
 def _compare(column: str, is_right: Callable[[str, Any], bool]) -> Reward:
-    """Return a reward function that compares every answer with a column of its prompt."""
+    """Return a reward function that compares each answer with a column of its prompt."""
 
     def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if column not in columns:
@@ -88,7 +88,7 @@ def _is_choice(answer: str, right: Any) -> bool:
 
 
 def _matches(pattern: str) -> Reward:
-    """Return a reward function: the regular expression is found in the answer."""
+    """Return a reward function that gives 1 if a regular expression matches in the answer."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -97,7 +97,7 @@ def _matches(pattern: str) -> Reward:
 
 
 def _is_short(limit: str) -> Reward:
-    """Return a reward function: 1 up to a length in tokens, falling linearly to 0 at twice it."""
+    """Return a reward function for length: 1 up to `limit` tokens, 0 from twice `limit` on."""
     if not limit.isdecimal() or int(limit) < 1:
         raise ConfigError(f"--reward length:{limit} needs a number of tokens, as in length:256.")
     most = int(limit)
@@ -109,7 +109,7 @@ def _is_short(limit: str) -> Reward:
 
 
 def _fits_schema(file: str) -> Reward:
-    """Return a reward function: the answer is JSON that fits the JSON schema in a file."""
+    """Return a reward function that gives 1 if the answer is JSON that fits a JSON schema."""
     try:
         import jsonschema
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Tokenizers that the ``tokenizers`` library does not implement, and `AutoTokenizer` for all.
+"""Tokenizers that the ``tokenizers`` library lacks, and `AutoTokenizer` for all tokenizers.
 
 Start reading at `auto.py` (which class opens a directory) and `base.py` (the interface: `encode`
 returns a list of ids for every tokenizer). The kinds are `cpm1`, `cpm2` (also EVA), `cpm_ant`,

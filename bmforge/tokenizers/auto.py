@@ -1,4 +1,4 @@
-"""Opening of the tokenizer of any model directory."""
+"""`AutoTokenizer`, which opens the tokenizer of any model directory."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ _BY_NAME: dict[str, Callable[[Path], Any]] = {
 
 
 class AutoTokenizer:
-    """Opens the tokenizer of a directory, of Hugging Face or of OpenBMB's own kinds."""
+    """Opens a directory's tokenizer, of Hugging Face or of OpenBMB's own types."""
 
     @staticmethod
     def from_pretrained(directory: str | os.PathLike[str]) -> Any:
         """Open the tokenizer in a directory or GGUF file.
 
-        The following are tried in order: the ``tokenizer_class`` in tokenizer_config.json if it is
-        one of OpenBMB's; ``tokenizer.json``; the ``model_type`` in config.json if it is one of
-        OpenBMB's; the file names; the special tokens in ``vocab.txt``; the older files of GPT-2,
-        OPT, RoBERTa (``vocab.json`` with ``merges.txt``), BERT (``vocab.txt``) and T5
-        (``spiece.model``).
+        These are tried in order: the ``tokenizer_class`` in tokenizer_config.json if it is one of
+        OpenBMB's; ``tokenizer.json``; the ``model_type`` in config.json if it is one of OpenBMB's;
+        the file names; the special tokens in ``vocab.txt``; the older files of GPT-2, OPT, RoBERTa
+        (``vocab.json`` with ``merges.txt``), BERT (``vocab.txt``) and T5 (``spiece.model``).
 
         Raises:
             DataError: no tokenizer is found, or a file is damaged.
@@ -76,7 +75,7 @@ class AutoTokenizer:
 
 
 def _by_config(folder: Path) -> Callable[[Path], Any] | None:
-    """Return the function for the class or model that the config files name.
+    """Return the opening function for the class or model named in the config files, or None.
 
     A model of any family may have a tokenizer.json, so `model_type` counts only without one.
     """
@@ -96,7 +95,7 @@ def _read_name(file: Path, key: str) -> str:
 
 
 def _by_files(folder: Path) -> Callable[[Path], Any] | None:
-    """Return the function that opens a directory with these files."""
+    """Return the opening function for a directory, chosen by its file names; None if none fits."""
     if (folder / TOKENIZER_FILE).exists():
         return FastTokenizer.from_pretrained
     if (folder / MODEL_FILE).exists():
@@ -111,7 +110,7 @@ def _by_files(folder: Path) -> Callable[[Path], Any] | None:
 
 
 def _by_vocabulary(path: Path) -> Callable[[Path], Any] | None:
-    """Return the function for a vocab.txt with these special tokens."""
+    """Return the opening function for a vocab.txt, chosen by its special tokens."""
     lines = set(path.read_text("utf-8", errors="replace").split("\n"))
     if {"<root>", "<ans>"} <= lines:
         return CPMBeeTokenizer.from_pretrained

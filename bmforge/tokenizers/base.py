@@ -1,4 +1,4 @@
-"""Interface of all tokenizers: open and save a directory, encode, decode, special ids."""
+"""Interface of all tokenizers: open, save, encode, decode, and special token ids."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ VOCABULARY_FILE = "vocab.txt"
 
 
 class Tokenizer(ABC):
-    """Converts text to token ids and back.
+    """Base class of all tokenizers, which convert text to token ids and back.
 
     Attributes:
-        roles: role ("pad", "bos", "eos", "unk", "mask", ...) -> token. A role whose token is not in
-            the vocabulary has no id.
+        roles: token of each role ("pad", "bos", "eos", "unk", "mask", ...). A role whose token is
+            not in the vocabulary has no id.
     """
 
     roles: ClassVar[Mapping[str, str]] = {}
@@ -48,48 +48,48 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _files(self) -> dict[str, bytes]:
-        """Return file name -> contents of the files that `from_pretrained` reads."""
+        """Return the contents of the files that `from_pretrained` reads, by file name."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens around it."""
+        """Return the token ids of a text, without special tokens around it."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`.
+        """Decode token ids to text.
 
         Raises:
             DataError: an id that is not in the vocabulary.
         """
 
     def decode_written(self, ids: Iterable[int]) -> str:
-        """Return the text of generated ids.
+        """Decode generated token ids to text, skipping ids outside the vocabulary.
 
         The embedding may have more rows than the vocabulary (padded to a round number), and a model
-        may generate them; such ids are skipped.
+        may generate such ids.
         """
         return self.decode(id for id in ids if id in self._known_ids)
 
     @cached_property
     def _known_ids(self) -> frozenset[int]:
-        """All ids of the vocabulary, cached because every generation step needs them."""
+        """All ids in the vocabulary, cached because every generation step needs them."""
         return frozenset(self.get_vocab().values())
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None."""
+        """Return the id of a token, or None if the vocabulary lacks the token."""
 
     @abstractmethod
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id of the whole vocabulary."""
+        """Return the whole vocabulary, as ids by token."""
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
-        """Return the token of each id, as in transformers; None for an id without a token."""
+        """Return the token of each id, like transformers; None for an id without a token."""
         tokens = {id: token for token, id in self.get_vocab().items()}
         return [tokens.get(id) for id in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Return the id of a token or of each token, as in transformers.
+        """Return the id of one token, or of each token of a sequence, like transformers.
 
         A token that is not in the vocabulary has the unknown token's id, or None without one.
         """
@@ -104,7 +104,7 @@ class Tokenizer(ABC):
         """Number of token ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of every text."""
+        """Return the token ids of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -117,19 +117,19 @@ class Tokenizer(ABC):
 
     @cached_property
     def prompt_prefix(self) -> list[int]:
-        """Special tokens that `encode_prompt` puts in front of a text, such as a begin token."""
+        """Special tokens that `encode_prompt` puts before a text, such as a BOS token."""
         body, prompt = self.encode("a"), self.encode_prompt("a")
         starts = range(len(prompt) - len(body) + 1)
         return next((prompt[:at] for at in starts if prompt[at : at + len(body)] == body), [])
 
     def escape_specials(self, text: str) -> str:
-        """Mark the names of special tokens in a text, so that `encode_chat` reads characters."""
+        """Escape special tokens' names in a text, so that `encode_chat` treats them as text."""
         return text
 
     def encode_chat(self, text: str) -> list[int]:
-        """Return the token ids of a conversation that a chat template has written.
+        """Return the token ids of a conversation that a chat template has rendered.
 
-        Names of special tokens become these tokens, except where `escape_specials` marked them.
+        Names of special tokens become these tokens, except where `escape_specials` escaped them.
         No special tokens are added: the template writes its own.
         """
         return self.encode(text)
@@ -152,21 +152,21 @@ class Tokenizer(ABC):
         save_files(directory, {CONFIG_FILE: text.encode(), **self._files()})
 
     def _settings(self) -> dict[str, Any]:
-        """Return further entries of tokenizer_config.json."""
+        """Return additional entries for tokenizer_config.json."""
         return {}
 
     def _role_tokens(self) -> Mapping[str, str]:
-        """Return role -> token."""
+        """Return the token of each role."""
         return self.roles
 
     def role_id(self, role: str) -> int | None:
-        """Return the id of a role's token, or None."""
+        """Return the id of the token for a role, or None."""
         token = self._role_tokens().get(role)
         return None if token is None else self.token_to_id(token)
 
     @property
     def pad_id(self) -> int | None:
-        """Id of padding."""
+        """Id of the padding token."""
         return self.role_id("pad")
 
     @property
@@ -176,22 +176,22 @@ class Tokenizer(ABC):
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the end of a text."""
+        """Id of the end-of-sequence token."""
         return self.role_id("eos")
 
     @property
     def unk_id(self) -> int | None:
-        """Id of text that the vocabulary cannot represent."""
+        """Id of the unknown token, for text that the vocabulary cannot represent."""
         return self.role_id("unk")
 
     @property
     def mask_id(self) -> int | None:
-        """Id of a mask."""
+        """Id of the mask token."""
         return self.role_id("mask")
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Role -> id, for all roles with an id."""
+        """Ids of the special tokens, by role."""
         ids = {role: self.role_id(role) for role in self._role_tokens()}
         return {role: id for role, id in ids.items() if id is not None}
 
@@ -200,7 +200,7 @@ class Tokenizer(ABC):
 
 
 def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:
-    """Return a `DataError` for texts that a library failed to encode with `error`."""
+    """Return the `DataError` for texts that a library failed to encode with `error`."""
     for text in texts:
         for at, character in enumerate(text):
             if "\ud800" <= character <= "\udfff":
@@ -213,7 +213,7 @@ def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return `directory` as a path.
+    """Return `directory` as a path, after checking that it exists.
 
     Raises:
         DataError: it is not a directory.
@@ -229,13 +229,13 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
 def parse_vocabulary(
     content: bytes, path: Path, *, skip_empty: bool = False, strip: bool = True
 ) -> dict[str, int]:
-    """Parse a vocabulary file with one token per line into token -> id.
+    """Parse a vocabulary file with one token per line; return ids by token.
 
     Args:
         content: contents of the file.
         path: path of the file, for error messages.
-        skip_empty: skip empty lines; else they are the empty token.
-        strip: strip whitespace around tokens.
+        skip_empty: True to skip empty lines; else they are the empty token.
+        strip: True to strip whitespace around tokens.
 
     Raises:
         DataError: not UTF-8, empty, or with a duplicate token.
@@ -262,7 +262,7 @@ def parse_vocabulary(
 
 
 def save_files(directory: str | os.PathLike[str], files: dict[str, bytes]) -> None:
-    """Write `files` into `directory`; nothing is written if a file would replace other contents.
+    """Write files into a directory; nothing is written if one would replace other contents.
 
     Raises:
         ConfigError: a file exists with other contents.

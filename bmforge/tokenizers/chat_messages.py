@@ -1,4 +1,4 @@
-"""Messages of conversations in the one form that chat templates get, in training and in serving."""
+"""Normalizes messages to the form that chat templates get, in training and in serving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def normalize_message(values: Mapping[str, Any], location: str = "a message") -> Message:
-    """Return a message as templates expect it.
+    """Convert a message in OpenAI's format to the form that chat templates expect.
 
     Content parts of text are joined, a null content becomes an empty text, the arguments of tool
     calls become objects (transformers' templates write them with ``tojson``), OpenAI's
@@ -52,7 +52,7 @@ def _has_thought(message: Message) -> bool:
 
 
 def _join_parts(content: Any, location: str) -> str:
-    """Return a content as text; OpenAI's list of text parts is joined."""
+    """Convert a message content to text; the parts of OpenAI's list form are joined."""
     if isinstance(content, str):
         return content
     texts = []
@@ -86,7 +86,7 @@ def _normalize_call(call: Any, location: str) -> dict[str, Any]:
 
 
 def parse_arguments(text: str) -> Any:
-    """Parse JSON arguments of a function call; text that is not JSON stays a text."""
+    """Parse the JSON arguments of a function call; other text is returned unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

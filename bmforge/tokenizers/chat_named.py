@@ -1,4 +1,4 @@
-"""Chat templates by name, for base models that have none (`--template chatml`).
+"""Named chat templates, for base models that have none (`--template chatml`).
 
 Each writes the published format of its name for system, user and assistant messages. The special
 tokens should be in the tokenizer's vocabulary; otherwise they are written as ordinary text.

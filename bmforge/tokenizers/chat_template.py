@@ -1,8 +1,7 @@
-"""Chat templates: Jinja programs that write conversations as text, as transformers runs them.
+"""Renders conversations as text with Jinja chat templates, like transformers.
 
 `ChatTemplate` renders; `find_template` reads the source from a model directory; `chat_turns.py`
 splits a rendered conversation into prompts and answers; `chat_named.py` has templates by name.
-
 A template is a program from an untrusted file. It runs in Jinja's sandbox, where it can only read
 texts and lists.
 """
@@ -30,12 +29,13 @@ Render = Callable[[Mapping[str, Any]], str]
 
 
 class ChatTemplate:
-    """Renders conversations as text.
+    """Chat template that renders conversations as text.
 
     Args:
         source: Jinja source; None writes ``Role: text`` and a newline for every message, with the
-            end token after each assistant message.
-        tokenizer: provides the template's `bos_token`, `eos_token` and further special tokens.
+            EOS token after each assistant message.
+        tokenizer: tokenizer with the template's `bos_token`, `eos_token` and further special
+            tokens.
         limits: time and length limits of one rendering (default: none).
 
     Attributes:
@@ -71,11 +71,11 @@ class ChatTemplate:
         tools: Tools | None = None,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation, as ``apply_chat_template(..., tokenize=False)``.
+        """Render a conversation as text, like ``apply_chat_template(..., tokenize=False)``.
 
         Args:
             messages: conversation; each message has a `role` and its `content`.
-            add_generation_prompt: end the text where the assistant's answer begins.
+            add_generation_prompt: True to end the text where the assistant's answer begins.
             tools: JSON schemas of the functions that the assistant may call.
             variables: further variables of the template, such as ``enable_thinking``.
 
@@ -102,7 +102,7 @@ class ChatTemplate:
         begin: str = "",
         **variables: Any,
     ) -> tuple[str, list[int]]:
-        """Return a conversation up to the assistant's answer, as text and as token ids.
+        """Render a conversation up to the assistant's answer; return its text and token ids.
 
         The name of a special token inside a message is encoded as characters, so that nobody can
         forge the end of a message.
@@ -120,13 +120,13 @@ class ChatTemplate:
         return text, self._tokenizer.encode_chat(text)
 
     def end_mark(self) -> str:
-        """Return the text that the template writes after the last answer."""
+        """Return the text that the template writes after the last assistant message."""
         example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "answer"}]
         return self.render(example).rpartition("answer")[2]
 
 
 def _escape(tokenizer: Tokenizer, value: Any) -> Any:
-    """Return a message whose texts have the names of special tokens escaped; its role stays."""
+    """Escape the names of special tokens in all texts of a message, except its role."""
     if isinstance(value, str):
         return tokenizer.escape_specials(value)
     if isinstance(value, Mapping):
@@ -137,7 +137,7 @@ def _escape(tokenizer: Tokenizer, value: Any) -> Any:
 
 
 def _plain_source(marks: Mapping[str, str]) -> str:
-    """Return the plain template as Jinja source.
+    """Return the Jinja source of the plain template.
 
     The special tokens are written out, since another library may give their roles to other tokens.
     """
@@ -154,7 +154,7 @@ def _plain_source(marks: Mapping[str, str]) -> str:
 
 
 def find_template(folder: Path) -> str | None:
-    """Return the source of the chat template of a model directory or GGUF file; None without one.
+    """Return the chat template source of a model directory or GGUF file; None without one.
 
     It is read from ``chat_template.jinja``, else from tokenizer_config.json. Of several templates
     the one named ``default`` is used, and ``tool_use`` for conversations with tools, as
@@ -189,7 +189,7 @@ def find_template(folder: Path) -> str | None:
 
 
 def _compile(source: str) -> tuple[Any, frozenset[str]]:
-    """Return the compiled template and its variables, with transformers' filters and functions."""
+    """Compile a template with transformers' filters and functions; also return its variables."""
     try:
         from jinja2 import TemplateError, meta, nodes
         from jinja2.ext import Extension, loopcontrols
@@ -198,7 +198,7 @@ def _compile(source: str) -> tuple[Any, frozenset[str]]:
         raise MissingDependencyError("jinja2", "chat", "the tokenizer's chat template") from error
 
     class Generation(Extension):
-        """Ignores ``{% generation %}``: answers are located by rendering with and without them."""
+        """Jinja extension that ignores ``{% generation %}`` tags."""
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

@@ -1,8 +1,8 @@
-"""Splits conversations into prompts and answers, to learn the answers alone.
+"""Splits conversations into prompts and answers, so that only the answers are trained on.
 
 Every answer is rendered as if it were the last message: hybrid templates (Qwen3, GLM) write the
-last answer with its thoughts and earlier answers without them, and the model always writes a last
-one.
+last answer with its reasoning and earlier answers without it, and in generation the model always
+writes the last one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "wei
 
 @dataclass(frozen=True)
 class AnswerText:
-    """One assistant message with the conversation before it, as text.
+    """One assistant message with the conversation before it, both rendered as text.
 
     Args:
         number: index of the message in the conversation.
@@ -48,17 +48,17 @@ def render_answers(
 ) -> list[AnswerText]:
     """Render each assistant message, with the messages before it, as the end of a conversation.
 
-    Messages with ``weight`` 0 are left out.
+    Messages with ``weight`` 0 are skipped.
 
     Args:
         template: the model's chat template.
         messages: conversation.
         tools: JSON schemas of functions that the assistant may call.
         variables: further variables of the template.
-        answers: learn all answers, or the last one alone.
+        answers: "all" answers, or only the "last" one.
 
     Raises:
-        DataError: the template refuses the conversation, or leaves out a part of an answer.
+        DataError: the template refuses the conversation, or omits a part of an answer.
     """
     numbers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
     chosen = [n for n in numbers if _weight_of(messages[n], n) > 0]
@@ -112,14 +112,14 @@ def _render_answer(
 def _render_history(
     template: ChatTemplate, before: Sequence[Message], tools: Tools | None, variables: Any
 ) -> str:
-    """Render the messages before an answer; a template may refuse to write none."""
+    """Render the messages before an answer; "" without messages, which a template may refuse."""
     if not before:
         return ""
     return template.render(before, tools=tools, **variables)
 
 
 def _common_start(prompt: str, rendered: str) -> str:
-    """Return the longest common beginning, without a special token that was begun only."""
+    """Return the longest common prefix of two texts, without an incomplete special token."""
     length = next(
         (n for n, (a, b) in enumerate(zip(prompt, rendered, strict=False)) if a != b),
         min(len(prompt), len(rendered)),
@@ -131,7 +131,7 @@ def _common_start(prompt: str, rendered: str) -> str:
 
 
 def _find_missing(message: Message, answer: str) -> str | None:
-    """Name the part of an assistant message that its rendered text does not contain."""
+    """Return the name of a message part that its rendered text lacks; None if it is complete."""
     thought, text = split_thought(message)
     if thought and thought not in answer:
         return "thoughts"
@@ -142,7 +142,7 @@ def _find_missing(message: Message, answer: str) -> str | None:
 
 
 def split_thought(message: Message) -> tuple[str, str]:
-    """Return an assistant message's thoughts and the text after them, both stripped."""
+    """Return the reasoning and the text of an assistant message, both stripped."""
     content = message["content"]
     thought = next((message[name] for name in THOUGHT_FIELDS if message.get(name)), "")
     if _CLOSE in content:
@@ -152,10 +152,11 @@ def split_thought(message: Message) -> tuple[str, str]:
 
 
 def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
-    """Write an answer with its thoughts for a template that strips them from every answer.
+    """Write an answer with its reasoning, for a template that removes all reasoning.
 
     DeepSeek-R1's template removes all up to ``</think>``, although its generation prompt asks the
-    model for thoughts. The model has to write thoughts, content and the template's end mark.
+    model for reasoning. The model must learn to write reasoning, content and the template's end
+    mark.
     """
     thought, text = split_thought(message)
     end = answer.rpartition(text)[2] if text else answer[len(answer.rstrip()) :]
@@ -164,9 +165,9 @@ def _write_thoughts(message: Message, prompt: str, answer: str) -> str:
 
 
 def check_fields(template: ChatTemplate, messages: Sequence[Message]) -> None:
-    """Raise `DataError` for a field of a message that the template does not read.
+    """Raise `DataError` for a message field that the template does not read.
 
-    Thoughts are checked where they are rendered.
+    Reasoning is checked where it is rendered.
     """
     for number, message in enumerate(messages, 1):
         for name in message:

@@ -1,4 +1,4 @@
-"""CPM-1's tokenizer: jieba's words separated by spaces, then sentencepiece."""
+"""CPM-1's tokenizer: words from jieba, separated by spaces, then sentencepiece."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WRITTEN = str.maketrans(" \n", SPACE + NEWLINE)
 
 
 class CPM1Tokenizer(Tokenizer):
-    """CPM-1's tokenizer; exact for text in NFKC form that the vocabulary can represent.
+    """Tokenizer of CPM-1; exact for text in NFKC form that the vocabulary can represent.
 
     A special token in the text, such as ``<eod>``, is encoded as characters, like in the original:
     append `eos_id` explicitly.
@@ -69,7 +69,7 @@ class CPM1Tokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``chinese_vocab.model`` in `directory`; a ``vocab.json`` must agree with it."""
+        """Open ``chinese_vocab.model`` in `directory`; an existing ``vocab.json`` must match."""
         folder = open_directory(directory)
         path = folder / MODEL_FILE
         tokenizer = cls(read_bytes(path, "CPM-1's sentencepiece model"), path)
@@ -95,23 +95,23 @@ class CPM1Tokenizer(Tokenizer):
         return len(self._tokens)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None."""
+        """Return the id of a token, or None if the vocabulary lacks the token."""
         return self._ids.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id of the whole vocabulary."""
+        """Return the whole vocabulary, as ids by token."""
         return dict(self._ids)
 
     def _spread(self, text: str) -> str:
-        """Return the words of `text` joined by spaces; its own whitespace becomes placeholders."""
+        """Join the words of a text with spaces; whitespace in the text becomes placeholders."""
         words = self._cutter.cut(text)
         return " ".join([w.translate(_WRITTEN) if w.isspace() else w for w in words])
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens around it.
+        """Return the token ids of a text, without special tokens around it.
 
         Raises:
-            DataError: the text has half of a surrogate pair.
+            DataError: the text contains an unpaired surrogate.
         """
         try:
             return self._processor.encode(self._spread(text))
@@ -119,10 +119,10 @@ class CPM1Tokenizer(Tokenizer):
             raise unreadable_text([text], error) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of every text.
+        """Return the token ids of each text.
 
         Raises:
-            DataError: a text has half of a surrogate pair.
+            DataError: a text contains an unpaired surrogate.
         """
         try:
             return self._processor.encode([self._spread(text) for text in texts])
@@ -130,7 +130,7 @@ class CPM1Tokenizer(Tokenizer):
             raise unreadable_text(texts, error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`.
+        """Decode token ids to text.
 
         Raises:
             DataError: an id is not in the vocabulary.

@@ -1,4 +1,4 @@
-"""The tokenizers of CPM-2 (2.0 Chinese, 2.1 Chinese-English) and of EVA."""
+"""Tokenizers of CPM-2 (2.0 Chinese, 2.1 Chinese-English) and of EVA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
 
 
 class CPM2Tokenizer(Tokenizer):
-    """Tokenizer of CPM-2: jieba's words, split into the longest vocabulary pieces.
+    """Tokenizer of CPM-2: words from jieba, split into the longest vocabulary pieces.
 
     A vocabulary with ``##`` pieces (2.1) marks pieces inside of words with them, and omits a space
     between two tokens without Chinese characters; decoding inserts a space between any two such
@@ -104,16 +104,16 @@ class CPM2Tokenizer(Tokenizer):
         return len(self._tokens)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None."""
+        """Return the id of a token, or None if the vocabulary lacks the token."""
         return self._vocabulary.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id of the whole vocabulary."""
+        """Return the whole vocabulary, as ids by token."""
         return dict(self._vocabulary)
 
     @property
     def implies_spaces(self) -> bool:
-        """True if spaces between some tokens are implied."""
+        """True if decoding inserts spaces between some tokens."""
         return self._marked
 
     def sentinel_id(self, number: int) -> int:
@@ -135,7 +135,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._has_form.sub(lambda match: self._forms[match.group()], text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens around it."""
+        """Return the token ids of a text, without special tokens around it."""
         pieces = self._pieces
         ids: list[int] = []
         for word in self._cutter.cut(self._normalize(text)):
@@ -143,7 +143,7 @@ class CPM2Tokenizer(Tokenizer):
         return self._drop_spaces(ids) if self._marked else ids
 
     def _drop_spaces(self, ids: list[int]) -> list[int]:
-        """Return `ids` without the spaces that decoding inserts."""
+        """Remove the space tokens that decoding would insert again."""
         space, spaced = self._space_id, self._spaced
         remaining = [
             id
@@ -153,7 +153,7 @@ class CPM2Tokenizer(Tokenizer):
         return [*ids[:1], *remaining, *ids[max(1, len(ids) - 1) :]]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`.
+        """Decode token ids to text.
 
         Raises:
             DataError: an id is not in the vocabulary.
@@ -174,11 +174,11 @@ class CPM2Tokenizer(Tokenizer):
 
 
 class EVATokenizer(CPM2Tokenizer):
-    """EVA's tokenizer: that of CPM-2, with half-width punctuation and ``…`` as three dots.
+    """Tokenizer of EVA: that of CPM-2, with half-width punctuation and ``…`` as three dots.
 
-    Source: ``src/tokenization_enc_dec.py`` of thu-coai/EVA. A text is one utterance; join the ids
-        of
-    several utterances with `sep_id`.
+    A text is one utterance; join the ids of several utterances with `sep_id`.
+
+    Source: ``src/tokenization_enc_dec.py`` of thu-coai/EVA.
     """
 
     roles: ClassVar[Mapping[str, str]] = {
@@ -191,12 +191,12 @@ class EVATokenizer(CPM2Tokenizer):
 
     @property
     def sep_id(self) -> int:
-        """Id that ends an utterance."""
+        """Id of the token that ends an utterance."""
         return self._vocabulary["<sep>"]
 
 
 def _sentinels(vocabulary: dict[str, int]) -> list[int]:
-    """Return the ids of ``<s_0>``, ``<s_1>``, ... that the vocabulary has."""
+    """Return the ids of the sentinels ``<s_0>``, ``<s_1>``, ... in a vocabulary."""
     ids: list[int] = []
     while (id := vocabulary.get(f"<s_{len(ids)}>")) is not None:
         ids.append(id)

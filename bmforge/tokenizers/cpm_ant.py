@@ -1,4 +1,4 @@
-"""Tokenizers of CPM-Ant (jieba's words, then longest pieces) and of CPM-Ant+."""
+"""Tokenizers of CPM-Ant (words from jieba, then longest pieces) and of CPM-Ant+."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
 
 
 class CPMAntTokenizer(Tokenizer):
-    """CPM-Ant's tokenizer; exact for text that the vocabulary can represent.
+    """Tokenizer of CPM-Ant; exact for text that the vocabulary can represent.
 
     A special token in the text, such as ``<s>``, is encoded as characters, like in the original.
 
@@ -28,7 +28,7 @@ class CPMAntTokenizer(Tokenizer):
         content: contents of a vocab.txt, one token per line; ``</_>`` is a space, ``</n>`` a
             newline.
         path: path of the file, for error messages.
-        new_words: segment words like the original. False gives the ids of transformers'
+        new_words: True to segment words like the original. False gives the ids of transformers'
             CpmAntTokenizer, which does not detect new words.
 
     Raises:
@@ -84,15 +84,15 @@ class CPMAntTokenizer(Tokenizer):
         return len(self._tokens)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None; spaces and newlines are written as such."""
+        """Return the id of a token, or None; spaces and newlines are not escaped."""
         return self._vocabulary.get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id of the vocabulary; spaces and newlines are written as such."""
+        """Return the vocabulary as ids by token; spaces and newlines are not escaped."""
         return dict(self._vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens around it."""
+        """Return the token ids of a text, without special tokens around it."""
         pieces = self._pieces
         ids: list[int] = []
         for word in self._cutter.cut(text):
@@ -100,7 +100,7 @@ class CPMAntTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; negative ids are skipped, as in the original.
+        """Decode token ids to text; negative ids are skipped, as in the original.
 
         Raises:
             DataError: an id exceeds the vocabulary.
@@ -109,7 +109,7 @@ class CPMAntTokenizer(Tokenizer):
 
 
 class CPMAntPlusTokenizer(CPMAntTokenizer):
-    """CPM-Ant+'s tokenizer: longest pieces of the whole text, without word segmentation.
+    """Tokenizer of CPM-Ant+: longest pieces of the whole text, without word segmentation.
 
     Text that the vocabulary cannot represent is dropped, as in the original.
 
@@ -127,5 +127,5 @@ class CPMAntPlusTokenizer(CPMAntTokenizer):
         self._matcher = LongestMatcher(plain)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens around it."""
+        """Return the token ids of a text, without special tokens around it."""
         return [match.id for match in self._matcher.match(text) if match.id is not None]

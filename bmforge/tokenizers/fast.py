@@ -1,4 +1,4 @@
-"""Tokenizers of the ``tokenizers`` library, with the interface of this package."""
+"""Wraps tokenizers of the ``tokenizers`` library in this package's interface."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _UNSEEN, _HIDDEN, _ESCAPE = "\U0010ffff", "\U0010fffe", "\U000ffffe"
 
 
 class FastTokenizer(Tokenizer):
-    """The tokenizer of a Hugging Face directory.
+    """Tokenizer of a Hugging Face model directory.
 
     Args:
         content: contents of a tokenizer.json.
-        roles: role -> token.
-        companions: name -> contents of further files to save.
+        roles: token of each role.
+        companions: contents of further files to save, by name.
         path: path of the file, for error messages.
 
     Raises:
@@ -61,7 +61,7 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``tokenizer.json``, with the roles from transformers' other files.
+        """Open ``tokenizer.json``, with the special tokens from transformers' other files.
 
         If only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), BERT's ``vocab.txt`` or
         T5's ``spiece.model`` exists, a tokenizer.json is built from it, and saved instead of it.
@@ -83,7 +83,7 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_gguf(cls, path: str | os.PathLike[str]) -> Self:
-        """Open the tokenizer in a GGUF file's metadata; it is saved as a tokenizer.json.
+        """Open the tokenizer in a GGUF file's metadata, which is saved as a tokenizer.json.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -96,12 +96,12 @@ class FastTokenizer(Tokenizer):
 
     @property
     def definition(self) -> str:
-        """The tokenizer as tokenizer.json text."""
+        """Tokenizer as the text of a tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Contents of tokenizer.json, and under "config" those of tokenizer_config.json."""
+        """Parsed tokenizer.json; the key "config" has the parsed tokenizer_config.json."""
         config = json.loads(self._companions.get(ROLE_FILES[0], b"{}"))
         return {**json.loads(self._content), "config": config}
 
@@ -109,7 +109,7 @@ class FastTokenizer(Tokenizer):
         return self._roles
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the files that this tokenizer was opened from.
+        """Write the files from which this tokenizer was opened.
 
         Raises:
             ConfigError: a file exists with other contents; nothing is written then.
@@ -125,22 +125,22 @@ class FastTokenizer(Tokenizer):
         return self._tokenizer.get_vocab_size()
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None."""
+        """Return the id of a token, or None if the vocabulary lacks the token."""
         return self._tokenizer.token_to_id(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id, including added tokens."""
+        """Return the whole vocabulary, as ids by token, including added tokens."""
         return self._tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens around it."""
+        """Return the token ids of a text, without special tokens around it."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of every text.
+        """Return the token ids of each text.
 
         Raises:
-            DataError: a text has half of a surrogate pair.
+            DataError: a text contains an unpaired surrogate.
         """
         try:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -151,11 +151,11 @@ class FastTokenizer(Tokenizer):
     def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the special tokens of the post-processor.
 
-        ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json replace the post-processor
-        where one of them is given, as in transformers.
+        If tokenizer_config.json has ``add_bos_token`` or ``add_eos_token``, these replace the
+        post-processor, as in transformers.
 
         Raises:
-            DataError: a text has half of a surrogate pair.
+            DataError: a text contains an unpaired surrogate.
         """
         settings = self.settings["config"]
         if "add_bos_token" in settings or "add_eos_token" in settings:
@@ -169,17 +169,17 @@ class FastTokenizer(Tokenizer):
         return ids
 
     def escape_specials(self, text: str) -> str:
-        """Mark the names of special tokens in a text, so that `encode_chat` reads characters."""
+        """Escape special tokens' names in a text, so that `encode_chat` treats them as text."""
         text = text.replace(_ESCAPE, "")
         if self._special_names is None:
             return text
         return self._special_names.sub(lambda name: name[0][0] + _ESCAPE + name[0][1:], text)
 
     def encode_chat(self, text: str) -> list[int]:
-        """Return the token ids of a conversation that a chat template has written.
+        """Return the token ids of a conversation that a chat template has rendered.
 
-        Where a message holds the name of a special token, the template's own special tokens get
-        aliases, so that the name in the message is left to the model's vocabulary.
+        If a message contains the name of a special token, the template's own special tokens get
+        aliases, so that the name in the message is encoded as text.
         """
         if _ESCAPE not in text or self._special_names is None:
             return self.encode(text.replace(_ESCAPE, ""))
@@ -190,14 +190,14 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
-        """Expression that finds the names of special tokens, the longest first."""
+        """Regular expression that matches the names of special tokens, the longest first."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
 
     @cached_property
     def _aliased_tokenizer(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer with aliases for its special tokens, and alias id -> id of the token."""
+        """Tokenizer with aliases for its special tokens, and the token id of each alias id."""
         settings = json.loads(self._content)
         model = settings["model"]
         special = {t["content"]: t for t in settings.get("added_tokens", ()) if t["special"]}
@@ -227,7 +227,7 @@ class FastTokenizer(Tokenizer):
         """Return the token ids of texts, with special tokens' names encoded as characters.
 
         Raises:
-            DataError: a text has half of a surrogate pair.
+            DataError: a text contains an unpaired surrogate.
         """
         tokenizer = self._plain_tokenizer
         try:
@@ -238,7 +238,7 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _plain_tokenizer(self) -> Any:
-        """The tokenizer that encodes special tokens' names as characters.
+        """Tokenizer that encodes special tokens' names as characters.
 
         A unigram model would match them as pieces; they are renamed to names that no text contains.
         """
@@ -257,7 +257,7 @@ class FastTokenizer(Tokenizer):
         return tokenizer
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, including special tokens.
+        """Decode token ids to text, including special tokens.
 
         Raises:
             DataError: an id is not in the vocabulary.

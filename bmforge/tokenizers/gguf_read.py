@@ -1,8 +1,7 @@
-"""Converts the tokenizer in a GGUF file's metadata to a `tokenizers.Tokenizer`.
+"""Converts the tokenizer in a GGUF file's metadata to a tokenizer.json.
 
 Supported types: "gpt2" (byte-level BPE), "llama" (SentencePiece BPE, whose merges follow from the
 scores), "t5" (SentencePiece unigram) and "bert" (WordPiece).
-
 Source: llama.cpp's ``llama-vocab.cpp`` and ``convert_hf_to_gguf.py``; the pre-tokenizers' regular
 expressions are those of the tokenizer.json of Llama 3 and Qwen2.
 """
@@ -41,14 +40,14 @@ _CUT = (
 
 
 class PreTokenizer(NamedTuple):
-    """How a `tokenizer.ggml.pre` cuts text before its pairs are merged.
+    """Pre-tokenization rules for one value of `tokenizer.ggml.pre`.
 
     Args:
-        expressions: each cuts the pieces of the one before; its matches and the rest are pieces.
-            None is the tokenizers library's own form of GPT-2's expression.
-        composes: text is normalized to Unicode's form C first.
-        takes_words: a word that is in the vocabulary is one token, whatever the merges are.
-        adds_begin: a begin token is in front of a prompt where the file does not say.
+        expressions: regular expressions; each splits the pieces of the one before into its matches
+            and the rest. None selects the tokenizers library's own form of GPT-2's expression.
+        composes: True to normalize text to Unicode's form C first.
+        takes_words: True if a word in the vocabulary is one token, whatever the merges are.
+        adds_begin: True if a prompt begins with the BOS token where the file does not specify it.
     """
 
     expressions: tuple[str, ...] | None = None
@@ -112,11 +111,11 @@ _NEUTRAL: dict[str, Any] = {
 
 
 class GgufTokenizer(NamedTuple):
-    """What a file says of its tokenizer.
+    """Tokenizer data from a GGUF file.
 
     Args:
         content: content of a tokenizer.json.
-        roles: role -> token.
+        roles: token of each role.
         settings: further fields of a tokenizer_config.json.
     """
 
@@ -126,7 +125,7 @@ class GgufTokenizer(NamedTuple):
 
 
 class _Vocabulary(NamedTuple):
-    """The tokens of a file by id, with their types and scores; checked."""
+    """Checked vocabulary of a GGUF file: tokens by id, with their types and scores."""
 
     path: Path
     metadata: dict[str, Any]
@@ -135,7 +134,7 @@ class _Vocabulary(NamedTuple):
     scores: list[float]
 
     def of(self, *types: int) -> dict[str, int]:
-        """Return token -> id of those of some types."""
+        """Return the ids, by token, of all tokens with the given types."""
         return {t: i for i, t in enumerate(self.tokens) if self.types[i] in types}
 
     def damaged(self, reason: str) -> DataError:
@@ -143,7 +142,7 @@ class _Vocabulary(NamedTuple):
 
 
 def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
-    """Return the tokenizer of a GGUF file.
+    """Convert the tokenizer of a GGUF file.
 
     Raises:
         DataError: there is none, one of an unknown kind, or one that contradicts itself.
@@ -187,14 +186,14 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
 
 
 def _added_tokens(header: GgufHeader, kind: str) -> dict[str, bool | None]:
-    """Return the tokens that llama.cpp adds to a prompt if the file does not name them."""
+    """Return which special tokens llama.cpp adds to a prompt if the file does not specify them."""
     rules = PRE.get(str(header.metadata.get("tokenizer.ggml.pre")))
     begins = kind == "llama" or (kind == "gpt2" and rules is not None and rules.adds_begin)
     return {"add_bos_token": begins or None, "add_eos_token": True if kind == "t5" else None}
 
 
 def _check_keys(header: GgufHeader, kind: str) -> None:
-    """Raise `DataError` for keys of the tokenizer that would change ids and are not supported."""
+    """Raise `DataError` for unsupported metadata keys that would change token ids."""
     prefix = "tokenizer.ggml."
     names = [key.removeprefix(prefix) for key in header.metadata if key.startswith(prefix)]
     neutral = {**_NEUTRAL, **({"add_sep_token": True} if kind == "bert" else {})}
@@ -231,7 +230,7 @@ def _numbers(array: Any, default: list[Any]) -> list[Any]:
 
 
 def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
-    """Add what is found in a text as it stands, in the order of ids."""
+    """Add the special tokens, which are matched verbatim in texts, in the order of their ids."""
     from tokenizers import AddedToken
 
     for id, token in enumerate(vocabulary.tokens):
@@ -247,7 +246,7 @@ def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
 
 
 def _model_vocabulary(vocabulary: _Vocabulary, *types: int) -> dict[str, int]:
-    """Return token -> id of the base vocabulary.
+    """Return the base vocabulary, as ids by token.
 
     Added tokens at the end of the id range are excluded, as in published files. Those between other
     ids are included, because only the base vocabulary can assign such ids.
@@ -294,17 +293,17 @@ def _byte_pairs(gguf: _Vocabulary) -> Any:
 
 
 def pairs_of_scores(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the pairs that a sentencepiece model of this kind merges, the first ones first.
+    """Derive BPE merges from sentencepiece scores, in order of priority.
 
-    It joins the neighbours whose piece has the highest score: so every way to cut a piece in two is
-    a pair, in the order of the pieces' scores.
+    Sentencepiece merges the neighbors whose joined piece has the highest score. So every way to
+    split a piece in two is a merge, in the order of the pieces' scores.
 
     Args:
-        pieces: piece -> score.
-        ids: piece -> id, which decides between equal scores.
+        pieces: score of each piece.
+        ids: id of each piece, which breaks ties between equal scores.
 
     Raises:
-        DataError: a piece that is too long to be one.
+        DataError: a piece that is too long.
     """
     pairs = []
     for piece in sorted(pieces, key=lambda piece: (-pieces[piece], ids[piece])):
@@ -360,7 +359,7 @@ def _unigram(gguf: _Vocabulary) -> Any:
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> Any:
-    """Undo how word pieces are written: with a mark before words instead of before the rest."""
+    """Build a WordPiece tokenizer, whose GGUF form marks word starts instead of continuations."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     named = [_as_word_piece(token) for token in vocabulary.tokens]

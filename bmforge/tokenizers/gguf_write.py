@@ -1,4 +1,4 @@
-"""A tokenizer as metadata of a GGUF file: what `gguf_read` reads, and llama.cpp."""
+"""Converts tokenizers to GGUF metadata for llama.cpp and for `gguf_read`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["describe_tokenizer"]
 def describe_tokenizer(
     tokenizer: Tokenizer, rows: int, template: str | None = None
 ) -> dict[str, Any]:
-    """Return the metadata that say a tokenizer.
+    """Return the GGUF metadata that describes a tokenizer.
 
     Args:
-        tokenizer: tokenizer of byte pairs, sentencepiece's pairs or unigram model, or word pieces.
-        rows: number of rows of the model's embedding, each of which needs a token; unused ones
-            are named so.
+        tokenizer: BPE, sentencepiece (BPE or unigram) or WordPiece tokenizer.
+        rows: number of rows of the model's embedding, each of which needs a token; unused ones get
+            placeholder names.
         template: chat template.
 
     Raises:
-        ConfigError: a tokenizer that GGUF cannot say, or of a larger model.
+        ConfigError: a tokenizer that GGUF cannot represent, or of a larger model.
     """
     settings = tokenizer.settings if isinstance(tokenizer, FastTokenizer) else {"model": {}}
     name = _kind_of(settings)
@@ -82,7 +82,7 @@ def _kind_of(settings: dict[str, Any]) -> str | None:
 def _list_tokens(
     tokenizer: Tokenizer, settings: dict[str, Any], rows: int
 ) -> tuple[list[str], list[int]]:
-    """Return the token and the type of every row."""
+    """Return the tokens and the token types of all embedding rows."""
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values())
     if largest >= rows:
@@ -106,7 +106,7 @@ def _list_tokens(
 
 
 def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer, pre-tokenizer or decoder, those of sequences one by one."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder; sequences are flattened."""
     for key in ("normalizers", "pretokenizers", "decoders", "processors"):
         if part is not None and key in part:
             for child in part[key]:
@@ -148,7 +148,7 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
 def _sentence_pairs(
     settings: dict[str, Any], tokens: list[str], types: list[int]
 ) -> dict[str, Any]:
-    """Return scores from which the same pairs follow."""
+    """Return scores that give the same merges as the tokenizer's merge list."""
     merges = settings["model"]["merges"]
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
     ranks: dict[str, int] = {}
@@ -190,7 +190,7 @@ def _unigram(settings: dict[str, Any], tokens: list[str], types: list[int]) -> d
 
 
 def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
-    """Mark words instead of what goes on; `tokens` is changed in place."""
+    """Mark word starts instead of continuations in WordPiece `tokens`, in place."""
     if not (settings.get("normalizer") or {}).get("lowercase"):
         get_logger().warning("llama.cpp reads text for word pieces in lower case; these are not")
     for id, token in enumerate(tokens):
@@ -200,7 +200,7 @@ def _word_pieces(settings: dict[str, Any], tokens: list[str], types: list[int]) 
 
 
 def _ends(tokenizer: Tokenizer, settings: dict[str, Any]) -> tuple[bool, bool]:
-    """Return True if a text gets the begin token, and the end token."""
+    """Return whether a text gets a BOS token, and whether it gets an EOS token."""
     config = settings.get("config", {})
     single: list[Any] = []
     for step in _steps(settings.get("post_processor")):

@@ -1,4 +1,4 @@
-"""GLM-10B's tokenizers: GPT-2's BPE (English) or sentencepiece (Chinese), and GLM's blanks.
+"""GLM-10B's tokenizers: GPT-2's BPE (English) or sentencepiece (Chinese), with GLM's blanks.
 
 A text has blanks ``[MASK]``, ``[sMASK]`` or ``[gMASK]``; `build_inputs_for_generation` builds the
 model inputs that fill the first of them.
@@ -31,19 +31,18 @@ _BLANKS = ("[MASK]", "[sMASK]", "[gMASK]")
 
 
 class GLMTokenizer(Tokenizer):
-    """Tokenizer of texts with blanks, and builder of GLM-10B's inputs.
+    """Tokenizer for texts with blanks, and builder of GLM-10B's inputs.
 
     Args:
         text_part: tokenizer of the text between special tokens.
-        added: special token -> id, as in ``added_tokens.json``.
+        added: ids of the special tokens by token, as in ``added_tokens.json``.
         strips_left: special tokens that strip the whitespace before them.
 
     Raises:
         DataError: a special token of GLM is missing.
 
     Source: ``tokenization_glm.py`` and ``data_utils/tokenization.py`` of THUDM/GLM. Blanks strip
-        the
-    spaces to their left, as there, unless ``added_tokens_decoder`` says otherwise.
+    the spaces to their left, as there, unless ``added_tokens_decoder`` says otherwise.
     """
 
     roles: ClassVar[Mapping[str, str]] = {
@@ -81,7 +80,7 @@ class GLMTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Open ``cog-pretrain.model``, or ``vocab.json`` with ``merges.txt``, and added tokens."""
+        """Open the text tokenizer's files in a directory, and the added tokens."""
         folder = open_directory(directory)
         config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
         added, strips_left = _added_tokens(folder, config)
@@ -100,24 +99,24 @@ class GLMTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id."""
+        """Highest token id plus one."""
         return max(self._text.vocab_size, *(id + 1 for id in self._specials.values()))
 
     @property
     def mask_ids(self) -> list[int]:
-        """Ids of all kinds of blanks that this model has."""
+        """Ids of all kinds of blanks in this vocabulary."""
         return [self._specials[token] for token in _BLANKS if token in self._specials]
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a special token or piece, or None."""
+        """Return the id of a special token or a text piece, or None."""
         return self._specials.get(token, self._text.token_to_id(token))
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id, including special tokens."""
+        """Return the whole vocabulary, as ids by token, including special tokens."""
         return {**self._text.get_vocab(), **self._specials}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`; special tokens in it are recognized.
+        """Return the token ids of a text; special tokens in it are recognized.
 
         Raises:
             DataError: the text contains an unpaired surrogate.
@@ -134,7 +133,7 @@ class GLMTokenizer(Tokenizer):
         return ids
 
     def _encode_part(self, part: str, text: str) -> list[int]:
-        """Return the token ids of a part of `text` between special tokens."""
+        """Return the token ids of a text part between special tokens."""
         try:
             return self._text.encode(part) if part else []
         except (RuntimeError, TypeError, UnicodeError) as error:
@@ -144,7 +143,7 @@ class GLMTokenizer(Tokenizer):
         """Return the token ids of texts, with special tokens' names encoded as characters.
 
         Raises:
-            DataError: a text has half of a surrogate pair.
+            DataError: a text contains an unpaired surrogate.
         """
         return [self._encode_characters(text) for text in texts]
 
@@ -161,7 +160,7 @@ class GLMTokenizer(Tokenizer):
         return [id for part in parts for id in self._encode_part(part, text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, including special tokens.
+        """Decode token ids to text, including special tokens.
 
         Raises:
             DataError: an id that is neither a special token nor in the vocabulary.
@@ -179,7 +178,7 @@ class GLMTokenizer(Tokenizer):
         return self._text.joint.join(parts)
 
     def prepare(self, texts: Sequence[str], max_length: int | None = None) -> dict[str, Tensor]:
-        """Return ``[CLS] text <|endoftext|>`` of every text, padded on the right.
+        """Encode texts as ``[CLS] text <|endoftext|>``, padded on the right.
 
         Args:
             texts: texts with a blank.
@@ -218,7 +217,7 @@ class GLMTokenizer(Tokenizer):
         max_gen_length: int = 512,
         targets: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the inputs with which GLM fills the first blank of every sequence.
+        """Build the inputs with which GLM fills the first blank of every sequence.
 
         Args:
             inputs: result of `prepare`.
@@ -267,7 +266,7 @@ class GLMTokenizer(Tokenizer):
     def _fill(
         self, ids: Tensor, targets: Sequence[str], max_gen_length: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the filling of the blank, from ``<|startofpiece|>`` on, and its labels."""
+        """Return the ids that fill the blank, from ``<|startofpiece|>`` on, and their labels."""
         if isinstance(targets, str) or len(targets) != len(ids):
             raise ConfigError(
                 f"targets={targets!r:.60}: it must be a list with one text for each of the "
@@ -302,7 +301,7 @@ class GLMTokenizer(Tokenizer):
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Return special token -> id, and the special tokens that strip whitespace before them."""
+    """Return the special token ids by token, and the tokens that strip whitespace before them."""
     decoder = config.get("added_tokens_decoder") or {}
     if decoder:
         added = {entry["content"]: int(id) for id, entry in decoder.items()}

@@ -1,4 +1,4 @@
-"""Tokenizers of GLM's plain text: GPT-2's byte-level BPE, or a sentencepiece model."""
+"""Tokenizers for GLM's plain text: GPT-2's byte-level BPE, or a sentencepiece model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SENTENCEPIECE_FILE = "cog-pretrain.model"
 
 @dataclass
 class BytePairs:
-    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``.
+    """Byte-level BPE of GPT-2, from ``vocab.json`` and ``merges.txt``.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
-        files: name -> contents of its files.
+        files: contents of its files, by name.
     """
 
     tokenizer: Any
@@ -37,29 +37,29 @@ class BytePairs:
         return self.tokenizer.get_vocab_size()
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a piece, or None."""
+        """Return the id of a piece, or None if the vocabulary lacks the piece."""
         return self.tokenizer.token_to_id(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return piece -> id."""
+        """Return the vocabulary, as ids by piece."""
         return self.tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`."""
+        """Return the token ids of a text."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`."""
+        """Decode token ids to text."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @dataclass
 class SentencePieces:
-    """A sentencepiece model, ``cog-pretrain.model``.
+    """Sentencepiece model of GLM, ``cog-pretrain.model``.
 
     Args:
         processor: a ``sentencepiece.SentencePieceProcessor``.
-        files: name -> contents of its file.
+        files: contents of its file, by name.
     """
 
     processor: Any
@@ -73,20 +73,20 @@ class SentencePieces:
         return self.processor.get_piece_size()
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a piece, or None."""
+        """Return the id of a piece, or None if the vocabulary lacks the piece."""
         id = self.processor.piece_to_id(token)
         return id if self.processor.id_to_piece(id) == token else None
 
     def get_vocab(self) -> dict[str, int]:
-        """Return piece -> id."""
+        """Return the vocabulary, as ids by piece."""
         return {self.processor.id_to_piece(id): id for id in range(self.vocab_size)}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`."""
+        """Return the token ids of a text."""
         return self.processor.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`."""
+        """Decode token ids to text."""
         return self.processor.decode(ids)
 
 
@@ -94,10 +94,10 @@ TextPart = BytePairs | SentencePieces
 
 
 def open_text_part(folder: Path) -> TextPart:
-    """Open the text tokenizer whose files are in `folder`.
+    """Open the text tokenizer in a directory, of either kind.
 
     Raises:
-        DataError: there are none, or they are damaged.
+        DataError: there are no such files, or they are damaged.
     """
     path = folder / SENTENCEPIECE_FILE
     if path.exists():

@@ -1,8 +1,8 @@
 """Greedy longest match of text against a vocabulary, as in CPM-2, EVA, CPM-Ant and CPM-Bee.
 
-From the left, the longest piece that starts at the current position is taken; a character at which
-no piece starts is unknown. An Aho-Corasick automaton in Rust (``ahocorasick_rs``) does it in one
-pass.
+From the left, the longest piece that starts at the current position is matched; a character at
+which no piece starts is unknown. An Aho-Corasick automaton in Rust (``ahocorasick_rs``) does this
+in one pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NONCHARACTER = "\U0010ffff"
 
 
 class Match(NamedTuple):
-    """Part of the text: a piece with its id, or a run of unknown characters with id None."""
+    """Matched part of a text: a piece with its id, or unknown characters with id None."""
 
     text: str
     id: int | None
@@ -30,8 +30,8 @@ class LongestMatcher:
     """Splits text greedily into the longest pieces of a vocabulary; thread-safe.
 
     Args:
-        vocabulary: piece -> id; the empty piece is ignored.
-        max_chars: longer pieces are ignored, like in the original.
+        vocabulary: id of each piece; the empty piece is ignored.
+        max_chars: maximum length of a piece; longer ones are ignored, like in the original.
 
     Raises:
         ConfigError: no piece remains.
@@ -57,7 +57,7 @@ class LongestMatcher:
         self._automaton = AhoCorasick(self._pieces, matchkind=MatchKind.LeftmostLongest)
 
     def match(self, text: str) -> list[Match]:
-        """Return the parts of `text` in order; joined they are `text`.
+        """Split a text into parts, which together are the whole text.
 
         Adjacent unknown characters are one part.
         """
@@ -73,7 +73,7 @@ class LongestMatcher:
         return stretches
 
     def encode(self, text: str, unknown_id: int) -> list[int]:
-        """Return the ids of the pieces of `text`, with `unknown_id` for every unknown character."""
+        """Return the ids of the pieces in a text, with `unknown_id` for every unknown character."""
         piece_ids, at = self._ids, 0
         ids: list[int] = []
         for number, start, end in self._find(text):

@@ -1,4 +1,4 @@
-"""Opening of a sentencepiece model from its bytes."""
+"""Loads sentencepiece models from bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["load_sentence_piece"]
 
 
 def load_sentence_piece(model: bytes, path: Path) -> Any:
-    """Open a ``SentencePieceProcessor`` from a model file's contents.
+    """Create a ``SentencePieceProcessor`` from the contents of a model file.
 
     Raises:
         DataError: not a sentencepiece model; `path` names the file in the message.

@@ -1,4 +1,4 @@
-"""Encodes and decodes the answers of encoder-decoders, which are masked spans between sentinels."""
+"""Encodes and decodes answers of encoder-decoders as masked spans between sentinels."""
 
 from __future__ import annotations
 

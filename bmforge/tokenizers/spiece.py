@@ -1,8 +1,7 @@
-"""T5's tokenizer from a sentencepiece model alone, built with the tokenizers library.
+"""Builds T5's tokenizer from a sentencepiece model, with the tokenizers library.
 
 Many T5 checkpoints (v1.1, mT5, mengzi) have only ``spiece.model``, a protocol buffer. The fields
 read are the pieces with their scores, and the normalization of text.
-
 Source: ``sentencepiece_model.proto`` of google/sentencepiece; transformers' ``tokenization_t5.py``
 for T5's 100 sentinels after the pieces, in descending order.
 """
@@ -28,7 +27,7 @@ _CONTROL = 3
 
 
 class UnigramModel(NamedTuple):
-    """Fields of a model file: pieces (text, score, type), and treatment of text."""
+    """Fields of a sentencepiece file: pieces (text, score, type), and normalization settings."""
 
     pieces: list[tuple[str, float, int]]
     algorithm: int
@@ -62,7 +61,7 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
 
 
 def build_unigram(model: UnigramModel, extra_ids: int | None = None) -> Any:
-    """Build a tokenizer of the ``tokenizers`` library with these pieces; see `open_spiece`."""
+    """Build a unigram tokenizer with the ``tokenizers`` library; see `open_spiece`."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
     from tokenizers import normalizers as norm
     from tokenizers import pre_tokenizers as pre
@@ -88,7 +87,7 @@ def build_unigram(model: UnigramModel, extra_ids: int | None = None) -> Any:
 
 
 def _read(content: bytes, path: Path) -> UnigramModel:
-    """Read the required fields, each with the format's default if it is absent."""
+    """Parse the required fields of a model file; a missing one has the format's default."""
     try:
         parts = list(_fields(content))
         pieces = [_read_piece(dict(_fields(part))) for number, part in parts if number == 1]
@@ -117,7 +116,7 @@ def _read_piece(fields: dict[int, Any]) -> tuple[str, float, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of a message's fields: ints, or bytes."""
+    """Yield the number and value (int or bytes) of each field in a protobuf message."""
     at = 0
     while at < len(data):
         key, at = _number(data, at)
@@ -139,7 +138,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a varint (seven bits per byte, lowest first); return it and the next offset."""
+    """Decode a varint (seven bits per byte, lowest first); return its value and the next offset."""
     value = shift = 0
     while True:
         byte = data[at]

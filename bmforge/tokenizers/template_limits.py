@@ -1,4 +1,4 @@
-"""Limits on the time and output of a chat template.
+"""Limits on the run time and output size of a chat template.
 
 A template is a program, and one from an untrusted model may not terminate.
 """
@@ -18,7 +18,7 @@ __all__ = ["TemplateLimits", "run_template"]
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Limits of a template for one conversation.
+    """Limits for rendering one conversation.
 
     Args:
         seconds: time limit.
@@ -30,12 +30,12 @@ class TemplateLimits:
 
 
 def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLimits | None) -> str:
-    """Render a compiled template.
+    """Render a compiled template within limits.
 
     Args:
         template: Jinja template.
         variables: its variables.
-        limits: limits; None is none.
+        limits: limits; None means unlimited.
 
     Raises:
         TimeoutError: the time limit is exceeded.
@@ -56,7 +56,7 @@ def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLi
 
 @contextmanager
 def _stopping_after(seconds: float) -> Iterator[None]:
-    """Interrupt Python code of this thread at any line when the time is over.
+    """Context manager: interrupt this thread's Python code when the time limit has passed.
 
     A template loop that yields no output cannot be interrupted otherwise.
     """

@@ -1,4 +1,4 @@
-"""The tokenizer.json of a Hugging Face directory, or one built from older files.
+"""Opens the tokenizer.json of a Hugging Face directory, or builds one from older files.
 
 Older repositories have only ``vocab.json`` with ``merges.txt`` (GPT-2, OPT, RoBERTa), ``vocab.txt``
 (BERT) or ``spiece.model`` (T5). The algorithms are those of the tokenizers library; the settings
@@ -72,7 +72,7 @@ def open_tokenizer_json(content: bytes, path: Path) -> Any:
 
 
 def find_tokenizer_json(folder: Path) -> bytes | None:
-    """Return the contents of a directory's tokenizer.json, or of one built from its older files.
+    """Return the contents of a directory's tokenizer.json, or of one built from older files.
 
     Raises:
         DataError: the older files are damaged.
@@ -100,12 +100,12 @@ def find_tokenizer_json(folder: Path) -> bytes | None:
 
 
 def has_tokenizer_json(folder: Path) -> bool:
-    """Return True if `find_tokenizer_json` returns a file, without building it."""
+    """Return True if `find_tokenizer_json` would return a file; nothing is built."""
     return (folder / TOKENIZER_FILE).is_file() or _older_kind(folder) is not None
 
 
 def _older_kind(folder: Path) -> tuple[str, ...] | None:
-    """Return the older files from which a tokenizer can be built; None without them."""
+    """Return the names of the older files from which a tokenizer can be built, or None."""
     named = _named_kind(folder)
     if _has(folder, BYTE_PAIR_FILES) and (named is None or named in _BYTE_PAIR_NAMES):
         return BYTE_PAIR_FILES
@@ -119,9 +119,9 @@ def _older_kind(folder: Path) -> tuple[str, ...] | None:
 
 
 def read_role_tokens(folder: Path) -> dict[str, str]:
-    """Return role ("pad", "bos", ...) -> token from the files of a tokenizer.
+    """Return the token of each role ("pad", "bos", ...) from the files of a tokenizer.
 
-    If they name none, the roles of the older files' kind are used.
+    If the files name none, the defaults for the older file type are used.
 
     Raises:
         DataError: a file is not a JSON object.
@@ -139,7 +139,7 @@ def read_role_tokens(folder: Path) -> dict[str, str]:
 
 
 def _role_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return role -> token with its settings; the first of `ROLE_FILES` takes precedence."""
+    """Return the token of each role with its settings; the first of `ROLE_FILES` has precedence."""
     entries: dict[str, dict[str, Any]] = {}
     for name in ROLE_FILES:
         config = read_json(folder / name) if (folder / name).is_file() else {}
@@ -165,7 +165,7 @@ def open_byte_pairs(folder: Path, leading: bool = False) -> Any:
 
     Args:
         folder: directory of the files.
-        leading: prepend a space to texts that have none.
+        leading: True to prepend a space to texts that have none.
 
     Raises:
         DataError: a file is damaged.
@@ -203,7 +203,7 @@ def _word_pieces(folder: Path) -> Any:
 
 
 def _add_tokens(tokenizer: Any, folder: Path) -> None:
-    """Make the roles' tokens special, and add those of ``added_tokens.json`` with their ids.
+    """Add the special tokens of all roles, and those of ``added_tokens.json`` with their ids.
 
     Raises:
         DataError: an added token cannot have its id.

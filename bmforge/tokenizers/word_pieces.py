@@ -1,4 +1,4 @@
-"""Map from words to the ids of their pieces, for CPM-2, EVA and CPM-Ant."""
+"""Cached splitting of words into vocabulary pieces, for CPM-2, EVA and CPM-Ant."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CACHED_WORDS = 1 << 18
 
 
 class WordPieces(dict[str, tuple[int, ...]]):
-    """Bounded cache: word -> ids of its greedily matched pieces; look up with ``[word]``.
+    """Bounded cache from words to the ids of their greedily matched pieces; use ``[word]``.
 
     Args:
-        vocabulary: piece -> id.
+        vocabulary: id of each piece.
         unknown_id: id of a character at which no piece begins.
-        marked: pieces inside of words are looked up with the prefix ``##``, unless they have
+        marked: True to look up pieces inside of words with the prefix ``##``, unless they have
             Chinese characters.
 
     Memory: at most 2**18 words, about 65 MB.
@@ -58,7 +58,7 @@ class WordPieces(dict[str, tuple[int, ...]]):
 
 
 def _inside(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Return piece -> id for positions inside of a word."""
+    """Return the ids of the pieces that may occur inside of a word, by piece."""
     inside = {piece: id for piece, id in vocabulary.items() if has_chinese(piece)}
     for piece, id in vocabulary.items():
         suffix = piece.removeprefix(CONTINUES)
@@ -68,12 +68,12 @@ def _inside(vocabulary: Mapping[str, int]) -> dict[str, int]:
 
 
 def has_chinese(text: str) -> bool:
-    """Return True if `text` has a character of the block U+4E00 to U+9FFF."""
+    """Return True if a text has a character in the block U+4E00 to U+9FFF."""
     return any("\u4e00" <= character <= "\u9fff" for character in text)
 
 
 def pieces_to_tokens(ids: Iterable[int], tokens: list[str]) -> list[str]:
-    """Return the tokens of `ids`.
+    """Return the token of each id.
 
     Raises:
         DataError: an id is not in the vocabulary.

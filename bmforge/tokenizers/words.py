@@ -1,4 +1,4 @@
-"""Chinese word segmentation like jieba 0.42.1 with its Rust port rjieba: same words, faster.
+"""Segments Chinese text into the same words as jieba 0.42.1, with its faster port rjieba.
 
 ``rjieba`` has the same dictionary and new-word model (HMM) as jieba, but differs in three points
 that are corrected here: which characters form a run that is segmented, how Latin text inside of a
@@ -23,11 +23,11 @@ _HAS_LATIN_WORD = re.compile(r"AT&T|[cC](?:#|\+\+)")
 
 
 class WordCutter:
-    """Segments text into words.
+    """Word segmenter for Chinese text.
 
     Args:
-        new_words: also detect words that the dictionary lacks (jieba's HMM), as the CPM tokenizers
-            do; False is the segmentation of transformers' CpmAntTokenizer.
+        new_words: True to also detect words that the dictionary lacks (jieba's HMM), as the CPM
+            tokenizers do; False is the segmentation of transformers' CpmAntTokenizer.
 
     Raises:
         MissingDependencyError: ``rjieba`` is not installed.
@@ -42,7 +42,7 @@ class WordCutter:
         self._new_words = new_words
 
     def cut(self, text: str) -> list[str]:
-        """Return the words of `text`; joined they are `text`."""
+        """Split a text into words, which together are the whole text."""
         words: list[str] = []
         for run in _RUN.findall(text):
             if len(run) == 1 or (run.isascii() and run.isalnum()) or run == "\r\n":
@@ -56,7 +56,7 @@ class WordCutter:
         return words
 
     def _cut_mixed(self, run: str, words: list[str]) -> None:
-        """Append the words of a run that has Latin characters."""
+        """Append the words of a text run that contains Latin characters."""
         if not _HAS_LATIN_WORD.search(run):
             self._cut_new_words(run, words)
             return
@@ -71,7 +71,7 @@ class WordCutter:
         self._cut_new_words(between, words)
 
     def _cut_new_words(self, run: str, words: list[str]) -> None:
-        """Append the words of a run without Latin dictionary words."""
+        """Append the words of a text run without Latin dictionary words."""
         latin = ""
         for word in [run] if run.isascii() else self._cut(run, True):
             if word.isascii():

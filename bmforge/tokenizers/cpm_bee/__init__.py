@@ -1,4 +1,4 @@
-"""CPM-Bee: tokenizer, and conversion of documents to batches; start reading at `tokenizer.py`."""
+"""CPM-Bee's tokenizer, and conversion of its documents to batches; start at `tokenizer.py`."""
 
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 

@@ -1,8 +1,7 @@
-"""Batches of CPM-Bee: documents with in-context examples, packed into sequences.
+"""Packs CPM-Bee documents with in-context examples into batches.
 
 An instance is a training document with its examples. A sequence holds as many instances as fit,
 distinguished by `span`; best-fit packing assigns instances to sequences.
-
 Source: ``_MixedDatasetBatchPacker`` of OpenBMB/CPM-Bee, in
 ``cpm_live/training_tasks/bee/pretrain.py``.
 """
@@ -34,7 +33,7 @@ _NO_EXTENSION: Token = (0, 1)
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """A document and its in-context examples as a sequence of T tokens.
+    """Training document with its in-context examples, as a sequence of T tokens.
 
     Attributes:
         ids, subs, context, segs: see `EncodedDocument`; examples are context only.
@@ -64,7 +63,7 @@ class Instance:
 
 
 class RowBatch(NamedTuple):
-    """A training batch of B sequences of T tokens.
+    """Training batch of B sequences of T tokens.
 
     Attributes:
         inputs: arguments of CPM-Bee's forward and ``labels``; see `collate_rows`.
@@ -115,7 +114,7 @@ def build_instance(
     order_key: bytes | None = None,
     task: str = "",
 ) -> Instance:
-    """Encode a document and as many examples, in order, as fit into the window.
+    """Encode a document with as many in-context examples, in order, as fit into the window.
 
     Args:
         document: training document with its answers.
@@ -141,7 +140,7 @@ def build_instance(
 
 
 class BestFit:
-    """Best-fit packing: an item goes to the open sequence with the least space left.
+    """Best-fit packing: an item goes to the open sequence with the least sufficient space.
 
     Args:
         max_length: length of a sequence.
@@ -156,7 +155,7 @@ class BestFit:
         self._free: list[int] = []
 
     def add(self, item: int, length: int) -> None:
-        """Add an item of `length` to an open sequence, or to a new one if none has space.
+        """Add an item of `length` tokens to an open sequence, or to a new one if none has space.
 
         Raises:
             DataError: it is longer than a sequence.
@@ -175,7 +174,7 @@ class BestFit:
             self._free.append(self.max_length - length)
 
     def restore(self, items: Sequence[tuple[int, int]]) -> None:
-        """Reopen a sequence with these (item, length) from a saved state."""
+        """Reopen a sequence from a saved state, given as pairs (item, length)."""
         self.rows.append([item for item, _ in items])
         self._free.append(self.max_length - sum(length for _, length in items))
 
@@ -237,7 +236,7 @@ def collate_rows(
 
 
 def extension_rows(instances: Sequence[Instance]) -> list[Token]:
-    """Return the (base id, sub id) that need an output row, in order of appearance."""
+    """Return the (base id, sub id) pairs that need an output row, in order of appearance."""
     tokens: dict[Token, None] = {}
     for instance in instances:
         extended = np.flatnonzero(instance.subs)
@@ -247,7 +246,7 @@ def extension_rows(instances: Sequence[Instance]) -> list[Token]:
 
 
 def extension_inputs(tokens: Sequence[Token]) -> dict[str, NDArray[np.int32]]:
-    """Return ``ext_table_ids`` and ``ext_table_sub``; a placeholder if there is no token."""
+    """Return ``ext_table_ids`` and ``ext_table_sub`` for tokens; placeholders if there are none."""
     ids, subs = np.array(tokens or [_NO_EXTENSION], dtype=np.int32).T
     return {
         "ext_table_ids": np.ascontiguousarray(ids),
@@ -256,7 +255,7 @@ def extension_inputs(tokens: Sequence[Token]) -> dict[str, NDArray[np.int32]]:
 
 
 def pad_relations(relations: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """Pad the relations of every sequence with zeros; (B, R)."""
+    """Pad the segment relations of every sequence with zeros; shape (B, R)."""
     padded = np.zeros((len(relations), max(map(len, relations))), dtype=np.int32)
     for row, values in zip(padded, relations, strict=True):
         row[: len(values)] = values
@@ -270,7 +269,13 @@ _COLUMNS = (
 
 
 def _columns(instance: Instance, relation: int, span: int) -> dict[str, NDArray[Any]]:
-    """Return one instance's values per column; `relation` is the offset of its relations."""
+    """Return the values of one instance by input name.
+
+    Args:
+        instance: the instance.
+        relation: offset of its relations in the sequence.
+        span: number of the instance in the sequence.
+    """
     return {
         "input": instance.ids,
         "input_sub": instance.subs,
@@ -286,7 +291,7 @@ def _columns(instance: Instance, relation: int, span: int) -> dict[str, NDArray[
 def _label(
     instance: Instance, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int]
 ) -> NDArray[np.int64]:
-    """Return one instance's labels: the next token of each answer token, ``</s>`` at its end."""
+    """Return the labels of one instance: each answer token's successor, ``</s>`` at the end."""
     outputs = instance.ids.astype(np.int64)
     for i in np.flatnonzero(instance.subs).tolist():
         outputs[i] = numbers[int(instance.ids[i]), int(instance.subs[i])]

@@ -1,9 +1,8 @@
-"""CPM-Bee documents: encode a nested dict of texts to token ids, and decode answers into it.
+"""Encodes CPM-Bee documents (nested dicts of texts) as token ids, and decodes answers.
 
 Every key and text is a segment ``<s> tokens </s>``; a text under ``<ans>``, which the model
 generates, is ``<s> tokens``. A token outside of the vocabulary is a base id (``<mask>`` for
 ``<mask_3>``, ``<unk>`` for unknown text) with a sub id, its index among those with the same base.
-
 Source: ``convert_data_to_id`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``.
 """
 
@@ -44,19 +43,19 @@ Token = tuple[int, int]
 
 
 class TooLongError(DataError):
-    """A document has more tokens than the window."""
+    """Raised if a document has more tokens than the window."""
 
 
 class UnwritableError(DataError):
-    """An answer contains text that no model can generate."""
+    """Raised if an answer contains text that no model can generate."""
 
 
 class Extension(NamedTuple):
-    """Extension table of a sample: tokens outside of the vocabulary.
+    """Extension table of a sample, with the tokens that the vocabulary lacks.
 
     Attributes:
-        texts: extension id -> text.
-        tokens: extension id -> (base id, sub id).
+        texts: text by extension id.
+        tokens: (base id, sub id) by extension id.
     """
 
     texts: dict[int, str]
@@ -64,12 +63,12 @@ class Extension(NamedTuple):
 
     @property
     def names(self) -> dict[Token, str]:
-        """(base id, sub id) -> text."""
+        """Texts by (base id, sub id)."""
         return {token: self.texts[id] for id, token in self.tokens.items()}
 
 
 class AnswerSlot(NamedTuple):
-    """Position of an answer.
+    """Position of one answer in an encoded document.
 
     Attributes:
         path: keys under ``<ans>`` that lead to it; () if ``<ans>`` itself is the text.
@@ -109,7 +108,7 @@ class EncodedDocument(NamedTuple):
 
     @property
     def ext_table(self) -> dict[int, str]:
-        """Extension id -> text, an argument of the tokenizer's `decode`."""
+        """Texts by extension id, as an argument for the tokenizer's `decode`."""
         return self.extension.texts
 
 
@@ -179,7 +178,7 @@ def decode_document(
     tokenizer: CPMBeeTokenizer,
     ext_rows: Sequence[Token] = (),
 ) -> dict[str, Any]:
-    """Return a copy of `document` with the generated answers under ``<ans>``.
+    """Return a copy of a document with the generated answers inserted under ``<ans>``.
 
     Args:
         document: the document that was encoded.
@@ -215,7 +214,7 @@ def decode_answer(
     tokenizer: CPMBeeTokenizer,
     ext_rows: Sequence[Token] = (),
 ) -> str:
-    """Return the text of output ids up to ``</s>``; ids from `vocab_size` on are `ext_rows`.
+    """Decode output ids up to ``</s>`` to text; ids from `vocab_size` on refer to `ext_rows`.
 
     Raises:
         DataError: an id is no output, or a row of another document of the batch.
@@ -244,7 +243,7 @@ def decode_answer(
 def encode_text(
     text: str, tokenizer: CPMBeeTokenizer, extension: Extension | None = None
 ) -> tuple[list[Token], Extension]:
-    """Return the (id, sub id) of a text, and the extended extension table.
+    """Encode a text as (id, sub id) pairs; also return the extended extension table.
 
     Raises:
         DataError: a token that only the encoder inserts, an unknown special token, or a stray
@@ -268,7 +267,7 @@ def encode_text(
 
 
 def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
-    """Return the base id of a token of the extension table."""
+    """Return the base id for a token that is not in the vocabulary."""
     if not is_special(text):
         return tokenizer.unk_id
     base = f"<{text[1:-1].split('_', maxsplit=1)[0]}>"
@@ -286,7 +285,7 @@ def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
 def _encode_segments(
     segments: Sequence[Segment], tokenizer: CPMBeeTokenizer, extension: Extension | None
 ) -> tuple[list[list[Token]], Extension]:
-    """Return the tokens of every segment, with its begin and end tokens."""
+    """Encode every segment as tokens, with its begin and end tokens."""
     extension = extension or Extension({}, {})
     begin, end = [(tokenizer.bos_id, 0)], [(tokenizer.eos_id, 0)]
     parts = []
@@ -302,7 +301,7 @@ def _encode_segments(
 def _check_blanks(
     segments: Sequence[Segment], parts: Sequence[Sequence[Token]], extension: Extension
 ) -> None:
-    """Raise `DataError` if a special key under ``<ans>`` is not in the rest of the document."""
+    """Raise `DataError` if a special key under ``<ans>`` does not occur in the document."""
     present = {
         token
         for segment, part in zip(segments, parts, strict=True)
@@ -323,7 +322,7 @@ def _check_blanks(
 def _check_answers(
     segments: Sequence[Segment], parts: Sequence[Sequence[Token]], extension: Extension
 ) -> None:
-    """Raise `DataError` if an answer has an extension token that does not occur in the context."""
+    """Raise `DataError` if an answer has an extension token that is not in the context."""
     names = extension.names
     shown = {t for s, part in zip(segments, parts, strict=True) if not s.answer for t in part}
     for segment, part in zip(segments, parts, strict=True):

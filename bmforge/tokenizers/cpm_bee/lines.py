@@ -1,4 +1,4 @@
-"""Lines of a file as documents: strict JSON objects without duplicate keys."""
+"""Reads documents from the lines of a file: strict JSON objects without duplicate keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEEDED = 'A line is one document, such as {"input": "...", "<ans>": ""}.'
 
 
 def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    r"""Yield non-empty lines of a file with their line numbers, from 1 on.
+    r"""Yield the non-empty lines of a file with their line numbers, counted from 1.
 
     Lines are counted as editors do: they end with ``\n``, ``\r\n`` or ``\r``.
 
@@ -35,15 +35,15 @@ def read_numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_document(line: bytes, where: str) -> dict[str, Any]:
-    """Parse the document of a line.
+    """Parse a line as a document.
 
     Args:
         line: UTF-8 bytes.
         where: name of the line for error messages.
 
     Raises:
-        DataError: invalid UTF-8 or JSON, not an object, nested too deep, a duplicate key, or half
-            of a surrogate pair.
+        DataError: invalid UTF-8 or JSON, not an object, nested too deep, a duplicate key, or an
+            unpaired surrogate.
     """
     try:
         document = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_refuse_twice)
@@ -68,7 +68,7 @@ def parse_document(line: bytes, where: str) -> dict[str, Any]:
 
 
 class _TwiceError(Exception):
-    """A key occurs twice."""
+    """Raised if a key occurs twice."""
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Data loader for CPM-Bee: from a task mixture to the micro-batches of optimizer steps.
+"""Data loader for CPM-Bee: packs the samples of a task mixture into micro-batches.
 
 Instances are packed by best fit; a step takes the oldest sequences as soon as there are more than
 it needs. The contents of the open sequences are part of the state, as sample numbers, so a run
@@ -28,7 +28,7 @@ __all__ = ["DocumentLoader", "iter_documents"]
 
 
 class DocumentLoader:
-    """Yields this rank's micro-batches of one optimizer step after the other, without end.
+    """Yields this rank's micro-batches of one optimizer step after another, endlessly.
 
     Each is a dict of the tensors listed in `collate_rows`, padded to the mixture's window. Every
     rank packs all sequences and keeps its own, so they do not depend on the world size.
@@ -82,7 +82,7 @@ class DocumentLoader:
         ]
 
     def next_rows(self) -> list[RowBatch]:
-        """Return the micro-batches of the next step as arrays, with the tasks of all tokens."""
+        """Return the micro-batches of the next step as arrays, with the task of every token."""
         barren = 0
         while len(self._open.rows) <= self._global_batch_size:
             barren = 0 if self._add_next() else barren + 1
@@ -106,7 +106,7 @@ class DocumentLoader:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state; the same on every rank."""
+        """Return the state of the loader, which is the same on every rank."""
         return {
             "step": self._step,
             "samples": self._next,
@@ -116,7 +116,7 @@ class DocumentLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume exactly where `state` was taken, on any world size.
+        """Resume exactly from a saved state, with any world size.
 
         Raises:
             ConfigError: the state has another seed, mixture or window, or lacks an entry.
@@ -146,7 +146,7 @@ class DocumentLoader:
             )
 
     def _add_next(self) -> bool:
-        """Pack the next sample; return False if it is skipped."""
+        """Add the next sample to a sequence; return False if the sample is skipped."""
         number, self._next = self._next, self._next + 1
         instance = self.mixture.instance(number)
         if instance is None:
@@ -164,7 +164,7 @@ def iter_documents(
     batch_size: int,
     task: str = "",
 ) -> Iterator[RowBatch]:
-    """Yield all documents once, in order, packed; the last batch may have fewer sequences.
+    """Yield batches of all documents once, in order, packed; the last one may be smaller.
 
     Raises:
         DataError: see `encode_document`; documents longer than the window are not skipped.

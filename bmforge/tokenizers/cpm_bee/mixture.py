@@ -1,9 +1,8 @@
-"""Mixture of tasks by weight: a stateless map from global sample number to instance.
+"""Weighted mixture of tasks: a stateless map from global sample numbers to instances.
 
 An epoch takes round(weight * lines) samples of every source, in an order that depends on the seed
 and the epoch. A source yields all its lines, reshuffled each time, before repeating one. Transform
 and in-context examples are sampled from (seed, sample number).
-
 Source of the mixture file's format: ``MixedDataset`` of OpenBMB/CPM-Bee, which also takes Python
 scripts as transforms. Only field mappings are supported here (`transform.py`).
 """
@@ -76,7 +75,7 @@ class DocumentFile(Sequence[dict[str, Any]]):
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the document of non-empty line `index`, from 0 on.
+        """Return the document in the non-empty line `index`, counted from 0.
 
         Raises:
             DataError: the line is not a JSON object; see `parse_document`.
@@ -89,19 +88,19 @@ class DocumentFile(Sequence[dict[str, Any]]):
             raise DataError(f"{self.where(index)} cannot be read ({error}).") from error
 
     def where(self, index: int) -> str:
-        """Return the file and the 1-based line number of document `index`."""
+        """Describe the location of a document: file and line number, counted from 1."""
         return f"{self.path}, line {self._numbers[index]}"
 
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Documents of one task.
+    """Documents of one task in a mixture.
 
     Attributes:
         task: name of the task.
         documents: a `DocumentFile`, or documents in memory.
         weight: number of times that each document occurs in an epoch.
-        transforms: maps to documents, one sampled each time; empty is no transform.
+        transforms: transforms of documents, one sampled each time; empty is no transform.
         example_weights: relative frequency of 0, 1, 2, ... in-context examples.
 
     Raises:
@@ -141,13 +140,13 @@ class TaskSource:
         return max(1, round(self.weight * len(self.documents)))
 
     def where(self, index: int) -> str:
-        """Return the name of document `index` for error messages."""
+        """Describe the location of a document for error messages."""
         if isinstance(self.documents, DocumentFile):
             return self.documents.where(index)
         return f"task {self.task!r}, document {index}"
 
     def fingerprint(self) -> str:
-        """Return a hash that changes when the samples change."""
+        """Return a hash that changes whenever the samples change."""
         if isinstance(self.documents, DocumentFile):
             content = self.documents.fingerprint
         else:
@@ -157,19 +156,19 @@ class TaskSource:
 
 
 class TaskMixture:
-    """Instances by global sample number, a pure function of (seed, number).
+    """Mixture of tasks, whose instances depend only on (seed, global sample number).
 
     Args:
         sources: tasks.
         tokenizer: CPM-Bee's tokenizer.
         max_length: window in tokens; longer documents are skipped.
         seed: random seed of order, transforms, examples and answer order.
-        skip_bad: skip and count documents that cannot be encoded, instead of raising.
+        skip_bad: True to skip and count documents that cannot be encoded, instead of raising.
 
     Attributes:
         samples_per_epoch: number of samples per epoch.
-        skipped: number of a skipped sample -> reason.
-        instances_of: reason -> error message of the first such sample.
+        skipped: reason by the number of each skipped sample.
+        instances_of: error message of the first skipped sample, by reason.
 
     Raises:
         ConfigError: there is no source.
@@ -199,7 +198,7 @@ class TaskMixture:
         self._lines: dict[int, tuple[int, NDArray[np.int64]]] = {}
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return (source, document index) of global sample `number`."""
+        """Return the source and the document index of a global sample number."""
         epoch, at = divmod(number, self.samples_per_epoch)
         self._prepare(epoch)
         source = int(self._chosen[at])
@@ -212,7 +211,7 @@ class TaskMixture:
         return source, int(self._lines[source][1][line])
 
     def instance(self, number: int) -> Instance | None:
-        """Return global sample `number`; None if it is skipped.
+        """Return the instance of a global sample number; None if it is skipped.
 
         Raises:
             DataError: the document is invalid, see `encode_document`.
@@ -226,7 +225,7 @@ class TaskMixture:
         return None
 
     def survey(self, count: int = 500) -> dict[int, str]:
-        """Return number -> reason for the first `count` samples that would be skipped."""
+        """Return the reasons, by number, why any of the first `count` samples would be skipped."""
         skipped = {}
         for number in range(min(count, self.samples_per_epoch)):
             try:
@@ -236,7 +235,7 @@ class TaskMixture:
         return skipped
 
     def _name_reason(self, number: int, error: DataError) -> str:
-        """Return the reason why a sample is skipped, and record the first of its kind."""
+        """Return the reason why a sample is skipped; record the first sample for each reason."""
         reason = reason_of(error)
         self.instances_of.setdefault(reason, self._describe(number, error))
         return reason
@@ -256,12 +255,12 @@ class TaskMixture:
         )  # fmt: skip
 
     def fingerprint(self) -> str:
-        """Return a hash that changes when a sample changes."""
+        """Return a hash that changes whenever a sample changes."""
         parts = [source.fingerprint() for source in self.sources]
         return _digest(repr((parts, self.max_length, len(self.tokenizer))))
 
     def _prepare(self, epoch: int) -> None:
-        """Compute an epoch's tables: each sample's source, and its index within that source."""
+        """Compute an epoch's tables: the source of each sample, and its index in the source."""
         if epoch == self._epoch:
             return
         slots = _permutation(self.samples_per_epoch, (self.seed, "epoch", epoch))
@@ -280,7 +279,7 @@ class TaskMixture:
         return source.maps[choice](document)
 
     def _examples(self, number: int, index: int, line: int) -> list[int]:
-        """Sample the lines of the in-context examples, excluding the sample's own."""
+        """Sample the lines of the in-context examples, excluding the sample's own line."""
         source = self.sources[index]
         bounds = np.cumsum(np.asarray(source.example_weights, dtype=np.float64))
         point = _draw(self.seed, "examples", number) * bounds[-1]
@@ -290,7 +289,7 @@ class TaskMixture:
 
 
 def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
-    """Read a mixture file: a JSON list of sources.
+    """Read a mixture file, which is a JSON list of sources.
 
     Each is an object with ``path`` (a .jsonl file, relative to the mixture file), ``task_name``,
     and optionally ``weight``, ``transforms``, ``incontext_weight`` and ``dataset_name``.
@@ -328,7 +327,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
 
 
 def reason_of(error: DataError) -> str:
-    """Return in a few words why a document is skipped."""
+    """Return a short reason why a document is skipped."""
     return next((text for kind, text in _REASONS.items() if isinstance(error, kind)), _OTHER)
 
 
@@ -337,11 +336,11 @@ def _digest(text: str) -> str:
 
 
 def _draw(*parts: int | str) -> float:
-    """Return a number in [0, 1) that depends on `parts` only."""
+    """Return a pseudorandom number in [0, 1) that depends only on `parts`."""
     return (int(_digest(repr(parts)), 16) >> 75) / (1 << 53)
 
 
 def _permutation(count: int, parts: tuple[int | str, ...]) -> NDArray[np.int64]:
-    """Return a permutation of [0, count) that depends on `parts` only, for any NumPy version."""
+    """Return a permutation of [0, count) that depends only on `parts`, with any NumPy version."""
     bits = np.random.Philox(key=int(_digest(repr(parts)), 16)).random_raw(count)
     return np.argsort(bits, kind="stable")

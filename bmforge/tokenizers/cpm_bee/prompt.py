@@ -1,8 +1,7 @@
-"""Prompts of CPM-Bee: a document whose answers are generated, as inputs of the decoding step.
+"""Encodes CPM-Bee prompts: documents whose answers are to generate, as decoding inputs.
 
 The prompt is the document without the answers. They are generated one slot after the other, each
 from ``<s>`` at position 0 in its own segment to ``</s>``.
-
 Source: ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. There generated tokens have the segment
 count of the last in-context example; here that of the document itself, as in training.
 """
@@ -69,7 +68,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Batch of prompts.
+    """Batch of encoded prompts.
 
     Attributes:
         prompts: one per sequence.
@@ -89,7 +88,7 @@ class PromptBatch:
     def decode(
         self, row: int, answers: Sequence[Iterable[int] | None], tokenizer: CPMBeeTokenizer
     ) -> dict[str, Any]:
-        """Return the document of prompt `row` with the generated outputs in its slots."""
+        """Return the document of prompt `row`, with the generated answers in its slots."""
         prompt = self.prompts[row]
         encoded = prompt.encoded._replace(extension=prompt.extension)
         return decode_document(prompt.document, encoded, answers, tokenizer, self.ext_rows)
@@ -103,14 +102,14 @@ def encode_prompt(
     max_length: int | None = None,
     constraints: Mapping[Path, Collection[str]] | None = None,
 ) -> Prompt:
-    """Encode a prompt; texts under ``<ans>`` are ignored and generated.
+    """Encode a document as a prompt; texts under ``<ans>`` are ignored.
 
     Args:
         document: nested dict of texts with ``<ans>``.
         tokenizer: CPM-Bee's tokenizer.
         examples: documents with their answers, as context.
         max_length: window in tokens; None is no limit.
-        constraints: path of keys under ``<ans>`` -> allowed texts of the slot; None is
+        constraints: allowed texts of a slot, by its path of keys under ``<ans>``; None is
             `find_constraints`.
 
     Raises:
@@ -143,7 +142,7 @@ def encode_prompt(
 
 
 def collate_prompts(prompts: Sequence[Prompt], tokenizer: CPMBeeTokenizer) -> PromptBatch:
-    """Collate prompts, padded on the left.
+    """Collate prompts into a batch, padded on the left.
 
     Shape:
         input, input_sub, position, sample_ids, num_segments, segment, segment_rel_offset: (B, T)
@@ -177,7 +176,7 @@ def collate_prompts(prompts: Sequence[Prompt], tokenizer: CPMBeeTokenizer) -> Pr
 
 
 def _without_answers(instance: Instance) -> Instance:
-    """Return the instance without generated tokens, the ``<s>`` of every answer."""
+    """Remove the generated tokens, which are the ``<s>`` of every answer, from an instance."""
     is_context = instance.context
     names = (
         "ids", "subs", "context", "segs", "sample_ids", "num_segments", "segment_rel_offset",
@@ -188,7 +187,7 @@ def _without_answers(instance: Instance) -> Instance:
 def _tokens_of(
     texts: Collection[str], path: Path, tokenizer: CPMBeeTokenizer, extension: Extension
 ) -> tuple[tuple[Token, ...], ...]:
-    """Return the tokens of every text allowed in a slot."""
+    """Encode every text that is allowed in a slot."""
     where = ".".join(("<ans>", *path))
     if not texts or isinstance(texts, str):
         raise ConfigError(
@@ -211,7 +210,10 @@ def _tokens_of(
 def _banned(
     extension: Extension, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int], count: int
 ) -> tuple[int, ...]:
-    """Return the banned outputs: padding, ``<s>``, unused ``<unk>``, other documents' rows."""
+    """Return the outputs that must not be generated.
+
+    These are padding, ``<s>``, an unused ``<unk>``, and the rows of other documents.
+    """
     own = extension.names
     out = {tokenizer.pad_id, tokenizer.bos_id}
     if (tokenizer.unk_id, 0) not in own:
@@ -224,7 +226,7 @@ def _banned(
 def _outputs(
     prompt: Prompt, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int]
 ) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
-    """Return the allowed output sequences of every slot, with ``</s>``."""
+    """Return the allowed output sequences of every slot, each ending with ``</s>``."""
     return tuple(
         None
         if slot is None

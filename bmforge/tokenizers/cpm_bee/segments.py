@@ -1,8 +1,7 @@
-"""Segment tree of a CPM-Bee document: every key and text is a segment.
+"""Segment tree of a CPM-Bee document, in which every key and text is a segment.
 
 Segment 0 is ``<root>``; the others follow depth first, in the order of the keys. The relation of
 two segments is the number of steps up to their nearest common ancestor and down from it.
-
 Source: ``convert_data_to_id`` of OpenBMB/CPM-Bee, ``cpm_live/training_tasks/bee/pretrain.py``.
 """
 
@@ -26,7 +25,7 @@ _ROOT = "<root>"
 
 
 class Segment(NamedTuple):
-    """One key or text.
+    """One segment of a document: a key or a text.
 
     Attributes:
         text: the key or text.
@@ -52,11 +51,11 @@ def flatten_document(
     order_key: bytes | None = None,
     max_nesting: int = MAX_NESTING,
 ) -> list[Segment]:
-    """Return the segments of a nested dict of texts.
+    """Flatten a nested dict of texts into a list of segments.
 
     Args:
         document: nested dicts of texts; ``<ans>`` at the top has the answers.
-        blank_answers: treat texts under ``<ans>`` as empty, as for a prompt.
+        blank_answers: True to treat texts under ``<ans>`` as empty, as for a prompt.
         order_key: seed that shuffles the keys of dicts under ``<ans>``; None keeps their order.
         max_nesting: maximum depth of a text below the root.
 
@@ -92,7 +91,7 @@ class _Walk(NamedTuple):
     max_nesting: int
 
     def add(self, data: Any, parent: int, path: tuple[str, ...], within: bool) -> None:
-        """Append the segments of `data` depth first."""
+        """Append the segments of nested data, depth first."""
         depth = self.segments[parent].depth + 1
         if depth > self.max_nesting:
             raise DataError(
@@ -129,7 +128,7 @@ class _Walk(NamedTuple):
 def relate(
     parents: Sequence[int], depths: Sequence[int], max_depth: int = MAX_DEPTH
 ) -> NDArray[np.int32]:
-    """Return the relation of every segment to every other.
+    """Return the relation between every two segments.
 
     Args:
         parents: index of each segment's parent, which precedes it; -1 for the root.

@@ -1,9 +1,8 @@
-"""The tasks of CPM-Bee's documents, and constraints on their answers.
+"""Builds CPM-Bee documents for its tasks, and finds constraints on their answers.
 
 The functions build documents in the formats of CPM-Bee's own overview. They are optional:
 `find_constraints` detects in any document that its answer is one of a few, so that decoding can be
 constrained.
-
 Source of the formats: README of OpenBMB/CPM-Bee.
 """
 
@@ -37,19 +36,19 @@ _MOST_RATINGS = 11
 
 
 def generate_text(text: str, prompt: str = "往后写两句话", answer: str = "") -> Document:
-    """Build a document that continues `text`, in which ``<mask>`` may mark the continuation."""
+    """Build a document to continue `text`, in which ``<mask>`` may mark the continuation."""
     return {"input": text, "prompt": prompt, ANSWER_KEY: answer}
 
 
 def translate_text(text: str, prompt: str = "中翻英", answer: str = "") -> Document:
-    """Build a translation; `prompt` is the direction: 中翻英 into English, 英翻中 into Chinese."""
+    """Build a translation document; `prompt` is 中翻英 (into English) or 英翻中 (into Chinese)."""
     return {"input": text, "prompt": prompt, ANSWER_KEY: answer}
 
 
 def rate_text(
     text: str, question: str = "评分是多少？", lowest: int = 1, highest: int = 5, answer: str = ""
 ) -> Document:
-    """Build an instance that asks for a rating of `text` between `lowest` and `highest`.
+    """Build a document that asks for a rating of `text` between `lowest` and `highest`.
 
     Raises:
         DataError: not a range of 2 to 11 ratings, or `answer` is outside of it.
@@ -66,7 +65,7 @@ def rate_text(
 def choose_option(
     text: str, options: Sequence[str], question: str, answer: int | None = None
 ) -> Document:
-    """Build a multiple-choice question; `answer` is the index of the correct option.
+    """Build a multiple-choice document; `answer` is the index of the correct option.
 
     Raises:
         DataError: fewer than two options, or `answer` is none of them.
@@ -85,7 +84,7 @@ def choose_option(
 
 
 def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document:
-    """Build blank filling of ``<mask_0>``, ``<mask_1>``, ... in `text`, with their `answers`.
+    """Build a document to fill in the blanks ``<mask_0>``, ``<mask_1>``, ... in `text`.
 
     Raises:
         DataError: `text` has no blank, or the answers have other blanks.
@@ -99,14 +98,14 @@ def fill_blanks(text: str, answers: Mapping[str, str] | None = None) -> Document
 
 
 def answer_question(text: str, question: str, answer: str = "") -> Document:
-    """Build a question about `text`."""
+    """Build a document with a question about `text`."""
     return {"input": text, "question": question, ANSWER_KEY: answer}
 
 
 def extract_entities(
     text: str, kinds: Sequence[str], answers: Mapping[str, str] | None = None
 ) -> Document:
-    """Build entity extraction from `text`, with one answer per kind.
+    """Build an entity extraction document, with one answer per kind of entity.
 
     Raises:
         DataError: no kind, or the answers have other kinds.
@@ -119,7 +118,7 @@ def extract_entities(
 
 
 def find_constraints(document: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return slot path -> allowed texts of a document's answer; empty if it is unconstrained.
+    """Return the allowed texts of a document's answer by slot path; empty if unconstrained.
 
     Only a plain text under ``<ans>`` is constrained: to the keys of the only dict of
     ``<option_0>``, ``<option_1>``, ..., or else to the ratings that ``question`` or ``prompt``
@@ -141,7 +140,7 @@ def find_constraints(document: Mapping[str, Any]) -> dict[tuple[str, ...], tuple
 
 
 def _find_options(data: Any, depth: int = 0) -> list[tuple[str, ...]]:
-    """Return the keys of every dict that contains only options."""
+    """Return the keys of every dict whose keys are all options."""
     if not isinstance(data, Mapping) or depth > MAX_NESTING:
         return []
     if data and all(isinstance(key, str) and _OPTION.fullmatch(key) for key in data):

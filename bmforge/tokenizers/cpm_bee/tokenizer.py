@@ -1,10 +1,9 @@
-"""CPM-Bee's tokenizer: greedy longest match, ``<...>`` specials, and an extension table per text.
+"""CPM-Bee's tokenizer: greedy longest match, ``<...>`` special tokens, and extension tables.
 
 Texts have a small syntax: ``<<`` is the character ``<``, and ``<name>`` or ``<name_3>`` is a
-special token. Unseen specials and characters that the vocabulary cannot represent get ids from
-`vocab_size` on in the text's extension table, so that decoding is exact (`encode_extended`).
+special token. Unseen special tokens and characters that the vocabulary cannot represent get ids
+from `vocab_size` on in the text's extension table, so that decoding is exact (`encode_extended`).
 Without a table (`encode`) they are the unknown token.
-
 Source: ``cpm_live/tokenizers/bee.py`` of OpenBMB/CPM-Bee. Here ``<>`` is an error (there it begins
 a special token up to the next ``>``), and an unknown ``<`` is decoded as ``<<``.
 """
@@ -30,13 +29,13 @@ _WRITTEN_AS = {"</n>": "\n", "</_>": " "}
 
 
 class CPMBeeTokenizer(Tokenizer):
-    """CPM-Bee's tokenizer; exact for all texts.
+    """Tokenizer of CPM-Bee; exact for all texts.
 
     Args:
         tokens: vocabulary in the order of its ids.
 
     Attributes:
-        special_tokens: special token -> id.
+        special_tokens: ids of the special tokens, by token.
 
     Raises:
         ConfigError: a duplicate token, or one that CPM-Bee requires is missing.
@@ -72,7 +71,7 @@ class CPMBeeTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Read ``vocab.txt`` in a directory, or the file `directory`, with one token per line.
+        """Read ``vocab.txt`` in a directory, or a vocabulary file, with one token per line.
 
         Raises:
             DataError: the file does not exist, or is not UTF-8 text.
@@ -93,35 +92,35 @@ class CPMBeeTokenizer(Tokenizer):
 
     @cached_property
     def pad_id(self) -> int:
-        """Id of padding."""
+        """Id of the padding token."""
         return self._ids["<pad>"]
 
     @cached_property
     def bos_id(self) -> int:
-        """Id of the beginning of a text."""
+        """Id of the token at the beginning of a text."""
         return self._ids["<s>"]
 
     @cached_property
     def eos_id(self) -> int:
-        """Id of the end of a text."""
+        """Id of the token at the end of a text."""
         return self._ids["</s>"]
 
     @cached_property
     def unk_id(self) -> int:
-        """Id of text that the vocabulary cannot represent."""
+        """Id of the unknown token, for text that the vocabulary cannot represent."""
         return self._ids["<unk>"]
 
     @cached_property
     def mask_id(self) -> int:
-        """Id of a blank."""
+        """Id of the token for a blank."""
         return self._ids["<mask>"]
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token as written in the vocabulary file, or None."""
+        """Return the id of a token, written as in the vocabulary file, or None."""
         return self._ids.get(_WRITTEN_AS.get(token, token))
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id of the whole vocabulary, with spaces and newlines as such."""
+        """Return the vocabulary as ids by token; spaces and newlines are not escaped."""
         return dict(self._ids)
 
     @property
@@ -131,11 +130,11 @@ class CPMBeeTokenizer(Tokenizer):
 
     @staticmethod
     def escape(text: str) -> str:
-        """Escape every ``<`` in `text`, so that `encode` reads it as a character."""
+        """Escape every ``<`` in a text, so that `encode` treats it as a character."""
         return text.replace("<", "<<")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`; text outside of the vocabulary is the unknown token.
+        """Return the token ids of a text; text outside the vocabulary is the unknown token.
 
         Args:
             text: text in which ``<<`` is ``<``, and ``<name>`` a special token.
@@ -148,17 +147,20 @@ class CPMBeeTokenizer(Tokenizer):
         return [unknown if id in table else id for id in ids] if table else ids
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts in which every ``<`` is a character."""
+        """Return the token ids of texts, with every ``<`` as a character."""
         return [self.encode(self.escape(text)) for text in texts]
 
     def encode_extended(
         self, text: str, ext_table: Mapping[int, str] | None = None
     ) -> tuple[list[int], dict[int, str]]:
-        """Return the ids of `text`, and the extension table id -> unseen special or unknown text.
+        """Encode a text with an extension table, so that decoding is exact.
 
         Args:
             text: text in which ``<<`` is ``<``, and ``<name>`` a special token.
             ext_table: extension table of earlier texts of the same sample; a copy is extended.
+
+        Returns:
+            the token ids, and the extension table: unseen special tokens and unknown text, by id.
 
         Raises:
             DataError: a ``<`` that begins no special token.
@@ -180,11 +182,11 @@ class CPMBeeTokenizer(Tokenizer):
         return ids, table
 
     def decode(self, ids: Iterable[int], ext_table: Mapping[int, str] | None = None) -> str:
-        """Return the text of `ids`, escaped for `encode`.
+        """Decode ids to text, escaped for `encode`.
 
         Args:
             ids: token ids and extension ids.
-            ext_table: id -> text, which takes precedence over the vocabulary.
+            ext_table: texts by id, which take precedence over the vocabulary.
 
         Raises:
             DataError: an id that neither the vocabulary nor the table has.
@@ -203,12 +205,12 @@ class CPMBeeTokenizer(Tokenizer):
 
 
 def is_special(token: str) -> bool:
-    """Return True if `token` is a special token, of a vocabulary or an extension table."""
+    """Return True if a token is special, in a vocabulary or an extension table."""
     return token.startswith("<") and token.endswith(">") and not token.startswith("<<")
 
 
 def _extend(token: str, table: dict[int, str], numbers: dict[str, int], vocab_size: int) -> int:
-    """Return the extension id of `token`, adding it if needed."""
+    """Return the extension id of a token; add the token to the table if it is missing."""
     if token not in numbers:
         numbers[token] = vocab_size + len(numbers)
         table[numbers[token]] = token
@@ -216,7 +218,7 @@ def _extend(token: str, table: dict[int, str], numbers: dict[str, int], vocab_si
 
 
 def _split(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield (unescaped plain text, False) and (special token, True) in order."""
+    """Yield (unescaped text, False) and (special token, True), in order."""
     if "<" not in text:
         yield text, False
         return

@@ -1,4 +1,4 @@
-"""Transforms from records to CPM-Bee documents: data, never a program.
+"""Declarative transforms from records to CPM-Bee documents; they contain no code.
 
 A transform is a nested dict in the shape of the document. Each text in it is a constant, or
 ``$a.b`` for the value (text or dict) at key ``b`` of key ``a`` in the record. A ``*`` in the source
@@ -31,7 +31,7 @@ class _Rule(NamedTuple):
 
 
 class Transform:
-    """Map from records to documents.
+    """Transform that converts records to documents.
 
     Args:
         shape: nested dict of texts; dots in keys separate nested keys.
@@ -96,7 +96,7 @@ class Transform:
 def _find(
     data: Any, source: tuple[str, ...], at: int, stars: tuple[str, ...]
 ) -> list[tuple[tuple[str, ...], Any]]:
-    """Return (keys matched by stars, value) for everything that `source` matches."""
+    """Return all values that `source` matches, each with the keys that its stars matched."""
     if at == len(source):
         return [(stars, data)]
     if not isinstance(data, Mapping):
