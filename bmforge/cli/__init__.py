@@ -1,6 +1,6 @@
 """Command line interface: each command parses its arguments and calls one function.
 
-Start reading at `commands.py`, the table of commands; `options.py` has their options, and each
+Start reading at `commands.py`, the table of commands. Their options are in `options.py`. Each
 command has its own file, which is imported only when the command runs.
 """
 

@@ -1,4 +1,4 @@
-"""`--layout auto`: the planner's choice of a parallel layout for the current machine."""
+"""`--layout auto`: chooses a parallel layout for this machine with the planner."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ _GIB = 2**30
 
 
 def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
-    """Return a recipe's config with the fastest layout, recompute, offload and micro-batch that
-    fit.
+    """Return a recipe's config with the fastest parallel layout that fits.
 
-    The first process plans before it joins the others, and broadcasts the result.
+    Recompute, offload and micro-batch size are chosen as well. The first process plans before it
+    joins the process group, and then broadcasts the result.
 
     Args:
         config: the recipe's config.
         world_size: number of processes.
-        joins: whether to initialize the process group and broadcast.
+        joins: whether to initialize the process group and broadcast the result.
 
     Raises:
-        ConfigError: nothing fits, or the machine's accelerator is not in the table.
+        ConfigError: no layout fits, or the table of GPUs does not contain the machine's
+            accelerator.
     """
     if traits_of(config.model).has_images:
         raise ConfigError(
@@ -81,7 +82,7 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
 
 
 def find_cluster_here(world_size: int) -> Cluster:
-    """Return the cluster of `world_size` processes, inferred from this process's machine."""
+    """Return the cluster of `world_size` processes, assuming all machines are like this one."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     device = default_device()
     if is_host(device):
@@ -90,7 +91,7 @@ def find_cluster_here(world_size: int) -> Cluster:
 
 
 def _measure_host(processes: int) -> Device:
-    """Benchmark the CPU: data sheets do not give its throughput in torch."""
+    """Benchmark the CPU, because its data sheet does not state the throughput of torch."""
     side = 1024
     left, other = torch.randn(side, side), torch.randn(side, side)
     torch.mm(left, other)
@@ -123,7 +124,7 @@ def _seconds(work: Any) -> float:
 
 
 def _find_accelerator(device: torch.device) -> Device:
-    """Return the table entry of an accelerator with its name and the nearest memory size."""
+    """Return the table entry with the accelerator's name and the most similar memory size."""
     size = torch.get_device_module(device).mem_get_info(device)[1] / _GIB
     kinds = find_devices_by_name(device_name(device))
     if not kinds:

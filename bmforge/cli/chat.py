@@ -1,4 +1,4 @@
-"""`bmforge chat MODEL`: a conversation in the terminal, or line by line through a pipe."""
+"""`bmforge chat MODEL`: chat with a model in the terminal, or line by line through a pipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def run_chat(command: ChatCommand) -> None:
-    """Talk to a model in the terminal."""
+    """Chat with a model in the terminal."""
     talk(command.model, command.config, command.memory, command.adapter, not command.hide_thoughts)
 
 
@@ -46,18 +46,18 @@ def talk(
     adapters: Sequence[str] = (),
     shows_thoughts: bool = True,
 ) -> None:
-    """Answer what is typed until the input ends.
+    """Answer each line of the input until it ends.
 
     Args:
-        model: directory, hub id or short name of a model that generates text, a run's directory, or
-            an adapter directory.
-        config: how to answer.
+        model: directory, hub id or short name of a model that generates text, a run's
+            directory, or an adapter directory.
+        config: options of the answers.
         memory: memory limits of the model (default: none).
         adapters: adapter directories to attach, optionally with ``=WEIGHT``.
         shows_thoughts: print the text between ``<think>`` and ``</think>``.
 
     Raises:
-        ConfigError: the model generates no text, or an option that it does not have.
+        ConfigError: the model does not generate text, or does not support an option.
     """
     source, memory = find_source(model), memory or MemoryOptions()
     tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
@@ -76,14 +76,15 @@ class ThoughtFilter:
     """Removes ``<think>...</think>`` from text that arrives in pieces.
 
     Args:
-        is_inside: the text begins inside a thought, which the prompt opened.
+        is_inside: whether the text begins inside a thought, because the prompt ends with
+            ``<think>``.
     """
 
     def __init__(self, is_inside: bool = False) -> None:
         self._is_inside, self._held = is_inside, ""
 
     def add(self, piece: str) -> str:
-        """Take a piece; return the text that can be shown now."""
+        """Add a piece of text; return the text that can be shown now."""
         self._held += piece
         shown = ""
         while True:
@@ -104,7 +105,7 @@ class ThoughtFilter:
         return shown
 
     def finish(self) -> str:
-        """Return the rest of the text."""
+        """Return the text that was held back so far."""
         remainder, self._held = ("" if self._is_inside else self._held), ""
         return remainder
 
@@ -113,15 +114,15 @@ class _Session:
     """Interactive loop that reads lines, runs commands and prints answers.
 
     Args:
-        chat: conversation that generates the answers.
-        shows_thoughts: print thoughts as well.
+        chat: conversation with the model.
+        shows_thoughts: whether to print thoughts as well.
     """
 
     def __init__(self, chat: Talk, shows_thoughts: bool) -> None:
         self._chat, self._shows_thoughts = chat, shows_thoughts
 
     def run(self) -> None:
-        """Answer until the input ends or /exit is typed."""
+        """Answer each line until the input ends or the user types /exit."""
         for line in _read_lines():
             if line == "/exit":
                 return
@@ -137,7 +138,7 @@ class _Session:
                 print(f"error: {error}", file=sys.stderr)
 
     def _answer(self, line: str) -> None:
-        """Print an answer; a decoder's answer is streamed."""
+        """Print the answer to a line; that of a decoder is streamed."""
         chat = self._chat
         opens = isinstance(chat, Conversation) and chat.prompt_opens(_OPEN)
         hidden = ThoughtFilter(is_inside=opens)
@@ -166,7 +167,7 @@ class _Session:
             raise ConfigError(f"unknown command {name!r}.\n{_HELP}")
 
     def _change(self, name: str, value: str) -> None:
-        """Run a command that only conversations with a chat template support."""
+        """Run a command such as /save, which only models with a chat template support."""
         chat = self._chat
         if not isinstance(chat, Conversation):
             raise ConfigError(
@@ -187,7 +188,7 @@ class _Session:
 
 
 def _load(chat: Conversation, file: Path) -> None:
-    """Continue a conversation from a file written by /save."""
+    """Continue the conversation in a file that /save wrote."""
     try:
         messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
         is_valid = all(
@@ -203,14 +204,14 @@ def _load(chat: Conversation, file: Path) -> None:
 
 
 def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **options: Any) -> str:
-    """Return the answer to one message with the model's chat template.
+    """Return the model's answer to a single message, which is rendered with its chat template.
 
-    EVA and CPM-Bee answer in `generate` itself.
+    EVA and CPM-Bee need no template: their `generate` returns answers.
 
     Args:
         model: any model that generates text.
         tokenizer: the model's tokenizer.
-        directory: directory of the chat template.
+        directory: directory that contains the chat template.
         text: the user's message.
         options: fields of `GenerationConfig`.
     """
@@ -218,7 +219,7 @@ def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **option
 
 
 def _read_lines() -> Iterator[str]:
-    """Yield the input lines; a terminal has a prompt, line editing and history."""
+    """Yield the input lines; on a terminal with a prompt, line editing and history."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.strip()

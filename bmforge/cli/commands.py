@@ -1,6 +1,6 @@
-"""Table of commands: the description, the options, and the function of each.
+"""Table of all commands: the description, options and function of each.
 
-Showing help or finding a mistake imports only the options; the function, and with it torch, is
+The help and the check of arguments import only the options. The function, and with it torch, is
 imported when the command runs.
 """
 
@@ -22,9 +22,9 @@ class Command:
     """A command of `bmforge`.
 
     Args:
-        about: description in the overview.
+        about: description in the list of commands.
         run: ``module:function`` below `bmforge.cli`, called with the options.
-        options: dataclass of the options; None passes the arguments unparsed.
+        options: dataclass of the options; None passes the arguments to `run` unparsed.
     """
 
     about: str

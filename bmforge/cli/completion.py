@@ -1,6 +1,6 @@
-"""`bmforge completion SHELL`: a completion script, generated from the parser's options.
+"""`bmforge completion SHELL`: prints a completion script, generated from the options.
 
-The script is static, so that pressing the tab key starts no Python.
+The script is static, so pressing the tab key does not start Python.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ def run_completion(command: CompletionCommand) -> None:
 
 
 def complete_script(shell: str) -> str:
-    """Return the completion script of bash, zsh or fish."""
+    """Return the completion script for bash, zsh or fish."""
     return _SHELLS[shell](list_words())
 
 
 def list_words() -> Words:
-    """Return the words that complete each beginning of a command line.
+    """Return the possible next words for each beginning of a command line.
 
-    Keys are the words after `bmforge`; subcommands and tasks have the value "any".
+    A key is a tuple of the words after `bmforge`. Its value maps each next word to the values that
+    the word accepts; for subcommands and tasks this is "any".
     """
     words: dict[tuple[str, ...], Mapping[str, Value]] = {(): dict.fromkeys(COMMANDS, "any")}
     for name, command in COMMANDS.items():
@@ -61,7 +62,7 @@ def list_words() -> Words:
 
 
 def _options(kind: Any) -> dict[str, Value]:
-    """Return option -> value for every option of a dataclass, without positional arguments."""
+    """Map each option of a dataclass to the values it accepts, without positional arguments."""
     found: dict[str, Value] = {"--help": "switch"}
     for name, hint in find_options(kind, positional=False):
         found[f"--{name}"] = "switch" if is_switch(hint) else tuple(_choices(hint)) or "any"
@@ -69,7 +70,7 @@ def _options(kind: Any) -> dict[str, Value]:
 
 
 def _choices(hint: Any) -> Iterator[str]:
-    """Yield the names that an option accepts; none for free text."""
+    """Yield the values that an option accepts; nothing if it accepts any text."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         yield from map(str, arguments)

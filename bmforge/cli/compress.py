@@ -1,4 +1,4 @@
-"""`bmforge compress`: compress a model by a recipe, phase by phase."""
+"""`bmforge compress`: compress a model by a recipe, one phase after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["run_compress_command"]
 
 
 def run_compress_command(command: CompressCommand) -> None:
-    """Compress a model, or describe the phases in a dry run."""
+    """Compress a model, or with `--dry-run` only describe the phases."""
     if command.answers is not None and (command.dry_run or command.format is not None):
         raise ConfigError(
             "answers makes nothing small: leave dry_run and format out, or leave answers out."

@@ -1,4 +1,4 @@
-"""`bmforge convert`: convert any checkpoint to Hugging Face's format or a GGUF file."""
+"""`bmforge convert`: convert a checkpoint to Hugging Face's format or to a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["run_convert"]
 
 
 def run_convert(command: ConvertCommand) -> None:
-    """Convert any checkpoint to Hugging Face's format or a GGUF file."""
+    """Convert a checkpoint to Hugging Face's format or to a GGUF file."""
     if command.target.suffix == ".gguf":
         _export(command)
         return
@@ -38,7 +38,7 @@ def run_convert(command: ConvertCommand) -> None:
 
 
 def _export(command: ConvertCommand) -> None:
-    """Write a GGUF file. The options of the other formats do not apply."""
+    """Write a GGUF file; options that only apply to other formats raise an error."""
     usual = ConvertCommand(source=command.source, target=command.target)
     names = ("dtype", "max_file_gb", "family", "preset", "megatron_degree")
     ineffective = [name for name in names if getattr(command, name) != getattr(usual, name)]

@@ -1,4 +1,4 @@
-"""`bmforge data COMMAND`: collect pages, explain filters, train quality models, inspect corpora."""
+"""`bmforge data COMMAND`: collects pages, explains filters, inspects corpora, and more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the commands that work on texts: `prepare` and `data ...`."""
+"""Options of the commands for text data: `prepare` and `data ...`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class PrepareCommand:
     """Prepare text for training.
 
     Args:
-        input: files (text, jsonl, tables, pages, PDF, web archives, books, also compressed or in
-            archives) or directories; none takes Python's help texts.
+        input: files (text, jsonl, tables, pages, PDF, web archives, books, also compressed or
+            in archives) or directories; none uses Python's help texts as an example.
         out: directory to write.
-        overwrite: replace the output of an earlier preparation.
+        overwrite: replace the output of a previous preparation.
         dry_run: only list the stages that would run.
-        config: preparation settings.
+        config: options of the preparation.
     """
 
     input: Inputs = ()
@@ -48,9 +48,9 @@ class DataCollectCommand:
     """Crawl pages into a web archive, respecting robots.txt, or resume a crawl.
 
     Args:
-        urls: pages, sitemaps and feeds.
-        out: directory of the archive.
-        config: crawl settings.
+        urls: addresses of pages, sitemaps and feeds to start from.
+        out: directory for the archive.
+        config: options of the crawl.
     """
 
     urls: Annotated[tuple[str, ...], tyro.conf.Positional]
@@ -60,14 +60,15 @@ class DataCollectCommand:
 
 @dataclass(kw_only=True)
 class DataExplainCommand:
-    """Show each rule's value for documents, next to its bounds.
+    """Show the value of each filter rule for some documents, next to its bounds.
 
     Args:
         file: a file or directory of any kind that `prepare` reads.
-        rules: filter rules.
-        place: location of a single document to explain: a line or a member, as in dropped.jsonl.
-        documents: number of documents to explain, from the first on.
-        text_field: name of the text field.
+        rules: filter rules to apply.
+        place: location of the only document to explain: a line number or archive member, as in
+            dropped.jsonl.
+        documents: number of documents to explain, beginning with the first.
+        text_field: name of the field that contains the text.
     """
 
     file: Annotated[str, tyro.conf.Positional]
@@ -79,11 +80,11 @@ class DataExplainCommand:
 
 @dataclass(kw_only=True)
 class DataShowCommand:
-    """Show the funnel of a prepared corpus, or documents of it as lines of JSON.
+    """Show how many documents each stage of a preparation kept, or documents as JSON lines.
 
     Args:
         directory: output directory of `prepare`.
-        dropped: show documents dropped by this rule or rule set; all shows those of every rule.
+        dropped: show documents that this rule or rule set dropped; all shows those of every rule.
         kept: show documents that were kept.
         documents: number of documents per rule.
     """
@@ -96,10 +97,10 @@ class DataShowCommand:
 
 @dataclass(kw_only=True)
 class DataQualityCommand:
-    """Train a quality classifier and a perplexity model of texts.
+    """Train a quality classifier and a perplexity model for texts.
 
     Args:
-        config: training settings.
+        config: options of the training.
     """
 
     config: Annotated[QualityConfig, tyro.conf.arg(name="")]
@@ -107,7 +108,7 @@ class DataQualityCommand:
 
 @dataclass(kw_only=True)
 class DataReportCommand:
-    """Write a one-page report of a prepared corpus, report.html in its directory.
+    """Write a one-page report about a prepared corpus to report.html in its directory.
 
     Args:
         directory: output directory of `prepare`.
@@ -118,7 +119,7 @@ class DataReportCommand:
 
 @dataclass(kw_only=True)
 class DataVerifyCommand:
-    """Verify all files of a prepared corpus against its record.
+    """Compare all files of a prepared corpus with the checksums in its record.
 
     Args:
         directory: output directory of `prepare`.

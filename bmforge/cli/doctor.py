@@ -1,4 +1,4 @@
-"""`bmforge doctor`: versions, kernels, threads, memory and extras, and what is missing."""
+"""`bmforge doctor`: shows versions, kernels, threads, memory, extras, and what is missing."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Finding:
     """One line of the report.
 
     Args:
-        name: item that was checked.
+        name: checked item.
         value: result of the check.
-        advice: command that installs a missing item; empty if nothing is missing.
+        advice: command that installs the item if it is missing; otherwise empty.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 def run_doctor(command: DoctorCommand) -> None:
-    """Print the state of this installation and what is missing."""
+    """Print the state of this installation and everything that is missing."""
     findings = [*_find_versions(), *_find_machine(), *find_extras()]
     if command.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -99,7 +99,7 @@ def _count_cores() -> int:
 
 
 def find_extras() -> Iterator[Finding]:
-    """Yield the extras of the installed distribution, with their missing packages."""
+    """Yield the optional extras of bmforge, each with the packages that are not installed."""
     try:
         requirements = importlib.metadata.requires("bmforge") or []
     except importlib.metadata.PackageNotFoundError:

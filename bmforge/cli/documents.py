@@ -1,4 +1,4 @@
-"""`bmforge generate MODEL --document FILE.jsonl`: fill documents and print one per line."""
+"""`bmforge generate MODEL --document FILE.jsonl`: fills in the answers of documents."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ __all__ = ["print_filled"]
 
 
 def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **options: Any) -> None:
-    """Fill every document of a file and print each as a line of JSON as soon as it is filled.
+    """Fill in the answers of every document in a file; print each document as a JSON line.
 
-    An error in a document is reported on standard error, and the others are filled.
+    A document is printed as soon as it is complete. Errors in single documents are reported on
+    standard error; the other documents are still filled.
 
     Args:
-        model: directory or hub id of a CPM-Bee with its tokenizer.
-        file: file with one document a line; empty lines are skipped.
-        memory: memory limits of the model; with a budget one document is filled at a time.
-        beams: rows of a document.
+        model: directory or hub id of a CPM-Bee model with its tokenizer.
+        file: file with one document per line; empty lines are skipped.
+        memory: memory limits of the model; with a budget, documents are filled one at a time.
+        beams: number of beams, each of which is a row of the batch.
         options: options of `fill_each`.
 
     Raises:
-        ConfigError: not a CPM-Bee.
-        DataError: the file cannot be read, has no document, or some could not be filled.
+        ConfigError: the model is not CPM-Bee.
+        DataError: the file cannot be read or has no documents, or some could not be filled.
     """
     numbers: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`bmforge train TASK --dry-run --world N`: the layout for N processes, on one."""
+"""`bmforge train TASK --dry-run --world N`: shows the layout for N processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse_world(text: str | None) -> int:
     """Return the number of processes given by `--world`.
 
     Raises:
-        ConfigError: it is missing, or not a positive integer.
+        ConfigError: the option is missing, or is not a positive integer.
     """
     if text is None or not text.isdecimal() or int(text) < 1:
         problem = "is missing" if text is None else f"{text} is no number of processes"
@@ -31,7 +31,7 @@ def parse_world(text: str | None) -> int:
 
 
 def launched_processes() -> int:
-    """Return the number of processes of the launcher; 1 without one."""
+    """Return the number of processes that the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -39,7 +39,7 @@ def show_dry_run(config: Any, world_size: int) -> str:
     """Build the layout of a recipe's config for `world_size` processes and describe it.
 
     Raises:
-        ConfigError: all problems of the layout.
+        ConfigError: the layout is invalid; the message lists all problems.
     """
     if not config.layout.problems(
         world_size

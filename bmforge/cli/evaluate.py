@@ -1,4 +1,4 @@
-"""`bmforge evaluate MODEL`: metrics on texts and tasks, printed and stored with the run."""
+"""`bmforge evaluate MODEL`: computes metrics on texts and tasks, prints and stores them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAYOUT = "--layout."
 
 
 def run_evaluate(arguments: Sequence[str]) -> None:
-    """Evaluate a model, and print the metrics once."""
+    """Evaluate a model and print the metrics on one process."""
     plain, laid = _divide(arguments)
     command = parse.parse_options(EvaluateCommand, plain, "evaluate")
     command.config.check()
@@ -29,7 +29,7 @@ def run_evaluate(arguments: Sequence[str]) -> None:
 
 
 def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments of the command, and those of the layout without their prefix."""
+    """Split arguments into those of the command and those of the layout, without their prefix."""
     plain: list[str] = []
     laid: list[str] = []
     part = plain
@@ -42,7 +42,7 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _draw_table(results: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return one line per metric."""
+    """Return a table with one line per metric."""
     cells = [(m, n, f"{v:.4f}") for m, values in results.items() for n, v in values.items()]
     widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
     return [f"{m:<{widths[0]}}  {n:<{widths[1]}}  {v:>{widths[2]}}" for m, n, v in cells]

@@ -1,4 +1,4 @@
-"""`bmforge generate`: continue a text, or fill the answers of documents."""
+"""`bmforge generate`: continues a text, or fills in the answers of documents."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["describe_delta", "describe_model", "run_info"]
 
 
 def run_info(command: InfoCommand) -> None:
-    """Print parameters, FLOPs and cache size of a model, or the card of an adapter."""
+    """Print the parameters, FLOPs and KV cache size of a model, or the card of an adapter."""
     name = str(find_export(command.name))
     if is_delta_dir(name):
         if command.json:
@@ -44,15 +44,15 @@ def describe_delta(directory: Path) -> str:
 
 
 def describe_model(name: str, seq_len: int | None = None, backend: Backend = "auto") -> str:
-    """Return a description of a preset or of a model directory.
+    """Return a text that describes a preset or a model directory.
 
     Args:
-        name: preset or directory.
-        seq_len: tokens per row for the FLOPs; None takes the longest context.
+        name: name of a preset, or a directory.
+        seq_len: tokens per row for the FLOPs; None uses the model's maximum.
         backend: see `AutoModel.family_of`.
 
     Raises:
-        ConfigError: neither a preset nor a model.
+        ConfigError: `name` is neither a preset nor a model directory.
     """
     figures = measure_model(name, seq_len, backend)
     lines = [f"{name}: {figures['family']}"]
@@ -72,10 +72,10 @@ def describe_model(name: str, seq_len: int | None = None, backend: Backend = "au
 def measure_model(
     name: str, seq_len: int | None = None, backend: Backend = "auto"
 ) -> dict[str, Any]:
-    """Return the family, config and measurements of a model, as `bmforge info --json` prints them.
+    """Return a model's family, config and measurements, as printed by `bmforge info --json`.
 
     Args:
-        name, seq_len, backend: as in `describe_model`.
+        name, seq_len, backend: see `describe_model`.
     """
     family, config = find_config(name, backend)
     model = family.from_config(config, device="meta")
@@ -95,7 +95,7 @@ def measure_model(
 
 
 def describe_backend(model: Any) -> str:
-    """Return the class of another library that implements a model; "" for a native family."""
+    """Return the other library's class that implements a model; "" for a native family."""
     foreign = getattr(model, "foreign", None)
     if foreign is None:
         return ""
@@ -104,7 +104,7 @@ def describe_backend(model: Any) -> str:
 
 
 def _describe_layers(config: ModelConfig) -> Iterator[str]:
-    """Yield the layer numbers of each size, for stacks whose layers differ in size."""
+    """Yield which layers share each size, for stacks with layers of different sizes."""
     for stack, layers in config.stack_sizes().items():
         kinds = dict.fromkeys(layers)
         for kind in kinds if len(kinds) > 1 else ():

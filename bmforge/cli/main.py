@@ -1,4 +1,4 @@
-"""Entry point: finds the command, and shows errors as sentences instead of tracebacks."""
+"""Entry point: runs the command, and prints errors as sentences instead of tracebacks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bmforge COMMAND ...`` and return the exit status.
 
-    The status is 0 on success; 2 for a user's mistake; 130 if interrupted; and 141, as for other
-    programs, if the reader of the output is gone (``bmforge info NAME | head``).
+    The status is 0 on success, 2 for a user error, and 130 if the command was interrupted. As in
+    other programs it is 141 if the program that reads the output has ended
+    (``bmforge info NAME | head``).
     """
     try:
         try:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command; print an error as a sentence on standard error."""
+    """Run a command; print an error to standard error as a sentence."""
     if arguments[:1] in (["--version"], ["-V"]):
         print(f"bmforge {__version__}")
         return 0
@@ -91,9 +92,10 @@ def _say(problem: str) -> None:
 
 
 def _speaks_for_others(text: str) -> bool:
-    """Return True in the first torchrun process that reports a message, so it is printed once.
+    """Return True if this torchrun process is the first to report a message.
 
-    The error directories of all processes share a parent; a file there marks a reported message.
+    Only that process prints it. The error directories of all processes have a common parent, in
+    which a file marks the message as reported.
     """
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not own:
@@ -109,7 +111,7 @@ def _speaks_for_others(text: str) -> bool:
 
 
 def _drop_output() -> None:
-    """Redirect remaining standard output to the null device, since its reader is gone."""
+    """Redirect standard output to the null device, because nothing reads it any more."""
     with contextlib.suppress(
         OSError, ValueError
     ):  # stdout may be replaced by an object without a file
@@ -117,7 +119,7 @@ def _drop_output() -> None:
 
 
 def _leave_the_others() -> None:
-    """Destroy the process group if one was initialized, without importing anything."""
+    """Destroy the process group if there is one, without importing torch."""
     parallel = sys.modules.get("bmforge.parallel")
     if parallel is not None and hasattr(parallel, "shutdown_distributed"):
         parallel.shutdown_distributed()

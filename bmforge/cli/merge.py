@@ -10,6 +10,6 @@ __all__ = ["run_merge"]
 
 
 def run_merge(command: MergeCommand) -> None:
-    """Merge an adapter into its base model and write a plain model directory."""
+    """Merge an adapter into its base model and save the result as a normal model directory."""
     dtype = None if command.dtype is None else parse_dtype(command.dtype)
     merge_adapter(command.adapter, command.out, base=command.base, dtype=dtype)

@@ -1,4 +1,4 @@
-"""`bmforge migrate`: convert an old start script or config to a config of `bmforge train`."""
+"""`bmforge migrate`: converts an old start script or config to a config for `bmforge train`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["run_migrate"]
 
 
 def run_migrate(command: MigrateCommand) -> None:
-    """Write the config of an old script or config, and report the options without an equivalent."""
+    """Convert an old script or config, and report its options that have no equivalent."""
     source = Path(command.script)
     is_line = " " in command.script.strip()
     if not is_line and not source.is_file():
@@ -37,7 +37,7 @@ def run_migrate(command: MigrateCommand) -> None:
 
 
 def _write(out: Path, migrated: Migrated) -> None:
-    """Write the config and its accompanying files without overwriting any."""
+    """Write the config and the files that belong to it; existing files are not overwritten."""
     places = [out, *(out.parent / name for name in migrated.files)]
     for path in places:
         if path.exists():

@@ -1,4 +1,4 @@
-"""Opens a model for a command: whole, within a memory budget, quantized, with adapters."""
+"""Opens a model for a command: plain or quantized, within a memory budget, with adapters."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = [
 
 
 def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str, ...]:
-    """Return the adapters of a command: that of an adapter directory, and those of `--adapter`.
+    """Return a command's adapters: the model argument if it is an adapter, and `--adapter`.
 
     Args:
-        source: resolved model argument of the command.
+        source: the command's model argument, resolved.
         adapters: values of `--adapter`.
 
     Raises:
-        ConfigError: the argument is an adapter, and `--adapter` names adapters by request.
+        ConfigError: the model argument is an adapter, and `--adapter` has NAME=DIR entries.
     """
     if source.adapter is None:
         return tuple(adapters)
@@ -62,11 +62,11 @@ def put_deltas_(
     Args:
         model: the base model.
         deltas: adapter directories, optionally with ``=WEIGHT``.
-        allow_other_base: accept a base whose weights differ from those of the training.
+        allow_other_base: whether the base model's weights may differ from those in training.
         trainable: whether the adapters can be trained; otherwise they are frozen.
 
     Raises:
-        ConfigError: a weight is not a number; or see `load_delta`.
+        ConfigError: a weight is not a number, or `load_delta` fails.
     """
     for number, option in enumerate(deltas):
         where, is_weighed, weight = option.rpartition("=")
@@ -86,10 +86,11 @@ def put_deltas_(
 
 
 def find_names(deltas: Sequence[str]) -> dict[str, str]:
-    """Return name -> directory of adapters given as NAME=DIR, for `put_named_deltas_`.
+    """Return a dictionary from name to directory, for adapters given as NAME=DIR.
 
     Raises:
-        ConfigError: only some have a name, two have the same, or a directory has no adapter.
+        ConfigError: only some adapters have a name, two have the same name, or a directory contains
+            no adapter.
     """
     parts = [option.partition("=") for option in deltas]
     for option, (_, is_told, where) in zip(deltas, parts, strict=True):
@@ -118,9 +119,9 @@ def _is_number(text: str) -> bool:
 
 
 def put_named_deltas_(model: Any, named: Mapping[str, str], allow_other_base: bool = False) -> None:
-    """Attach saved adapters to a model, disabled, for requests that select them.
+    """Attach saved adapters to a model; each is active only for requests that select it.
 
-    `delta_names` gives their names in the model, since user-defined names may be any text.
+    `delta_names` returns their names in the model, because user-defined names may be any text.
     """
     for name, inner in delta_names(named).items():
         load_delta(
@@ -130,12 +131,12 @@ def put_named_deltas_(model: Any, named: Mapping[str, str], allow_other_base: bo
 
 
 def delta_names(named: Iterable[str]) -> dict[str, str]:
-    """Return user-defined adapter name -> its name in the model."""
+    """Map each user-defined adapter name to its name in the model."""
     return {name: f"delta{number}" for number, name in enumerate(named)}
 
 
 def delta_bytes(deltas: Sequence[str]) -> int:
-    """Return the memory of saved adapters in fp32, plus an eighth for their activations.
+    """Return the memory of saved adapters in fp32, plus one eighth for their activations.
 
     Args:
         deltas: adapters as given by the user: DIR, DIR=WEIGHT, or NAME=DIR.
@@ -158,20 +159,21 @@ def open_beside(
     config: EngineConfig,
     tokenizer: Any = None,
 ) -> Engine:
-    """Open a model within a memory budget, with adapters that stay resident while blocks are
-    streamed.
+    """Open a model within a memory budget that also covers its adapters.
+
+    The adapters stay resident while the model's blocks are streamed.
 
     Args:
         directory: model directory.
         memory: quantization scheme and devices.
-        budget: budget of model and adapters in bytes; None takes the free memory.
+        budget: memory budget of model and adapters in bytes; None uses the free memory.
         deltas: adapters as given by the user; () for none.
         put_: function that attaches the adapters to the model.
         config: config of the engine.
         tokenizer: the model's tokenizer (default: the one in its directory).
 
     Raises:
-        ConfigError: the budget is too small for both, or an adapter does not fit.
+        ConfigError: the budget is too small for both, or an adapter does not fit the model.
     """
     config = replace(config, beside_bytes=delta_bytes(deltas))
     engine = Engine(
@@ -197,7 +199,7 @@ def open_beside(
 def opened_model(
     directory: Path, memory: MemoryOptions, max_rows: int = 1, deltas: Sequence[str] = ()
 ) -> Iterator[Any]:
-    """Context manager that opens a model; with a memory budget the plan is shown.
+    """Context manager that opens a model; with a memory budget it shows how the memory is used.
 
     Args:
         directory: model directory.

@@ -1,4 +1,4 @@
-"""Translates field names in error messages to command line options."""
+"""Adds the command line spelling of fields to error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 3
 
 
 def options_of(command: str) -> Collection[str]:
-    """Return the option names of a command without dashes; none for an unknown command."""
+    """Return the names of a command's options, without dashes; nothing for unknown commands."""
     if command == "train":
         return FIELDS
     options = COMMANDS[command].options if command in COMMANDS else None
@@ -26,10 +26,11 @@ def options_of(command: str) -> Collection[str]:
 
 
 def name_options(message: str, options: Collection[str]) -> str:
-    """Append to an error the options of the fields that it names, unless it contains them.
+    """Append to an error message the options that set the fields it mentions.
 
     Args:
-        message: error message with Python field names (`micro_batch_size`).
+        message: error message with Python field names (`micro_batch_size`). Options that it
+            already contains are not repeated.
         options: options of the command, without dashes (`data.micro-batch-size`).
     """
     named: dict[str, None] = {}

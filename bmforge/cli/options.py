@@ -1,6 +1,6 @@
 """Options of the commands, as `--help` shows them. Nothing heavy is imported here.
 
-Options of `train` are the fields of its recipes' configs; see `train.py`.
+The options of `train` are the fields of its recipes' configs; see `train.py`.
 """
 
 from __future__ import annotations
@@ -41,35 +41,37 @@ Memory = Annotated[MemoryOptions, tyro.conf.arg(name="")]
 
 @dataclass(kw_only=True)
 class GenerateCommand:
-    """Continue a text, or fill the answers of documents.
+    """Continue a text, or fill in the answers of documents.
 
-    Sampling options that are not given are those of the model's generation_config.json.
+    Options of generation that are not given are taken from the model's generation_config.json.
 
     Args:
         model: directory or hub id of a model with its tokenizer.
-        prompt: the text; none reads standard input.
-        chat: render the prompt with the model's chat template and print the answer alone.
-        document: file for CPM-Bee with one document per line, {"input": "...", "<ans>": ""},
-            which are printed with their answers.
-        max_new_tokens: maximum number of new tokens; for documents, per answer.
+        prompt: text to continue; none reads it from standard input.
+        chat: render the prompt with the model's chat template, and print only the answer.
+        document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
+            they are printed with their answers.
+        max_new_tokens: maximum number of new tokens; of each answer for documents.
         min_new_tokens: minimum number of new tokens before an end token.
-        num_beams: number of beams of a beam search; 1 is none (default 1; CPM-Ant and CPM-Bee: 3).
-        length_penalty: exponent of the length by which beam scores are divided (default 1).
-        num_return_sequences: number of continuations; needs sampling or as many beams (default 1).
+        num_beams: number of beams; 1 means no beam search (default 1; CPM-Ant and CPM-Bee: 3).
+        length_penalty: beam scores are divided by the length to this power (default 1).
+        num_return_sequences: number of continuations; needs sampling, or at least as many beams
+            (default 1).
         do_sample: sample instead of greedy decoding (default off; on for CPM-1).
         temperature: sampling temperature (default 1; CPM-1 and CPM-Ant: 0.9).
         top_k: sample from the k most probable tokens.
         top_p: sample from the most probable tokens whose probabilities sum to this (default 1;
             CPM-Ant: 0.9).
         min_p: sample from tokens with at least this fraction of the highest probability.
-        repetition_penalty: above 1, tokens that occurred become less probable (default 1).
-        presence_penalty: subtracted from the score of every token that was generated before.
-        frequency_penalty: subtracted from a token's score once per time it was generated.
-        no_repeat_ngram_size: no sequence of this many tokens occurs twice.
-        stop_strings: texts in front of which the continuation ends.
+        repetition_penalty: values above 1 make tokens that already occurred less probable
+            (default 1).
+        presence_penalty: value subtracted from the score of every token that was already generated.
+        frequency_penalty: value subtracted from a token's score each time it was generated.
+        no_repeat_ngram_size: size of n-grams that may occur only once (default: no limit).
+        stop_strings: texts that end the continuation; they are not part of it.
         seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales one.
-        memory: how much memory the model may take.
+        memory: memory limits of the model.
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -96,7 +98,7 @@ class GenerateCommand:
     memory: Memory = field(default_factory=MemoryOptions)
 
     def options(self) -> dict[str, Any]:
-        """Return the given fields of `GenerationConfig`."""
+        """Return the fields of `GenerationConfig` that the user set."""
         others = {"model", "prompt", "chat", "document", "seed", "adapter", "memory"}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: value for name, value in values.items()
@@ -105,14 +107,14 @@ class GenerateCommand:
 
 @dataclass(kw_only=True)
 class ChatCommand:
-    """Talk to a model in the terminal; /help lists the commands.
+    """Chat with a model in the terminal; /help lists the commands.
 
     Args:
-        model: directory, hub id or short name of a model that generates text, a run's directory, or
-            an adapter directory.
-        config: how it answers.
+        model: directory, hub id or short name of a model that generates text, a run's
+            directory, or an adapter directory.
+        config: options of the answers.
         adapter: adapter directories to attach to the model; DIR=0.5 scales one.
-        hide_thoughts: leave out the text between <think> and </think>.
+        hide_thoughts: do not print the text between <think> and </think>.
         memory: memory limits of the model.
     """
 
@@ -130,14 +132,15 @@ class ServeCommand:
     Args:
         model: directory, hub id or short name of a model, with its tokenizer.
         config: address and limits of the server.
-        adapter: adapter directories to attach to the model; DIR=0.5 scales one. NAME=DIR lets
-            requests select an adapter by model name; other requests use the base model.
-        context: maximum number of tokens of prompt and answer; none takes the model's maximum
-            sequence length, or as much of it as fits into memory.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales one. With NAME=DIR,
+            requests select the adapter by giving NAME as the model; other requests use the base
+            model.
+        context: maximum number of tokens of prompt and answer together; none uses the model's
+            maximum sequence length, or the longest that fits into memory.
         max_num_seqs: maximum number of concurrent sequences; further requests wait.
-        speculate: speculative decoding with tokens guessed by n-gram lookup.
-        draft: small draft model with the same vocabulary for speculative decoding.
-        embedding_model: second model for embeddings, within the same memory budget.
+        speculate: use speculative decoding with tokens proposed by n-gram lookup.
+        draft: small model with the same vocabulary that proposes tokens for speculative decoding.
+        embedding_model: second model, for embeddings; both share the memory budget.
         unload_after_s: seconds without a request after which the model is unloaded; the next
             request loads it again.
         memory: memory limits of the model.
@@ -157,7 +160,7 @@ class ServeCommand:
 
 @dataclass(kw_only=True)
 class EvaluateCommand:
-    """Evaluate a model on texts and tasks; --layout.* parallelizes it, as in `train`.
+    """Evaluate a model on texts and tasks; --layout.* options distribute it, as in `train`.
 
     Args:
         model: directory or hub id of a model, a run's directory, or a preset with --weights.
@@ -180,12 +183,12 @@ class ConvertCommand:
             GGUF file.
         target: directory to write, or a file that ends in .gguf.
         type: tensor type of the matrices in a GGUF file (default: q8_0).
-        dtype: dtype of the weights; none keeps the file's.
-        max_file_gb: maximum size of a weight file (1e9 bytes).
+        dtype: dtype of the written weights; none keeps the dtype in the file.
+        max_file_gb: maximum size of a weight file in GB (1e9 bytes).
         family: family of a ModelCenter checkpoint, if its tensors are ambiguous.
-        allow_unknown: unknown config fields to accept and ignore.
-        preset: model size of Megatron's shards, if their shapes are ambiguous.
-        megatron_degree: number of Megatron shards to write instead.
+        allow_unknown: names of unknown config fields to ignore.
+        preset: preset of the model in Megatron's shards, if their shapes are ambiguous.
+        megatron_degree: write this many Megatron shards instead of Hugging Face's format.
     """
 
     source: Annotated[str, tyro.conf.Positional]
@@ -206,15 +209,15 @@ class QuantizeCommand:
     Args:
         source: directory or hub id of a Hugging Face model, or a GGUF file.
         target: directory to write.
-        scheme: int8 and int4 have a scale for every 32 columns, int4-128 for every 128, and
-            int8-dynamic for every row; keep takes the integers of a GGUF file, of GPTQ or of AWQ.
+        scheme: int8 and int4 have one scale per 32 columns, int4-128 one per 128 columns, and
+            int8-dynamic one per row; keep uses the integers of a GGUF, GPTQ or AWQ file.
         float_activations: keep activations in floating point instead of rounding them to int8.
-        outlier_ratio: share of the input columns with the largest error that stays in 16 bits; not
-            for models with experts.
-        dtype: dtype of the unquantized weights; none keeps the file's.
-        max_file_gb: maximum size of a weight file (1e9 bytes).
-        allow_unknown: unknown config fields to accept and ignore.
-        report: text files or directories to evaluate both models on afterwards.
+        outlier_ratio: share of the input columns, those with the largest error, that stays in
+            16 bits; not supported for models with experts.
+        dtype: dtype of the unquantized weights; none keeps the dtype in the file.
+        max_file_gb: maximum size of a weight file in GB (1e9 bytes).
+        allow_unknown: names of unknown config fields to ignore.
+        report: text files or directories on which both models are evaluated afterwards.
     """
 
     source: Annotated[str, tyro.conf.Positional]
@@ -230,14 +233,14 @@ class QuantizeCommand:
 
 @dataclass(kw_only=True)
 class MergeCommand:
-    """Merge an adapter into its base model and write a plain model directory.
+    """Merge an adapter into its base model and save the result as a normal model directory.
 
     Args:
         adapter: adapter directory, or the directory of a run that trained one.
-        out: directory to make.
-        base: base model: directory, hub id or short name (default: the one that the adapter names).
-            Give the 16-bit model if the adapter was trained on a quantized one.
-        dtype: dtype of the written weights (default: the base's).
+        out: directory to write.
+        base: directory, hub id or short name of the base model (default: the one named in the
+            adapter's config). If the adapter was trained on a quantized model, give the 16-bit one.
+        dtype: dtype of the written weights (default: that of the base model).
     """
 
     adapter: Annotated[str, tyro.conf.Positional]
@@ -248,7 +251,7 @@ class MergeCommand:
 
 @dataclass(kw_only=True)
 class CompletionCommand:
-    """Print a script with which a shell completes commands, tasks and options.
+    """Print a script that makes a shell complete commands, tasks and options.
 
     Bash: add `eval "$(bmforge completion bash)"` to ~/.bashrc. Zsh: the same with zsh, in ~/.zshrc
     after compinit. Fish: `bmforge completion fish | source`, in config.fish.
@@ -262,7 +265,7 @@ class CompletionCommand:
 
 @dataclass(kw_only=True)
 class DoctorCommand:
-    """Show versions, device, threads, memory and extras of this installation, and what is missing.
+    """Show this installation's versions, device, threads, memory, extras, and what is missing.
 
     Args:
         json: print JSON instead of a table.
@@ -273,11 +276,11 @@ class DoctorCommand:
 
 @dataclass(kw_only=True)
 class MigrateCommand:
-    """Convert a start script of CPM-Pretrain, or a config of OpenPrompt, to the config of a run.
+    """Convert a start script of CPM-Pretrain, or a config of OpenPrompt, to a config of bmforge.
 
     Args:
-        script: run_gpt2.sh or run_t5.sh, or a whole command line in quotes, neither of which is
-            executed; or a .yaml of OpenPrompt.
+        script: run_gpt2.sh, run_t5.sh, or a whole command line in quotes (they are read, not
+            executed); or a .yaml file of OpenPrompt.
         out: TOML file to write (default: the script's name with .toml, in this directory).
     """
 
@@ -298,12 +301,12 @@ class ReportCommand:
 
 @dataclass(kw_only=True)
 class InfoCommand:
-    """Describe a model.
+    """Show the size, compute and config of a model, or the card of an adapter.
 
     Args:
         name: name of a preset, or a model directory.
-        seq_len: row length in tokens for the FLOPs of attention; none takes the longest context.
-        json: print JSON: the config and the measurements, or an adapter's config.
+        seq_len: tokens per row, for the FLOPs of attention; none uses the model's maximum.
+        json: print the config and the measurements, or an adapter's config, as JSON.
         backend: implementation of the architecture: native for the families of bmforge,
             transformers for that library, auto for a native family if there is one.
     """
@@ -320,36 +323,37 @@ class PlanCommand:
 
     Args:
         model: name of a preset, or a model directory.
-        task: task whose step is planned. A row of preferences and reward is a pair of answers; rl
-            and distill write rollouts.
-        reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the base
-            with the adapter off), copy or precomputed; none takes that of the task's default.
+        task: task whose step is planned. A row of preferences and reward is a pair of answers;
+            rl and distill write rollouts.
+        reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
+            base with the adapter off), copy or precomputed; none takes that of the task's default.
         teacher: model of --task distill: a preset, or a model directory.
         max_num_seqs: answers that rl and distill write at once (default: 64).
-        set: fields of the model's config to change, field=value each.
-        changes: changes of the model: JSON or a file, as in `train`.
-        freeze_base: train only the modules added by changes.
+        set: fields of the model's config to change, each as field=value.
+        changes: changes of the model, as JSON or in a file, as in `train`.
+        freeze_base: train only the modules that `changes` adds.
         adapter: train an adapter of this kind, such as lora, on all linear layers.
         adapter_rank: rank of the adapter (default: 8).
         base_dtype: quantize the frozen base of the adapter (QLoRA); none keeps the precision.
         gpus: number of GPUs.
         gpu: GPU model; an unknown one needs gpu_memory and gpu_tflops.
-        gpu_memory: memory of a GPU in GiB; replaces the table's.
-        gpu_tflops: dense half-precision peak of a GPU; replaces the table's.
+        gpu_memory: memory of a GPU in GiB, instead of the value in the table.
+        gpu_tflops: dense half-precision peak of a GPU in TFLOP/s, instead of the value in the
+            table.
         gpus_per_node: GPUs per node.
         interconnect: network between nodes: a name such as ib-200, or Gb/s per GPU.
         host_memory: host memory of a node in GiB, for offloading.
-        batch: rows per optimizer step over all GPUs; none plans the same number per GPU, at least 8
-            in all.
-        seq: tokens of a row; none takes the model's maximum, at most 4,096.
-        precision: computation precision; none takes bf16 if the GPU supports it, else fp16.
-        offload: allow offloading of the optimizer.
+        batch: sequences per optimizer step over all GPUs; none uses the same number on each
+            GPU, at least 8 in total.
+        seq: tokens per sequence; none uses the model's maximum, but at most 4,096.
+        precision: precision of the computation; none uses bf16 if the GPU supports it, else fp16.
+        offload: also consider offloading the optimizer states.
         compile: compile the blocks.
-        tokens: training tokens, for hours and cost.
+        tokens: training tokens of the whole run, to estimate hours and cost.
         price: price of one GPU hour.
         currency: currency of the price.
-        rows: number of table rows.
-        plot: SVG file for a memory chart of these rows.
+        rows: number of rows in the printed table.
+        plot: SVG file to write, with a chart of the memory of these rows.
         json: print all estimates as JSON, in bytes and seconds.
     """
 

@@ -30,14 +30,14 @@ _WORDS = ("True", "False")
 def parse_options(
     kind: Any, arguments: Sequence[str], command: str, default: Any = None, about: str | None = None
 ) -> Any:
-    """Parse arguments into a dataclass; a wrong argument is explained and exits with status 2.
+    """Parse arguments into a dataclass; explain a wrong argument and exit with status 2.
 
     Args:
         kind: dataclass of the options.
         arguments: arguments after the command name.
-        command: name of the command, for messages.
-        default: default values; None takes the dataclass's own.
-        about: text above the options in the help; None takes the docstring.
+        command: name of the command, for error messages.
+        default: default values; None uses those of the dataclass.
+        about: text above the options in the help; None uses the dataclass's docstring.
     """
     with _said_once():
         return tyro.cli(
@@ -52,7 +52,7 @@ def parse_options(
 
 @contextlib.contextmanager
 def _said_once() -> Iterator[None]:
-    """Silence all but the first local process, since all have the same arguments and messages."""
+    """Let only the first process of a machine print, since all print the same message."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         yield
         return
@@ -62,11 +62,12 @@ def _said_once() -> Iterator[None]:
 
 
 def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
-    """Write switches out: ``--a.b`` as ``--a.b True``, ``--no-a.b`` and ``--a.no-b`` as False.
+    """Give switches values: ``--a.b`` becomes ``--a.b True``, ``--no-a.b`` ``--a.b False``.
 
     Args:
         kind: dataclass whose boolean fields are the switches.
-        arguments: command line arguments; explicit values are unchanged.
+        arguments: command line arguments; explicit values are kept. ``--a.no-b`` means
+            ``--no-a.b``.
     """
     switches = dict(_find_switches(kind))
     out: list[str] = []
@@ -81,7 +82,7 @@ def spell_switches(kind: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield (spelling, (option, value)) for every spelling of every boolean field."""
+    """Yield every spelling of every boolean field, with the option and the value it stands for."""
     for path, hint in find_options(kind):
         if is_switch(hint):
             option, (prefix, dot, name) = f"--{path}", path.rpartition(".")
@@ -93,7 +94,7 @@ def _find_switches(kind: Any) -> Iterator[tuple[str, tuple[str, str]]]:
 def find_options(
     kind: Any, prefix: str = "", *, positional: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (option name without dashes, type) for every field of a dataclass of options.
+    """Yield the option name, without dashes, and the type of every field of a dataclass.
 
     Args:
         kind: the dataclass; fields of nested dataclasses have dotted names.
@@ -117,14 +118,14 @@ def find_options(
 
 
 def is_switch(hint: Any) -> bool:
-    """Return True for the type of an option that takes no value: a boolean, or one with None."""
+    """Return True if options of this type take no value: bool, or optional bool."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return {*typing.get_args(hint)} <= {bool, type(None)}
     return hint is bool
 
 
 def take_switch(arguments: list[str], name: str) -> bool:
-    """Remove a switch that is not a field, in every spelling; return its last value."""
+    """Remove all spellings of a switch from the arguments and return its last value."""
     is_on = False
     off = f"--no-{name.removeprefix('--')}"
     while True:

@@ -1,4 +1,4 @@
-"""`bmforge plan`: layouts of a model that fit on given machines, with their speed and cost."""
+"""`bmforge plan`: shows which layouts of a model fit on given GPUs, their speed and cost."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _WIDE = 140
 
 
 def make_request(command: PlanCommand) -> PlanRequest:
-    """Convert the command's options to a planner request.
+    """Convert the command's options to a request for the planner.
 
     Raises:
-        ConfigError: an unknown model or GPU, or invalid numbers.
+        ConfigError: the model or GPU is unknown, or a number is invalid.
     """
     if command.price is not None and command.tokens is None:
         raise ConfigError("--price has no effect without --tokens, the length of the run.")
@@ -101,7 +101,7 @@ def make_request(command: PlanCommand) -> PlanRequest:
 
 
 def _trained_names(command: PlanCommand, config: Any) -> tuple[str, ...] | None:
-    """Return the modules trained in addition to an adapter: a reward's new head; None is all."""
+    """Return the modules to train besides an adapter, such as a new reward head; None for all."""
     if not command.freeze_base and not command.adapter:
         return None
     return tuple(config.heads[config.head].names) if command.task == "reward" else ()
@@ -113,7 +113,7 @@ def _build_model(name: str) -> Model:
 
 
 def _with_adapter(command: PlanCommand, family: type[Model], config: Any) -> Any:
-    """Return a model's config with the command's adapter and quantized base."""
+    """Return the model's config with the adapter and quantized base that the command selects."""
     if command.adapter is None:
         if command.base_dtype is not None:
             raise ConfigError(
@@ -131,7 +131,7 @@ def _with_adapter(command: PlanCommand, family: type[Model], config: Any) -> Any
 
 
 def run_plan_command(command: PlanCommand) -> None:
-    """Print the table, the fastest layout and the cost of the run."""
+    """Print the table of layouts, the fastest one, and the cost of the run."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)
@@ -164,7 +164,7 @@ def run_plan_command(command: PlanCommand) -> None:
 
 
 def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
-    """Print the request, the table, and the launch command of the fastest layout."""
+    """Print the request, the table, and the command that starts the fastest layout."""
     request = result.request
     cluster, device = request.cluster, request.cluster.device
     console.print(
@@ -194,7 +194,7 @@ def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
 
 
 def _by_reason(result: Plan) -> list[tuple[str, list[Layout]]]:
-    """Return the rejected layouts grouped by reason."""
+    """Group the rejected layouts by the reason of their rejection."""
     reasons: dict[str, list[Layout]] = {}
     for layout, reason in result.refused:
         reasons.setdefault(reason, []).append(layout)
@@ -202,7 +202,7 @@ def _by_reason(result: Plan) -> list[tuple[str, list[Layout]]]:
 
 
 def make_table(result: Plan, count: int) -> Table:
-    """Return the first `count` rows as a table."""
+    """Return a table of the first `count` layouts."""
     table = Table(box=None, pad_edge=False)
     columns = ("layout", "rows", "recompute", "offload", "GiB", "state", "activ.", "other")
     for name in (*columns, "s/step", "tokens/s", "MFU", ""):
@@ -239,7 +239,7 @@ def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
 
 
 def least_line(row: PlanRow) -> str:
-    """Return the memory of the setting that needs least, and its options."""
+    """Return a line about the layout that needs the least memory, with its options."""
     layout = str(row.choice.layout).removeprefix("Layout(").removesuffix(")")
     return (
         f"least memory: {row.memory.total / _GIB:.1f} GiB ({layout}, --data.micro-batch-size 1 "
@@ -248,7 +248,7 @@ def least_line(row: PlanRow) -> str:
 
 
 def cost_line(row: PlanRow, request: PlanRequest, command: PlanCommand) -> str:
-    """Return hours, GPU-hours and cost of a run over `tokens`."""
+    """Return a line with the hours, GPU-hours and cost of training on `command.tokens` tokens."""
     assert command.tokens is not None
     hours = row.hours(command.tokens)
     gpu_hours = hours * request.cluster.count
@@ -264,15 +264,15 @@ def cost_line(row: PlanRow, request: PlanRequest, command: PlanCommand) -> str:
 def launch_line(
     request: PlanRequest, row: PlanRow, model: Sequence[str] = (), task: str = "pretrain"
 ) -> str:
-    """Return the command that starts training in a row's layout on every node.
+    """Return the command that starts training with a given layout on every node.
 
-    Values that a plan does not know are shell variables that must be set: the output directory of
-    `bmforge prepare`, or for an adapter the conversations; with several nodes the address of the
-    first.
+    Values that the planner cannot know are shell variables, which the user must set: the output
+    directory of `bmforge prepare`, or the conversations for an adapter; and with several nodes the
+    address of the first node.
 
     Args:
         request: the planner request.
-        row: layout to launch.
+        row: row of the plan with the layout.
         model: command line options for the planned model.
         task: planned task; an adapter is trained on conversations unless another one is planned.
     """
@@ -354,18 +354,18 @@ def _options(request: PlanRequest, choice: Any, task: str) -> list[str]:
 def auto_layout(
     config: Any, cluster: Cluster, *, offload: bool = True
 ) -> tuple[Layout, bool, float, int]:
-    """Return layout, recompute, offloaded fraction and micro-batch for a recipe's config.
+    """Return the fastest layout, recompute, offloaded fraction and micro-batch size of a run.
 
-    `--layout auto` uses it with the recipe's model, rows and batch, on the current machines.
+    `--layout auto` uses it with the model, sequence length and batch of a recipe's config.
 
     Args:
-        config: a `RunConfig` with `model` and `data`; its references, teachers and rollout copies
-            are counted.
+        config: a `RunConfig` with `model` and `data`; its references, teachers and rollout
+            copies are counted.
         cluster: machines of the run.
-        offload: whether the optimizer may be offloaded.
+        offload: whether the optimizer states may be offloaded.
 
     Raises:
-        ConfigError: nothing fits.
+        ConfigError: no layout fits.
     """
     task, sequence_tokens = planned_task(config)
     config = with_reward_head(config) if task == "reward" else config

@@ -1,4 +1,4 @@
-"""Result of `bmforge plan --json`: every estimate as plain numbers with their units."""
+"""JSON output of `bmforge plan --json`: all estimates as numbers in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["plan_to_dict"]
 
 
 def plan_to_dict(plan: Plan, tokens: float | None = None, price: float | None = None) -> Any:
-    """Return a plan as a dictionary for JSON; sizes are bytes, times are seconds.
+    """Convert a plan to a dictionary for JSON, with sizes in bytes and times in seconds.
 
     Args:
-        plan: the estimates, best first.
-        tokens: tokens of the whole run, for its hours; None leaves them out.
-        price: price of one GPU hour, for the cost; None leaves it out.
+        plan: the plan, with the best layout first.
+        tokens: training tokens of the whole run, to compute hours; None omits them.
+        price: price of one GPU hour, to compute the cost; None omits it.
     """
     request = plan.request
     cluster, device = request.cluster, request.cluster.device

@@ -1,4 +1,4 @@
-"""SVG chart of a plan's memory: one stacked bar per layout, against the device memory."""
+"""SVG chart of a plan's memory: one stacked bar per layout, next to the device's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEFT, _WIDTH, _BAR, _GAP, _TOP = 330, 560, 20, 8, 58
 
 
 def draw_memory(result: Plan, count: int) -> str:
-    """Return an SVG with a bar for each of the first `count` rows."""
+    """Return an SVG chart with a bar for each of the first `count` layouts."""
     rows = result.rows[:count]
     room = result.request.cluster.device.memory_bytes
     # Bars are cut at twice the device memory, or the largest would squeeze the others.

@@ -1,7 +1,7 @@
-"""Tasks of `bmforge plan`: the loss of a micro-batch, and the models held besides the trained one.
+"""Tasks of `bmforge plan`: the loss of a micro-batch, and other models kept in memory.
 
-The planner traces the same log-probabilities, rewards and divergences as the recipes' objectives.
-Their metrics, a few numbers per token, are left out.
+The planner traces the same log-probabilities, rewards and divergences as the recipes' objectives,
+but not their metrics, which are a few numbers per token.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class TaskStep:
     """A micro-batch of a task and its loss.
 
     Args:
-        run: function (model, micro-batch) -> loss.
+        run: function that returns the loss, given the model and a micro-batch.
         sequences: number of sequences of one row; 2 for a pair of answers.
-        has_mask: the model gets an attention mask.
+        has_mask: whether the model gets an attention mask.
     """
 
     run: Callable[[nn.Module, Batch], Tensor]
@@ -78,7 +78,7 @@ def _reward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
-    """Divergence from the student's own distribution, which is as large as the teacher's."""
+    """Return the divergence of the student from itself; a teacher's needs as much memory."""
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
         return linear_jsd(head, head.detach(), 1.0, 1.0)
@@ -104,7 +104,7 @@ def supports_layout(task: str, layout: Layout, processes: int) -> bool:
 
 
 def check_task(command: Any) -> None:
-    """Raise `ConfigError` for an option without effect on the planned task."""
+    """Raise `ConfigError` for an option that has no effect on the planned task."""
     task, is_rollout = command.task, command.task in ("rl", "distill")
     references = {"preferences": ("adapter", "copy", "precomputed"), "rl": ("adapter", "copy")}
     if command.reference is not None and command.reference not in references.get(task, ()):
@@ -127,7 +127,7 @@ def check_task(command: Any) -> None:
 
 
 def head_of_task(task: str, config: Any) -> Any:
-    """Return a model's config with the head of a task."""
+    """Return the model's config with the head that the task needs."""
     if task == "reward":
         return config.replace(head="sequence_classification", num_labels=1)
     return config
@@ -140,14 +140,14 @@ def plan_residents(
     precision: str,
     row_tokens: int,
 ) -> tuple[Resident, ...]:
-    """Return the models and caches that a run of the planned task holds besides its model.
+    """Return the other models and caches that a run of the planned task keeps in memory.
 
     Args:
         command: a `PlanCommand`.
         make_policy: function that builds the trained model on meta.
-        make_teacher: function that builds the model of a name on meta.
-        precision: computation precision.
-        row_tokens: tokens of a sequence; of a prompt with its answer.
+        make_teacher: function that builds a model by name on meta.
+        precision: precision of the computation.
+        row_tokens: tokens per sequence, prompt and answer together.
     """
     residents = []
     is_copied = command.reference == "copy" or (

@@ -1,4 +1,4 @@
-"""Describes a model to the planner: its constructor, inputs and loss."""
+"""Describes a model for the planner: its constructor, inputs and loss."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["read_model", "workload_of"]
 
 
 def read_model(name: str, changes: Sequence[str] = ()) -> tuple[type[Model], ModelConfig]:
-    """Return family and config of a preset or of a model directory, with fields changed.
+    """Return the family and the modified config of a preset or model directory.
 
     Args:
-        name: preset or directory.
-        changes: changed fields, "field=value" each.
+        name: name of a preset, or a model directory.
+        changes: fields to change, each as "field=value".
 
     Raises:
-        ConfigError: neither a preset nor a model; a field that the config does not have.
+        ConfigError: `name` is neither a preset nor a model, or a field does not exist.
     """
     family, config = find_config(name)
     if not changes:
@@ -74,19 +74,19 @@ def workload_of(
     frozen_dtype: torch.dtype = torch.float32,
     task: str = "pretrain",
 ) -> Workload:
-    """Describe the training of a model on rows of `row_tokens` tokens.
+    """Describe the training of a model on sequences of `row_tokens` tokens, for the planner.
 
     Args:
-        name: display name.
-        config: config of the model with its changes.
-        row_tokens: tokens of a row; of one answer of a pair.
-        trained: names of trained modules in addition to those added by
-            changes; None trains everything.
+        name: name of the model, for display.
+        config: config of the model, including its changes.
+        row_tokens: tokens per sequence; for pairs of answers, per answer.
+        trained: names of the modules to train, besides those that changes add; None trains
+            everything.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
         task: task whose loss is planned, a key of `TASK_STEPS`.
 
     Raises:
-        ConfigError: rows longer than the model's positions, or below two tokens.
+        ConfigError: sequences are longer than the model allows, or shorter than two tokens.
     """
     family = family_of(config)
     if row_tokens < 2:
@@ -144,7 +144,7 @@ def _make(
     trained: Collection[str] | None,
     frozen_dtype: torch.dtype,
 ) -> Model:
-    """Return the whole model on meta, its base frozen unless everything is trained."""
+    """Return the whole model on meta; unless everything is trained, its base is frozen."""
     model = family.from_config(config, device="meta")
     if trained is not None:
         freeze_base_(model, trained)
@@ -153,7 +153,7 @@ def _make(
 
 
 def _find_kinds(model: Model) -> dict[Any, list[int]]:
-    """Return the layer numbers of each group of equal layers, over all stacks, largest first."""
+    """Group identical layers and return their numbers, the largest layers first."""
     stacks = [model.get_submodule(name) for name in model.layout_rules().stacks]
     kinds: dict[Any, list[int]] = {}
     for number in range(len(stacks[0])):
@@ -169,11 +169,11 @@ def _find_kinds(model: Model) -> dict[Any, list[int]]:
 
 
 class _Short:
-    """Constructor of shallow models on meta, with copies of a single layer; caches the results.
+    """Builds the model with fewer layers on meta, all copies of one layer; caches the results.
 
     Args:
         make: function that returns the whole model.
-        number: number of the copied layer.
+        number: number of the layer to copy.
     """
 
     def __init__(self, make: Callable[[], Model], number: int) -> None:
@@ -181,11 +181,11 @@ class _Short:
         self._made: dict[int, Model] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the cache."""
+        """Pickle the object without its cache."""
         return _Short, (self.make, self.number)
 
     def __call__(self, depth: int) -> Model:
-        """Return a model with `depth` blocks in every stack."""
+        """Return the model with `depth` blocks in every stack."""
         if depth not in self._made:
             self._made[depth] = self._shorten(self.make(), depth)
         return copy.deepcopy(self._made[depth])
@@ -206,14 +206,12 @@ class _Short:
 
 @contextmanager
 def seen_as_plain(follower: Follower) -> Iterator[None]:
-    """Context manager in which `nn` treats fake tensors as plain ones and shortens its loops.
+    """Context manager that treats fake tensors as plain ones and shortens long loops.
 
-    `nn.recompute` drops outputs of plain tensors only and identifies them by address. Fake tensors
-    have no address, so their storages are used. Attention with a trained bias and the head loop
-    over
-    equal tiles and chunks, of which two are traced; the tile size is that of the planned device.
-    All
-    processes have the same number of tokens.
+    `nn.recompute` frees only the outputs of plain tensors, which it identifies by their address.
+    Fake tensors have no address, so their storages identify them here. Attention with a trained
+    bias and the loss loop over equal tiles and chunks: only two of them are traced, with the tile
+    size of the planned device. All processes are assumed to have the same number of tokens.
 
     Args:
         follower: recorder of the trace.

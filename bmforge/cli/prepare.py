@@ -1,4 +1,4 @@
-"""`bmforge prepare`: convert text files to a token store and a tokenizer."""
+"""`bmforge prepare`: tokenizes text files for training and trains a tokenizer if needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["run_prepare"]
 
 
 def run_prepare(command: PrepareCommand) -> None:
-    """Convert text files to a token store and a tokenizer."""
+    """Tokenize text files for training, and train a tokenizer if none is given."""
     inputs = list(command.input) or None
     if command.dry_run:
         for state in show_preparation(inputs, command.out, command.config):

@@ -1,4 +1,4 @@
-"""`bmforge prompt TEMPLATE`: show examples rendered by a template, in color."""
+"""`bmforge prompt TEMPLATE`: shows examples as a template renders them, in color."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOURS = {"text": "", "mask": "bold red", "special": "magenta", "soft": "bold 
 
 
 def run_prompt(command: PromptCommand) -> None:
-    """Print pieces, ids, truncation and label word ids for a few examples."""
+    """Print the pieces, ids, truncation and label words of a few rendered examples."""
     data = TaskDataConfig(
         task=command.data_task, labels=command.data_labels, paths=command.data_paths,
         train_split=command.split, dev_split=None,
@@ -80,7 +80,7 @@ def _show(
 
 
 def _show_words(console: Console, words: Any, tokenizer: Any, example: Any) -> None:
-    """Print the words of every class and their tokens."""
+    """Print the label words of every class, and their tokens."""
     console.print(Text("\nwords", style="bold"))
     tokens: Sequence[Any] = getattr(words, "tokens", None) or [[ids] for ids in
                                                               words.answers(example)]  # fmt: skip

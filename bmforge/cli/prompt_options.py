@@ -13,24 +13,24 @@ __all__ = ["PromptCommand"]
 
 @dataclass(kw_only=True)
 class PromptCommand:
-    """Show a few examples as a template renders them.
+    """Show a few examples of a task as a template renders them.
 
     Args:
-        template: text of the template (default: the task's own).
-        model: preset, family or model directory, which determines the form of the prompt.
-        data_task: published task, such as ag_news.
-        data_paths: folder of the task, or .jsonl files of user data.
-        data_labels: labels of user data.
-        split: split of a published task.
-        tokenizer: directory of the tokenizer (default: the model's).
-        verbalizer: file with the classes' words (default: the task's own).
-        choice: index of the task's template, and of the verbalizer in its file.
-        join: score of a word of several tokens: first, max, mean or joint.
-        behind: treatment of text after a causal model's mask: refuse, leave out or score.
-        soft_front: number of trained soft tokens at the beginning.
+        template: text of the template (default: the template of the task).
+        model: preset, family or model directory for which the prompt is rendered.
+        data_task: name of a published task, such as ag_news.
+        data_paths: directory of the published task, or .jsonl files with your own data.
+        data_labels: labels of your own data.
+        split: split of the published task.
+        tokenizer: directory of the tokenizer (default: that of the model).
+        verbalizer: file with the label words of each class (default: those of the task).
+        choice: which of the task's templates, and which verbalizer in the file, to use (an index).
+        join: how the scores of a word's tokens are combined: first, max, mean or joint.
+        behind: what to do with text after the mask of a causal model: refuse, leave out or score.
+        soft_front: number of trainable soft tokens before the prompt.
         seq_len: maximum prompt length in tokens.
-        cut: truncation of long examples: tail, head or balanced.
-        examples: number of examples.
+        cut: how long examples are truncated: tail, head or balanced.
+        examples: number of examples to show.
     """
 
     template: Annotated[str, tyro.conf.Positional] = ""

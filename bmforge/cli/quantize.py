@@ -1,4 +1,4 @@
-"""`bmforge quantize`: write a quantized model, and optionally report its loss of quality."""
+"""`bmforge quantize`: writes a quantized model, and optionally reports the loss of quality."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_LAYERS = 5
 
 
 def run_quantize(command: QuantizeCommand) -> None:
-    """Write a model with weights quantized to packed integers."""
+    """Quantize the weights of a model to packed integers and save it."""
     if command.max_file_gb <= 0:
         raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
     spec = _find_scheme(command)
@@ -51,7 +51,7 @@ def _find_scheme(command: QuantizeCommand) -> str | QuantSpec:
 
 
 def _compare(before: str, after: str, texts: tuple[str, ...]) -> list[str]:
-    """Return one line per metric with the values of both models."""
+    """Return a line for each metric, with its values before and after quantization."""
     config = EvaluateConfig(text=texts)
     was, now = evaluate_model(before, config), evaluate_model(after, config)
     return [

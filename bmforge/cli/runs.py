@@ -1,4 +1,4 @@
-"""`bmforge quickstart` and `bmforge report`: a complete run, and its report page."""
+"""`bmforge quickstart` and `bmforge report`: a complete small run, and the report of a run."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def run_quickstart(config: QuickstartConfig) -> None:
 
 
 def run_report(command: ReportCommand) -> None:
-    """Write the report page of a run: curves, config, samples."""
+    """Write the report page of a run, with curves, config and samples."""
     get_logger().info("%s", write_report(command.run))

@@ -125,7 +125,7 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
 def _find_context(
     command: ServeCommand, source: ModelSource, budget: int | None, is_planned: bool
 ) -> Context:
-    """Return the maximum sequence length, and log it with its reason."""
+    """Return the maximum sequence length, and log it together with the reason."""
     requested = command.memory.max_tokens if command.context is None else command.context
     described = AutoModel.describe_pretrained(source.model, backend=command.memory.backend)[0]
     devices = find_devices(command.memory.device_names)
@@ -137,7 +137,7 @@ def _find_context(
 
 
 def _put_deltas_(command: ServeCommand, model: Any) -> None:
-    """Attach the adapters of `--adapter` to a model, selectable by request or for all requests."""
+    """Attach the adapters of `--adapter`, for all requests or for those that select them."""
     named, other = find_names(command.adapter), command.memory.quantize is not None
     if named:
         put_named_deltas_(model, named, allow_other_base=other)

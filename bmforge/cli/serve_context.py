@@ -1,4 +1,4 @@
-"""Chooses the maximum sequence length of a server: the model's, bounded by memory."""
+"""Chooses the maximum sequence length of a server: that of the model, limited by memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Context:
     """The maximum sequence length of a server.
 
     Args:
-        tokens: prompt and answer together; None for models without a limit.
+        tokens: maximum tokens of prompt and answer together; None for models without a limit.
         total_tokens: capacity of the KV cache in tokens; None for the engine's default.
-        reason: why it is this length, for the log.
+        reason: reason for this length, for the log.
     """
 
     tokens: int | None
@@ -32,7 +32,7 @@ class Context:
 
 
 def key_value_bytes(config: Any) -> int:
-    """Return the KV cache's bytes per token of a decoder."""
+    """Return the size of a decoder's KV cache per token, in bytes."""
     return int(2 * config.num_layers * config.num_kv_heads * config.head_dim * _ELEMENT_BYTES)
 
 
@@ -43,10 +43,10 @@ def choose_context(
 
     Args:
         model: the model, possibly on the meta device.
-        requested: length that the user gave; None for the longest that fits.
-        memory_bytes: budget, or free memory without one.
+        requested: length that the user requests; None for the longest that fits.
+        memory_bytes: memory budget, or the free memory if there is no budget.
         rows: maximum number of sequences at once.
-        is_planned: whether all sequences of full length are planned within a budget.
+        is_planned: whether the budget covers the maximum number of sequences at full length.
 
     Raises:
         ConfigError: the requested length is below 2, or above the model's limit.

@@ -1,4 +1,4 @@
-"""`bmforge train TASK`: help and short option names; torch is imported only for a run."""
+"""`bmforge train TASK`: parses the arguments; torch is imported only for a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HELP = ("-h", "--help")
 
 
 def run_train(arguments: Sequence[str]) -> None:
-    """Run or resume a recipe."""
+    """Start or resume a training run."""
     if not arguments or arguments[0] in (*_HELP, "--help-all"):
         print(list_tasks())
         return
@@ -32,7 +32,7 @@ def run_train(arguments: Sequence[str]) -> None:
 
 
 def _check_names(arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option that no task has; others are checked by their task."""
+    """Raise `ConfigError` for an option that no task has; each task checks the other options."""
     options = [f"--{name}" for name in FIELDS] + SWITCHES
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
@@ -45,7 +45,7 @@ def _check_names(arguments: Sequence[str]) -> None:
 
 
 def _spell_out(arguments: Sequence[str]) -> list[str]:
-    """Replace short option names by their fields."""
+    """Replace short option names by the full names of their fields."""
     out = []
     for argument in arguments:
         name, mark, value = argument.partition("=")

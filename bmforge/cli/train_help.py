@@ -1,4 +1,4 @@
-"""Help texts of `bmforge train` and of its tasks; nothing heavy is imported."""
+"""Help texts of `bmforge train` and its tasks. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SWITCHES = [
 
 
 def list_tasks() -> str:
-    """Return the text of `bmforge train --help`."""
+    """Return the output of `bmforge train --help`."""
     tasks = "\n".join(f"  {name:<18}{about}" for name, about in TASK_NAMES.items())
     recipes = "\n".join(f"  {name:<18}{about}" for name, about in OLD_NAMES.items())
     return (
@@ -66,7 +66,7 @@ def list_tasks() -> str:
 
 
 def describe_task(name: str) -> str:
-    """Return the text of `bmforge train TASK --help`: the most common options."""
+    """Return the output of `bmforge train TASK --help`, with the most common options."""
     about = TASK_NAMES.get(ALSO.get(name, name)) or OLD_NAMES.get(name) or f"fine-tune on {name}"
     return (
         f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
@@ -79,7 +79,7 @@ def describe_task(name: str) -> str:
 
 
 def describe_fields(about: str) -> str:
-    """Return the text above the list of all options of a task."""
+    """Return the introduction to the list of all options of a task."""
     return f"{about}\n\nbesides the fields below:\n{_rows(_SWITCHES)}\n"
 
 

@@ -1,4 +1,4 @@
-"""Runs a task: builds its config from a file and from options, then trains, plans or prints."""
+"""Runs a training task: reads its config from a file and options, then trains or shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PROFILED_STEPS = 3
 
 
 def run_task(task: str, arguments: Sequence[str]) -> None:
-    """Run or resume a task's recipe.
+    """Start or resume a training task.
 
     Args:
         task: name of the task.
@@ -68,7 +68,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
-    """Parse a run's fields; model changes and parameter groups, not options, are preserved."""
+    """Parse the fields of a run; model changes and parameter groups keep their values."""
     run, model, groups = default.changes, default.model.changes, default.train.optim.groups
     default.changes, default.model.changes = (), ()
     default.train = _with_groups(default.train, ())
@@ -80,9 +80,10 @@ def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: 
 
 
 def _set_adapter_rate(default: Any, arguments: Sequence[str], file: str | None) -> None:
-    """Set the default learning rate of adapter training, unless a config file sets one.
+    """Set the default learning rate for training an adapter, unless a config file sets one.
 
-    Adapters need a larger rate than the whole model; an option --lr replaces this default.
+    Adapters need a higher learning rate than the whole model. The option --lr overrides this
+    default.
     """
     kind = _see_option(arguments, "--adapter.kind") or default.adapter.kind
     values = read_config_values(file)
@@ -100,7 +101,7 @@ def _with_groups(train: Any, groups: tuple[Any, ...]) -> Any:
 
 
 def _choose_layout(config: Any, word: str, world: int | None) -> Any:
-    """Apply the planner's layout for the launched processes, or for `world` in a dry run."""
+    """Return the config with the planner's layout, for the launched or the `world` processes."""
     from bmforge.cli.auto_layout import apply_auto_layout
 
     if word != "auto":

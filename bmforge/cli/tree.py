@@ -1,4 +1,4 @@
-"""`bmforge tree`: a model's modules, with equal layers folded and trained ones marked."""
+"""`bmforge tree`: shows a model's modules, with equal layers folded and trained ones marked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["run_tree"]
 
 
 def run_tree(command: TreeCommand) -> None:
-    """Print a model's tree, and optionally write it as an HTML page."""
+    """Print a model's module tree, or write it as an HTML page."""
     name, adapters = str(find_export(command.model)), command.adapter
     if is_adapter(name):
         source = find_source(name)

@@ -13,14 +13,16 @@ __all__ = ["TreeCommand"]
 
 @dataclass(kw_only=True)
 class TreeCommand:
-    """Show the modules of a model as a tree with shapes; equal layers are folded, trained ones
-    marked.
+    """Show the modules of a model as a tree, with their shapes.
+
+    Equal layers are folded, and trained modules are marked.
 
     Args:
         model: name of a preset, or a model directory.
         adapter: adapter directories to attach, in this order.
-        html: HTML page to write instead; a click on a row shows the code that attaches an adapter.
-        keep_empty: show modules without parameters, too.
+        html: HTML page to write instead; clicking a row shows the code that attaches an adapter
+            there.
+        keep_empty: also show modules without parameters.
     """
 
     model: Annotated[str, tyro.conf.Positional]

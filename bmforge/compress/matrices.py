@@ -137,10 +137,7 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
     """Log which experts of other libraries' models remain unchanged.
 
     transformers 5 stores the experts of a layer as three-dimensional parameters, which are not
-    linear
-    layers.
-
-    transformers 5 keeps the experts of a layer in three-dimensional parameters.
+    linear layers.
 
     Args:
         model: any model.

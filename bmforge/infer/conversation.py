@@ -1,8 +1,6 @@
 """Conversations with any text-generating model, in the format of its training.
 
 EVA and CPM-Bee have their own formats; all other models use a chat template.
-
-EVA and CPM-Bee have their own forms; all other models use a chat template.
 """
 
 from __future__ import annotations

@@ -18,11 +18,7 @@ class GenerationConfig:
     """Generation options with the names and defaults of transformers, but without top-k.
 
     A field that is not given has the value of the model's generation_config.json or, if that has
-    none,
-    the default of this class.
-
-    A field that is not given takes the value of the model's generation_config.json, if that has
-    one, and otherwise the default of this class.
+    none, the default of this class.
 
     Args:
         max_new_tokens: maximum number of generated tokens.
@@ -103,8 +99,6 @@ class GenerationConfig:
         """Raise a `ConfigError` that lists invalid values and options without effect.
 
         Lists are first converted to tuples.
-
-        Lists, which transformers takes, become tuples first.
         """
         for name in ("bad_words_ids", "eos_token_id", "stop_strings"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))

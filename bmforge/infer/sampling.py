@@ -47,10 +47,7 @@ def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Te
     """Apply the repetition penalty to the tokens of a row.
 
     Positive scores are divided by `penalty`, negative ones multiplied. Ids outside the vocabulary
-    (rows
-    of a soft prompt) are ignored.
-
-    Ids outside the vocabulary (rows of a soft prompt) are ignored.
+    (rows of a soft prompt) are ignored.
 
     Shape:
         scores: (B, V); ids: (B, S); padding: (B,), number of leading ids of a row to ignore
@@ -139,8 +136,6 @@ def process_scores(
     """Apply the options that also affect greedy decoding.
 
     These are biases, penalties, forbidden tokens and the minimum length.
-
-    The minimum length is one of them.
 
     Shape:
         scores: (B, V); ids: (B, S) so far, `new_tokens` of them generated; padding: (B,)

@@ -269,14 +269,8 @@ class CausalLM(Model):
         """Add router logits and, if configured, the experts' load-balancing loss to the output.
 
         The loss covers all tokens over which `sum_statistics` sums. Each micro-batch and rank adds
-        its
-        share, computed from its own tokens' probabilities and scaled like its share of the main
-        loss. If
-        `num_items` is a `Measure`, there is no balancing loss.
-
-        The loss covers all tokens whose loads `sum_statistics` sums. Each micro-batch and rank adds
-        its share, from its own tokens' probabilities, scaled like its share of the main loss.
-        Scores of tokens (a `Measure` as `num_items`) have no balancing loss.
+        its share, computed from its own tokens' probabilities and scaled like its share of the main
+        loss. If `num_items` is a `Measure`, there is no balancing loss.
         """
         if not routed:
             return out

@@ -137,9 +137,6 @@ class ModelConfig:
 
         They come from generation_config.json or, if that file is missing, from config.json, as in
         transformers.
-
-        They are those of generation_config.json, or of config.json where that file is missing, as
-        transformers reads them.
         """
         if GENERATION_KEY in self.raw:
             return dict(self.raw[GENERATION_KEY] or {})
@@ -269,13 +266,8 @@ class ModelConfig:
         """Return per-layer fields, with transformers' names, for layers of differing sizes.
 
         Transformers does not support these fields for these families and raises an error. It would
-        ignore
-        `skip` alone and initialize the missing weights, so layers without a sublayer also get 0
-        heads.
-
-        Transformers does not support them for these families and refuses the field; `skip` alone it
-        would ignore and initialize the missing weights, so layers without a sublayer get 0 heads
-        too.
+        ignore `skip` alone and initialize the missing weights, so layers without a sublayer also
+        get 0 heads.
         """
         differing: dict[str, dict[str, Any]] = {}
         usual_sizes = self.own_sizes() if self.changes else {}
@@ -310,8 +302,6 @@ class ModelConfig:
         """Return a copy whose derived fields are reset to 0, so that they are derived again.
 
         It serves for the defaults of command line options; a model needs the derived values.
-
-        It serves as defaults of command line options; a model needs the derived values.
         """
         copied = copy.copy(self)
         for name in ("intermediate_size", "num_kv_heads", "head_dim"):
@@ -354,8 +344,6 @@ class ModelConfig:
         """Return the sizes of every layer by stack name; the last stack is the decoder.
 
         These are the sizes of `own_sizes` after the changes.
-
-        They are those of `own_sizes` with the changes applied.
         """
         stacks = self.own_sizes()
         for change in self.changes:

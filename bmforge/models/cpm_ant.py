@@ -61,11 +61,7 @@ class CPMAnt(CPMLive):
         """Recognize CPM-Ant+ by its weights, in which the prompts follow the vocabulary.
 
         The weights do not show whether the residual is scaled, as in branch master of CPM-Live. If
-        a
-        CPM-Live config.json has no sum_scale, it is not scaled, and a warning is logged.
-
-        Nothing tells whether the residual is scaled, as only branch master of CPM-Live does: if a
-        CPM-Live config.json has no sum_scale, it is not, with a warning.
+        a CPM-Live config.json has no sum_scale, it is not scaled, and a warning is logged.
         """
         if not config.folded and "sum_scale" not in config.raw:
             get_logger().warning(
@@ -103,17 +99,9 @@ class CPMAnt(CPMLive):
         """Predict the next token at every position.
 
         With `segment`, the inputs are those of CPM-Live, starting with the prompt's ids. Without
-        it, the
-        input is plain text, all of it context, as in transformers: the prompt of `task_id` is
-        prepended, and
-        removed from the output. With a cache, all inputs except `input_ids`, `labels` and those
-        that select
-        outputs also cover the cached tokens.
-
-        With `segment`, the inputs are those of CPM-Live, with the prompt's ids in front. Without,
-        they are plain text that is all context, as in transformers: the prompt of `task_id` is
-        prepended, and removed from the output. With a cache, all inputs but `input_ids`, `labels`
-        and those that select outputs cover the cached tokens too.
+        it, the input is plain text, all of it context, as in transformers: the prompt of `task_id`
+        is prepended, and removed from the output. With a cache, all inputs except `input_ids`,
+        `labels` and those that select outputs also cover the cached tokens.
 
         Args:
             input_ids: token ids.
@@ -173,8 +161,6 @@ class CPMAnt(CPMLive):
         """Embed a text and the prompt before it; return the embeddings, mask and bias.
 
         All sequences share one bias: it would differ only for padding, to which no token attends.
-
-        All sequences share one bias: it would differ for padding only, which nothing attends to.
         """
         rows, length = inputs.shape[:2]
         real = self._find_tokens(inputs, attention_mask, past)

@@ -143,14 +143,8 @@ class CPMBee(CPMLive):
         """Predict the next token at every position.
 
         With `segment`, the inputs are those of CPM-Bee (`tokenizers.cpm_bee_batch`,
-        `to_arguments`).
-        Without it, the input is plain text in causal order. With a cache, per-token inputs also
-        cover the
-        cached tokens.
-
-        With `segment`, the inputs are those of CPM-Bee (`tokenizers.cpm_bee_batch`,
-        `to_arguments`). Without, they are plain text in causal order. With a cache, per-token
-        inputs cover the cached tokens too.
+        `to_arguments`). Without it, the input is plain text in causal order. With a cache,
+        per-token inputs also cover the cached tokens.
 
         Args:
             input_ids: token ids below the vocabulary size.

@@ -1,8 +1,6 @@
 """Heads of all families, which turn hidden states into predictions, and their losses.
 
 A config names its head; the family's table gives the head's names in transformers.
-
-A config names its head; the family's table has the head's names in transformers.
 """
 
 from __future__ import annotations
@@ -165,11 +163,7 @@ def find_last_token(inputs: Tensor, attention_mask: Tensor | None, padding: int 
     """Return the index of the last token of every sequence, (B,).
 
     With `attention_mask` it is the last token of the mask; without a mask, the last token that is
-    not
-    padding, if there is a padding token; otherwise, and for embeddings, the last position.
-
-    It is the last one in `attention_mask`; without a mask the last that is no padding, if there is
-    a padding token; else, and for embeddings, the last one.
+    not padding, if there is a padding token; otherwise, and for embeddings, the last position.
 
     Shape:
         inputs: (B, T) ids or (B, T, D) embeddings

@@ -28,10 +28,6 @@ class NoDrawing(TorchFunctionMode):
     """Mode in which modules are built without initializing their weights.
 
     On the meta device nothing would be initialized anyway, but torch would import its compiler,
-    which
-    takes seconds.
-
-    On the meta device nothing would be initialized either, but torch would import its compiler,
     which takes seconds.
     """
 

@@ -291,8 +291,6 @@ def kept_dims(new: int, old: int, rotary_dim: int, interleaved: bool) -> list[tu
     """Return pairs (index in the new head, index in the old head) of the kept dims.
 
     Rotary pairs in half layout remain pairs with the same frequency; see `nn.narrow_rope`.
-
-    Rotary pairs of half layout stay pairs with the same frequency; see `nn.narrow_rope`.
     """
     rotated = [min(width, rotary_dim) // 2 for width in (new, old)]
     if interleaved or rotated[0] == rotated[1]:

@@ -107,9 +107,6 @@ class Seq2SeqConfig(ModelConfig):
 
         A pair is one source token in the encoder and one target token in the decoder and head, with
         `seq_len` tokens each. FLOPs are counted as in `ModelConfig`.
-
-        A pair is one source token through the encoder and one target token through the decoder and
-        head, with `seq_len` tokens each. Counted as in `ModelConfig`.
         """
         return super().flops_per_token(seq_len)
 
@@ -125,9 +122,6 @@ class Seq2SeqConfig(ModelConfig):
         """Return the KV cache bytes per pair of a source and a target token.
 
         The target token has keys and values in every layer, the source token those of
-        cross-attention.
-
-        The target token has keys and values in every layer, and the source token those of
         cross-attention.
         """
         return super().kv_bytes_per_token(bytes_per_element)

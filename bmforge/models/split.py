@@ -60,8 +60,6 @@ def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRul
 
     A layer with quantized experts has no such rules; its tensors are saved as they are in memory.
 
-    A layer with quantized experts has no such rules: its tensors are saved as they are in memory.
-
     Args:
         model: model with split MLPs.
         rules: weight rules of the family, with `{i}` for the layer index.

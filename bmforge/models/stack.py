@@ -71,9 +71,6 @@ def number_places_(layers: nn.ModuleDict) -> None:
 
     The last indices are used, so that the last such layer has the last index of the cache, which
     advances the cache's length.
-
-    The last indices are used, so that the last storing layer always has the cache's last index,
-    which advances the cache.
     """
     storing = [layer.attn for layer in layers.values() if layer.attn is not None]
     for index, attn in enumerate(storing, len(layers) - len(storing)):
@@ -235,8 +232,6 @@ def check_ids(
     """Raise `ShapeError` for ids outside the vocabulary; skipped if it needs a device sync.
 
     `name` and `limit` are the names of the ids and of the vocabulary size in the message.
-
-    `name` and `limit` are the names of the ids and of their number in the message.
     """
     if not input_ids.numel() or not reads_are_free(input_ids):
         return

@@ -97,11 +97,7 @@ def settle_tie(model: Any, files: WeightFiles) -> ModelConfig:
     """Return the model's config with `tie_word_embeddings` set according to the weights.
 
     Old configs lack the field or have a wrong value. A stored head that differs from the embedding
-    is
-    kept; a missing head means a tied one, unless the config says otherwise.
-
-    Old configs lack the field or state it wrongly. A head that differs from the embedding is kept;
-    a missing head is the embedding, unless the config says otherwise.
+    is kept; a missing head means a tied one, unless the config says otherwise.
     """
     config = model.config
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)

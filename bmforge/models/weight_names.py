@@ -58,8 +58,6 @@ class WeightNames:
         """Return the rules of this model as if its layers were not quantized.
 
         Published checkpoints have a layer's plain weight, however bmforge stores it.
-
-        Published checkpoints name the weight of a layer whatever its storage is here.
         """
         changed = changed_modules(self._module)
         stored = {n: s for n, m in changed.items() if (s := linear_sizes(m)) is not None}
@@ -103,7 +101,5 @@ class WeightNames:
         """Return the rules for reading a checkpoint with these tensor names.
 
         These are the `active_rules`, except in families that were published in several formats.
-
-        They are the `active_rules`, except for families published in several formats.
         """
         return self.active_rules()

@@ -35,8 +35,6 @@ class WeightRule:
 
     `{i}` is the layer index; `{e}` in `theirs` is the expert, the first dim of `ours`.
 
-    `{i}` is the layer index; `{e}` in `theirs` is the expert, the first dim of `ours`.
-
     Args:
         ours: canonical name in bmforge.
         theirs: published name.

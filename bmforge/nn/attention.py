@@ -187,8 +187,6 @@ def build_mask(
 
     None means causal attention or, with `causal` off, attention to all tokens.
 
-    None means causal attention, or attention to all tokens when `causal` is off.
-
     Args:
         batch: (B, T).
         device: device of the mask.
@@ -342,10 +340,6 @@ class Attention(nn.Module):
         """Return the first `num_heads` heads of a bias that layers of different widths share.
 
         With tensor parallelism, return the heads of this rank.
-
-        With tensor parallelism, return the heads of this rank.
-
-        With tensor parallelism it returns the heads of this rank.
 
         Shape:
             bias: (B or 1, heads, T, S), heads of this rank or all heads of the widest layer

@@ -91,8 +91,6 @@ class _Tile(NamedTuple):
         """Write (or, unless `first`, add) a result to this tile of (B or 1, N, T, ...).
 
         If the target has batch size 1, the result is summed over the tile's sequences.
-
-        A target with batch size 1 gets the sum over the tile's sequences.
         """
         region = target[self.rows if target.shape[0] > 1 else slice(None), self.heads, tokens]
         part = part.unflatten(0, (-1, region.shape[1]))

@@ -128,13 +128,7 @@ class HeadDims(HardConcrete):
 
     The gate scales the input of `o_proj` and, with `asks`, the queries, so that a unit covers the
     dimensions of both. A pruned rotary head keeps the frequencies of the first pairs, so the pairs
-    of
-    queries are ordered: the most open gate scales the first pair, and so on.
-
-    It scales the input of `o_proj` and, with `asks`, the queries, so that a unit covers the
-    dimensions of both. A narrower rotary head has the frequencies of the first pairs, so the pairs
-    of queries are
-    ordered: the most open gate scales the first pair, and so on.
+    of queries are ordered: the most open gate scales the first pair, and so on.
 
     Args:
         name: name of the gate.
@@ -176,9 +170,6 @@ class HiddenWidth(HardConcrete):
 
     Without an argument, the module returns its values, which norms use.
 
-    Without an argument, the module returns its values, which norms use.
-
-    Called without an argument it returns its values, for norms.
     Shape:
         x: (..., D) -> same; returns (D,) without x
     """

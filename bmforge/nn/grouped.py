@@ -41,8 +41,6 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
 
     On a CPU that product is itself a loop (torch 2.13), and only bf16 has a shape rule for
     compilation.
-
-    On a CPU it is itself a loop (torch 2.13), and only bf16 has a shape rule.
     """
     is_aligned = all(size % _ALIGNED_ELEMENTS == 0 for size in weight.shape[1:])
     return not x.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and is_aligned

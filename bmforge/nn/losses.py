@@ -85,9 +85,6 @@ class TiledLoss(torch.autograd.Function):
 
     The inputs are hidden states, weight, bias, three arguments without gradient, and then pairs of
     low-rank hidden states and rows that are added to the logits.
-
-    Its inputs are hidden states, weight, bias, three arguments without gradient, and then pairs of
-    low-rank hidden states and rows that are added to the logits.
     """
 
     @staticmethod
@@ -279,8 +276,6 @@ def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tens
     """Scale a gradient in the wide dtype to avoid fp16 underflow and overflow, in place if wide.
 
     Therefore a second backward through the same graph raises torch's error for in-place changes.
-
-    A second backward through the same graph therefore raises torch's error for in-place changes.
     """
     return None if gradient is None else gradient.to(factor.dtype).mul_(factor).to(dtype)
 

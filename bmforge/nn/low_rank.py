@@ -91,8 +91,6 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Return (in, out) of a linear layer; None for any other module.
 
     Supported are torch's Linear, its quantized replacements, and transformers' Conv1D.
-
-    Supported are torch's Linear, its quantized replacements, and transformers' Conv1D.
     """
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return int(module.in_features), int(module.out_features)
@@ -265,8 +263,6 @@ def settle_magnitude_(module: nn.Module, part: nn.Module) -> None:
     """Set DoRA magnitudes to the norms of the layer's rows, so that training starts unchanged.
 
     Does nothing if the adapter has no magnitude, or if layer or adapter are on the meta device.
-
-    It does nothing if the part has no magnitude, or if layer or part are on meta.
     """
     magnitude = getattr(part, "magnitude", None)
     if not isinstance(part, LowRank) or magnitude is None or magnitude.is_meta:

@@ -218,10 +218,6 @@ class MatrixStore(PackedStore):
 
     With `outlier_ratio`, `outlier_columns` contains the indices of the input columns that
     `outlier_weight` stores in 16 bits.
-
-    With `outlier_ratio`, `outlier_columns` lists the input columns that `outlier_weight` stores in
-    16
-    bits.
     """
 
     packed: nn.Parameter
@@ -371,10 +367,6 @@ def _find_outliers(weight: Tensor, spec: QuantSpec, count: int) -> Tensor:
 
     The error of a group depends on its largest value, which determines the scale, so the error is
     attributed to the column of that value.
-
-    The error of a group depends on its largest value, which determines the scale, so it is
-    attributed
-    to that value's column.
     """
     columns = weight.shape[1]
     total = torch.zeros(columns, dtype=torch.float64, device=weight.device)

@@ -183,14 +183,8 @@ def quantize_groups(matrix: Tensor, spec: QuantSpec, range_ratio: float = 1.0) -
     """Quantize a matrix to integers, scales and minima.
 
     Symmetric groups are rounded like GGUF's Q8_0 and Q4_0. (4-bit integers have one more negative
-    value,
-    so the scale takes the sign of the largest value.) Asymmetric groups are rounded like GGUF's
-    Q4_1 or,
-    if scales are fp32, to integer zero points.
-
-    Symmetric groups are rounded as GGUF's Q8_0 and Q4_0 are (4 bits have one value more below zero
-    than above, so the scale takes the sign of the largest), asymmetric ones as its Q4_1 or, with
-    scales in fp32, to integer zero points.
+    value, so the scale takes the sign of the largest value.) Asymmetric groups are rounded like
+    GGUF's Q4_1 or, if scales are fp32, to integer zero points.
 
     Args:
         matrix: weights.
@@ -264,8 +258,6 @@ def _quantize_zero_points(groups: Tensor, bits: int, ratio: float) -> tuple[Tens
     """Quantize groups with integer zero points, so that 0 is exactly representable.
 
     Scales are rounded to 16 bits of mantissa, so that scale times zero point is exact in fp32.
-
-    Scales have 16 bits of mantissa, so that their product with a zero point is exact in fp32.
     """
     low, high = groups.amin(-1).clamp(max=0) * ratio, groups.amax(-1).clamp(min=0) * ratio
     steps, middle = (1 << bits) - 1, 0 if bits == 4 else 128

@@ -187,12 +187,7 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
     """Attach an adapter to a module, as its child `name`.
 
     A module that applies its adapters itself gets no hook; it has the attribute `asks_parts` (such
-    as a
-    head that computes its loss).
-
-    A module that applies its parts itself (it has `asks_parts`, such as a head that computes its
-    loss)
-    gets no hook.
+    as a head that computes its loss).
 
     Raises:
         ConfigError: the module already has an attribute of that name.

@@ -35,8 +35,6 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     The scale of a group with a non-finite value is NaN.
 
-    A group with a value that is not finite has a scale that is not a number.
-
     Shape:
         x: (T, columns) fp32; returns (T, columns) int8 and (T, groups) fp32
     """

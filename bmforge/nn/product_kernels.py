@@ -107,8 +107,6 @@ class Kernels:
 
         A token's result is bit-identical for every number of tokens. Intended for few tokens.
 
-        Every number of tokens gives a token the same bits. For a few of them.
-
         Shape:
             x: (T, columns) fp32; weight: (rows, columns); both contiguous; returns (T, rows) fp32
         """

@@ -122,19 +122,9 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """Return ``x @ weight.T + bias`` for a plain CPU weight; None if torch should compute it.
 
     Torch reads 16-bit weights at little more than half the memory bandwidth. For 2 to 16 tokens in
-    fp32
-    it takes twice as long on processors for which its library is not optimized. So a kernel
-    computes
-    small batches; a token's result is then bit-identical for every batch size. Large 16-bit batches
-    are
-    multiplied in fp32 if no library supports 16 bits.
-
-    Torch reads weights of half precision at little more than half the memory bandwidth, and takes
-    twice
-    as long for 2 to 16 tokens of fp32 on processors that its library was not optimized for, so a
-    kernel
-    computes small batches. For these a token's result is bit-identical for every batch size. Large
-    batches of half precision are multiplied in fp32 if no library supports half precision.
+    fp32 it takes twice as long on processors for which its library is not optimized. So a kernel
+    computes small batches; a token's result is then bit-identical for every batch size. Large
+    16-bit batches are multiplied in fp32 if no library supports 16 bits.
 
     Shape:
         x: (..., columns) -> (..., rows), in the dtype of x

@@ -97,8 +97,6 @@ def with_prompt(
     Inputs that already contain the prompt, and inputs of a model without one, are returned
     unchanged.
 
-    Texts that already contain it, and those for a model without a prompt, are returned unchanged.
-
     Args:
         table: token embedding; None or another module if the model has no token embedding.
         ids: token ids.

@@ -215,8 +215,6 @@ def element_scales(store: PackedStore, key: str) -> Tensor | None:
     Returns None if the values are not integers times scales: groups with minima, or outlier
     columns.
 
-    None if its values are not integers times scales: groups with minima, or outlier columns.
-
     Args:
         store: module with packed weights.
         key: parameter name in the plain module.
@@ -271,8 +269,6 @@ def plain_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the key and matrix of each weight that `store_packed` packs.
 
     Matrices are (rows, columns), stacks (E, ...). Tied layers yield the same tensor.
-
-    Tied layers yield the same tensor.
     """
     if is_foreign_experts(module):
         for key, stack in foreign_stacks(module).items():

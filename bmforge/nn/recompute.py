@@ -54,8 +54,7 @@ def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a function that calls a module with its present weights.
 
     `torch.func.functional_call` and averaged weights replace a model's parameters for one call
-    only. When
-    backward recomputes the module's output, the original parameters are already back.
+    only. When backward recomputes the module's output, the original parameters are already back.
 
     Args:
         module: module whose children have no parameters.
@@ -80,18 +79,8 @@ def call_and_drop(
     """Return ``function(value)``; backward recomputes `value` by `make` instead of saving it.
 
     It only calls the function where recomputation cannot help: without gradients, under
-    `torch.compile`
-    (which decides itself), for tensor subclasses, and inside other saved-tensor hooks (activation
-    checkpointing saves nothing there, and autograd's hooks do not nest).
-
-    It only calls the function where recomputation cannot help: without gradients, under
-    `torch.compile`
-    (which decides itself), for tensor subclasses, and inside other saved-tensor hooks (activation
-    checkpointing saves nothing there, and autograd's hooks do not nest).
-
-    It calls the function only, where recomputation cannot help: without gradients, under
     `torch.compile` (which decides itself), for tensor subclasses, and inside other saved-tensor
-    hooks (activation checkpointing saves nothing here, and autograd's hooks do not nest).
+    hooks (activation checkpointing saves nothing there, and autograd's hooks do not nest).
 
     Args:
         function: function of `value`; may call `call_and_drop` itself.

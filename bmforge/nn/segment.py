@@ -143,12 +143,6 @@ def see_context(
     Context tokens attend to context only. Every token, even padding, attends to itself, so that no
     softmax is empty.
 
-    Context tokens attend to context only. Every token, even padding, attends to itself, so that no
-    softmax is empty.
-
-    Context attends to context only. Every token, padding too, attends to itself, so that no softmax
-    is empty.
-
     Args:
         context: True for context tokens, which are given and not predicted.
         distance: see `find_distances`.

@@ -23,12 +23,7 @@ def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> 
     """Return the modules that are never called although their parent module is called.
 
     The model's own `uncalled` method is used if it exists; a plain transformers model is run on a
-    short
-    row of tokens. The result is empty for other models and for models on the meta device.
-
-    The model's `uncalled` method is used if it has one; a plain transformers model is run on a
-    short
-    row of tokens. The result is empty for other models, and for models on the meta device.
+    short row of tokens. The result is empty for other models and for models on the meta device.
 
     Args:
         model: any module.

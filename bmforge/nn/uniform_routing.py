@@ -18,11 +18,7 @@ def can_run_uniform(experts: Any, kind: type) -> bool:
     """Return True if `run_uniform` supports these experts in this call.
 
     It is for inference only: backward would allocate a full-size gradient for every expert.
-    Sharded,
-    streamed, quantized and adapted experts use other code paths.
-
-    It is for inference only: backward would make a full-size gradient for every expert. Layouts,
-    streaming, quantized storage and adapters have their own code paths.
+    Sharded, streamed, quantized and adapted experts use other code paths.
     """
     plain = type(experts) is kind and not wrappers_of(experts)
     plain = plain and not any(True for _ in beside_parts(experts))

@@ -129,9 +129,6 @@ class WindowAttention(Attention):
 
         Sequences are concatenated, so the first block of a sequence overlaps the previous sequence;
         `allowed` masks these keys.
-
-        Sequences are concatenated, so the first block of one reaches into the previous one;
-        `allowed` masks these keys.
         """
         padding = -x.shape[1] % mask.block
         x = F.pad(x, (0, 0, 0, padding)) if padding else x

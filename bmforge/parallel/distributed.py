@@ -51,11 +51,7 @@ def init_distributed(*, device: torch.device | None = None, timeout_s: float = 6
     """Initialize the process group if needed; return this process's rank and device.
 
     torchrun's environment variables are used if they are set; otherwise the group has one process.
-    A
-    group that the program has already initialized is kept.
-
-    Under torchrun its environment is used; without a launcher the group has this process only. A
-    group that the program has already initialized is used as it is.
+    A group that the program has already initialized is kept.
 
     Args:
         device: compute device; None takes the accelerator of the local rank, or the CPU.
@@ -200,15 +196,8 @@ def leave_at_exit() -> None:
 
     A gloo thread needs the interpreter to release the tensors of the last collective; it aborts the
     process if the interpreter is already finalizing. After an unhandled exception the process group
-    is
-    not destroyed, since that would wait for the other processes. `sys.exit` with any status counts
-    as a
-    regular exit.
-
-    A gloo thread needs the interpreter to release the tensors of the last collective; if the
-    interpreter is already finalizing, the process aborts. After an unhandled exception the process
-    group is not destroyed, since that would wait for the other processes. `sys.exit` with any
-    status counts as a regular exit.
+    is not destroyed, since that would wait for the other processes. `sys.exit` with any status
+    counts as a regular exit.
     """
     if getattr(sys, "last_type", None) is None:
         shutdown_distributed()

@@ -150,9 +150,6 @@ def _view_shared(share: float, parameter: Tensor) -> Tensor:
 
     Gradients are averaged over all processes with different tokens. These experts saw the tokens of
     `ep` processes and are averaged over the other processes only, so a division by `ep` is missing.
-
-    Gradients are averaged over all processes that work on different tokens. These experts saw the
-    tokens of `ep` processes and are averaged over the others only: a division by `ep` is missing.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return _ScaleBackward.apply(local, share)
@@ -235,14 +232,8 @@ def _assign_together(
     """Assign the tokens of all processes to experts; return the assignment of the local tokens.
 
     Every process computes the same assignment, over the tokens in the order of the processes, which
-    is
-    the order of the rows of a batch. With sharded sequences the order differs, which matters only
-    for
-    tokens that are bitwise equal.
-
-    Every process computes the same assignment. Tokens are in the order of the processes, which is
-    that of the rows of a batch. Sharded sequences have a different order, which matters only for
-    tokens that are bitwise equal.
+    is the order of the rows of a batch. With sharded sequences the order differs, which matters
+    only for tokens that are bitwise equal.
 
     Shape:
         affinity: (M, E), M may differ -> (M,)

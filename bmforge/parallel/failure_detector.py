@@ -5,12 +5,6 @@ rank. So a thread of every process writes a heartbeat, the current time, into th
 Each process watches the heartbeat of the next rank, so the work per process does not depend on the
 number of processes. The heartbeat of a process stops when it exits or receives SIGSTOP, whatever
 its main thread is doing.
-
-A collective that waits for a dead process fails after a timeout, or never, and does not say which
-process it was. So a thread of every process writes its heartbeat, the current time, into the
-rendezvous store. Each process watches the next rank's heartbeat, so that the work per process does
-not grow with their number. A process that exits or receives SIGSTOP stops its heartbeat, whatever
-its main thread was waiting for.
 """
 
 from __future__ import annotations
@@ -57,10 +51,6 @@ class FailureDetector:
         """Context manager: detect failures of other ranks; does nothing with a single process.
 
         If a rank sends no heartbeat within the timeout of the process group, every process logs
-        that rank
-        and exits with status 1, unless its main thread has already ended with an error.
-
-        When a rank has had no heartbeat for the timeout of the process group, every process logs
         that rank and exits with status 1, unless its main thread has already ended with an error.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -274,8 +274,6 @@ def sum_over_axes(values: Tensor, mesh: DeviceMesh | None, *axes: str) -> Tensor
 
     Values must be equal along the other axes and count once.
 
-    Along other axes processes must have equal values, which count once.
-
     Comm: one all-reduce over all processes.
     """
     if mesh is None or mesh.size() == 1:

@@ -91,11 +91,7 @@ def _usable_as_stored(
     """Return the frozen parameters that blocks can use directly, without a gathered copy.
 
     FSDP2 copies a unit's parameters into a buffer even if there is one shard, which doubles the
-    memory
-    of a frozen base model.
-
-    FSDP2 copies the parameters of a unit into a buffer even if a shard is the whole parameter,
-    which doubles the memory of a frozen base model.
+    memory of a frozen base model.
     """
     if mesh.shape[-1] > 1:
         return []
@@ -112,14 +108,8 @@ def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Average the gradients of scalar parameters over a mesh during backward.
 
     FSDP2 shards along a dim and a scalar has none, so scalars are replicated. A tensor hook
-    receives the
-    gradient of one backward pass, before it is added to that of earlier micro-batches.
-    Materializing a
-    meta model replaces its parameters, so the hooks are attached in forward.
-
-    FSDP2 shards a dim and a scalar has none, so scalars are replicated. A tensor hook sees the
-    gradient of one backward pass, before it is added to that of earlier micro-batches.
-    Materializing a model that is on meta replaces its parameters, so hooks are attached in forward.
+    receives the gradient of one backward pass, before it is added to that of earlier micro-batches.
+    Materializing a meta model replaces its parameters, so the hooks are attached in forward.
     """
     hooked = WeakIdKeyDictionary()
 
@@ -177,9 +167,6 @@ class _OneBuffer:
 
     FSDP2 allocates two buffers, and with one process copies one into the other, a pass over all
     gradients in fp32; a shared buffer avoids this copy.
-
-    FSDP2 allocates both, and with one process copies the first into the second, a pass over all
-    gradients in fp32; with a shared buffer there is no copy.
     """
 
     def __init__(self) -> None:
@@ -216,8 +203,6 @@ def _sharding_mesh(mesh: DeviceMesh, zero: int) -> DeviceMesh:
     """Return the mesh for `fully_shard`: the shard axis, after a replicate axis if there is one.
 
     Processes along `cp` have the same parameters, so `cp` is merged into one of the two axes.
-
-    Processes of the axis `cp` have the same parameters, so `cp` joins one of the two axes.
     """
     copies, shards = mesh["dp_replicate"], mesh["dp_shard"]
     if mesh["cp"].size() > 1:
@@ -330,11 +315,8 @@ def reshard_(model: nn.Module) -> None:
     """Free the gathered parameters, so that the model keeps only its shards.
 
     Backward does this by itself. After a forward without backward (evaluation, generation) the
-    root,
-    and with ZeRO-2 every unit, still has whole parameters, which the optimizer does not update.
-
-    Backward does this by itself; after a forward without one (evaluation, generation) the root, and
-    with ZeRO-2 every unit, still holds whole parameters, which are not those of the optimizer.
+    root, and with ZeRO-2 every unit, still has whole parameters, which the optimizer does not
+    update.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -26,11 +26,7 @@ class Loader(Protocol):
     """Interface of data loaders for the Trainer; `data.DataLoader` implements it.
 
     A loader whose `is_endless` is True never ends. For other loaders, before every step all
-    processes
-    check together whether the loader has ended on any of them.
-
-    A loader whose `is_endless` is True never ends. For other loaders, all processes check before
-    every step whether the loader has ended on any of them.
+    processes check together whether the loader has ended on any of them.
     """
 
     def __next__(self) -> Sequence[Batch]:

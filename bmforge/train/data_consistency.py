@@ -21,11 +21,7 @@ def check_same_count(count: int, total: int, squares: int, position: str) -> Non
     """Raise an error on all processes if their numbers of micro-batches differ.
 
     Each forward and backward runs collectives, in which other processes would wait for a process
-    with
-    fewer micro-batches.
-
-    Each forward and backward is a set of collectives, so the other processes would wait for one
-    with fewer.
+    with fewer micro-batches.
 
     Args:
         count: this process's number of micro-batches of the step.

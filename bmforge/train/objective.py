@@ -186,8 +186,6 @@ def count_tokens(batch: Batch) -> int:
     """Return the number of tokens of a micro-batch, excluding rows that are all padding.
 
     If labels are not per token, it returns the number of rows.
-
-    If labels are not per token, it is the number of rows.
     """
     labels = batch.get("labels")
     if labels is None or labels.dim() < 2:

@@ -65,11 +65,7 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
     """Apply a pruning plan in place; the model may be on the meta device.
 
     The result computes the same as the full model in which every removed unit contributes zero.
-    (Removed
-    hidden features are zero, and norms divide by the number of kept features.)
-
-    The result computes the same as the full model in which every removed part contributes zero
-    (removed hidden features: they are zero, and norms divide by the number of the kept ones).
+    (Removed hidden features are zero, and norms divide by the number of kept features.)
 
     Args:
         model: bmforge model of any family, not parallelized yet.

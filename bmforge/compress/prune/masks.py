@@ -32,8 +32,6 @@ def keep_largest(scores: Tensor, zeros: int, *, by_row: bool = False) -> Tensor:
 
     Among equal scores the first are dropped, so the number is exact.
 
-    Of equal scores the first are dropped, so the number is exact.
-
     Args:
         scores: finite scores.
         zeros: number of weights to drop, in total or per row.

@@ -180,8 +180,6 @@ class _Round:
     """Column update of GPTQ: rounds a column to integers times the scale of its group.
 
     A weight of 0 stays 0, since it was pruned; error compensation would otherwise change it.
-
-    A weight of 0 stays 0: it was pruned, and error compensation would fill it again.
     """
 
     def __init__(self, matrix: Tensor, spec: QuantSpec) -> None:

@@ -150,8 +150,6 @@ def smooth_scales(fold: Fold, inputs: InputSizes, strength: float) -> Tensor:
 
     A channel that is zero for all calibration tokens has scale 1.
 
-    A channel that no calibration token has excited keeps its weights: its scale is 1.
-
     Shape:
         returns (columns,)
     """
@@ -166,8 +164,6 @@ def awq_scales(fold: Fold, inputs: InputSizes, specs: Mapping[str, QuantSpec], g
     """Return AWQ's scales: the power of mean input magnitudes with the smallest output error.
 
     A channel that is zero for all calibration tokens has scale 1.
-
-    A channel that no calibration token has excited keeps its weights: its scale is 1.
 
     Shape:
         returns (columns,)
@@ -193,8 +189,6 @@ def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
     """Clamp scales to within a factor of their median; dead channels get 1.
 
     Otherwise a channel with very small calibration inputs would be scaled to almost nothing.
-
-    Without it, a feature that calibration excites only faintly would be scaled to almost nothing.
     """
     if bool(is_dead.all()):
         return torch.ones_like(scales)

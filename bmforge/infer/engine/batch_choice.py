@@ -57,8 +57,6 @@ def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
     """Choose a token for each draw; None if its scores are not finite.
 
     Draws with the same options are processed together.
-
-    Draws with the same options share one pass.
     """
     groups: dict[Kind, list[int]] = {}
     for number, draw in enumerate(draws):

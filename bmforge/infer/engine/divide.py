@@ -76,8 +76,6 @@ def find_staying(model: nn.Module) -> Stays:
     """Return a predicate (name, tensor): True if the tensor of a streamed block stays resident.
 
     Norms, biases and adapters stay resident, as they are small and trained in place.
-
-    True for norms, biases and adapters, which are small and trained in place.
     """
     own = delta_tensors(model)
     return lambda name, tensor: tensor.dim() < 2 or name in own

@@ -97,8 +97,6 @@ class BlockSegment(Protocol):
     """Interface of a described run of consecutive blocks.
 
     `pasts` are the addresses of the previous call.
-
-    `pasts` are those of the last call.
     """
 
     blocks: list[Any]

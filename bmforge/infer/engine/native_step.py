@@ -72,8 +72,6 @@ class NativeStep:
 
     Descriptions of the blocks are rebuilt when a block has changed.
 
-    The description is rebuilt whenever a block has changed.
-
     Args:
         rests: check for changed blocks only after a call of `look_again`; see `undisturbed`.
 

@@ -54,8 +54,6 @@ def shares_passes(model: Any) -> bool:
     """Return True if requests share torch's forward passes, with results equal up to rounding.
 
     They do if weights are streamed in every pass, or on an accelerator, which needs large batches.
-
-    True if weights are streamed in every pass, or on an accelerator, which needs large batches.
     """
     streamers = getattr(laid_out(model), "streamers", ())
     return bool(streamers) or not next(model.parameters()).is_cpu

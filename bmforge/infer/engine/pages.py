@@ -53,8 +53,6 @@ class Pages:
         """Allocate a page, evicting the oldest cached prefix if needed; None if all are used.
 
         The new page has one reference and no key.
-
-        The page has one reference and no key.
         """
         if self._free:
             page = heapq.heappop(self._free)

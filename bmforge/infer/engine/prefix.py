@@ -49,8 +49,6 @@ def find_prefix(pages: Pages, keys: PrefixKeys, tokens: Sequence[int], unit: int
 
     At least the last token is not taken from the cache, because its logits are needed.
 
-    At least the last token is left to compute, because its logits are needed.
-
     Args:
         pages: page allocator.
         keys: page keys of the sequence.

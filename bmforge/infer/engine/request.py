@@ -302,9 +302,6 @@ class Handle:
 
         The callback is called once more. Its exceptions are logged, so that they do not end other
         requests.
-
-        The callback is called a last time. Its exceptions are logged, so that they do not end other
-        requests.
         """
         with self._changed:
             if not self.done:

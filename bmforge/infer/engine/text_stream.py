@@ -56,8 +56,6 @@ class TextStream:
         """Return the last prompt ids, and how many of them form complete characters.
 
         If possible, the ids start at a character boundary.
-
-        The ids start at a character boundary if one of the last tokens does.
         """
         ids = [id for id in prompt if id not in self._hidden]
         boundary = len(ids)

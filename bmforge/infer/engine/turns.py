@@ -17,8 +17,6 @@ class Turns:
 
     Either the function's thread or the caller's thread runs, never both.
 
-    Only one of the two threads runs at a time.
-
     Args:
         work: function that calls `pause`.
     """

@@ -170,8 +170,6 @@ class _NoRepeatDecoder(Seq2SeqDecoder):
     """Decoder that forbids tokens that would repeat an n-gram of their row.
 
     The start token is part of a row; n-gram length 0 allows all tokens.
-
-    The start token is part of a row; n-gram length 0 forbids no token.
     """
 
     def __init__(

@@ -1,8 +1,6 @@
 """Converts checkpoints to Hugging Face's format: safetensors and config.json.
 
 Models that were published as Megatron shards can also be written in that format.
-
-Models that were published as Megatron's shards can also be written as such.
 """
 
 from __future__ import annotations
@@ -63,8 +61,6 @@ def convert_checkpoint(
     """Convert a checkpoint of any format to Hugging Face's, with its tokenizer files.
 
     The result is written to a temporary directory and moved to `target` when complete.
-
-    It is written to a temporary directory and moved to `target` when complete.
 
     Args:
         source: directory, hub id or preset name of a model in Hugging Face's format

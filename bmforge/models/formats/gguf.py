@@ -43,8 +43,6 @@ class GgufFile(CheckedFile):
     Tensor names are those of the file, dims are in torch's order, and rows of query and key are in
     bmforge's order.
 
-    Names are the file's, dims in torch's order, rows of query and key in bmforge's order.
-
     Args:
         path: path of the file.
 

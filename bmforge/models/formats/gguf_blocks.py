@@ -149,14 +149,8 @@ def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the eight scales and eight negative minima of a block of 256: (blocks, 8) each.
 
     Both are 6-bit factors of the block's two fp16 numbers. The bits of the first four are
-    contiguous, in
-    bytes 0 to 3 and 4 to 7. The lower four bits of the last four are in bytes 8 to 11, and their
-    upper
-    two bits are in the upper bits of bytes 0 to 7.
-
-    Both are 6-bit factors of the block's own two numbers. Of the first four the bits are together,
-    in bytes 0 to 3 and 4 to 7; of the last four the lower four bits are in bytes 8 to 11, the upper
-    two above the first four's.
+    contiguous, in bytes 0 to 3 and 4 to 7. The lower four bits of the last four are in bytes 8 to
+    11, and their upper two bits are in the upper bits of bytes 0 to 7.
     """
     a, b, c = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     scales = torch.cat((a & 63, c & 15 | a >> 2 & 48), 1)

@@ -99,8 +99,6 @@ def find_rules(architecture: str, model: Any) -> list[WeightRule]:
     """Return the name map between a model's tensors and files of an architecture.
 
     A head that the architecture does not have gets names that do not occur in any such file.
-
-    A head that the architecture has not gets names that no such file holds.
     """
     rules = _TABLES.get(architecture, _DECODER)
     own_names = {rule.ours for rule in rules}
@@ -116,8 +114,6 @@ def is_permuted(name: str) -> bool:
     """Return True for Llama's query and key, whose rows some architectures permute.
 
     In those files the two dims of a rotary pair are adjacent.
-
-    In these files the two dims of a rotary pair are adjacent.
     """
     return _PERMUTED.fullmatch(name) is not None
 

@@ -30,8 +30,6 @@ def read_rope(header: GgufHeader, kind: str, head_dim: int) -> tuple[dict[str, A
 
     Any other key would change llama.cpp's outputs in a way that no config field expresses.
 
-    Any other key changes llama.cpp's outputs in a way that no config field expresses.
-
     Args:
         header: header of the file.
         kind: architecture of the file.

@@ -84,8 +84,6 @@ def write_integers(values: Tensor, scales: Tensor) -> np.ndarray | None:
 
     Returns None if scales differ within a block or exceed the range of fp16.
 
-    None if scales differ within a block, or are beyond the range of fp16.
-
     Shape:
         values and scales: (rows, columns), columns a multiple of 32
     """

@@ -240,8 +240,6 @@ class PackedLinears:
         """Return the QuantSpec equivalent to a layer's quantization; None if there is none.
 
         The spec is symmetric if every zero point is the middle of the integer range.
-
-        It is symmetric if every zero point is the middle of the integer range.
         """
         if name not in self._specs:
             self._specs[name] = self._find_spec(name)

@@ -257,8 +257,6 @@ def write_index(directory: Path, files: dict[str, list[str]], total_bytes: int) 
     """Write the index file if there are several weight files.
 
     Files of an earlier save are removed, since readers might use them.
-
-    Files of an earlier save are removed, since a reader might use them.
     """
     for stale in set(directory.glob("model*.safetensors")) - {directory / name for name in files}:
         stale.unlink()

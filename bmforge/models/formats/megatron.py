@@ -104,10 +104,6 @@ class MegatronShards:
     """Shards of a checkpoint, read as one file of unsplit tensors; implements `TensorFile`.
 
     Slices are copied directly from the shards, without joining them. Shards are memory-mapped,
-    except
-    those written before torch 1.6.
-
-    Slices are copied directly from the shards, without joining them. Shards are memory-mapped,
     except those written before torch 1.6.
 
     Args:

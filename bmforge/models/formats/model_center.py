@@ -198,11 +198,8 @@ def _place_post_norm(name: str, num_layers: int) -> str:
     """Return the name that ModelCenter uses for a norm of a post-norm model.
 
     In ModelCenter every norm belongs to the layer after it: the embedding's norm to the first
-    attention,
-    the norm after attention to the MLP, and the norm after the MLP to the next block or the end.
-
-    There every norm belongs to the layer after it: the embedding's to the first attention, that
-    after attention to the MLP, and that after the MLP to the next block, or to the end.
+    attention, the norm after attention to the MLP, and the norm after the MLP to the next block or
+    the end.
     """
     match = re.fullmatch(r"(?:layers\.(\d+)\.(attn|mlp)|embed)_norm\.(\w+)", name)
     if match is None:
@@ -261,11 +258,7 @@ def _t5_factor(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
     """Return the factor by which T5's residual stream was scaled down for fp16.
 
     Norms cancel the scale, so the config does not mention it. It is detected from the embedding,
-    whose
-    published values are 1 and more. (FLAN-T5 stayed in fp32 without scaling.)
-
-    Norms undo the scale, so the config does not mention it. It is detected from the embedding:
-    published ones have values of 1 and more. (FLAN-T5 was kept in fp32 without scaling.)
+    whose published values are 1 and more. (FLAN-T5 stayed in fp32 without scaling.)
     """
     embed = tensors["input_embedding.weight"][:_ROWS].float()
     is_small = embed.square().mean().sqrt().item() < _SMALL_EMBEDDING
@@ -277,12 +270,7 @@ def _undo_factor(name: str, factor: float) -> float:
 
     The weights that write to the residual stream were divided by 100: the embedding and attention's
     output directly, the MLP's two matrices by 10 each, which commutes with ReLU and with the
-    ungated
-    half.
-
-    Divided by 100 were the weights that write to the residual stream: the embedding and
-    attention's output directly, the MLP's two matrices by 10 each, which commutes with ReLU and
-    with the ungated half.
+    ungated half.
     """
     if name == "embed.weight" or name.endswith("attn.o_proj.weight"):
         return factor
@@ -295,14 +283,8 @@ def _settle_t5(
     """Convert a T5's relative positions and head to the published form; return their fields.
 
     T5 1.0, which has no gate, computes logits as D^-0.5 h E'. ModelCenter saved either only the
-    scaled
-    embedding E and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5 versions
-    do not
-    scale, and have a separate head.
-
-    T5 1.0, which has no gate, has the logits D^-0.5 h E'. ModelCenter saved either only the
-    divided E and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5s do not
-    scale, and have a separate head.
+    scaled embedding E and the factor 100 D^-0.5 (`scale`), or a copy of E as the head. Later T5
+    versions do not scale, and have a separate head.
     """
     heads, buckets = values["num_heads"], values.get("num_buckets", 32)
     for name in ("position_bias_enc", "position_bias_dec"):

@@ -14,8 +14,6 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
     """Return the contents of config.json; {} if it is missing or invalid.
 
     Errors of the config are reported when the model is opened.
-
-    Opening the model reports errors of the config.
     """
     file = directory / "config.json"
     try:

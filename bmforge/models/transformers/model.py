@@ -173,8 +173,6 @@ class TransformersModel(Model):
         """Return the rules for reading a checkpoint with these tensor names.
 
         transformers renames tensors of old checkpoints; the rules then contain the old names.
-
-        transformers renames tensors of old checkpoints; theirs is then the name in the files.
         """
         rules = self.active_rules()
         if self.stored_names.opaque:
@@ -220,8 +218,6 @@ class TransformersModel(Model):
 
         Tensor-parallel cuts follow transformers' plan. There are no `stacks`, so pipelines raise an
         error.
-
-        Tensor cuts follow transformers' plan. Without `stacks`, pipelines are refused by name.
         """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
         cuts, refusal = find_tensor_plan(self)

@@ -295,11 +295,7 @@ def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
     """Map names in a file to transformers' present names, before splits and merges.
 
     Checkpoints of old versions or of a bare body have other names; transformers' own renamings
-    determine
-    which tensor is meant.
-
-    Old checkpoints and those of a bare body have other names than today's; transformers' own
-    renamings decide which tensor is meant.
+    determine which tensor is meant.
     """
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping")

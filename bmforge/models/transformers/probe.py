@@ -69,8 +69,6 @@ def general_names(module: nn.Module) -> dict[str, str]:
 
     Blocks of one class behave alike at any depth, so these names hold for both the model and its
     twin.
-
-    Blocks of one class behave alike at any depth, so these names hold for the model and its twin.
     """
     modules = dict(module.named_modules())
 

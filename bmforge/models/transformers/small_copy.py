@@ -108,8 +108,6 @@ def shrink_config(hf_config: Any) -> Any:
     """Return a copy of a transformers config with small sizes and without dropout.
 
     Every kind of layer remains, as do ratios such as "one KV head per head".
-
-    Every kind of layer stays; ratios such as "one KV head per head" stay.
     """
     small = _shrink_(copy.deepcopy(hf_config))
     base = type(hf_config)

@@ -23,10 +23,6 @@ def noting_reads(model: nn.Module) -> Iterator[set[str]]:
     """Context manager: collect the linear layers whose weight is read outside of their forward.
 
     The class of each `nn.Linear` is replaced meanwhile, as reads of module attributes cannot be
-    observed
-    otherwise.
-
-    The class of each `nn.Linear` is replaced within the block, as attributes of modules cannot be
     observed otherwise.
     """
     read: set[str] = set()

@@ -249,9 +249,6 @@ def _see_everything_(attn: Any) -> None:
 
     The blocks and global tokens of window attention reach across the shards. The replicated work, a
     projection and one window per token, is small compared to the sharded work of the MLP.
-
-    The blocks and global tokens of window attention reach across shares. The undivided work is a
-    projection and a window's width per token, small compared to the divided work of the MLP.
     """
     wrap_forward_(attn, partial(_on_all_tokens, attn), "window")
 
@@ -275,12 +272,7 @@ def _pick_tokens(
     """Select the tokens for which this process computes the loss, an equal share per process.
 
     The loss of each token is scaled by the number of processes, so that the mean over processes,
-    like
-    ZeRO's mean of gradients, equals the loss over all tokens.
-
-    The loss of each token is scaled by the number of processes, so that the mean over processes is
-    the loss, as it is if all compute the same loss. The same holds for the mean of gradients in
-    ZeRO.
+    like ZeRO's mean of gradients, equals the loss over all tokens.
 
     Shape:
         x: (M, D); labels: (M,)
@@ -299,11 +291,7 @@ def _join_tokens(group: dist.ProcessGroup, scores: Tensor, total: int) -> Tensor
     """Return the scores of all tokens, of which every process computed its own.
 
     All processes then compute the same loss over all tokens, and their gradients of a token's
-    scores
-    are summed, which scales them by the number of processes.
-
-    All processes then compute the same loss of the whole rows, so the gradients of a token's scores
-    are summed over processes: its share counts as often as there are processes.
+    scores are summed, which scales them by the number of processes.
 
     Shape:
         scores: (K, m); returns (K, M)

@@ -129,8 +129,6 @@ class PipelinedModel:
         """Return the first pipeline rank that has the named parameter or buffer.
 
         Buffers of the modules that contain the stacks are on every rank.
-
-        Buffers of the modules that contain the stacks are on every rank.
         """
         homes = self.cutting.homes
         stages = (h for n, h in homes.items() if name == n or name.startswith(f"{n}."))

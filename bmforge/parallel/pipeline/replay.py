@@ -130,11 +130,7 @@ def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[StageMessag
     """Return the order of the messages between each pair of ranks (lower rank first).
 
     Messages are ordered by the finish time of their senders at unit times. That order agrees with
-    the
-    action order of every rank, so a rank that waits for a message waits only for earlier work.
-
-    Messages are ordered by the time at which the senders finish at unit times. That agrees with the
-    order of actions of every rank, so a rank that waits for a message waits only for earlier work.
+    the action order of every rank, so a rank that waits for a message waits only for earlier work.
     """
     messages: dict[tuple[int, int], list[StageMessage]] = {}
     times = _finish_times(schedule, _UNIT_TIMES)

@@ -62,9 +62,6 @@ def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -
     Among such partitions it returns the one with the least sum of squared costs, so that the other
     stages are balanced too.
 
-    Among these partitions it is the most even one, with the least sum of squares, so that the
-    stages that do not determine the maximum are balanced too.
-
     Args:
         costs: cost of every block, in order.
         ends: additional costs of the first and the last stage.

@@ -89,9 +89,6 @@ def find_device(
     A name that is not in the table requires both figures; the other figures are those of the device
     with the nearest FLOPS.
 
-    For a name that is not in the table both figures are required; the other figures are taken from
-    the device of the table with the nearest FLOPS.
-
     Raises:
         ConfigError: the name is unknown and a figure is missing; the message suggests the
             nearest name.

@@ -123,11 +123,7 @@ def _learn_on_meta(
     """Build a cache entry by running the operator on meta tensors, faster than on fake tensors.
 
     Returns None if that is impossible: the arguments have no device or several devices, or the
-    operator
-    fails on meta tensors.
-
-    Returns None if that is not possible: the arguments have no device or several, or the operator
-    has no meta implementation, whatever error that raises.
+    operator fails on meta tensors.
     """
     tensors = list(tensors_of((args, kwargs)))
     devices = {t.fake_device for t in tensors if isinstance(t, FakeTensor)}

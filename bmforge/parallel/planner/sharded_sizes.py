@@ -37,9 +37,6 @@ def held_bytes(
 
     A tensor at both ends, such as a tied head, exists if either end exists, so it is counted for
     neither end.
-
-    A tensor at both ends, such as a tied head, exists if either end does, so it is counted in
-    neither.
     """
 
     def find(*modules: nn.Module) -> dict[int, Tensor]:

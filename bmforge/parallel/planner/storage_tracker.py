@@ -119,11 +119,7 @@ class Follower(TorchDispatchMode):
         """Yield only the first two pieces of every size; the cost of the second is multiplied.
 
         For loops that do the same work for every piece of one size: later iterations use as much
-        memory as
-        the second one, so only the work has to be multiplied.
-
-        For loops that do the same work for pieces of one size: the memory of the second iteration
-        equals that of later ones, so only the work has to be multiplied.
+        memory as the second one, so only the work has to be multiplied.
         """
         counts: dict[Hashable, int] = {}
         recorded = []

@@ -2,9 +2,6 @@
 
 In bmforge's blocks each sublayer (attention, MLP) sums the gradient of its input once. Modules of
 other libraries have no hook for this, so every column-sharded layer sums its own input gradient.
-
-In bmforge's blocks a part (attention, MLP) sums the gradient of its input once. Modules of other
-libraries have no such place, so every column-sharded layer sums its own input gradient.
 """
 
 from __future__ import annotations
@@ -86,9 +83,6 @@ def _apply_shared_tail_(module: nn.Module, tensor: TensorGroup, units: int) -> N
 
     Multi-head latent attention has one rotary key for all heads; each process computes the gradient
     from its own heads. The other outputs enter a column-sharded layer, which sums their gradient.
-
-    Multi-head latent attention has one rotary key for all heads; each process has the gradient of
-    its own heads. The other outputs enter a column-sharded layer, which sums theirs.
     """
     module.register_forward_hook(partial(_sum_tail_gradient, tensor, units))
 

@@ -166,11 +166,7 @@ def add_up_(module: Any, tensor: TensorGroup) -> None:
     """All-reduce the partial products of a row-sharded layer, then add the bias once.
 
     The module computes its product without bias (`hide`), in any weight format. This hook runs
-    last,
-    after attached adapters have added their outputs.
-
-    The module computes its product itself, whatever its weight format, without its bias (`hide`);
-    attached modules have added their outputs when this hook, the last one, runs.
+    last, after attached adapters have added their outputs.
     """
     module.register_forward_hook(partial(_sum_products, tensor))
 

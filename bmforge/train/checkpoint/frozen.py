@@ -98,8 +98,6 @@ def find_changed(final: Path, snapshot: Snapshot, recorded: Known) -> frozenset[
     """Return the tensors that this process knows to differ from the stored frozen tensors.
 
     They are not frozen on this process, or it has a chunk that differs from the stored one.
-
-    They are not frozen here, or this process has a chunk that differs from the stored one.
     """
     changed = {name for name in snapshot.records if name.startswith("model/")} - snapshot.frozen
     with ChunkReader(final, recorded) as reader:

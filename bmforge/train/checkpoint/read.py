@@ -49,8 +49,6 @@ class ChunkReader:
 
     Use it as a context manager.
 
-    Use as a context manager.
-
     Args:
         path: verified checkpoint directory.
         manifest: manifest of the checkpoint.

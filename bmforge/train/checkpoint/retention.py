@@ -46,8 +46,6 @@ def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = 
     """Remove the checkpoints and frozen files that retention does not keep; `step` is kept.
 
     Checkpoints of steps later than `step` are not removed: the run has not reached them again yet.
-
-    Directories of a later step than `step` are not removed: the run has not reached them again yet.
     """
     past = [path for path in find_checkpoints(directory) if (step_of(path) or 0) <= step]
     for path in past[retention.keep_last :]:

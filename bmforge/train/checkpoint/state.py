@@ -146,9 +146,6 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     FSDP2 modules are resharded first: after a forward without a backward they would show gathered
     parameters, which no optimizer knows.
-
-    FSDP2 modules are resharded first: after a forward pass without a backward one they would show
-    gathered parameters that no optimizer knows.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

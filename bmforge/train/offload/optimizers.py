@@ -207,8 +207,6 @@ class OffloadedAdamW(_KeptElsewhere, torch.optim.AdamW):
     """AdamW that updates offloaded parameters on the host and all others as usual.
 
     With fp32 states it equals torch's fused AdamW bit for bit.
-
-    Equal to torch's fused AdamW bit for bit with fp32 states.
     """
 
     saved_as = "AdamW"

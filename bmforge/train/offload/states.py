@@ -89,8 +89,6 @@ class StateOffload:
         """With fraction "auto", offload the states that do not fit; call it before the first step.
 
         By then, a forward and a backward have run, so the free device memory is known.
-
-        A forward and a backward have run by then, so the free device memory is known.
         """
         if self.is_settled:
             return
