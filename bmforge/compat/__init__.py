@@ -1,4 +1,4 @@
-"""The APIs of the old OpenBMB tools, so that programs written for them run with changed imports.
+"""APIs of the old OpenBMB tools, whose programs run after changing their imports.
 
 `bmtrain/`, `model_center/`, `bminf/`, `opendelta/`, `openprompt/`, `bmcook/` and `cpm_pretrain/`
 define the names of those tools over bmforge's engine. `upstream.py` resolves their original module

@@ -1,7 +1,7 @@
-"""Replacements of the public names of an old package: one table, for the pages and for errors.
+"""Tables of old packages' public names and their replacements, for pages and error messages.
 
-Each package beside this file keeps its table in its `names.py`; `dev/old_names.py` writes it into
-the package's page, and `tests/compat/test_old_names.py` holds both to what the code does.
+Each package in this folder has its table in its `names.py`; `dev/old_names.py` writes it into the
+package's page, and `tests/compat/test_old_names.py` compares both with the code.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ PAGES = {
 
 
 class Row(NamedTuple):
-    """Names that share one state.
+    """Names with the same state of support.
 
     Args:
         names: dotted, below the old package (`Block`, `store.save`, `Block.reference`).
         state: "same"; "changed", and the note says how; "gone", and the note says what to use.
-        note: what a program has to know; of a name that is gone, what follows the word "Use".
+        note: change that a program must consider; for a name that is gone, the text after the word
+            "Use".
     """
 
     names: tuple[str, ...]
@@ -44,7 +45,7 @@ Table = Mapping[str, Sequence[Row]]
 
 
 def read_names(text: str) -> Table:
-    """Read a table: lines ``name name | state | note`` below lines ``# title``.
+    """Parse a table: lines ``name name | state | note`` below lines ``# title``.
 
     Raises:
         ConfigError: a line is of another form, or a name comes twice.
@@ -69,7 +70,7 @@ def read_names(text: str) -> Table:
 
 
 def find_gone(table: Table) -> Iterator[tuple[str, str]]:
-    """Yield every name that is gone, and what to use."""
+    """Yield every removed name with its replacement."""
     for rows in table.values():
         for row in rows:
             if row.state == "gone":
@@ -81,14 +82,14 @@ def missing_names(
 ) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, whose errors name the replacement of a removed name.
 
+    A removed name raises ImportError, whose message ``from ... import name`` shows unchanged;
+    of an AttributeError it would show only the name.
+
     Args:
         package: the old package's name.
         table: table of its names.
-        names: the names that the module has, to suggest one of.
-        inside: which module of the package it is; "" for the package itself.
-
-    A name that is gone is an ImportError, which `from ... import name` passes on as it is; of an
-    AttributeError it would keep nothing but the name.
+        names: names that the module has, for suggestions.
+        inside: module of the package; "" for the package itself.
     """
     before = f"{inside}." if inside else ""
     page = f"See docs/{PAGES[package]}."

@@ -1,10 +1,10 @@
-"""Import finder for the module paths of the old packages, so that old import lines resolve.
+"""Import finder that resolves the module paths of the old packages.
 
 A program may import a name by the path of the file that defined it upstream
 (`openprompt.plms.seq2seq.T5TokenizerWrapper`). The packages here have fewer files. For each module
 path in `upstream_modules.toml` that has no file here, the finder creates a module that looks its
-names up in the rest of the package: the class where there is one, else an ImportError that says
-what replaces it.
+names up in the rest of the package: the class where there is one, else an ImportError that names
+the replacement.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def module_paths(package: str) -> frozenset[str]:
 
 
 class UpstreamFinder(MetaPathFinder):
-    """Finds modules of the old packages that have no file of their own here."""
+    """Import finder for modules of the old packages that have no file here."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -55,7 +55,7 @@ class UpstreamFinder(MetaPathFinder):
 
 
 class _UpstreamLoader(Loader):
-    """Creates a module whose names are looked up in the other modules of the package."""
+    """Loader that creates modules whose names are looked up in the rest of the package."""
 
     def __init__(self, package: str, inside: str) -> None:
         self.package, self.inside = package, inside
@@ -82,7 +82,7 @@ def find_name(package: str, inside: str, name: str) -> Any:
     """Return the object that replaces `package.inside.name`.
 
     Raises:
-        ImportError: it has no counterpart; the message says what to use instead.
+        ImportError: it has no counterpart; the message names the alternative.
     """
     row = _find_row(_table_of(package), f"{inside}.{name}")
     if row is None or row.state != "gone":
@@ -94,7 +94,7 @@ def find_name(package: str, inside: str, name: str) -> Any:
 
 
 def _candidates(package: str, inside: str) -> Iterator[ModuleType]:
-    """Yield the modules of a package that may define a name: the nearest parents, then all."""
+    """Yield the modules of a package that may define a name, nearest parents first."""
     root = _HERE / package
     files = sorted(root.rglob("*.py"))
     paths = [".".join(f.relative_to(root).with_suffix("").parts) for f in files]
@@ -117,7 +117,7 @@ def _table_of(package: str) -> Table:
 
 
 def _find_row(table: Table, name: str, last: bool = False) -> Row | None:
-    """Return the row of a dotted name, or with `last` the first row of that last component."""
+    """Return the table row of a dotted name, or with `last` of its last component."""
     for rows in table.values():
         for row in rows:
             if any(n == name or (last and n.rpartition(".")[2] == name) for n in row.names):

@@ -186,7 +186,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
 
 
 def _added_tokens(header: GgufHeader, kind: str) -> dict[str, bool | None]:
-    """Return which special tokens llama.cpp adds to a prompt if the file does not specify them."""
+    """Return llama.cpp's default BOS and EOS settings, for a file without these keys."""
     rules = PRE.get(str(header.metadata.get("tokenizer.ggml.pre")))
     begins = kind == "llama" or (kind == "gpt2" and rules is not None and rules.adds_begin)
     return {"add_bos_token": begins or None, "add_eos_token": True if kind == "t5" else None}

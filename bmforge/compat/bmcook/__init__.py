@@ -1,6 +1,6 @@
 """BMCook's API over bmforge, for programs with changed import lines.
 
-Start at `trainer.py` (`CookTrainer` sets everything up); `config.py` reads the JSON files.
+Start at `trainer.py` (`CookTrainer` sets up all methods); `config.py` reads the JSON files.
 docs/migrating/bmcook.md lists every difference and its reason.
 """
 

@@ -1,4 +1,4 @@
-"""Lookup of modules by the (partial) ModelCenter names in BMCook's configs."""
+"""Looks up modules by the (partial) ModelCenter names in BMCook's configs."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _MODULES = (
 
 
 def our_module(name: str) -> str:
-    """Return bmforge's name of a ModelCenter module; other names are unchanged."""
+    """Convert a ModelCenter module name to bmforge's; other names are unchanged."""
     for pattern, replacement in _MODULES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def old_name(name: str, has_gate: bool) -> str:
-    """Return ModelCenter's name of a bmforge parameter."""
+    """Convert a bmforge parameter name to ModelCenter's."""
     for pattern, replacement in NAME_RULES:
         name = re.sub(pattern, replacement.replace("{up}", "w_1" if has_gate else "w"), name)
     return name
 
 
 def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Return the modules with a matrix whose ModelCenter or own name contains a pattern.
+    """Find the modules with a weight matrix whose ModelCenter or own name contains a pattern.
 
     Args:
         model: any model, of ModelCenter's classes or bmforge's.
@@ -80,7 +80,7 @@ def modules_with(model: nn.Module, patterns: Sequence[str], key: str) -> list[st
 
 
 def find_old_module(model: nn.Module, name: str) -> str:
-    """Return the actual name of a module that a config names by its ModelCenter or own name.
+    """Return the actual name of a module that a config names in ModelCenter's or its own way.
 
     Raises:
         ConfigError: there is no such module.

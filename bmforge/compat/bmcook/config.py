@@ -1,4 +1,4 @@
-"""Reads and checks BMCook's JSON configs, and converts them to recipes."""
+"""Reads and checks BMCook's JSON configs, and converts them to compression recipes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _OWN = "bmforge"
 
 
 class ConfigParser:
-    """A BMCook JSON file with defaults filled in.
+    """BMCook's JSON config, with defaults filled in.
 
     Args:
         config_file: path of the file.
@@ -89,7 +89,7 @@ class ConfigParser:
         self.load()
 
     def load(self) -> None:
-        """Read the file."""
+        """Read the config file."""
         try:
             raw = json.loads(Path(self.config_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -97,18 +97,18 @@ class ConfigParser:
         self.config: dict[str, Any] = check_cook_config(raw)
 
     def get(self, key: str) -> Any:
-        """Return a section: distillation, pruning, quantization or MoEfication."""
+        """Return one section: distillation, pruning, quantization or MoEfication."""
         if key not in self.config:
             raise ConfigError(f"no section {key!r}.{suggest(key, self.config)}")
         return self.config[key]
 
     def save(self) -> None:
-        """Write the file with all defaults."""
+        """Write the config file, including all defaults."""
         replace_file(self.config_file, json.dumps(self.config, indent=4) + "\n")
 
 
 def check_cook_config(raw: Any) -> dict[str, Any]:
-    """Return a config with every key, in the current spelling.
+    """Check a config, and return it with all keys in their current spelling.
 
     Raises:
         ConfigError: unknown or contradicting keys.
@@ -142,7 +142,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
 
 
 def _check_sprune(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with every key, in the current spelling."""
+    """Check the section, and return it with all keys in their current spelling."""
     out = dict(_SPRUNE)
     for key, value in values.items():
         name, turn = _OLDER.get(key, (key, lambda same: same))
@@ -160,11 +160,10 @@ def _check_sprune(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
-    """Convert a BMCook JSON file to a recipe's tables.
+    """Convert a BMCook JSON file to the tables of a compression recipe.
 
     Other recipe settings (steps, task, run, calibration, the teacher) can be given in the file
-    under
-    ``bmforge``.
+    under ``bmforge``.
 
     Args:
         path: path of the file.
@@ -201,7 +200,7 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
 
 
 def quantize_table(model: Any, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the int8 settings (forward and backward) of the named linear layers."""
+    """Return the int8 settings (forward and backward) for the named linear layers."""
     table: dict[str, Any] = {"scheme": "int8-dynamic", "training": "int8-both"}
     if section["quantized_module"]:
         table["where"] = modules_with(
@@ -211,12 +210,12 @@ def quantize_table(model: Any, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pattern_of(method: str) -> Any:
-    """Return bmforge's name of a mask_method."""
+    """Convert BMCook's ``mask_method`` to bmforge's name."""
     return _PATTERNS[method]
 
 
 def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the structured pruning settings."""
+    """Return the settings of structured pruning."""
     unknown = [kind for kind in section["training_mask"] if kind not in _GATES]
     if unknown or not section["training_mask"]:
         raise ConfigError(
@@ -278,7 +277,7 @@ def _distill_table(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_pair(text: str) -> list[str]:
-    """Return both modules of "[post]a.b:[pre]c.d", with bmforge's names."""
+    """Parse "[post]a.b:[pre]c.d" into two modules, with bmforge's names."""
     sides = text.split(":")
     if len(sides) != 2:
         raise ConfigError(f"{text!r} is no pair of modules such as '[post]a.b:[post]a.b'.")

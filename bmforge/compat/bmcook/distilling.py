@@ -33,7 +33,7 @@ class BMDistill:
         config: Any,
         target_linear: type[nn.Module] | None = None,
     ) -> Forward:
-        """Return a forward whose output has `d_loss`, which `loss` includes.
+        """Return a forward function whose output has `d_loss`; `loss` includes this loss.
 
         Args:
             student: model that learns.
@@ -60,7 +60,7 @@ class BMDistill:
 
 
 class Teaching:
-    """A student and its teacher.
+    """Distillation from a teacher to a student.
 
     Args:
         student, teacher: the models.
@@ -68,7 +68,7 @@ class Teaching:
         linear: class of projections.
 
     Attributes:
-        projections: projections from the teacher's width to the student's, if the config asks for
+        projections: projections from the teacher's width to the student's, if the config requires
             them; an optimizer must train them.
     """
 
@@ -96,7 +96,7 @@ class Teaching:
                 self.projections[key] = _projection(student, teacher, linear)
 
     def wrap(self, forward_fn: Forward) -> Forward:
-        """Return the forward with the distillation loss."""
+        """Add the distillation loss to a forward function."""
         return partial(self._forward, forward_fn)
 
     def _forward(
@@ -144,7 +144,7 @@ class Teaching:
 
 
 def _place(model: nn.Module, text: str) -> str:
-    """Return `Recorder`'s name of one side of a pair."""
+    """Convert one side of a pair to `Recorder`'s name."""
     kind, mark, name = text.partition("]")
     if not mark or kind not in ("[post", "[pre"):
         raise ConfigError(f"{text!r} must begin with [post] or [pre].")

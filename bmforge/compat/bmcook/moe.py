@@ -1,4 +1,4 @@
-"""BMCook's first step of MoEfication: recording MLP inputs."""
+"""First step of BMCook's MoEfication: recording MLP inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Forward = Callable[..., Any]
 
 
 class BMMoE:
-    """Records MLP activations; `bmforge.compress.moefy` builds experts from them."""
+    """Records MLP activations, from which `bmforge.compress.moefy` builds experts."""
 
     @staticmethod
     def get_hidden(model: nn.Module, config: Any, forward_fn: Forward) -> Forward:
-        """Return a forward whose output has `moe_records`, the outputs by module name.
+        """Return a forward function whose output has `moe_records`: outputs by module name.
 
         Args:
             model: any model.
@@ -54,7 +54,7 @@ def _record(records: dict[str, Tensor], label: str, module: nn.Module, args: Any
 
 
 def _find(model: nn.Module, patterns: list[str]) -> dict[str, str]:
-    """Return the ModelCenter names, by own name, of modules that match a part."""
+    """Find modules whose ModelCenter name contains a pattern; return these names by own name."""
     old_names = {}
     for name, module in model.named_modules():
         if name and not list(module.children()):

@@ -1,4 +1,4 @@
-"""BMCook's public names and their state here."""
+"""Table of BMCook's public names and whether bmforge supports them."""
 
 from bmforge.compat.names import read_names
 

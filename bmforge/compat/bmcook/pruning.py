@@ -1,4 +1,4 @@
-"""BMCook's pruning: 2:4 sparsity or structured pruning gates, for any number of models."""
+"""BMCook's pruning of one or more models: 2:4 sparsity, or structured pruning with gates."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _SLOT = "_bmcook_pruning"
 
 
 class _Pruning:
-    """The pruning of one model.
+    """Pruning state of one model.
 
     Args:
         method: sparsity or structured pruning method.
         owner: model, or the bmforge model inside it, that the method works on.
-        is_gated: whether it is structured pruning.
+        is_gated: True for structured pruning.
     """
 
     def __init__(self, method: Method, owner: nn.Module, is_gated: bool) -> None:
         self.method, self.owner, self.is_gated, self.step = method, owner, is_gated, 0
 
     def lagrangian(self) -> Tensor | None:
-        """Return the Lagrangian loss that drives gates to their target."""
+        """Return the Lagrangian loss that drives gates to their target; None without gates."""
         return self.method.extra_loss(self.owner, self.step) if self.is_gated else None
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -45,13 +45,13 @@ class _Pruning:
 
 
 class BMPrune:
-    """Prunes weights or adds pruning gates, and maintains them during training."""
+    """Prunes weights or adds pruning gates, and updates them during training."""
 
     _waiting: weakref.ref[nn.Module] | None = None
 
     @classmethod
     def compute_mask(cls, model: nn.Module, config: Any) -> None:
-        """Prune a model as a config says.
+        """Prune a model according to a config.
 
         Args:
             model: any model; for gates one of ModelCenter's classes or bmforge's.
@@ -59,8 +59,7 @@ class BMPrune:
 
         Raises:
             ConfigError: the model is pruned already, a part matches no name, or a size is not
-                divisible
-                by 4.
+                divisible by 4.
         """
         section = config.get("pruning")
         if not section["is_pruning"]:
@@ -82,7 +81,7 @@ class BMPrune:
 
     @classmethod
     def set_optim_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Maintain the last pruned model's masks or gates in an optimizer's steps.
+        """Update the last pruned model's masks or gates in every step of an optimizer.
 
         Args:
             optimizer: optimizer of that model's parameters.
@@ -103,7 +102,7 @@ class BMPrune:
 
 
 def pruning_of(model: nn.Module) -> _Pruning | None:
-    """Return the pruning of a model; None if it has none."""
+    """Return the pruning state of a model; None if it is not pruned."""
     pruning: _Pruning | None = model.__dict__.get(_SLOT)
     return pruning
 

@@ -1,4 +1,4 @@
-"""BMCook's quantization-aware training: int8 weight rows times int8 tokens, gradients too."""
+"""BMCook's quantization-aware training, with int8 products in forward and backward."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ __all__ = ["BMQuant"]
 
 
 class BMQuant:
-    """Makes linear layers multiply int8."""
+    """Converts linear layers to int8 computation for training."""
 
     @classmethod
     def quantize(
         cls, model: nn.Module, config: Any, target_linear: type[nn.Module] | None = None
     ) -> FakeQuantize | None:
-        """Make the linear layers that a config names compute in int8; None if it names none.
+        """Convert the linear layers that a config names to int8 computation.
 
         Args:
             model: any model.
             config: a `ConfigParser`.
             target_linear: accepted and ignored; every kind of linear layer is supported.
+
+        Returns:
+            None if the config disables quantization.
 
         Raises:
             ConfigError: a part that matches no name.

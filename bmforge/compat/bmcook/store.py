@@ -1,4 +1,4 @@
-"""BMCook's files: int8 weights, pruned weights, masks."""
+"""BMCook's file formats: int8 weights, pruned weights, and masks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ _MODES = ("quant", "prune")
 
 
 def save(model: nn.Module, file_name: str, mode: str) -> None:
-    """Write a model's weights.
+    """Write the weights of a compressed model.
 
     Args:
         model: trained model.
         file_name: path.
         mode: "quant" writes ``X.weight_quant`` int8 (out, in) and ``X.weight_scale`` fp16 (out,)
             instead of ``X.weight`` of every quantized layer; "prune" writes the remaining weights,
-            and
-            their sizes to ``FILE.config.json``.
+            and their sizes to ``FILE.config.json``.
 
     Raises:
         ConfigError: another mode, or the model was not compressed in this way.
@@ -71,7 +70,7 @@ def _gather(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _quantised(model: nn.Module) -> list[str]:
-    """Return the names of the int8 layers."""
+    """Return the names of the int8 layers of a model."""
     return [
         name
         for name, module in model.named_modules()
@@ -86,7 +85,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def save_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Write the masks of a pruned model: bool tensors by parameter name, True for nonzero.
+    """Write a pruned model's masks: bool tensors by parameter name, True for nonzero weights.
 
     Args:
         file_name: path.
@@ -104,7 +103,7 @@ def save_masks(file_name: str, model: nn.Module | None = None) -> None:
 
 @torch.no_grad()
 def load_masks(file_name: str, model: nn.Module | None = None) -> None:
-    """Zero the weights that are masked in a file of `save_masks`.
+    """Set the weights to zero that are masked in a file written by `save_masks`.
 
     Args:
         file_name: file of `save_masks`.

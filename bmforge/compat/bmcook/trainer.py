@@ -1,4 +1,4 @@
-"""BMCook's trainer: sets up everything that a config asks for in one call, for any model."""
+"""BMCook's trainer, which sets up all compression methods of a config in one call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLOT = "_bmcook_forward"
 
 
 class CookOutput:
-    """Result of a forward call.
+    """Output of a forward call.
 
     Args:
         loss: task loss plus `d_loss` and, while gates are trained, `lag_loss`.
@@ -40,7 +40,7 @@ class CookOutput:
 
 
 class CookTrainer:
-    """Compresses models while a program trains them."""
+    """Sets up compression methods for models that a program trains."""
 
     @staticmethod
     def forward(
@@ -75,16 +75,15 @@ class CookTrainer:
         teacher: nn.Module | None = None,
         quant_layer_cls: type[nn.Module] | None = None,
     ) -> None:
-        """Set up the compression of a model; several models can be prepared one after the other.
+        """Set up the compression of a model; several models can be set up one after another.
 
         Args:
             cook_config: a `ConfigParser`.
             model: model to compress.
             optimizer: optimizer of its parameters.
             teacher: teacher for distillation; it gets the same inputs.
-            quant_layer_cls: class of the projection for `mse_hidn_proj`; every kind of linear
-                layer is
-                quantized.
+            quant_layer_cls: class of the projection for `mse_hidn_proj`; every kind of linear layer
+                is quantized.
 
         Raises:
             ConfigError: no model, one that is prepared already, or settings that do not fit it.
@@ -105,7 +104,7 @@ class CookTrainer:
 
 
 def _train_projections(forward: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Add the hidden-state projections to the optimizer (BMCook left them untrained)."""
+    """Add the hidden-state projections to the optimizer; BMCook itself leaves them untrained."""
     teaching = getattr(getattr(forward, "func", None), "__self__", None)
     if not isinstance(teaching, Teaching) or not len(teaching.projections):
         return

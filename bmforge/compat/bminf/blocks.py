@@ -1,4 +1,4 @@
-"""BMInf's list of blocks; blocks that do not fit the memory limit are streamed."""
+"""BMInf's block list, which streams the blocks that exceed a memory limit."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def place_blocks_(
     limit_bytes: int | None,
     device: torch.device,
 ) -> Streamer | None:
-    """Place a module's weights on a device within a memory limit; stream the blocks that do not
-    fit.
+    """Move a model to a device within a memory limit; stream the blocks that do not fit.
 
     Args:
         model: model in memory; parameters of its blocks are frozen.
@@ -51,17 +50,15 @@ def place_blocks_(
 
 
 class TransformerBlockList(nn.ModuleList):
-    """Blocks that run one after the other; those that do not fit a memory limit are streamed.
+    """Sequential list of blocks; those that do not fit a memory limit are streamed.
 
     Iterating, indexing and slicing return the blocks, which load their weights when they run.
-    Blocks may
-    differ.
+    Blocks may have different structures.
 
     Args:
         layers: the blocks.
         gpus: accelerator indices, or pairs of index and limit in bytes; blocks are divided over
-            them
-            in order. On a CPU only the limits count. Without any, blocks stay where they are.
+            them in order. On a CPU only the limits count. Without any, blocks are not moved.
 
     Raises:
         ConfigError: no blocks, or a limit that is too small; the message has the smallest one.
@@ -86,7 +83,7 @@ class TransformerBlockList(nn.ModuleList):
         spread_blocks_(self, {name: at for name, at in places.items() if not is_host(at)})
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run all blocks, each on the output of the one before.
+        """Run all blocks in sequence.
 
         Args:
             x: input of the first block.

@@ -15,8 +15,7 @@ _LARGEST = 127
 
 
 class QuantizedLinear(quantized.QuantizedLinear):
-    """A linear layer with int8 weights, a scale per row, and int8 activations with a scale per
-    token.
+    """Linear layer with int8 weights (a scale per row) and int8 activations (a scale per token).
 
     Weights are packed for the kernels; `weight_quant` and `weight_scale` return them in BMInf's
     form.
@@ -47,10 +46,10 @@ class QuantizedLinear(quantized.QuantizedLinear):
 
     @property
     def weight_quant(self) -> Tensor:
-        """Integer weights: (out, in) int8."""
+        """Int8 weights, shape (out, in)."""
         return unpack_values(self.packed, self.spec)[: self.rows]
 
     @property
     def weight_scale(self) -> Tensor:
-        """Scales of the rows: (out,) fp32."""
+        """Scales of the weight rows: (out,) fp32."""
         return self._tensors()[1].transpose(1, 2).flatten()[: self.rows]

@@ -1,4 +1,4 @@
-"""The models of BMInf 1.0 with their names and arguments, on bmforge's engine.
+"""Models of BMInf 1.0 with their names and arguments, over bmforge's engine.
 
 Source: the models of BMInf 1.0.2.
 """
@@ -46,13 +46,13 @@ def open_engine(
     dynamic_memory: int = 0,
     device_idx: int | None = None,
 ) -> Engine:
-    """Load a model in int8 within memory limits, as BMInf did.
+    """Load a model in int8 within memory limits, as BMInf does.
 
     Args:
         family: required model class.
         version: directory or hub id, with or without ``file://``.
         memory_limit: limit of the weights in bytes (default: free memory).
-        dynamic_memory: limit of everything else in bytes.
+        dynamic_memory: limit of all other memory in bytes.
         device_idx: index of the accelerator (only the first one).
 
     Raises:
@@ -80,7 +80,7 @@ def open_engine(
 
 
 class _Model:
-    """Base of the three models.
+    """Base class of the three models.
 
     Args:
         device_idx: index of the accelerator (only the first one).
@@ -115,7 +115,7 @@ class _Model:
     def _stops(
         self, stop_tokens: Sequence[str] | None, end_ids: Collection[int]
     ) -> tuple[int, ...]:
-        """Return the ids of the end tokens.
+        """Return the ids of the tokens that end generation.
 
         Raises:
             ConfigError: a token is not in the vocabulary.
@@ -129,7 +129,7 @@ class _Model:
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
     ) -> tuple[str, bool]:
-        """Continue a sequence; return the new ids, and whether an end token came."""
+        """Generate a continuation; return the new ids, and whether an end token was generated."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
         with evaluating(model), torch.no_grad():
@@ -139,7 +139,7 @@ class _Model:
 
 
 class CPM1(_Model):
-    """CPM-1, which continues texts."""
+    """CPM-1 model, which continues texts."""
 
     family, latest = "CPM1", "cpm1-new"
 
@@ -154,11 +154,11 @@ class CPM1(_Model):
         presence_penalty: float = 0,
         stop_tokens: Sequence[str] | None = None,
     ) -> tuple[str, bool]:
-        """Continue a text.
+        """Generate a continuation of a text.
 
         Args:
             input_sentence: prompt.
-            max_tokens: most new tokens.
+            max_tokens: maximum number of new tokens.
             top_n: number of most probable tokens to sample from.
             top_p: cumulative probability of the tokens to sample from.
             temperature: sampling temperature.
@@ -199,7 +199,7 @@ class CPM1(_Model):
 
 
 class CPM2(_Model):
-    """CPM-2, which fills blanks of a text."""
+    """CPM-2 model, which fills in blanks of a text."""
 
     family, latest = "CPM2", "cpm2.1-new"
 
@@ -214,12 +214,12 @@ class CPM2(_Model):
         frequency_penalty: float = 0,
         presence_penalty: float = 0,
     ) -> list[dict[str, Any]]:
-        """Fill every ``<span>`` of a text, up to 16.
+        """Fill in every ``<span>`` of a text, up to 16.
 
         Args:
             input_sentence: text with blanks.
             spans_position: positions of the blanks to fill (default: all).
-            max_tokens: most tokens per blank.
+            max_tokens: maximum number of tokens per blank.
             top_n, top_p, temperature, frequency_penalty, presence_penalty: as in `CPM1.generate`.
 
         Returns:
@@ -258,7 +258,7 @@ class CPM2(_Model):
         presence_penalty: float = 0,
         stop_tokens: Sequence[str] | None = None,
     ) -> tuple[str, bool]:
-        """Continue a text; arguments as in `CPM1.generate`.
+        """Generate a continuation of a text; arguments as in `CPM1.generate`.
 
         Raises:
             ConfigError: an unknown token, or an option out of range.
@@ -278,7 +278,7 @@ class CPM2(_Model):
 
 
 class EVA(_Model):
-    """EVA, which answers in dialogues."""
+    """EVA model, which answers in dialogues."""
 
     family, latest = "EVA", "eva-int8-new"
 
@@ -293,13 +293,13 @@ class EVA(_Model):
         presence_penalty: float = 0,
         truncation_length: int | None = 256,
     ) -> tuple[str, bool]:
-        """Answer the last utterance of a dialogue.
+        """Generate an answer to the last utterance of a dialogue.
 
         Args:
             context: utterances, oldest first.
             max_tokens, top_n, top_p, temperature, frequency_penalty, presence_penalty: as in
                 `CPM1.generate`.
-            truncation_length: most input tokens; older utterances are dropped whole.
+            truncation_length: maximum number of input tokens; older utterances are dropped whole.
 
         Returns:
             The answer, and whether it is finished.
@@ -331,7 +331,7 @@ def _begin(
     penalties: tuple[float, float],
     more: int = 0,
 ) -> LoweredSeq2Seq:
-    """Return a decoder for the target; `more` tokens follow its start token."""
+    """Create a decoder for the target; `more` tokens follow its start token."""
     with evaluating(model), torch.no_grad():
         return LoweredSeq2Seq(
             model,
@@ -345,7 +345,7 @@ def _begin(
 
 
 def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:
-    """Return the positions of the blanks to fill.
+    """Return the positions of the blanks to fill in.
 
     Raises:
         ConfigError: a given position has no blank.

@@ -1,4 +1,4 @@
-"""BMInf's public names (2.0 and 1.0) and their state here."""
+"""Table of BMInf's public names (2.0 and 1.0) and whether bmforge supports them."""
 
 from bmforge.compat.names import read_names
 

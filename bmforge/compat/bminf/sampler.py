@@ -1,9 +1,8 @@
-"""Sampling of BMInf 1.0: frequency and presence penalties that include the prompt.
+"""BMInf 1.0's sampling, with frequency and presence penalties that include the prompt.
 
 Source: BMInf 1.0.2's sampler: scores / temperature, minus `frequency_penalty` per earlier
-occurrence
-(prompt included) and `presence_penalty` for tokens that occurred; then sampling from the `top_n`
-most probable tokens within `top_p`.
+occurrence (prompt included) and `presence_penalty` for tokens that occurred; then sampling from the
+`top_n` most probable tokens within `top_p`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["LoweredDecoder", "LoweredSeq2Seq", "draw_options"]
 def draw_options(
     temperature: float, top_n: int | None, top_p: float | None, max_tokens: int, **more: Any
 ) -> dict[str, Any]:
-    """Return bmforge's sampling options."""
+    """Convert BMInf's sampling options to bmforge's."""
     return {
         "do_sample": True,
         "temperature": temperature,
@@ -34,10 +33,10 @@ def draw_options(
 
 
 class _Lowered:
-    """Mixin of decoders that penalize tokens that occurred before.
+    """Mixin for decoders that penalizes tokens which occurred before.
 
     Args:
-        temperature: later divisor of the scores.
+        temperature: divisor that is applied to the scores later.
         penalties: frequency and presence penalty.
         never: ids that are never generated.
         free: ids without penalty.
@@ -60,7 +59,7 @@ class _Lowered:
         self._is_begun = False
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Return the base's scores minus the penalties."""
+        """Return the scores of the base decoder minus the penalties."""
         scores: Tensor = super().run(tokens)  # type: ignore[misc]
         if self._seen is None:
             self._seen = tokens[:, :0]
@@ -78,11 +77,11 @@ class _Lowered:
 
 
 class LoweredDecoder(_Lowered, Decoder):
-    """Causal decoder with penalties."""
+    """Causal decoder with frequency and presence penalties."""
 
 
 class LoweredSeq2Seq(_Lowered, Seq2SeqDecoder):
-    """Encoder-decoder with penalties; source tokens count as occurred."""
+    """Encoder-decoder with penalties, for which source tokens count as occurred."""
 
     def __init__(self, model: Any, source: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(model, source, *args, seen=source, **options)

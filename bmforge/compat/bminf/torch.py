@@ -1,4 +1,4 @@
-"""The differentiable models of BMInf 1.0: `bminf.torch.CPM1` and `CPM2`."""
+"""Differentiable models of BMInf 1.0: `bminf.torch.CPM1` and `CPM2`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __getattr__ = missing_names("bminf", NAMES, __all__, "torch")
 
 
 class _Differentiable(nn.Module):
-    """A model with streamed int8 layers; gradients reach its inputs.
+    """Base class of models with streamed int8 layers, through which gradients reach the inputs.
 
     Args:
-        memory_limit: limit of everything on the device in bytes (default: free memory).
+        memory_limit: limit of all device memory in bytes (default: free memory).
         version: name of a version, see `bminf.models`.
 
     Raises:
@@ -47,7 +47,7 @@ class _Differentiable(nn.Module):
         return table
 
     def forward(self, input_ids: Tensor | None = None, **options: Any) -> Any:
-        """Return the model's output with `logits`.
+        """Run the model; return an output with `logits`.
 
         Args:
             input_ids: token ids.
@@ -64,12 +64,12 @@ class _Differentiable(nn.Module):
 
 
 class CPM1(_Differentiable):
-    """CPM-1."""
+    """Differentiable CPM-1 model."""
 
     old = _CPM1
 
 
 class CPM2(_Differentiable):
-    """CPM-2."""
+    """Differentiable CPM-2 model."""
 
     old = _CPM2

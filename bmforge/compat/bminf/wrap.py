@@ -1,4 +1,4 @@
-"""`wrapper`: int8 layers and a memory limit for any module."""
+"""`wrapper`, which quantizes any module to int8 and limits its memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ _SCHEME = "int8-dynamic"
 
 
 def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | None = None) -> Any:
-    """Convert a model to int8 within a memory limit, in place, and return it.
+    """Convert a model to int8 within a memory limit, in place, and return the model.
 
     Args:
         model: any module with weights. Linear layers (transformers' Conv1D too) become
             `QuantizedLinear`; a bmforge model is quantized as usual.
-        quantization: quantize to int8.
+        quantization: True to quantize to int8.
         memory_limit: limit in bytes of all weights and buffers and of the streaming slots, one
-            limit
-            for all block lists together (default: 0.9 of the free memory of an accelerator; no
-            limit
-            on a CPU).
+            limit for all block lists together (default: 0.9 of the free memory of an accelerator;
+            no limit on a CPU).
 
     Raises:
         ConfigError: the limit is too small (the message has the smallest one), or the model is
@@ -52,7 +50,7 @@ def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | N
 
 
 def _quantize_(model: nn.Module) -> None:
-    """Replace linear layers by int8 ones; log the layers that cannot be quantized."""
+    """Replace linear layers with int8 ones; log the layers that cannot be quantized."""
     if isinstance(model, Model):
         quantize_(model, _SCHEME)
         return
@@ -106,7 +104,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _overlaps(name: str, blocks: dict[str, nn.Module]) -> bool:
-    """Return True if a module contains, or is inside, another one."""
+    """Return True if a module contains one of the blocks, or is inside one."""
     return any(
         f"{block}.".startswith(f"{name}.") or f"{name}.".startswith(f"{block}.") for block in blocks
     )

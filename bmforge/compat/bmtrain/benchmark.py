@@ -1,4 +1,4 @@
-"""BMTrain's three bandwidth measurements between processes."""
+"""BMTrain's three bandwidth benchmarks of communication between processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REPEATS = 3
 
 
 def all_gather(sizes: Iterable[int] = SHAPES) -> None:
-    """Print the shortest of three all-gather times for each output size in bytes."""
+    """Benchmark all-gather: print the best of three times for each output size in bytes."""
     world, comm = config["world_size"], config["comm"]
     for size in (round_up(size, 2 * world) for size in sizes):
         part, full = _halves(size // world), _halves(size)
@@ -32,7 +32,7 @@ def all_gather(sizes: Iterable[int] = SHAPES) -> None:
 
 
 def reduce_scatter(sizes: Iterable[int] = SHAPES) -> None:
-    """Print the shortest of three reduce-scatter times for each input size in bytes."""
+    """Benchmark reduce-scatter: print the best of three times for each input size in bytes."""
     world, comm = config["world_size"], config["comm"]
     for size in (round_up(size, 2 * world) for size in sizes):
         part, full = _halves(size // world), _halves(size)
@@ -40,7 +40,7 @@ def reduce_scatter(sizes: Iterable[int] = SHAPES) -> None:
 
 
 def send_recv(sizes: Iterable[int] = SHAPES) -> None:
-    """Print the shortest of three times to send each size in bytes from even ranks to the next."""
+    """Benchmark sends from even ranks to the next rank: print the best of three times per size."""
     rank, world, comm = config["rank"], config["world_size"], config["comm"]
     peer = rank + 1 if rank % 2 == 0 else rank - 1
     act: Any = wires.send if rank % 2 == 0 else wires.recv
@@ -56,7 +56,7 @@ def _halves(num_bytes: int) -> Tensor:
 
 
 def _measure(name: str, size: int, act: Callable[[], None]) -> None:
-    """Print the shortest time of the operation after one warm-up run, synchronized over ranks."""
+    """Print the shortest time of an operation, after one warm-up run, synchronized over ranks."""
     times = []
     for _ in range(1 + _REPEATS):
         synchronize()

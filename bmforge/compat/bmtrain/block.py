@@ -1,4 +1,4 @@
-"""Blocks (modules whose parameters are gathered together) and lists of blocks.
+"""Blocks, whose parameters are gathered together, and lists of blocks.
 
 Sharding is torch's `fully_shard`, recomputation torch's `checkpoint`.
 """
@@ -27,17 +27,17 @@ __all__ = ["Block", "BlockError", "TransformerBlockList", "as_blocks"]
 
 
 class BlockError(ConfigError, AssertionError):
-    """A block or a list of blocks cannot be built from these modules."""
+    """Raised if a block or a list of blocks cannot be built from the given modules."""
 
 
 class Block(Facade):
-    """Gathers a module's parameters when it runs, and recomputes its activations in backward.
+    """Wrapper that gathers a module's parameters when it runs, and recomputes its activations.
 
     Attributes, parameter names and saved keys are those of the wrapped module.
 
     Args:
         inner_module: module with distributed parameters; a plain module is converted.
-        use_checkpoint: keep only the inputs and recompute the rest in backward.
+        use_checkpoint: True to keep only the inputs and recompute the rest in backward.
         zero_level: 3 gathers again in backward; 2 keeps gathered parameters from forward to
             backward (default: the level of `init_distributed`, which is 3).
         initialized: accepted and ignored; the values of a plain module are always kept.
@@ -78,12 +78,12 @@ class Block(Facade):
             self.shard()
 
     def shard(self) -> None:
-        """Shard the parameters, once they are on the right stage."""
+        """Shard the parameters; called when they are on the right pipeline stage."""
         if not isinstance(self._module, FSDPModule):
             _shard_(self._module, frees=self.zero_level == 3)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; a list or tuple is returned as a tuple."""
+        """Run the wrapped module; a list or tuple is returned as a tuple."""
         if isinstance(self._module, FSDPModule) and "_joined" not in self._module.__dict__:
             join_blocks_(self)
         with config.own_random(self.training):
@@ -106,7 +106,7 @@ class Block(Facade):
         return self
 
     def apply(self, fn: Any) -> Self:
-        """Apply `fn` to the wrapped module and its children."""
+        """Apply `fn` to the wrapped module and its submodules."""
         self._module.apply(fn)
         return self
 
@@ -132,7 +132,7 @@ class Block(Facade):
         return f"Block[{self._module._get_name()}]"
 
     def extra_repr(self) -> str:
-        """Return the description of the wrapped module."""
+        """Return the extra description of the wrapped module."""
         return self._module.extra_repr()
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -152,7 +152,7 @@ def _without_profiling(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _run(recomputes: bool, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward without returning views, so that `x += y` on an output is safe."""
+    """Run a module's forward so that no output is a view; then ``x += y`` on an output is safe."""
     if not recomputes:
         return _no_views(forward(*args, **kwargs))
     # Stopping early would leave a forward that counts its runs at its end one short.
@@ -169,7 +169,7 @@ def _no_views(out: Any) -> Any:
 
 
 def _check(module: nn.Module) -> None:
-    """Convert a plain module; raise if only some of its parameters are distributed."""
+    """Convert a plain module; raise an error if only some of its parameters are distributed."""
     named = dict(module.named_parameters())
     plain = [name for name, param in named.items() if origin_of(param) is None]
     is_plain = not any(isinstance(m, DistributedModule) for m in module.modules())
@@ -237,7 +237,7 @@ def _has_backward(out: Any) -> bool:
 
 
 def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:
-    """Wrap modules in blocks; a module may occur twice, a block may not.
+    """Wrap modules in blocks; the same module may occur twice, the same block may not.
 
     Raises:
         BlockError: a block occurs twice or has another mode.
@@ -259,7 +259,7 @@ def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:
 
 
 class TransformerBlockList(nn.Module):
-    """A list of blocks that run one after the other.
+    """List of blocks that run in sequence.
 
     Args:
         modules: blocks, or modules to wrap in blocks.
@@ -287,11 +287,12 @@ class TransformerBlockList(nn.Module):
         return list(self)[index] if isinstance(index, int) else self._modules[index]
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
-        """Run the blocks.
+        """Run the blocks in sequence.
 
         Args:
             args: `num_hidden` hidden states, then arguments that are the same for all blocks.
-            return_hidden_states: also return the inputs of each block, stacked on a new first dim.
+            return_hidden_states: True to also return the inputs of each block, stacked on a new
+                first dim.
             kwargs: keyword arguments that are the same for all blocks.
         """
         if "_claims" not in self.__dict__:

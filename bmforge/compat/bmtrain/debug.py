@@ -1,4 +1,4 @@
-"""A dictionary in which a program stores named values for debugging."""
+"""Dictionary in which a program stores named values for debugging."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["append", "clear", "extend", "get", "set"]
 
 
 def clear(key: str | None = None) -> None:
-    """Remove one name, or all names."""
+    """Remove the value of one name, or all values."""
     if key is None:
         config.debugged.clear()
     else:
@@ -21,12 +21,12 @@ def clear(key: str | None = None) -> None:
 
 
 def set(key: str, value: Any) -> None:
-    """Store a value; a tensor is copied to the host."""
+    """Store a value under a name; a tensor is copied to the host."""
     config.debugged[key] = value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def get(key: str, default: Any = None) -> Any:
-    """Return the value of a name, or the default."""
+    """Return the value of a name, or a default."""
     return config.debugged.get(key, default)
 
 

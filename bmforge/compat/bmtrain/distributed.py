@@ -1,6 +1,6 @@
 """Differentiable collectives.
 
-Results of `all_reduce` and `broadcast` are one replicated value, whose gradient counts once;
+The result of `all_reduce` or `broadcast` is one replicated value, whose gradient counts once;
 gradients of `all_gather` are summed over the processes.
 """
 
@@ -41,7 +41,7 @@ def _group(comm: Any) -> dist.ProcessGroup:
 
 
 def all_gather(x: Tensor, comm: Any = None) -> Tensor:
-    """Return the tensors of all processes, stacked.
+    """All-gather a tensor; return the tensors of all processes, stacked.
 
     Shape:
         x: (...) -> (world, ...)
@@ -50,7 +50,7 @@ def all_gather(x: Tensor, comm: Any = None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = None) -> Tensor:
-    """Reduce over the processes and return this process's part of the rows.
+    """Reduce a tensor over the processes; return this process's part of the rows.
 
     Shape:
         x: (R, ...) -> (R / world, ...)
@@ -69,10 +69,10 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
 
 
 def all_reduce(x: Tensor, op: Op = "sum", comm: Any = None) -> Tensor:
-    """Reduce over the processes; all get the same result.
+    """Reduce a tensor over the processes; all get the same result.
 
-    The gradient of "max" and "min" goes to the process whose value was taken; that of "prod" is the
-    product of the other values.
+    The gradient of "max" and "min" goes to the process with the selected value; that of "prod" is
+    the product of the other values.
     """
     group = _group(comm)
     if op == "sum":
@@ -106,12 +106,12 @@ class _Broadcast(torch.autograd.Function):
 
 
 def broadcast(x: Tensor, root: int, comm: Any = None) -> Tensor:
-    """Return the tensor of rank `root`, which gets the sum of all gradients."""
+    """Return the tensor of rank `root`, which receives the sum of all gradients."""
     return _Broadcast.apply(x, root, _group(comm))
 
 
 def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> None:
-    """Send a tensor of any shape to a process that calls `recv_activations`, without gradient.
+    """Send a tensor of any shape, without gradient, to a process that calls `recv_activations`.
 
     Args:
         hidden_state: tensor of numbers or booleans.
@@ -136,7 +136,7 @@ def send_activations(hidden_state: Tensor, next_rank: int, comm: Any = None) -> 
 
 
 def recv_activations(prev_rank: int, comm: Any = None) -> Tensor:
-    """Return the tensor that rank `prev_rank` sends with `send_activations`."""
+    """Receive the tensor that rank `prev_rank` sends with `send_activations`."""
     group = _group(comm)
     header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=config.device)
     dist.recv(header, group=group, group_src=prev_rank)

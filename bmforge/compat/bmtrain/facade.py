@@ -1,4 +1,4 @@
-"""The base class of blocks: a proxy that looks like the module it wraps."""
+"""Base class of blocks: a proxy that behaves like the wrapped module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Facade", "claim_blocks_"]
 
 
 class Facade(nn.Module):
-    """A proxy for another module, with that module's parameters and names.
+    """Proxy for a module, with that module's parameters and names.
 
     `isinstance` finds both classes: Hugging Face models look up by class the layers whose
     outputs they return as hidden states.
@@ -22,18 +22,19 @@ class Facade(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the wrapped module."""
+        """Class of the wrapped module."""
         return type(vars(self).get("_module", self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy as a proxy, not as the wrapped module."""
+        """Copy the proxy itself, not the wrapped module."""
         return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
 
 
 def claim_blocks_(model: nn.Module) -> None:
-    """Register a model with its blocks, which are prefetched within the largest such model.
+    """Register a model as the owner of its blocks, which are prefetched within this model.
 
-    A model registers when it is first called, initialised or loaded.
+    A model registers when it is first called, initialized or loaded; the largest model owns a
+    block.
     """
     model.__dict__["_claims"] = True
     if not config.is_ready or config["world_size"] == 1:

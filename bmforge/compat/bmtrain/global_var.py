@@ -1,4 +1,4 @@
-"""BMTrain's module path of `config`; the code is in `runtime.py`."""
+"""Alias module with BMTrain's module path of `config`; the code is in `runtime.py`."""
 
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.runtime import config, rank, world_size

@@ -1,4 +1,4 @@
-"""BMTrain's module path of `init_distributed`; the code is in `runtime.py`."""
+"""Alias module with BMTrain's path of `init_distributed`; the code is in `runtime.py`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +9,6 @@ __all__ = ["init_distributed", "is_initialized", "topology"]
 
 
 def topology(config: Mapping[str, Any]) -> Topology:
-    """Return the process's coordinates on the mesh, as in ``config["topology"]``."""
+    """Return the coordinates of this process on the mesh, as in ``config["topology"]``."""
     sizes = (config[key] for key in ("rank", "pipe_size", "tp_size", "world_size"))
     return Topology(*sizes)

@@ -1,4 +1,4 @@
-"""Statistics of parameters and recorded tensors, as one process would see them."""
+"""Statistics of full (unsharded) parameters and of recorded tensors."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def _measure(tensor: Tensor) -> dict[str, float]:
 
 
 class InspectTensor:
-    """Tensors recorded inside an `inspect_tensor` block."""
+    """Tensors that were recorded inside an `inspect_tensor` block."""
 
     def __init__(self) -> None:
         self.records: list[Row] = []
 
     def get_summary(self) -> list[Row]:
-        """Return a row of statistics per record over all processes; call it on all, after backward.
+        """Return one row of statistics per record; all processes must call this, after backward.
 
-        A gradient is that of the sum of the processes' losses.
+        Values are taken over all processes. A gradient is that of the sum of the processes' losses.
         """
         rows = []
         for index, record in enumerate(self.records):
@@ -96,7 +96,7 @@ class InspectTensor:
     def get_tensor(
         self, name: str, group: str | None = None, index: int | None = None
     ) -> Tensor | None:
-        """Return the first record of a name, or the one at `index`; None if there is none."""
+        """Return the first record with a name, or the one at `index`; None if there is none."""
         records = [
             r for r in self.records if r["name"] == name and (group is None or r["group"] == group)
         ]

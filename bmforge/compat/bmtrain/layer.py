@@ -1,4 +1,4 @@
-"""BMTrain's module path of `DistributedModule`; the code is in `module.py`."""
+"""Alias module with BMTrain's path of `DistributedModule`; the code is in `module.py`."""
 
 from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.bmtrain.parameter import DistributedParameter

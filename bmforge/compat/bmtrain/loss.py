@@ -19,14 +19,14 @@ __all__ = ["FusedCrossEntropy"]
 
 
 class FusedCrossEntropy(nn.Module):
-    """Like torch.nn.CrossEntropyLoss, but the mean over ignored targets alone is 0.
+    """Cross-entropy loss like torch.nn.CrossEntropyLoss, but 0 if all targets are ignored.
 
     Args:
         weight: weight per class.
         ignore_index: target value that is ignored.
         reduction: "mean" (weighted by the targets' class weights), "sum" or "none".
         label_smoothing: smoothing as in torch, for every dtype.
-        parallel: whether each tensor-parallel process has the logits of its part of the classes
+        parallel: True if each tensor-parallel process has the logits of its part of the classes
             for the same rows; all get the same loss.
 
     Shape:
@@ -79,7 +79,7 @@ class FusedCrossEntropy(nn.Module):
         return total / count.to(total).masked_fill(count == 0, 1.0)
 
     def _over_parts(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Return the loss per row from a sharded vocabulary.
+        """Return the loss of each row for a sharded vocabulary.
 
         Comm: three all-reduces of one number per row (maximum, sum of exponentials, target logit).
         """

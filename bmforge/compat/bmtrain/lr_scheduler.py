@@ -1,6 +1,7 @@
-"""BMTrain's learning-rate schedules; n is `num_iter`, w `warmup_iter`, e `end_iter`, s `start_lr`.
+"""BMTrain's learning-rate schedules (n: `num_iter`, w: `warmup_iter`, e: `end_iter`).
 
-All but Noam warm up with ``s n / w`` while n < w. No rate rises again after e.
+With s as `start_lr`, every schedule except Noam warms up with ``s n / w`` while n < w. No rate
+rises again after e.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = [
 
 
 class WarmupLRScheduler:
-    """Sets an optimizer's learning rate at construction and in every `step`.
+    """Base class of schedules, which set an optimizer's learning rate in every `step`.
 
     Args:
         optimizer: optimizer whose parameter groups are set.
@@ -51,66 +52,66 @@ class WarmupLRScheduler:
         return self._current_lr
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return the rate of a warm-up step."""
+        """Return the learning rate of a warm-up step."""
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the rate of a step after warm-up."""
+        """Return the learning rate of a step after warm-up."""
         raise TypeError(f"{type(self).__name__} has no get_lr_decay; take one of {__all__[:-1]}.")
 
     def get_lr(self) -> float:
-        """Return the rate of step `num_iter`."""
+        """Return the learning rate of step `num_iter`."""
         warms = self.num_iter < self.warmup_iter
         return (self.get_lr_warmup if warms else self.get_lr_decay)(self.num_iter)
 
     def step(self, num_iter: int | None = None) -> None:
-        """Advance to the next step, or to `num_iter`, and set the rate."""
+        """Advance to the next step, or to `num_iter`, and set the learning rate."""
         self.num_iter = self.num_iter + 1 if num_iter is None else num_iter
         self._current_lr = float(self.get_lr())
         for group in self.optimizer.param_groups:
             group["lr"] = self._current_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields except the optimizer."""
+        """Return all fields of the schedule except the optimizer."""
         return {key: value for key, value in vars(self).items() if key != "optimizer"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the fields from `state_dict` and set the rate."""
+        """Restore the fields from a state, and set the learning rate."""
         vars(self).update(state_dict)
         self.step(self.num_iter)
 
     def _progress(self, num_iter: int) -> float:
-        """Return the fraction of the decay that is done, from 0 to 1."""
+        """Return the completed fraction of the decay, from 0 to 1."""
         length = max(1.0, self.end_iter - self.warmup_iter)
         return min(1.0, (num_iter - self.warmup_iter) / length)
 
 
 class NoDecay(WarmupLRScheduler):
-    """Constant rate after warm-up."""
+    """Constant learning rate after warm-up."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the peak rate."""
+        """Return the peak learning rate."""
         return self.start_lr
 
 
 class Linear(WarmupLRScheduler):
-    """Linear decay to 0 at step e."""
+    """Linear decay to 0 at step e, after warm-up."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return s (e - n) / (e - w)."""
+        """Return the learning rate s (e - n) / (e - w)."""
         return self.start_lr * (1.0 - self._progress(num_iter))
 
 
 class Cosine(WarmupLRScheduler):
-    """Cosine decay to 0 at step e."""
+    """Cosine decay to 0 at step e, after warm-up."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return s (1 + cos(pi (n - w) / (e - w))) / 2."""
+        """Return the learning rate s (1 + cos(pi (n - w) / (e - w))) / 2."""
         return self.start_lr * 0.5 * (1.0 + math.cos(math.pi * self._progress(num_iter)))
 
 
 class Exponential(WarmupLRScheduler):
-    """Exponential decay.
+    """Exponential decay after warm-up.
 
     Args:
         gamma: factor per step.
@@ -129,17 +130,17 @@ class Exponential(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return s gamma^(n - w)."""
+        """Return the learning rate s gamma^(n - w)."""
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
 
 
 class Noam(WarmupLRScheduler):
-    """Decay with 1 / sqrt(n), as in "Attention is all you need"; `end_iter` is not used."""
+    """Decay by 1 / sqrt(n), as in "Attention is all you need"; `end_iter` is not used."""
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return start_lr / sqrt(warmup_iter) * num_iter / warmup_iter."""
+        """Return the learning rate s n / (w sqrt(w)) of a warm-up step."""
         return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return s / sqrt(n)."""
+        """Return the learning rate s / sqrt(n)."""
         return self.start_lr / math.sqrt(max(1, num_iter))

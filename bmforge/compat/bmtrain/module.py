@@ -1,4 +1,4 @@
-"""A module with sharded parameters: it gathers them to compute and saves them in full."""
+"""Modules with sharded parameters, which are gathered for computation and saved in full."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["DistributedModule", "make_distributed_"]
 
 
 class DistributedModule(nn.Module):
-    """Like torch.nn.Module, for `DistributedParameter`s.
+    """Module like torch.nn.Module, for `DistributedParameter`s.
 
     Reading a parameter returns the full tensor, gathered once per call of the module. Inside a
     `Block` the block has gathered it. `state_dict` is that of the model on one process.
@@ -85,7 +85,7 @@ class DistributedModule(nn.Module):
 
 
 def make_distributed_(model: nn.Module) -> None:
-    """Replace a plain model's parameters by distributed ones with the same values and ties.
+    """Replace a plain model's parameters with distributed ones with the same values and ties.
 
     Its modules become `DistributedModule`s; class names stay the same.
     """

@@ -1,4 +1,4 @@
-"""BMTrain's public names (1.0 and older) and their state here."""
+"""Table of BMTrain's public names (1.0 and older) and whether bmforge supports them."""
 
 from bmforge.compat.names import read_names
 

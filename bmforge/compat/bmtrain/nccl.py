@@ -1,4 +1,4 @@
-"""BMTrain's `nccl` module over torch.distributed: collectives between storages, on any device.
+"""BMTrain's `nccl` module over torch.distributed: collectives between storages.
 
 A tensor that fills its storage may replace the storage.
 """
@@ -61,7 +61,7 @@ def _flat(storage: Any) -> Tensor:
 
 
 def _pair(src: Any, dst: Any, src_parts: int = 1, dst_parts: int = 1) -> tuple[Tensor, Tensor]:
-    """Return source and destination as flat tensors, after checking dtype and size."""
+    """Return source and destination as flat tensors, after checking their dtypes and sizes."""
     source, destination = _flat(src), _flat(dst)
     if (
         source.dtype != destination.dtype
@@ -131,13 +131,13 @@ def reduceScatter(src: Any, dst: Any, op: str, comm: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def send(src: Any, peer: int, comm: dist.ProcessGroup) -> None:
-    """Send to rank `peer`; between `groupStart` and `groupEnd`, queue the message."""
+    """Send a storage to rank `peer`; between `groupStart` and `groupEnd` it is only queued."""
     _meet(dist.isend, _flat(src), peer, comm)
 
 
 @torch.no_grad()
 def recv(dst: Any, peer: int, comm: dist.ProcessGroup) -> None:
-    """Receive from rank `peer`; see `send`."""
+    """Receive a storage from rank `peer`; see `send`."""
     _meet(dist.irecv, _flat(dst), peer, comm)
 
 
@@ -151,7 +151,7 @@ def _meet(kind: Any, tensor: Tensor, peer: int, comm: dist.ProcessGroup) -> None
 
 
 def groupStart() -> None:  # noqa: N802
-    """Start queuing messages that are exchanged together, so that no order of them can deadlock."""
+    """Start queuing messages that are exchanged together, which avoids deadlocks."""
     config.grouped = []
 
 

@@ -1,4 +1,4 @@
-"""Linear and embedding layers, replicated or tensor parallel, for programs that place them by hand.
+"""Replicated or tensor-parallel linear and embedding layers for hand-parallelized programs.
 
 Between layers, a tensor's rows (dim 0) are sharded over the tensor-parallel processes unless an
 option says otherwise. `bmforge.parallel.Layout(tp=...)` shards models without such layers.
@@ -48,7 +48,7 @@ class ReduceType(Enum):
 
 
 class OpLinear:
-    """`F.linear` under BMTrain's name."""
+    """Function `F.linear` under BMTrain's name."""
 
     @staticmethod
     def apply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,15 +70,15 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | int | None = None,
         async_gather_chunks: int = 2,
     ) -> Tensor:
-        """Return the product.
+        """Compute the tensor-parallel product.
 
         Args:
             input: this process's rows, all rows (replicated), or this process's columns.
             weight: this process's rows (outputs) or columns (inputs).
             bias: bias of the outputs.
-            gather_input: all-gather the rows of `input`.
-            gather_output: all-gather the outputs of a column-parallel weight.
-            split_input: take this process's columns of a full `input`.
+            gather_input: True to all-gather the rows of `input`.
+            gather_output: True to all-gather the outputs of a column-parallel weight.
+            split_input: True to use only this process's columns of a full `input`.
             reduce_output_type: reduction of the outputs of a row-parallel weight.
             async_gather_chunks: accepted and ignored (1 chunk).
 
@@ -112,7 +112,7 @@ def _part(size: int, what: str) -> int:
 
 
 class Linear(DistributedModule):
-    """A linear layer with Xavier-normal weights and a bias of 0."""
+    """Linear layer with Xavier-normal weights and a bias of 0."""
 
     def __init__(
         self,
@@ -141,12 +141,12 @@ class Linear(DistributedModule):
 
 
 class ColumnParallelLinear(DistributedModule):
-    """A linear layer whose outputs are sharded over the tensor-parallel processes.
+    """Linear layer whose outputs are sharded over the tensor-parallel processes.
 
     Args:
         in_features, out_features, bias, dtype: sizes and options of the full layer.
-        gather_output: return all outputs.
-        gather_input: whether the input has this process's rows (default) or all rows.
+        gather_output: True to return all outputs.
+        gather_input: True if the input has this process's rows (default), False if it has all rows.
         async_gather_chunks: accepted and ignored (1 chunk).
     """
 
@@ -187,13 +187,13 @@ class ColumnParallelLinear(DistributedModule):
 
 
 class RowParallelLinear(DistributedModule):
-    """A linear layer whose inputs are sharded over the tensor-parallel processes.
+    """Linear layer whose inputs are sharded over the tensor-parallel processes.
 
     Args:
         in_features, out_features, bias, dtype: sizes and options of the full layer.
-        split_input: whether the input has all columns of this process's rows, or this process's
-            columns of all rows.
-        all_reduce_output: return all rows on every process instead of this process's rows.
+        split_input: True if the input has all columns of this process's rows, False if it has this
+            process's columns of all rows.
+        all_reduce_output: True to return all rows on every process instead of this process's rows.
         async_chunks: accepted and ignored (1 chunk).
     """
 
@@ -236,12 +236,12 @@ class RowParallelLinear(DistributedModule):
 
 
 class VPEmbedding(DistributedModule):
-    """An embedding whose vocabulary is sharded over the tensor-parallel processes.
+    """Embedding whose vocabulary is sharded over the tensor-parallel processes.
 
     Args:
         vocab_size, embedding_size: sizes of the full table.
         dtype: dtype of the table.
-        init_mean, init_std: parameters of the normal initialisation.
+        init_mean, init_std: parameters of the normal initialization.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class VPEmbedding(DistributedModule):
 
         Args:
             x: this process's token ids; with `projection`, its hidden states.
-            projection: return logits for the tokens of all tensor-parallel processes.
+            projection: True to return logits for the tokens of all tensor-parallel processes.
         """
         if projection:
             return OpParallelLinear.apply(x, self.weight, None, gather_input=True)
@@ -277,7 +277,7 @@ class VPEmbedding(DistributedModule):
 
 
 class Projection(DistributedModule):
-    """A language-model head without bias, normally initialised; arguments as `VPEmbedding`."""
+    """Language-model head without bias, with normal initialization; arguments as `VPEmbedding`."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class Projection(DistributedModule):
 
 
 class VPProjection(VPEmbedding):
-    """A language-model head that returns this process's part of the vocabulary."""
+    """Language-model head that returns the logits of this process's part of the vocabulary."""
 
     def forward(self, x: Tensor, projection: bool = True) -> Tensor:
         """Return the local logits for hidden states that are replicated over the group."""

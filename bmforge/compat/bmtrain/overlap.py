@@ -1,4 +1,4 @@
-"""Joins the blocks of a model under one `fully_shard` root, so that each prefetches the next.
+"""Joins a model's blocks under one `fully_shard` root, so that each prefetches the next.
 
 A single block is its own root. Blocks are joined when the first of them runs, not earlier:
 `fully_shard` needs the complete tree and parameters on their final device.
@@ -20,7 +20,7 @@ __all__ = ["join_blocks_"]
 
 
 class _Root(nn.Module):
-    """A parent module of blocks, without parameters."""
+    """Parent module of blocks, without own parameters."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _waits(block: Facade) -> bool:
 
 
 def _outermost(module: nn.Module) -> Iterator[Facade]:
-    """Yield the blocks of a model that are not inside another block."""
+    """Yield the outermost blocks of a model."""
     if isinstance(module, Facade):
         yield module
         return

@@ -1,4 +1,4 @@
-"""Parameter initialisation and operations over all parameters of a model."""
+"""Parameter initialization, and operations on all parameters of a model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def init_parameters(model: nn.Module) -> None:
     """Run every parameter's `init_method` on the full parameter, in module order.
 
     Random numbers come from torch's global generator, so the weights are bit-identical on any
-    number
-    of processes and without bmforge.
+    number of processes and without bmforge.
 
     Memory: one full parameter at a time.
     """
@@ -39,7 +38,7 @@ def init_parameters(model: nn.Module) -> None:
 
 
 def sum_plain_gradients_(model: nn.Module) -> None:
-    """Sum the gradients of parameters that are not distributed, so that processes stay equal."""
+    """Sum the gradients of undistributed parameters over processes, which keeps them equal."""
     if config["world_size"] == 1:
         return
     for param in model.parameters():

@@ -1,7 +1,7 @@
 """Sharded parameters, and conversion between shards and full tensors.
 
 A shard is a DTensor, sharded by rows over the processes whose gradients are summed. Tensor-parallel
-parts of a matrix are parameters of their own; `Origin` records the dim along which it was split.
+parts of a matrix are separate parameters; `Origin` records the dim along which it was split.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
 
 
 class ParameterInitializer:
-    """A function with fixed arguments that initialises a full parameter."""
+    """Initialization function with fixed arguments, which fills a full parameter."""
 
     def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.func, self._args, self._kwargs = func, args, kwargs
 
     def __call__(self, param: Tensor) -> None:
-        """Fill `param` in place."""
+        """Initialize `param` in place."""
         self.func(param, *self._args, **self._kwargs)
 
 
@@ -62,11 +62,11 @@ class Origin:
     Args:
         init_method: function that fills the full parameter.
         group: group name for `grouped_parameters`.
-        tp_mode: whether tensor-parallel processes have separate gradients.
+        tp_mode: True if tensor-parallel processes have separate gradients.
         tp_split_dim: dim that tensor parallelism splits; -1 is none.
-        in_block: whether a `Block` gathers it together with others.
-        stage: pipeline stage that holds it; None is all.
-        is_empty: whether it was created on the meta device and has no values yet.
+        in_block: True if a `Block` gathers it together with others.
+        stage: pipeline stage that has it; None is all.
+        is_empty: True if it was created on the meta device and has no values yet.
     """
 
     init_method: Callable[[Tensor], Any] | None = None
@@ -79,12 +79,12 @@ class Origin:
 
     @property
     def cut(self) -> int:
-        """Number of parts into which tensor parallelism splits the parameter."""
+        """Number of tensor-parallel parts of the parameter."""
         return int(config["tp_size"]) if self.tp_mode and self.tp_split_dim >= 0 else 1
 
 
 def origin_of(param: Tensor | None) -> Origin | None:
-    """Return a distributed parameter's origin; None for other tensors."""
+    """Return the metadata of a distributed parameter; None for other tensors."""
     return getattr(param, "origin", None)
 
 
@@ -94,14 +94,14 @@ class _IsDistributed(type):
 
 
 class DistributedParameter(metaclass=_IsDistributed):
-    """A parameter that is sharded over the processes; on one process, a plain one.
+    """Parameter that is sharded over the processes; on one process, a plain one.
 
     Args:
         data: full values, the same on every process; with `tp_mode` this process's part.
         requires_grad: see torch.nn.Parameter.
         init_method: function that fills the full parameter in `init_parameters`.
         group: see `grouped_parameters`.
-        tp_mode: whether tensor-parallel processes hold different parts or uses of it.
+        tp_mode: True if tensor-parallel processes have different parts or uses of it.
         tp_split_dim: dim that is split between them; -1 is none.
 
     Raises:
@@ -117,7 +117,7 @@ class DistributedParameter(metaclass=_IsDistributed):
         tp_mode: bool = False,
         tp_split_dim: int = -1,
     ) -> nn.Parameter:
-        """Return an nn.Parameter with an `Origin`."""
+        """Create an nn.Parameter with an `Origin`."""
         config.need("DistributedParameter")
         origin = Origin(init_method, "tp" if tp_mode else group, tp_mode, tp_split_dim)
         return make_parameter(data, origin, requires_grad)
@@ -131,7 +131,7 @@ def mesh_of(origin: Origin) -> Any:
 
 
 def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Parameter:
-    """Return this process's shard of `data` as a parameter; without values if `data` is on meta.
+    """Create this process's shard of `data` as a parameter, without values if `data` is on meta.
 
     Memory: `data` on the device; only a shard if it is on meta.
     """
@@ -165,7 +165,7 @@ def all_rows(param: Tensor) -> Tensor:
 
 
 def has_values_(tensor: Any) -> None:
-    """Mark a parameter or buffer that was created on meta as filled."""
+    """Mark a parameter or buffer that was created on meta as initialized."""
     if isinstance(origin := origin_of(tensor), Origin) and origin.is_empty:
         tensor.origin = replace(origin, is_empty=False)
     elif getattr(tensor, "is_empty", False):
@@ -173,7 +173,7 @@ def has_values_(tensor: Any) -> None:
 
 
 def need_values(model: nn.Module) -> None:
-    """Check that all parameters and buffers have values.
+    """Raise an error if a parameter or buffer has no values.
 
     Raises:
         ConfigError: some were created on the meta device and never filled.
@@ -206,7 +206,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(param: Tensor) -> Tensor:
-    """All-gather a parameter for computing; backward reduce-scatters its gradient in fp32."""
+    """All-gather a parameter for computation; backward reduce-scatters its gradient in fp32."""
     return _Gather.apply(param) if isinstance(param, DTensor) else param
 
 
@@ -222,7 +222,7 @@ def gather_all(param: Tensor) -> Tensor:
 
 
 def full_shape(param: Tensor) -> torch.Size:
-    """Return the shape that the parameter has on one process."""
+    """Return the shape of the unsharded parameter."""
     origin, shape = origin_of(param), list(param.shape)
     if origin is not None and origin.cut > 1:
         shape[origin.tp_split_dim] *= origin.cut
@@ -231,7 +231,7 @@ def full_shape(param: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def whole(param: Tensor, value: Tensor | None = None) -> Tensor:
-    """Return the full values that one process would have, the same on every process.
+    """Return the full values of a sharded parameter, the same on every process.
 
     Args:
         param: parameter that determines the sharding.
@@ -272,13 +272,13 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_values_(param: Tensor, value: Tensor) -> None:
-    """Fill a parameter from full values."""
+    """Set a sharded parameter to full values."""
     local_tensor(param).copy_(local_tensor(share_like(param, value)))
     has_values_(param)
 
 
 def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:
-    """Set the origin of a parameter and BMTrain's methods on it."""
+    """Set the metadata of a parameter, and attach BMTrain's methods to it."""
     own: Any = param
     own.origin = replace(origin, **changes)
     own.group = origin.group
@@ -288,7 +288,7 @@ def mark_(param: nn.Parameter, origin: Origin, **changes: Any) -> None:
 
 
 class _Method:
-    """A function bound to a parameter by a weak reference."""
+    """Function bound to a parameter by a weak reference."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], param: Tensor | None = None) -> None:
         self._function, self._param = function, None if param is None else weakref.ref(param)
@@ -311,7 +311,7 @@ class _Method:
 
 
 class _DeepCopy(_Method):
-    """`copy.deepcopy` of a distributed parameter: the copy is sharded alike and keeps the gradient.
+    """Implements `copy.deepcopy` of a distributed parameter, keeping its sharding and gradient.
 
     torch's own drops the attributes on one process, and on several keeps those of the original.
     """

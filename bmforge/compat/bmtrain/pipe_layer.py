@@ -1,4 +1,4 @@
-"""BMTrain's module path of the pipeline; the code is in `pipeline.py`."""
+"""Alias module with BMTrain's path of the pipeline; the code is in `pipeline.py`."""
 
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.pipeline import PipelineTransformerBlockList

@@ -1,4 +1,4 @@
-"""A list of blocks split into pipeline stages, called like an ordinary block list.
+"""Block list that is split into pipeline stages, and called like an ordinary block list.
 
 The schedule (GPipe) and the messages are those of the engine. One autograd function wraps forward
 and backward: it gathers the rows of the pipeline's processes, sends micro-batches through the
@@ -28,9 +28,9 @@ __all__ = ["PipelineTransformerBlockList"]
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """Blocks split evenly and contiguously over `pipe_size` pipeline stages.
+    """List of blocks, split evenly and contiguously over `pipe_size` pipeline stages.
 
-    Each process holds the blocks of its own stage, and only names and shapes of the others. With
+    Each process has the blocks of its own stage, and only names and shapes of the others. With
     one stage it is a `TransformerBlockList`.
 
     Args:
@@ -55,11 +55,11 @@ class PipelineTransformerBlockList(TransformerBlockList):
         self._link.connect(list(Route(self._schedule).messages))
 
     def get_stage_by_layer_id(self, layer_id: int) -> int:
-        """Return the stage of a block."""
+        """Return the pipeline stage of a block."""
         return next(s for s in range(self.stages) if layer_id in self.get_range_by_stage_id(s))
 
     def get_range_by_stage_id(self, stage_id: int) -> range:
-        """Return the block indices of a stage; the first stages have one more."""
+        """Return the block indices of a stage; the first stages may have one block more."""
         size, more = divmod(len(self), self.stages)
         first = stage_id * size + min(stage_id, more)
         return range(first, first + size + (stage_id < more))
@@ -101,7 +101,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     def _cut(
         self, hidden: tuple[Any, ...], others: tuple[Any, ...], related: Sequence[bool]
     ) -> list[list[Any]]:
-        """Return the micro-batches of all processes of the pipeline, the same on each of them."""
+        """Return the micro-batches for all processes of the pipeline, the same on each of them."""
         micros, group = config["micros"], config["pipe_comm"]
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:
@@ -162,7 +162,7 @@ def _move(param: nn.Parameter, stage: int) -> nn.Parameter:
 
 @dataclass
 class _Call:
-    """One call of the list: its micro-batches and the state that backward needs."""
+    """State of one call of the block list: its micro-batches, and the data for backward."""
 
     owner: PipelineTransformerBlockList
     batches: list[list[Any]]
@@ -174,7 +174,7 @@ class _Call:
     seen: list[list[tuple[Tensor, ...]]] = field(default_factory=list)
 
     def run(self, trains: bool) -> list[Tensor]:
-        """Run forward; return the outputs for all rows, then the inputs of each block."""
+        """Run forward; return the outputs for all rows, followed by the inputs of each block."""
         owner, stage = self.owner, self.owner.stage_id
         schedule, last = owner._schedule, owner.stages - 1
         if not trains:
@@ -215,7 +215,7 @@ class _Call:
         self.seen.append(seen)
 
     def _share(self, home: int, own: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-        """Return on every stage the micro-batch outputs of stage `home`, concatenated over rows."""
+        """Broadcast the outputs of stage `home` to all stages, with micro-batches concatenated."""
         is_here, link = home == self.owner.stage_id, self.owner._link
         parts = [
             share_from(home, own[number] if is_here else None, link)

@@ -67,7 +67,7 @@ class Topology:
 
     @property
     def zero_id(self) -> int:
-        """Rank among the processes of the same stage."""
+        """Rank among the processes of the same pipeline stage."""
         return self.pipe_idx
 
     pp_zero_id = zero_id
@@ -84,11 +84,11 @@ class Topology:
 
     @property
     def tp_zero_id(self) -> int:
-        """Rank among the processes that hold the same tensor-parallel part."""
+        """Rank among the processes with the same tensor-parallel part."""
         return self.pipe_idx // self.tp_size
 
     def get_group_id(self, name: str) -> int:
-        """Return the index of this process's group of a kind: pipe, zero, tp_zero or tp."""
+        """Return the index of this process's group: "pipe", "zero", "tp_zero" or "tp"."""
         return {
             "pipe": self.pipe_idx,
             "zero": self.stage_id,
@@ -97,7 +97,7 @@ class Topology:
         }[name]
 
     def get_group_rank(self, name: str) -> int:
-        """Return this process's rank in its group of a kind: pipe, zero, tp_zero or tp."""
+        """Return this process's rank in its group: "pipe", "zero", "tp_zero" or "tp"."""
         return {
             "pipe": self.stage_id,
             "zero": self.zero_id,
@@ -111,19 +111,19 @@ _BEFORE_INIT = {"rank": 0, "local_rank": 0, "world_size": 1}
 
 
 class Config(Mapping[str, Any]):
-    """State of the package; a read-only mapping for programs.
+    """Global state of the package; a read-only mapping for programs.
 
     Attributes:
         device: device of this process.
         world: mesh of all processes.
         stage: mesh of this pipeline stage's processes.
         tp_zero: mesh of the processes with the same tensor-parallel part.
-        keeps_whole: whether this process keeps gathered values (False on ranks that do not save).
+        keeps_whole: True if this process keeps gathered values (False on ranks that do not save).
         inspected: active `inspect_tensor` collectors, innermost last.
         debugged: values stored by `debug`.
         saving: thread of the last non-blocking `save`.
         grouped: messages queued by `nccl`; None outside of its groups.
-        host: host settings in effect until the program ends or initialises again.
+        host: host settings in effect until the program ends or initializes again.
     """
 
     def __init__(self) -> None:
@@ -168,11 +168,11 @@ class Config(Mapping[str, Any]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `init_distributed` was called and its process group still exists."""
+        """True if `init_distributed` was called and its process group still exists."""
         return self._group is not None and dist.is_initialized() and _world_group() is self._group
 
     def need(self, what: str) -> None:
-        """Raise unless `init_distributed` was called.
+        """Raise an error if `init_distributed` was not called.
 
         Raises:
             DistributedError: it was not called.
@@ -181,7 +181,7 @@ class Config(Mapping[str, Any]):
             raise DistributedError(f"{what} needs bmt.init_distributed() to be called first.")
 
     def join(self, world: World, values: Mapping[str, Any], layout: Layout) -> None:
-        """Take over an initialised process group."""
+        """Adopt an initialized process group."""
         self.device = world.device
         mesh = build_mesh(layout, world.device)
         self.mesh: DeviceMesh = mesh
@@ -207,9 +207,10 @@ class Config(Mapping[str, Any]):
 
     @contextmanager
     def own_random(self, is_training: bool) -> Iterator[None]:
-        """Use different dropout seeds on data-parallel processes, in the outermost module only.
+        """Context manager: use different dropout seeds on data-parallel processes.
 
-        All processes have the same global seed, so that weights are initialised alike.
+        It takes effect in the outermost module only. All processes have the same global seed, so
+        that weights are initialized alike.
         """
         enters = is_training and not self._is_inside and self.is_ready and torch.is_grad_enabled()
         if not enters or self["world_size"] == 1:

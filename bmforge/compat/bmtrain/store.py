@@ -1,4 +1,4 @@
-"""Saves and loads single-file checkpoints, equal to the state dict of the unsharded model."""
+"""Single-file checkpoints, which equal the state dict of the unsharded model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
 
 
 class Writing(threading.Thread):
-    """Thread that writes a file and stores its error until `finish`."""
+    """Thread that writes a file; `finish` raises its error."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         super().__init__(name="bmforge save")
@@ -79,7 +79,7 @@ class Writing(threading.Thread):
             get_logger().error("a model was not saved: %s", error)
 
     def finish(self) -> None:
-        """Wait for the end and raise the error of the write."""
+        """Wait until the file is written; raise the error if writing failed."""
         self.join()
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -136,7 +136,7 @@ def _gather_state(model: nn.Module, keeps: bool, into: State | None, prefix: str
 
 
 def _save_to_infer_model(model: nn.Module, infer_model: Any) -> None:
-    """Pass a model to an inference engine on each machine, block by block, then the rest.
+    """Pass a model's weights to an inference engine on each machine, one block at a time.
 
     Args:
         model: model, the same on every process; all processes call this.
@@ -171,12 +171,12 @@ def _own_state(module: nn.Module, prefix: str) -> State:
 
 
 def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
-    """Read a file of `save`, or of torch on one process; only rank 0 reads it.
+    """Load a checkpoint of `save`, or of torch on one process; only rank 0 reads the file.
 
     Args:
         model: model, the same on every process; all processes call this.
         file_name: path of a `state_dict`; it is read with `weights_only`.
-        strict: raise on missing and unexpected keys.
+        strict: True to raise on missing and unexpected keys.
 
     Returns:
         The result of `load_state_dict`.
@@ -208,7 +208,7 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
 
 
 def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]:
-    """Broadcast the state dict of rank 0; each process keeps its shards."""
+    """Broadcast the state dict from rank 0; each process keeps only its shards."""
     if config["world_size"] == 1:
         assert state is not None
         return state
@@ -233,7 +233,7 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
 
 
 def broadcast_object(obj: Any, comm: Any = None, src: int = 0) -> Any:
-    """Return the object of rank `src` on all ranks."""
+    """Broadcast a Python object from rank `src` to all ranks."""
     config.need("broadcast_object")
     objects = [obj]
     dist.broadcast_object_list(objects, group_src=src, group=comm or config["comm"])
@@ -241,7 +241,7 @@ def broadcast_object(obj: Any, comm: Any = None, src: int = 0) -> Any:
 
 
 def allgather_objects(obj: Any, comm: Any = None) -> list[Any]:
-    """Return the objects of all ranks, in rank order."""
+    """All-gather Python objects; return them in rank order."""
     config.need("allgather_objects")
     group = config["comm"] if comm is None else comm
     objects: list[Any] = [None] * group.size()

@@ -1,8 +1,8 @@
-"""Streams and events that BMTrain's `config` holds, for programs that wait on them.
+"""Streams and events in BMTrain's `config`, for programs that wait on them.
 
 torch's sharding waits for its own copies and reductions before it hands results to the current
 stream, so the streams of BMTrain are the current stream here. A CPU has none; `HostStream` and
-`HostEvent` have the same methods, and nothing to wait for.
+`HostEvent` have the same methods, but do nothing.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ STREAM_KEYS = frozenset(
 
 
 class HostEvent:
-    """An event of a CPU, where everything recorded before it has already run."""
+    """CPU replacement of a device event; all work before it is already done."""
 
     def record(self, stream: Any = None) -> None:
         """Do nothing: work on a CPU is done when its call returns."""
 
     def wait(self, stream: Any = None) -> None:
-        """Return at once."""
+        """Return immediately, since the work is already done."""
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Return immediately, since the work is already done."""
 
     def query(self) -> bool:
-        """Return True: the work is done."""
+        """Return True, since the work is already done."""
         return True
 
 
 class HostStream:
-    """The one order of execution that a CPU has."""
+    """CPU replacement of a device stream."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Return at once: work on a CPU is done when its call returns."""
+        """Return immediately: work on a CPU is done when its call returns."""
 
     def wait_event(self, event: Any) -> None:
-        """Return at once."""
+        """Return immediately, since the work is already done."""
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """Return the event, or a new one."""
+        """Return the given event, or a new one."""
         return event or HostEvent()
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Return immediately, since the work is already done."""
 
     def query(self) -> bool:
-        """Return True: the work is done."""
+        """Return True, since the work is already done."""
         return True
 
 
 def current_stream(device: torch.device | None) -> Any:
-    """Return the device's current stream, or a `HostStream` where it has none."""
+    """Return the device's current stream, or a `HostStream` on a CPU."""
     if device is None or device.type == "cpu":
         return HostStream()
     return torch.accelerator.current_stream(device)
 
 
 def new_event(device: torch.device | None) -> Any:
-    """Return an event of the device, or a `HostEvent` where it has none."""
+    """Return a new event of the device, or a `HostEvent` on a CPU."""
     if device is None or device.type == "cpu":
         return HostEvent()
     return torch.Event(device)

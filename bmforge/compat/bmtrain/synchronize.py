@@ -15,7 +15,7 @@ __all__ = ["gather_result", "sum_loss", "synchronize", "wait_loader"]
 
 
 def sum_loss(loss: Tensor, comm: Any = None) -> Tensor:
-    """Return the mean over the processes (BMTrain's name says sum, its code takes the mean)."""
+    """Return the mean loss over the processes; despite the name, BMTrain computes the mean."""
     group = config["comm"] if comm is None else comm
     total = loss.detach().clone()
     dist.all_reduce(total, group=group)
@@ -23,7 +23,7 @@ def sum_loss(loss: Tensor, comm: Any = None) -> Tensor:
 
 
 def gather_result(result: Tensor) -> Tensor:
-    """Return the rows of all processes, in rank order, on the same device.
+    """Gather the rows of all processes, in rank order, on the same device.
 
     Processes may have different numbers of rows, as in the last batch of an evaluation.
 
@@ -41,5 +41,5 @@ def gather_result(result: Tensor) -> Tensor:
 
 
 def wait_loader() -> None:
-    """Do nothing: torch waits for gathered parameters itself."""
+    """Do nothing: torch itself waits for gathered parameters."""
     config.need("wait_loader()")

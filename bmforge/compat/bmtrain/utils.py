@@ -38,7 +38,7 @@ def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
 
 
 def print_block(title: str, content: str | None = None, file: Any = None) -> None:
-    """Print text in a box."""
+    """Print a titled block of text."""
     out = sys.stdout if file is None else file
     print(f" {title} ".center(_WIDTH, "="), file=out)
     if content is not None:
@@ -48,7 +48,7 @@ def print_block(title: str, content: str | None = None, file: Any = None) -> Non
 
 
 def print_dict(title: str, content: Mapping[str, Any], file: Any = None) -> None:
-    """Print names and values in a box."""
+    """Print the names and values of a dict as a titled block."""
     width = max((len(str(name)) for name in content), default=0)
     lines = [f"{str(name).ljust(width)} : {value}" for name, value in content.items()]
     print_block(title, "\n".join(lines), file)
@@ -74,7 +74,7 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def check_torch_version(version_str: str) -> int:
-    """Return the installed torch version minus "x.y.z", both as x * 10000 + y * 100 + z."""
+    """Return the torch version minus `version_str`, each as the number x * 10000 + y * 100 + z."""
 
     def number(version: str) -> int:
         major, minor, patch = (int(part) for part in re.findall(r"\d+", version)[:3])

@@ -1,4 +1,4 @@
-"""Conversion of any model: parameters are sharded, repeated layers become blocks."""
+"""Converts any model: its parameters are sharded, and repeated layers become blocks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
-    """Make a plain model (such as a Hugging Face one) distributed, in place, and return it.
+    """Make a plain model (such as a Hugging Face one) distributed, in place; return the model.
 
     Every child of a ModuleList, and every other repeated layer, becomes a `Block`. Ties are kept; a
-    layer that shares a parameter with another module is gathered module by module.
-
-    A model on the meta device gets shards without values, which `load` fills. Buffers that no
-    checkpoint contains (position tables) are computed by the model itself if it can, as
-    transformers'
-    models do.
+    layer that shares a parameter with another module is gathered module by module. A model on the
+    meta device gets shards without values, which `load` fills. Buffers that no checkpoint contains
+    (position tables) are computed by the model itself if it can, as transformers' models do.
 
     Raises:
         ConfigError: a buffer on the meta device that no checkpoint or model provides.
@@ -52,7 +49,7 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
 
 @torch.no_grad()
 def _fill_tables_(model: nn.Module) -> None:
-    """Compute the buffers of a meta model that its checkpoints do not contain."""
+    """Compute the buffers of a model on meta that its checkpoints do not contain."""
     fill = getattr(model, "_init_weights", None)
     missing = []
     for name, module in model.named_modules():
@@ -74,7 +71,7 @@ def _fill_tables_(model: nn.Module) -> None:
 
 
 def _switch_caches_off_(model: nn.Module) -> None:
-    """Disable the KV cache of a Hugging Face model, which recomputation would fill twice."""
+    """Disable the KV cache of a Hugging Face model, since recomputation would fill it twice."""
     settings: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     for own in settings:
         if getattr(own, "use_cache", False):

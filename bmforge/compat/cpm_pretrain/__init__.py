@@ -1,8 +1,7 @@
-"""CPM-Pretrain's programs: its arguments, scripts, config files and Python names.
+"""CPM-Pretrain's API: its arguments, scripts, config files and Python names.
 
 Start at `arguments.py` (the table of arguments), then `migrate.py`, which converts scripts to runs
-of
-`bmforge train`. For programs that call `pretrain(...)` with their own functions start at
+of `bmforge train`. For programs that call `pretrain(...)` with their own functions start at
 `training.py`, with `pipe.py` for `LayerSpec` and `mpu` for tensor-parallel layers.
 """
 
@@ -32,7 +31,7 @@ _missing = missing_names("cpm_pretrain", NAMES, [n for h in _HOMES.items() for n
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name when the name is first used."""
+    """Import the module that defines a name when the name is first used."""
     for module, names in _HOMES.items():
         if name == module:
             return import_module(f"{__name__}.{module}")

@@ -1,8 +1,7 @@
-"""Every argument of CPM-Pretrain's two programs, and the config field that replaces it.
+"""Table of the arguments of CPM-Pretrain's two programs, with their replacements.
 
 `docs/migrating/cpm_pretrain.md` shows this table. Arguments that Megatron's parser has for other
 programs (REALM's retrieval, an autoresume service) are listed without a field.
-
 Source: ``megatron/arguments.py``, ``run_gpt2.sh`` and ``run_t5.sh`` of TsinghuaAI/CPM-1-Pretrain.
 """
 
@@ -16,7 +15,7 @@ __all__ = ["ARGUMENTS", "Argument"]
 
 @dataclass(frozen=True)
 class Argument:
-    """The replacement of an argument.
+    """Replacement of one argument of CPM-Pretrain.
 
     Args:
         fields: paths of the recipe's config fields; a name that begins with ``--`` is an option of

@@ -1,4 +1,4 @@
-"""Reads CPM-Pretrain's ``ds_config_*.json`` into fields of a run.
+"""Converts CPM-Pretrain's ``ds_config_*.json`` to fields of a run's config.
 
 The original read the file for pipelines only; otherwise the command line alone counted. Its
 ``train_batch_size`` follows from the other numbers, and their product is used.
@@ -43,7 +43,7 @@ _KNOWN = (*_SIZES, "steps_per_print", "gradient_clipping", "fp16", "zero_optimiz
 
 
 def read_ds_config(path: str | Path) -> dict[str, Any]:
-    """Read and check a file's settings.
+    """Read and check the settings in a file.
 
     Raises:
         ConfigError: no such file, no JSON object, an unknown name, or a value out of range.
@@ -71,7 +71,7 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Checks names and values of a file and collects the problems."""
+    """Checks the names and values in a file, and collects the problems."""
 
     found: Mapping[str, Any]
     file: str
@@ -123,7 +123,7 @@ def _check_fp16(reader: _Reader, table: Mapping[str, Any]) -> None:
 
 
 def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
-    """Return a run's config with the settings of a CPM-Pretrain file; they precede other settings.
+    """Update a run's config with the settings of a CPM-Pretrain file, which have precedence.
 
     Args:
         config: recipe config with `train` and `data`.
@@ -181,7 +181,7 @@ def _loss_scale(fp16: Mapping[str, Any]) -> LossScaleConfig:
 
 
 def _batch(config: Any, settings: Mapping[str, Any], world_size: int) -> Any:
-    """Return the data config with the batch sizes of the file; their product counts."""
+    """Return the data config with the file's batch sizes; the total batch is their product."""
     data, layout = config.data, config.layout
     micro = settings.get("train_micro_batch_size_per_gpu", data.micro_batch_size)
     steps = settings.get("gradient_accumulation_steps", data.grad_accum_steps)

@@ -1,4 +1,4 @@
-"""Parallelizes a program's model with the engine, including models with `mpu` layers."""
+"""Parallelizes the model of a CPM-Pretrain program, including models with `mpu` layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["lay_out_"]
 def lay_out_(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, precision: str, recompute: bool
 ) -> nn.Module:
-    """Parallelize a model over a mesh, in place.
+    """Parallelize a program's model over a mesh, in place.
 
     Layers of `mpu` are tensor parallel already: their local parts become shards of full parameters,
     which are gathered over the replicas when the model is called.
@@ -34,7 +34,7 @@ def lay_out_(
         layout: layout of the mesh.
         mesh: mesh of all axes, which `mpu` uses too.
         precision: see `parallelize`.
-        recompute: recompute blocks in backward.
+        recompute: True to recompute blocks in backward.
 
     Raises:
         ConfigError: as `parallelize`, or `mpu` layers in a pipeline.
@@ -59,11 +59,10 @@ def lay_out_(
 
 
 def _hold_parts_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace local parts by sharded parameters of the full shape, in place.
+    """Replace local parameters with sharded parameters of the full shape, in place.
 
     Optimizers, clipping, ZeRO and checkpoints then see the sharding, while forward sees local
-    tensors,
-    also where a program reads a parameter outside its layer.
+    tensors, also where a program reads a parameter outside its layer.
     """
     new: dict[int, nn.Parameter] = {}
     places = []
@@ -87,7 +86,7 @@ def _as_whole(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 def _on_parts(
     places: list[tuple[nn.Module, str]], inner: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a model with local tensors in place of its sharded parameters."""
+    """Forward wrapper: call a model with local tensors in place of its sharded parameters."""
     originals = [module._parameters[key] for module, key in places]
     views = {id(param): view_here(param) for param in originals if param is not None}
     try:

@@ -2,7 +2,6 @@
 
 Start at `migrate_text`. `arguments.py` documents the mapping, this file computes it. Arguments
 without a counterpart are listed, never dropped silently.
-
 Source: ``megatron/arguments.py`` of TsinghuaAI/CPM-1-Pretrain for the defaults.
 """
 
@@ -84,7 +83,7 @@ _LAUNCHERS = ("--num_gpus", "--nproc_per_node", "--nproc-per-node")
 
 @dataclass
 class Migrated:
-    """A converted config and notes about the conversion.
+    """Converted config, with notes about the conversion.
 
     Args:
         task: name of the recipe.
@@ -103,9 +102,7 @@ class Migrated:
     files: dict[str, str] = field(default_factory=dict)
 
     def toml(self) -> str:
-        """Return the config as TOML, with the arguments that have no counterpart as comments on
-        top.
-        """
+        """Return the config as TOML, with comments about arguments that have no counterpart."""
         notes = [f"# not placed: {name}: {why}\n" for name, why in self.unplaced]
         return "".join(notes) + tomli_w.dumps(self.values)
 
@@ -141,7 +138,7 @@ def migrate_text(text: str) -> Migrated:
 
 
 def place_arguments(task: str, arguments: Mapping[str, Any]) -> Migrated:
-    """Convert arguments to a run's config.
+    """Convert arguments to the config of a run.
 
     Args:
         task: name of the recipe.
@@ -153,7 +150,7 @@ def place_arguments(task: str, arguments: Mapping[str, Any]) -> Migrated:
 
 
 def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
-    """Return the arguments by name; the last one counts."""
+    """Parse words into arguments by name; of repeated arguments the last one counts."""
     at = 0
     arguments: dict[str, Any] = {}
     while at < len(words):
@@ -195,7 +192,7 @@ def _command(launcher: Sequence[str], script: Script, places: _Places) -> str:
 
 
 class _Places:
-    """Maps arguments to config fields.
+    """Converts arguments to config fields.
 
     Args:
         task: name of the recipe.
@@ -208,7 +205,7 @@ class _Places:
         self.stages = max(1, self.number("--pipe-parallel-size", int))
 
     def number(self, name: str, kind: type) -> Any:
-        """Return an argument's value, else the original default, else None.
+        """Return the value of an argument, else its original default, else None.
 
         Raises:
             ConfigError: the value has the wrong type.
@@ -222,7 +219,7 @@ class _Places:
             raise ConfigError(f"{name} {value}: a {kind.__name__} is needed.") from error
 
     def put(self, path: str, value: Any) -> None:
-        """Set a field."""
+        """Set a field of the converted config."""
         table = self.out.values
         *parents, name = path.split(".")
         for parent in parents:
@@ -230,7 +227,7 @@ class _Places:
         table[name] = value
 
     def fill(self) -> None:
-        """Map all arguments, and list those without a counterpart."""
+        """Convert all arguments, and list those without a counterpart."""
         for name, (path, kind) in _PLAIN.items():
             value = self.number(name, kind)
             if value is not None and self._is_ours(name):
@@ -252,7 +249,7 @@ class _Places:
             self.out.dropped.append((name, entry.note or f"see {', '.join(entry.fields)}"))
 
     def _is_ours(self, name: str) -> bool:
-        """Return True if the recipe has an argument's field; if not, list a given argument."""
+        """Return True if the recipe supports an argument; if not, list the argument if given."""
         only = _TABLE[name].only
         if not only or (only == "t5") is self.is_t5:
             return True
@@ -261,7 +258,7 @@ class _Places:
         return False
 
     def say(self, name: str, why: str) -> None:
-        """List an argument as having no counterpart."""
+        """Add an argument to the list of those without a counterpart."""
         value = self.given.get(name, True)
         self.out.unplaced.append((name if value is True else f"{name} {value}", why))
 
@@ -366,7 +363,7 @@ class _Places:
 
 
 def _count_tokens(path: str | None) -> int | None:
-    """Return the number of tokens of a vocabulary file; None if there is no such file."""
+    """Count the tokens in a vocabulary file; None if there is no such file."""
     source = Path(path) if path else None
     if source is None:
         return None

@@ -1,4 +1,4 @@
-"""Names that CPM-Pretrain's programs import, and their state here."""
+"""Table of the names that CPM-Pretrain's programs import, and whether bmforge supports them."""
 
 from bmforge.compat.names import read_names
 

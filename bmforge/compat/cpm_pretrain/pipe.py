@@ -1,4 +1,4 @@
-"""DeepSpeed's `PipelineModule`: an ordinary model built from a list of layers, split by the engine.
+"""DeepSpeed's `PipelineModule`: a model built from a list of layers, split by the engine.
 
 Each layer is called with the output of the one before, a tensor or a tuple. Any tensors may cross
 stages, with or without gradient.
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class LayerSpec:
-    """A layer to be built later.
+    """Description of a layer that is built later.
 
     Args:
         typename: class of the layer.
@@ -50,7 +50,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is used in several positions, such as a tied embedding and head.
+    """Description of a layer that is used in several positions, such as a tied embedding.
 
     Args:
         key: positions with the same key share one layer, which is built at the first.
@@ -74,26 +74,26 @@ class TiedLayerSpec(LayerSpec):
 
 
 class StageOutput(NamedTuple):
-    """A stage's result: the output on the last stage, else the tensors for the next stage."""
+    """Output of a pipeline stage: the result on the last stage, else tensors for the next one."""
 
     value: Any = None
     carry: tuple[Tensor, ...] | None = None
 
 
 class _Place(nn.Module):
-    """A function, or a shared layer called by a function, as a layer of the list."""
+    """Layer of the list that calls a function, or a shared layer through a function."""
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()
         self.function, self.shared = function, shared
 
     def forward(self, inputs: Any) -> Any:
-        """Call the function."""
+        """Call the function, with the shared layer if there is one."""
         return self.function(inputs) if self.shared is None else self.function(self.shared, inputs)
 
 
 class PipelineModule(nn.Module):
-    """Layers that run one after the other; `pretrain` and `parallelize` split them into stages.
+    """Sequence of layers, which `pretrain` and `parallelize` split into pipeline stages.
 
     Args:
         layers: specs, modules, or functions of the previous layer's output.
@@ -148,8 +148,9 @@ class PipelineModule(nn.Module):
         return _Place(spec.forward_fn or _call, module)
 
     def layout_rules(self) -> LayoutRules:
-        """Return the layout rules: stages may split between any two layers; the root gathers shared
-        ones.
+        """Return the layout rules, by which stages may be split between any two layers.
+
+        The root module gathers shared parameters.
         """
         shared = {
             id(p) for m in self.layers.values() if isinstance(m, _Place) for p in m.parameters()
@@ -163,7 +164,7 @@ class PipelineModule(nn.Module):
         return LayoutRules(units, units, (), ("layers",), (), ())
 
     def forward(self, inputs: Any = None) -> Any:
-        """Return the last layer's output; in a pipeline a `StageOutput`.
+        """Run the layers; return the last output, or in a pipeline a `StageOutput`.
 
         Args:
             inputs: input of the first layer.
@@ -185,7 +186,7 @@ def _call(layer: nn.Module, inputs: Any) -> Any:
 
 
 def _carry(value: Any, number: int) -> tuple[Tensor, ...]:
-    """Return the output as tensors for the next stage."""
+    """Convert a layer's output to tensors for the next stage."""
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise ShapeError(
@@ -204,7 +205,7 @@ class ProcessCoord(NamedTuple):
 
 
 class PipeModelDataParallelTopology:
-    """Ranks by coordinates; stages vary slowest, tensor-parallel ranks fastest.
+    """Map between ranks and coordinates; stages vary slowest, tensor-parallel ranks fastest.
 
     Args:
         num_pp: number of stages.
@@ -233,16 +234,16 @@ class PipeModelDataParallelTopology:
         return ProcessCoord(*position.tolist())
 
     def get_rank(self, **coord: int) -> int:
-        """Return the rank at some coordinates."""
+        """Return the rank with the given coordinates."""
         return int(self._ranks[ProcessCoord(**coord)])
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of processes that differ on one axis only."""
+        """Return the groups of ranks that differ only along one axis."""
         dim = ProcessCoord._fields.index(axis)
         return self._ranks.movedim(dim, -1).flatten(0, 1).tolist()
 
     def filter_match(self, **coord: int) -> list[int]:
-        """Return all ranks with these coordinates on the given axes."""
+        """Return all ranks that have the given coordinates on some axes."""
         parameter: Mapping[str, int] = coord
         index = tuple(parameter.get(axis, slice(None)) for axis in ProcessCoord._fields)
         return self._ranks[index].flatten().tolist()

@@ -1,4 +1,4 @@
-"""Megatron's globals: arguments, timers, tokenizer, and printing on rank 0.
+"""Megatron's global objects: arguments, timers, tokenizer, and printing on rank 0.
 
 `program` is the only state; `initialize_megatron` fills it.
 """
@@ -72,11 +72,11 @@ _NOT_BY_HAND = ("--partition-activations", "--distribute-checkpointed-activation
 
 
 class Program:
-    """The program that runs in this process.
+    """State of the program that runs in this process.
 
     Attributes:
         args: parsed arguments; None before parsing.
-        placed: the arguments as fields of a run's config.
+        placed: arguments as fields of a run's config.
         timers: timers by name.
         tokenizer: tokenizer of --vocab-file, once it was requested.
     """
@@ -89,18 +89,18 @@ class Program:
 
 
 class _Timer:
-    """Accumulates the time between `start` and `stop`."""
+    """Timer that accumulates the time between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._total_s: float = 0.0
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start, after the device has finished its work."""
+        """Start the timer after the device has finished its work."""
         self._since = _now()
 
     def stop(self) -> None:
-        """Stop and add the elapsed time."""
+        """Stop the timer, and add the elapsed time to the total."""
         if self._since is None:
             raise ConfigError("a timer is stopped that was not started: call start() first.")
         self._total_s += _now() - self._since
@@ -131,19 +131,19 @@ class Timers:
         self.timers: dict[str, _Timer] = {}
 
     def __call__(self, name: str) -> _Timer:
-        """Return a timer."""
+        """Return the timer with a name."""
         return self.timers.setdefault(name, _Timer())
 
     def write(
         self, names: Iterable[str], writer: Any, iteration: int, normalizer: float = 1.0
     ) -> None:
-        """Write seconds to a TensorBoard writer."""
+        """Write the accumulated seconds to a TensorBoard writer."""
         for name in names:
             value = self(name).elapsed(reset=False) / normalizer
             writer.add_scalar(f"{name}_time", value, iteration)
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Print milliseconds on rank 0."""
+        """Print the accumulated milliseconds on rank 0."""
         entries = [f"{n}: {self(n).elapsed(reset) * 1e3 / normalizer:.2f}" for n in names]
         print_rank_0(f"time (ms) | {' | '.join(entries)}")
 
@@ -168,7 +168,7 @@ def get_timers() -> Timers:
 
 
 def get_tokenizer() -> Any:
-    """Return the tokenizer in the directory of --vocab-file.
+    """Return the tokenizer in the directory given by --vocab-file.
 
     Raises:
         ConfigError: there is no --vocab-file.
@@ -198,12 +198,12 @@ def initialize_megatron(
     ignore_unknown_args: bool = False,
     allow_no_cuda: bool = True,
 ) -> None:
-    """Parse the command line, initialise the process groups and seed the generators.
+    """Parse the command line, initialize the process groups, and seed the random generators.
 
     Args:
         extra_args_provider: function that adds a program's own arguments to the parser.
         args_defaults: values of arguments that are not on the command line, by namespace name.
-        ignore_unknown_args: ignore arguments that the parser does not know.
+        ignore_unknown_args: True to ignore arguments that the parser does not know.
         allow_no_cuda: accepted and ignored; a CPU is always allowed.
 
     Raises:
@@ -262,7 +262,7 @@ def _parse(
 
 
 def _place(args: argparse.Namespace) -> Migrated:
-    """Return the arguments as fields of a run's config, by the table of the recipes."""
+    """Convert the arguments to fields of a run's config."""
     arguments = {}
     for name in (name for group in _TRAINS for name in ARGUMENTS[group]):
         value = getattr(args, name.removeprefix("--").replace("-", "_"), None)

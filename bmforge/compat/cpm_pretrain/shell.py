@@ -1,9 +1,7 @@
-"""Interprets a start script of CPM-Pretrain far enough to know its commands, without running
-anything.
+"""Minimal interpreter of CPM-Pretrain's start scripts, which extracts their commands.
 
-It reads assignments, `export`, `if` with one comparison, integer arithmetic and quotes, which is
-what
-such scripts contain. Other lines are skipped and reported.
+Nothing is executed. It supports assignments, `export`, `if` with one comparison, integer arithmetic
+and quotes, which is what such scripts contain. Other lines are skipped and reported.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _UNREAD = ("for", "while", "until", "case", "function", "select")
 
 @dataclass
 class Script:
-    """The result of reading a script.
+    """State and result of interpreting a script.
 
     Args:
         variables: values at the end of the script.
@@ -44,7 +42,7 @@ class Script:
     unread: list[tuple[int, str]] = field(default_factory=list)
 
     def run(self, text: str) -> None:
-        """Read one statement."""
+        """Interpret one statement."""
         match = _NAME.fullmatch(text)
         if match is None:
             self.commands.append(self.expand(text))
@@ -88,7 +86,7 @@ class Script:
         return ("", at + 2) if re.match(r"\$[@*#?]", tail) else ("$", at + 1)
 
     def _count(self, text: str) -> str:
-        """Return the value of an integer expression."""
+        """Evaluate an integer expression."""
         text = self.expand(re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"$\1", text))
         try:
             return str(_evaluate(ast.parse(text.strip(), mode="eval").body))
@@ -96,7 +94,7 @@ class Script:
             return ""
 
     def holds(self, line: int, condition: str) -> bool:
-        """Return True if a condition holds; an unknown condition does not."""
+        """Return True if a condition is true; an unknown condition counts as false."""
         match = _TEST.fullmatch(condition.strip())
         if match is None:
             self.unread.append((line, f"if {condition}"))
@@ -115,12 +113,12 @@ def _evaluate(node: ast.AST) -> int:
 
 
 def _unquote(text: str) -> str:
-    """Return a value without quotes."""
+    """Remove the quotes from a value."""
     return re.sub(r"""(?<!\\)["']""", "", text.strip())
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of every statement, with continued lines joined."""
+    """Yield the line number and text of each statement; continued lines are joined."""
     text = text.replace("\\\r\n", " ").replace("\\\n", " \x00")
     line = start = 1
     quote, words = "", ""
@@ -146,7 +144,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def read_script(text: str) -> Script:
-    """Return a script's variables and commands."""
+    """Interpret a script; return its variables and commands."""
     script = Script()
     taken: list[list[bool]] = []  # of each open `if`: is this branch taken, was one taken
     for line, statement in _statements(text):

@@ -1,4 +1,4 @@
-"""CPM-Pretrain's arguments without a value, and the parser's defaults of the others."""
+"""CPM-Pretrain's arguments without values, and the defaults of the other arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pretrain(...)`: trains a program's own model, datasets and forward step with the engine."""
+"""`pretrain(...)`, which trains a program's model on its data and forward step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Tensor, Mapping[str, An
 
 
 class Rows:
-    """This process's micro-batches of each step, from a dataset in its order.
+    """Loader of this process's micro-batches, with the samples of a dataset in order.
 
     Args:
         dataset: samples by index, each a mapping of tensors, arrays or numbers.
@@ -58,7 +58,7 @@ class Rows:
         self.rank, self.size, self.step = rank, size, 0
 
     def check(self, steps: int) -> None:
-        """Raise unless the dataset has samples for so many steps.
+        """Raise an error if the dataset has too few samples for the given number of steps.
 
         Raises:
             DataError: it has fewer.
@@ -88,11 +88,11 @@ class Rows:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
+        """Return the position of the loader."""
         return {"step": self.step, "strides": self.strides}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position.
+        """Continue from a saved position.
 
         Raises:
             ConfigError: stacked weights were split for another tensor-parallel size.
@@ -122,9 +122,8 @@ def pretrain(
         model_provider: function that builds the model, with layers of `mpu`, as a
             `PipelineModule`, or any other.
         forward_step_func: function of an iterator of one batch and the model that returns the
-            batch's
-            mean loss and values for the log. A pipeline uses the model's `_megatron_batch_fn` for
-            inputs and labels instead, and its `loss_fn` for the loss.
+            batch's mean loss and values for the log. A pipeline uses the model's
+            `_megatron_batch_fn` for inputs and labels instead, and its `loss_fn` for the loss.
         extra_args_provider: function that adds a program's own arguments to the parser.
         args_defaults: values of arguments that are not on the command line.
 
@@ -172,7 +171,7 @@ def pretrain(
 def _open_rows(
     provider: Provider, args: argparse.Namespace, mesh: DeviceMesh
 ) -> tuple[Rows, Rows | None, Rows | None]:
-    """Return the samples for training, validation and test."""
+    """Open the samples for training, validation and test."""
     share = data_parallel_rank(mesh), data_parallel_size(mesh)
     evaluations = args.train_iters // args.eval_interval + 1
     steps = (args.train_iters, evaluations * args.eval_iters, args.eval_iters)
@@ -200,12 +199,12 @@ def _interval(model: nn.Module) -> int:
 
 
 def _count_one(batch: Batch) -> int:
-    """Count a micro-batch as one item: its loss is a mean, and a step's loss the mean of those."""
+    """Count a micro-batch as one item, since its loss is a mean already."""
     return 1
 
 
 def _objective_of(model: nn.Module, forward_step: ForwardStep) -> Objective:
-    """Return the objective: a program's forward step, or a pipeline's functions."""
+    """Return the training objective: a program's forward step, or a pipeline's functions."""
     if not isinstance(model, PipelineModule):
         return _StepLoss(forward_step)
     if not hasattr(model, "_megatron_batch_fn") or model.loss_fn is None:
@@ -223,19 +222,19 @@ def _count_strides(model: nn.Module) -> int | None:
 
 
 class _StepLoss:
-    """A program's forward step as an objective of the engine."""
+    """Wraps a program's forward step as a training objective of the engine."""
 
     def __init__(self, forward_step: ForwardStep) -> None:
         self.forward_step = forward_step
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> Tensor:
-        """Return a micro-batch's part of the step's loss."""
+        """Return the contribution of a micro-batch to the loss of the step."""
         loss, _values = self.forward_step(iter([batch]), model)
         return loss / num_items
 
 
 def _pipe_loss(model: nn.Module, batch: Batch, num_items: float) -> Any:
-    """Call a pipeline on a micro-batch; earlier stages return no loss."""
+    """Run a pipeline on a micro-batch; earlier stages return no loss."""
     assert isinstance(model, PipelineModule)
     assert model.loss_fn is not None
     to_inputs: Any = model._megatron_batch_fn
@@ -249,7 +248,7 @@ def _pipe_loss(model: nn.Module, batch: Batch, num_items: float) -> Any:
 
 
 def _evaluate(rows: Rows, model: nn.Module, *, objective: Any, steps: int) -> EvalResult:
-    """Return the mean loss of the next samples, starting over at the end of the dataset."""
+    """Return the mean loss of the next samples; at the end of the dataset, start again."""
     if len(rows.dataset) < (rows.step + steps) * rows.micro_batches * rows.size * rows.batch_size:
         rows.step = 0
     rows.check(steps)

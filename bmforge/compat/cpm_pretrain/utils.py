@@ -16,7 +16,7 @@ __all__ = ["get_ltor_masks_and_position_ids", "print_rank_0", "reduce_losses"]
 
 
 def reduce_losses(losses: Sequence[Tensor]) -> Tensor:
-    """Return each loss's mean over all processes."""
+    """Return the mean of each loss over all processes."""
     total = torch.stack([loss.detach().float().reshape(()) for loss in losses])
     dist.all_reduce(total)
     return total / dist.get_world_size()
@@ -29,14 +29,14 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention mask, loss mask and positions.
+    """Return the attention mask, the loss mask and the position ids of a batch.
 
     Args:
         data: token ids.
         eod_token: id of the end-of-document token.
-        reset_position_ids: restart positions after it.
-        reset_attention_mask: prevent attention across it.
-        eod_mask_loss: exclude it from the loss.
+        reset_position_ids: True to restart positions after it.
+        reset_attention_mask: True to prevent attention across it.
+        eod_mask_loss: True to exclude it from the loss.
 
     Shape:
         data: (B, T) -> (B or 1, 1, T, T) booleans (True is masked), (B, T), (B, T)

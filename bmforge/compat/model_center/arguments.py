@@ -1,4 +1,4 @@
-"""ModelCenter's command-line arguments of training programs."""
+"""ModelCenter's command-line arguments for training programs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _STYLES = ("constant", "linear", "cosine", "exponential", "noam")
 
 
 def add_model_config_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --model-config."""
+    """Add the argument --model-config to a parser."""
     group = parser.add_argument_group("model", "model configuration")
     group.add_argument("--model-config", type=str, help="folder or name of the model")
     return parser
 
 
 def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add all training arguments."""
+    """Add all training arguments to a parser."""
     group = parser.add_argument_group("train", "training configurations")
     for name, (kind, default, help_text) in _TRAINING.items():
         group.add_argument(name, type=kind, default=default, help=help_text)
@@ -55,8 +55,7 @@ def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed arguments; `warmup_iters` is a number of iterations, also for a given
-    fraction.
+    """Parse the arguments; a fraction in `warmup_iters` is converted to iterations.
 
     Args:
         arguments: command line (default: that of the process).

@@ -1,4 +1,4 @@
-"""Tokenizers under ModelCenter's names: of transformers, and of bmforge for OpenBMB's models."""
+"""Tokenizers under ModelCenter's names, from transformers or, for OpenBMB's models, bmforge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class BaseTokenizer:
-    """Loads a transformers tokenizer, and imports transformers only then.
+    """Loads a transformers tokenizer; transformers is imported only when it is needed.
 
     Args:
         tokenizer_type: tokenizer class, or its name in transformers.
@@ -37,7 +37,7 @@ class BaseTokenizer:
         self.tokenizer_type = tokenizer_type
 
     def from_pretrained(self, name: str | Path, *args: Any, **options: Any) -> Any:
-        """Return the tokenizer of a directory, a cached model, or one on the hub.
+        """Load the tokenizer of a directory, a cached model, or a model on the hub.
 
         Raises:
             ConfigError: no such model.
@@ -63,7 +63,7 @@ LlamaTokenizer = BaseTokenizer("LlamaTokenizer")
 
 
 class _OldMethods:
-    """Further methods of ModelCenter's tokenizers of CPM-1 and CPM-2."""
+    """Additional methods of ModelCenter's tokenizers for CPM-1 and CPM-2."""
 
     @property
     def eod_id(self: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""ModelCenter's `utils`."""
+"""ModelCenter's module `utils`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def print_inspect(model: nn.Module, name: str) -> None:
 
 
 def check_web_and_convert_path(path: str | Path, load_type: str = "model") -> str:
-    """Return the directory of a model, given a directory, hub id or short name.
+    """Return the directory of a model, which may be given by a hub id or a short name.
 
     Args:
         path: directory, hub id or short name.
-        load_type: accepted and ignored; a directory holds config, weights and vocabulary.
+        load_type: accepted and ignored; a directory has config, weights and vocabulary.
     """
     return str(find_model(path))

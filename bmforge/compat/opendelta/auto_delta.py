@@ -1,4 +1,4 @@
-"""Delta models of any type, built from a dict of fields or a directory."""
+"""Creates delta models of any type from a dict of fields or a directory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["AutoDeltaConfig", "AutoDeltaModel"]
 
 
 class AutoDeltaConfig:
-    """Builds the config class that `delta_type` names."""
+    """Creates a config of the class that `delta_type` names."""
 
     def __init__(self) -> None:
         raise ConfigError("call AutoDeltaConfig.from_dict or from_finetuned.")
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> BaseDeltaConfig:
-        """Return a config with these fields.
+        """Create a config with the given fields.
 
         Raises:
             ConfigError: no `delta_type`, or an unknown one.
@@ -45,12 +45,12 @@ class AutoDeltaConfig:
     def from_finetuned(
         cls, finetuned_model_name_or_path: str | Path, **kwargs: Any
     ) -> BaseDeltaConfig:
-        """Return the config in a directory of `save_finetuned`."""
+        """Read the config in a directory that `save_finetuned` wrote."""
         return cls.from_dict(read_config(finetuned_model_name_or_path), **kwargs)
 
 
 class AutoDeltaModel:
-    """Builds the delta model class that a config or a directory names."""
+    """Creates a delta model of the class that a config or a directory names."""
 
     def __init__(self) -> None:
         raise ConfigError("call AutoDeltaModel.from_config or from_finetuned.")

@@ -1,4 +1,4 @@
-"""Helpers of delta models: trained parameters, state-dict hooks and cards of a backbone."""
+"""Helpers for a delta model's backbone: trained parameters, state-dict hooks, model cards."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = [
 
 
 def take_parts_(backbone: nn.Module) -> None:
-    """Allow adapters in a backbone that BMTrain's API has sharded; they are sharded too."""
+    """Allow adapters in a backbone that BMTrain's API has sharded; the adapters are sharded too."""
     if any(isinstance(parameter, DTensor) for parameter in backbone.parameters()):
         backbone.__dict__["takes_parts"] = True
 
 
 def zoo_in(backbone: nn.Module) -> nn.Module:
-    """Return the only bmforge model inside a backbone, else the backbone."""
+    """Return the bmforge model inside a backbone if there is exactly one, else the backbone."""
     models = [module for module in backbone.modules() if isinstance(module, Model)]
     return models[0] if len(models) == 1 else backbone
 
 
 def is_delta(root: nn.Module, name: str) -> bool:
-    """Return True if a parameter belongs to a delta."""
+    """Return True if a parameter belongs to an adapter."""
     module = root
     for part in name.split(".")[:-1]:
         module = getattr(module, part)
@@ -47,7 +47,7 @@ def is_delta(root: nn.Module, name: str) -> bool:
 
 
 def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return the names of parameters that match targets, and the targets that match some."""
+    """Return the names of parameters that match targets, and the targets that match any."""
     names: set[str] = set()
     meant = []
     for target in targets:
@@ -63,21 +63,21 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
 def keep_trained(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: Any
 ) -> None:
-    """State-dict hook that removes parameters without gradient."""
+    """State-dict hook that removes frozen parameters."""
     trained = {prefix + name for name, p in module.named_parameters() if p.requires_grad}
     for name in [n for n in state_dict if n.startswith(prefix) and n not in trained]:
         del state_dict[name]
 
 
 def drop_hooks_(module: nn.Module) -> None:
-    """Restore the complete `state_dict` of a module."""
+    """Restore the complete `state_dict` of a module by removing the hook."""
     hooks = module._state_dict_hooks
     for key in [key for key, hook in hooks.items() if hook is keep_trained]:
         del hooks[key]
 
 
 def read_card(center_args: Any) -> dict[str, Any]:
-    """Return the model card fields from DeltaCenter's arguments."""
+    """Convert DeltaCenter's arguments to fields of the model card."""
     fields = center_args if isinstance(center_args, Mapping) else vars(center_args or _Nothing())
     tasks = fields.get("train_tasks")
     score = fields.get("test_performance")
@@ -91,4 +91,4 @@ def read_card(center_args: Any) -> dict[str, Any]:
 
 
 class _Nothing:
-    """An object without attributes."""
+    """Object without attributes."""

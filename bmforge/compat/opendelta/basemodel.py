@@ -1,6 +1,6 @@
-"""Base of OpenDelta's delta models: adds a bmforge adapter to a backbone, in place.
+"""Base class of OpenDelta's delta models, which attach a bmforge adapter to a backbone.
 
-As in OpenDelta, the backbone stays trainable until `freeze_module`.
+The backbone is modified in place. As in OpenDelta, it stays trainable until `freeze_module`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class DeltaBase(nn.Module):
                 parameter.requires_grad_(trainable_before[name])
 
     def _name(self, backbone: nn.Module) -> str:
-        """Return a name that no delta of the backbone has."""
+        """Return an unused adapter name for the backbone."""
         taken = {**list_deltas(backbone), **list_deltas(self._backbone_of(backbone))}
         count = 0
         while (name := f"{self.delta_type}{f'_{count}' if count else ''}") in taken:
@@ -129,23 +129,23 @@ class DeltaBase(nn.Module):
         return name
 
     def _more(self, config: Any) -> dict[str, Any]:
-        """Return adapter options that OpenDelta's files do not contain."""
+        """Return additional adapter options, which OpenDelta's files do not contain."""
         return {}
 
     @classmethod
     def _backbone_of(cls, backbone: nn.Module) -> nn.Module:
-        """Return the module of a backbone to which the delta is added."""
+        """Return the module of a backbone to which the adapter is attached."""
         return backbone
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: call the backbone instead."""
+        """Raise an error: the backbone must be called instead."""
         raise ConfigError("a delta model computes nothing itself: call the backbone.")
 
     @classmethod
     def from_config(
         cls, config: BaseDeltaConfig | dict[str, Any], backbone_model: nn.Module, **kwargs: Any
     ) -> Self:
-        """Add a delta model with these fields to a backbone; `kwargs` replace some."""
+        """Add a delta model with the fields of a config to a backbone; `kwargs` override fields."""
         fields = config if isinstance(config, dict) else config.to_dict()
         matched = cls.config_class.from_dict({**fields, **kwargs}).to_dict()
         beside = ("delta_type", "backbone_class", "backbone_checkpoint_name", "backbone_hash")
@@ -170,8 +170,7 @@ class DeltaBase(nn.Module):
             delta_config: accepted and ignored; the directory has it.
             cache_dir: parent of the directory.
             check_hash: refuse another backbone than the trained one (OpenDelta's files do not
-                record
-                it).
+                record it).
             others: download options without effect here.
         """
         directory = Path(cache_dir or ".") / finetuned_delta_path
@@ -226,7 +225,7 @@ class DeltaBase(nn.Module):
             self.config.save_finetuned(finetuned_delta_path)
 
     def create_config_from_model(self) -> None:
-        """Do nothing: `config` exists from the start."""
+        """Do nothing, since `config` exists from the start."""
 
     def freeze_module(
         self,
@@ -240,11 +239,9 @@ class DeltaBase(nn.Module):
         Args:
             module: the backbone, or a model that contains it (default: the backbone).
             exclude: parameters that stay trainable: "deltas", suffixes of module or parameter
-                names, or
-                `[r]` and
-                a regular expression (default: `unfrozen_modules`). Named parameters are unfrozen,
-                except
-                for deltas frozen before; `delta.requires_grad_()` unfreezes those.
+                names, or `[r]` and a regular expression (default: `unfrozen_modules`). Named
+                parameters are unfrozen, except for deltas frozen before; `delta.requires_grad_()`
+                unfreezes those.
             set_state_dict: see `set_active_state_dict`.
             prefix: accepted and ignored.
         """
@@ -267,7 +264,7 @@ class DeltaBase(nn.Module):
         module.register_state_dict_post_hook(keep_trained)
 
     def attach(self, module: nn.Module | None = None, reset_state_dict: bool = True) -> None:
-        """Add the delta again after `detach`, and limit `state_dict` to trained parameters."""
+        """Attach a detached adapter again, and limit `state_dict` to trained parameters."""
         self._check_backbone(module)
         if not self.delta.is_attached() or self.delta.weight == 0:
             self.delta.attach()
@@ -275,7 +272,7 @@ class DeltaBase(nn.Module):
             self.set_active_state_dict(self.backbone_model)
 
     def detach(self, module: nn.Module | None = None, reset_state_dict: bool = True) -> None:
-        """Remove the delta; the backbone and its `state_dict` are as before."""
+        """Remove the adapter; the backbone and its `state_dict` are then as before."""
         self._check_backbone(module)
         self.delta.detach()
         if reset_state_dict:
@@ -296,7 +293,7 @@ class DeltaBase(nn.Module):
         visualization: bool = True,
         cuda_memory: bool = True,
     ) -> None:
-        """Print the module tree of the backbone or a module, and its trainable share."""
+        """Print the module tree and the share of trained parameters."""
         root = self.backbone_model if module is None else module
         if visualization:
             Visualization(root).structure_graph()
@@ -341,7 +338,7 @@ class DeltaBase(nn.Module):
         return self.num_total_parameters(module) - self.num_trainable_parameters(module)
 
     def num_delta_parameters(self, module: nn.Module | None = None) -> int:
-        """Count the parameters of all deltas in the backbone or a module."""
+        """Count the parameters of all adapters in the backbone or a module."""
         root = self.backbone_model if module is None else module
         named = root.named_parameters()
         return sum(p.numel() for name, p in named if is_delta(root, name))
@@ -351,7 +348,7 @@ class DeltaBase(nn.Module):
         return any(fits(key, target) for target in target_list)
 
     def find_module(self, root_module: nn.Module, key: str) -> tuple[nn.Module, str, nn.Module]:
-        """Return a module's parent, its name there, and the module."""
+        """Return the parent of a module, the module's name in its parent, and the module."""
         owner, _, name = key.rpartition(".")
         return root_module.get_submodule(owner), name, root_module.get_submodule(key)
 

@@ -87,7 +87,7 @@ class BaseDeltaConfig:
         self.__dict__.update({**defaults, **renamed})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and the type."""
+        """Return all fields, and the type of the delta model."""
         return {"delta_type": self.delta_type, **self.__dict__}
 
     def to_json_string(self, use_diff: bool = True) -> str:
@@ -98,7 +98,7 @@ class BaseDeltaConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Self:
-        """Return a config with these fields; unknown ones are ignored with a warning."""
+        """Create a config with the given fields; unknown fields are ignored with a warning."""
         names = {*_EVERYWHERE, *cls.fields, *cls.aliases}
         all_values = {**config_dict, **kwargs}
         left = sorted(name for name in all_values if name not in names | _IGNORED)
@@ -108,7 +108,7 @@ class BaseDeltaConfig:
 
     @classmethod
     def from_finetuned(cls, finetuned_delta_path: str | Path, **kwargs: Any) -> Self:
-        """Return the config in the directory of a saved delta model."""
+        """Read the config in the directory of a saved delta model."""
         return cls.from_dict(read_config(finetuned_delta_path), **kwargs)
 
     def save_finetuned(self, save_directory: str | Path) -> None:
@@ -117,7 +117,7 @@ class BaseDeltaConfig:
         replace_file(Path(save_directory) / CONFIG_NAME, self.to_json_string(use_diff=False))
 
     def __eq__(self, other: object) -> bool:
-        """Compare the fields."""
+        """Compare the fields of two configs."""
         return type(other) is type(self) and other.__dict__ == self.__dict__
 
     __hash__ = None  # type: ignore[assignment]
@@ -128,7 +128,7 @@ class BaseDeltaConfig:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Return the fields in a directory's `config.json`.
+    """Read the fields in the `config.json` of a directory.
 
     Raises:
         ConfigError: there is no such file, or it is no config.

@@ -1,4 +1,4 @@
-"""OpenDelta's eight delta models, each over the bmforge adapter of the same kind."""
+"""OpenDelta's eight delta models, each of which wraps a bmforge adapter."""
 
 from __future__ import annotations
 
@@ -37,43 +37,43 @@ __all__ = [
 
 
 class LoraModel(DeltaBase):
-    """LoRA on linear layers."""
+    """Delta model with LoRA on linear layers."""
 
     delta_type, config_class = "lora", LoraConfig
 
 
 class AdapterModel(DeltaBase):
-    """Bottleneck adapters after modules."""
+    """Delta model with bottleneck adapters after modules."""
 
     delta_type, config_class = "adapter", AdapterConfig
 
 
 class LowRankAdapterModel(DeltaBase):
-    """Bottleneck adapters with low-rank factors."""
+    """Delta model with bottleneck adapters of low-rank factors."""
 
     delta_type, config_class = "low_rank_adapter", LowRankAdapterConfig
 
 
 class CompacterModel(DeltaBase):
-    """Bottleneck adapters with sums of Kronecker products."""
+    """Delta model with bottleneck adapters of Kronecker products (Compacter)."""
 
     delta_type, config_class = "compacter", CompacterConfig
 
 
 class ParallelAdapterModel(DeltaBase):
-    """Parallel bottleneck adapters: from one module's input to another's output."""
+    """Delta model with bottleneck adapters from one module's input to another's output."""
 
     delta_type, config_class = "parallel_adapter", ParallelAdapterConfig
 
 
 class BitFitModel(DeltaBase):
-    """Trained biases, which can be detached."""
+    """Delta model with trained biases, which can be detached."""
 
     delta_type, config_class = "bitfit", BitFitConfig
 
 
 class PrefixModel(DeltaBase):
-    """Prefix tuning of every attention layer, for bmforge's models."""
+    """Delta model with prefix tuning of every attention layer, for bmforge's models."""
 
     delta_type, config_class = "prefix", PrefixConfig
 
@@ -88,7 +88,7 @@ class PrefixModel(DeltaBase):
 
 
 class SoftPromptModel(DeltaBase):
-    """Soft prompt, for bmforge's models and ModelCenter's classes."""
+    """Delta model with a soft prompt, for bmforge's models and ModelCenter's classes."""
 
     delta_type, config_class = "soft_prompt", SoftPromptConfig
 

@@ -1,4 +1,4 @@
-"""OpenDelta's `utils.inspect`: counts of trainable parameters."""
+"""OpenDelta's module `utils.inspect`, which counts trainable parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenDelta's public names (0.3) and their state here."""
+"""Table of OpenDelta's public names (0.3) and whether bmforge supports them."""
 
 from bmforge.compat.names import read_names
 

@@ -1,4 +1,4 @@
-"""OpenDelta's `utils`; two of its modules are files of this package."""
+"""OpenDelta's module `utils`; two of its submodules are files of this package."""
 
 from bmforge.compat.names import missing_names
 from bmforge.compat.opendelta import inspect, visualization

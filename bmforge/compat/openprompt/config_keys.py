@@ -1,4 +1,4 @@
-"""Keys of OpenPrompt's configs: the fields that replace them, and why some have none."""
+"""Table of OpenPrompt's config keys: the fields that replace them, or why there are none."""
 
 from __future__ import annotations
 

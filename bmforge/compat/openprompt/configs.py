@@ -1,9 +1,7 @@
 """Converts OpenPrompt's YAML configs to a run of `bmforge train`, in TOML.
 
 Start at `read_config`. A key maps to a field by `config_keys.PLAIN` or by a method of `_Reader`;
-keys
-without a counterpart are listed with the reason, never dropped silently.
-
+keys without a counterpart are listed with the reason, never dropped silently.
 Source: openprompt/default_config.py of thunlp/OpenPrompt, 1.0.1, for keys and defaults.
 """
 
@@ -33,7 +31,7 @@ __all__ = ["read_config"]
 
 
 def read_config(path: str | Path, beside: Path | None = None) -> Migrated:
-    """Convert a config to a run; nothing is written.
+    """Convert an OpenPrompt config to a run; no file is written.
 
     Args:
         path: path of the YAML file; its relative paths are kept.
@@ -72,7 +70,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _flatten(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and value of every leaf."""
+    """Yield the dotted key and value of each leaf in nested tables."""
     for key, value in values.items():
         name = f"{before}{key}"
         if isinstance(value, dict) and not name.endswith("label_words"):
@@ -82,13 +80,13 @@ def _flatten(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str,
 
 
 def _check(out: Migrated) -> None:
-    """Check the converted config by parsing it as the recipe does, except for the model."""
+    """Check the converted config by parsing it like the recipe, except for the model."""
     values = {key: value for key, value in out.values.items() if key != "model"}
     config_from_dict(RUNS[out.task].forms[0].config, values)
 
 
 class _Reader:
-    """Converts the keys of a config one after the other.
+    """Converts the keys of a config one after another.
 
     Args:
         given: values by dotted key.
@@ -102,7 +100,7 @@ class _Reader:
         self.chosen = {str(name) for name in chosen}
 
     def take(self, key: str, usual: Any = None) -> Any:
-        """Remove and return a value, or the default."""
+        """Remove a key; return its value, or the default."""
         value = self.given.pop(key, None)
         return usual if value is None else value
 
@@ -115,7 +113,7 @@ class _Reader:
         table[name] = value
 
     def miss(self, key: str, why: str) -> None:
-        """List a key as having no counterpart."""
+        """Add a key to the list of those without a counterpart."""
         self.out.unplaced.append((key, why))
 
     def fill(self) -> None:
@@ -138,7 +136,7 @@ class _Reader:
         self.place_rest()
 
     def place_task(self) -> None:
-        """Convert the dataset's name and the task."""
+        """Convert the name of the dataset, and the task."""
         if self.take("task") == "relation_classification":
             self.take("classification.loss_function")
         if (loss := self.take("classification.loss_function")) not in (
@@ -184,7 +182,7 @@ class _Reader:
         self.place_rates(kind, block)
 
     def place_rates(self, kind: str, block: str) -> None:
-        """Convert the learning rates of model and template."""
+        """Convert the learning rates of the model and the template."""
         frozen = bool(self.take("plm.optimize.freeze_para", False))
         lr = float(self.take("plm.optimize.lr", 5e-4))
         warmup = int(self.take("plm.optimize.scheduler.num_warmup_steps", 500))
@@ -277,7 +275,7 @@ class _Reader:
                 self.miss("contextualized_calibrate.use_split", f"{split!r}: it is always train")
 
     def place_loop(self) -> None:
-        """Convert the length of training and gradient clipping."""
+        """Convert the training length and gradient clipping."""
         clip = float(self.take("train.max_grad_norm", -1.0))
         self.put("train.grad_clip", clip if clip > 0 else "none")
         steps = self.take("train.num_training_steps")
@@ -316,7 +314,7 @@ class _Reader:
             return None
 
     def place_rest(self) -> None:
-        """List the remaining keys, each with its reason."""
+        """List the remaining keys, each with the reason why it has no counterpart."""
         for key, value in self.given.items():
             if value is None:
                 continue
@@ -331,15 +329,13 @@ class _Reader:
                 self.miss(key, "not understood")
 
     def is_other(self, block: str) -> bool:
-        """Return True if a block belongs to a template, verbalizer or calibration that was not
-        chosen.
-        """
+        """Return True if a block belongs to a template, verbalizer or calibration not in use."""
         kinds = ("_template", "_verbalizer", "_calibrate")
         return block not in self.chosen and block.endswith(kinds)
 
 
 def _find_reason(key: str, reasons: Mapping[str, str]) -> str | None:
-    """Return the reason of the longest matching key prefix."""
+    """Return the reason for the longest matching prefix of a key."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         if (why := reasons.get(".".join(parts[:count]))) is not None:

@@ -1,4 +1,4 @@
-"""OpenPrompt's examples and batches: plain objects with its field names."""
+"""OpenPrompt's examples and batches, as plain objects with its field names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class InputExample:
         return self.to_json_string()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields."""
+        """Return the fields as a dict."""
         return dict(vars(self))
 
     def to_json_string(self) -> str:
@@ -48,16 +48,16 @@ class InputExample:
 
     @staticmethod
     def load_examples(path: str) -> list[InputExample]:
-        """Raise: the original unpickled files, which can run code."""
+        """Raise an error: the original unpickled files, which can run code."""
         raise ImportError("InputExample.load_examples is gone. Use JSON, one example a line.")
 
     def keys(self, keep_none: bool = False) -> list[str]:
-        """Return the field names, those with value None only with `keep_none`."""
+        """Return the field names; fields with value None only with `keep_none`."""
         return [name for name, value in vars(self).items() if keep_none or value is not None]
 
 
 class InputFeatures(dict[str, Any]):
-    """A batch: tensors and other values, by name or as attributes."""
+    """A batch of tensors and other values, by name or as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -78,9 +78,9 @@ class InputFeatures(dict[str, Any]):
         return self.to(kind if device is None else device)
 
     def to_tensor(self) -> InputFeatures:
-        """Return the batch, whose numbers are tensors already."""
+        """Return the batch unchanged, since its numbers are tensors already."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a plain dict."""
+        """Return the batch as a plain dict."""
         return dict(self)

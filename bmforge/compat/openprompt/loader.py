@@ -1,4 +1,4 @@
-"""Batches of prompts; examples are tokenized when their batch is made."""
+"""Data loader of prompts, which tokenizes examples when their batch is needed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PromptDataLoader:
             yield self._make([self._fill(self.dataset[index]) for index in part])
 
     def _count_truncated(self) -> tuple[int, int]:
-        """Return the number of examples whose prompts are cut, and the number of examples."""
+        """Return the number of examples whose prompts are truncated, and of all examples."""
         lengths = [len(self._core.encode(self._fill(e), _NO_LIMIT)) for e in self.dataset]
         return sum(length > self.max_seq_length for length in lengths), len(lengths)
 
@@ -112,14 +112,14 @@ class PromptDataLoader:
         return features
 
     def _fill(self, example: Any) -> Any:
-        """Return an example with the fields that template and verbalizer add."""
+        """Add the fields of template and verbalizer to an example."""
         example = self.template.fill(example)
         if hasattr(self.verbalizer, "wrap_one_example"):
             example = self.verbalizer.wrap_one_example(example)
         return example
 
     def _target(self, example: Any) -> str:
-        """Return the target text, truncated."""
+        """Return the target text, truncated to the maximum length."""
         text = example.tgt_text or ""
         if self.decoder_max_length > 0:
             tokenizer = self._core.tokenizer

@@ -1,4 +1,4 @@
-"""OpenPrompt's modules: model, template and verbalizer behind one call with a batch."""
+"""OpenPrompt's modules, which combine model, template and verbalizer, and take batches."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class PromptModel(nn.Module):
             plm.eval()
 
     def train(self, mode: bool = True) -> PromptModel:
-        """Set the training mode as torch does, except for a model with `plm_eval_mode`."""
+        """Set the training mode like torch, except for a model with `plm_eval_mode`."""
         super().train(mode)
         if self.plm_eval_mode:
             self.plm.eval()
         return self
 
     def look(self, batch: Mapping[str, Any], hidden: bool = True) -> PositionOutputs:
-        """Return the model's logits and hidden states at the masks of a batch."""
+        """Return the model's logits and hidden states at the masks in a batch."""
         inputs = {name: value for name, value in batch.items() if name not in _BESIDE}
         outputs = ask_model(self.plm, inputs, inputs.pop("mask_at"), hidden)
         assert outputs is not None
@@ -64,7 +64,7 @@ class PromptModel(nn.Module):
 
 
 class _Prompted(nn.Module):
-    """Attributes of a `PromptModel` for both wrappers."""
+    """Base class of both wrappers, with the attributes of a `PromptModel`."""
 
     def __init__(self, plm: Any, template: Any, freeze_plm: bool, plm_eval_mode: bool) -> None:
         super().__init__()
@@ -72,12 +72,12 @@ class _Prompted(nn.Module):
 
     @property
     def plm(self) -> Any:
-        """The model."""
+        """The language model."""
         return self.prompt_model.plm
 
     @property
     def template(self) -> Any:
-        """The template."""
+        """The prompt template."""
         return self.prompt_model.template
 
     @property
@@ -87,7 +87,7 @@ class _Prompted(nn.Module):
 
 
 class PromptForClassification(_Prompted):
-    """Returns class scores for a batch.
+    """Module that returns class scores for a batch.
 
     Args:
         plm, template, freeze_plm, plm_eval_mode: as `PromptModel`.
@@ -125,14 +125,14 @@ class PromptForClassification(_Prompted):
         return self.classifier(**_inputs_of(batch)).vocab_logits
 
     def look(self, batch: Mapping[str, Any]) -> PositionOutputs:
-        """Return logits and last hidden states at the mask."""
+        """Return the logits and last hidden states at the mask."""
         outputs = self.prompt_model.look(batch)
         assert outputs.hidden is not None
         return PositionOutputs(outputs.logits[:, 0], outputs.hidden[:, 0])
 
 
 class PromptForGeneration(_Prompted):
-    """Returns the loss of target texts, and generates texts.
+    """Module that returns the loss of target texts, and generates texts.
 
     Args:
         plm, template, freeze_plm, plm_eval_mode: as `PromptModel`.
@@ -192,5 +192,5 @@ class PromptForGeneration(_Prompted):
 
 
 def _inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's inputs from a batch."""
+    """Select the model's inputs from a batch."""
     return {name: value for name, value in batch.items() if name not in _TOLD}

@@ -1,4 +1,4 @@
-"""OpenPrompt's public names (1.0.1) and their state here."""
+"""Table of OpenPrompt's public names (1.0.1) and whether bmforge supports them."""
 
 from bmforge.compat.names import read_names
 

@@ -1,4 +1,4 @@
-"""OpenPrompt's templates, implemented with bmforge's.
+"""OpenPrompt's templates, each of which wraps a bmforge template.
 
 A template without trained embeddings needs no model: a loader or a model binds it to a prompting
 mode.
@@ -41,7 +41,7 @@ class Wrapped(list[Any]):
 
 
 class ManualTemplate(nn.Module):
-    """A template without trained parameters.
+    """Template without trained parameters.
 
     Args:
         tokenizer: tokenizer of bmforge or transformers.
@@ -75,15 +75,15 @@ class ManualTemplate(nn.Module):
                 self.soft_embedding = core._prompt
 
     def from_file(self, path: str, choice: int = 0) -> Self:
-        """Read the template from a line of a file; return the template."""
+        """Read the template text from a line of a file; return the template."""
         self.text = read_template(path, choice)
         return self
 
     def bind(self, asking: str, model: Any = None) -> Template:
-        """Return the equivalent template of bmforge.
+        """Build the equivalent bmforge template.
 
         Args:
-            asking: prompting mode; "" takes the model's.
+            asking: prompting mode; "" uses the model's.
             model: model that reads the prompts; None if none is needed.
         """
         if self._bound and (not asking or self._model is not None):
@@ -108,11 +108,11 @@ class ManualTemplate(nn.Module):
         return self._bound[asking]
 
     def fill(self, example: Any) -> Any:
-        """Return an example with the fields that the template adds: none."""
+        """Return the example unchanged, as this template adds no fields."""
         return example
 
     def wrap_one_example(self, example: Any) -> Wrapped:
-        """Return the text pieces of an example, and its other values."""
+        """Return the text pieces for an example, and its other values."""
         example = self.fill(example)
         core = next(iter(self._bound.values()), None) or self.bind("masked")
         pieces = [
@@ -131,7 +131,7 @@ class ManualTemplate(nn.Module):
 
 
 class MixedTemplate(ManualTemplate):
-    """A template with soft tokens.
+    """Template with soft (trained) tokens.
 
     Args:
         model: model whose embedding the soft tokens extend.
@@ -146,36 +146,36 @@ class MixedTemplate(ManualTemplate):
             self.text = text
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return bmforge's options for the original's."""
+        """Convert the original's options to bmforge's."""
         return {}
 
 
 class SoftTemplate(MixedTemplate):
-    """Soft tokens (`num_tokens`) before a template.
+    """Template preceded by `num_tokens` soft tokens.
 
-    They are initialised with the standard deviation of the embedding, or with words as soft pieces
-    say.
+    They are initialized with the standard deviation of the embedding, or from words that soft
+    pieces name.
     """
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the number of soft tokens."""
+        """Return the option for the number of soft tokens."""
         return {"front": options.get("num_tokens", 20)}
 
 
 class PtuningTemplate(MixedTemplate):
-    """Soft tokens that an LSTM or an MLP computes (`prompt_encoder_type`)."""
+    """Template with soft tokens computed by an LSTM or an MLP (`prompt_encoder_type`)."""
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the prompt encoder."""
+        """Return the option for the prompt encoder."""
         return {"encoder": options.get("prompt_encoder_type", "lstm")}
 
 
 class PTRTemplate(MixedTemplate):
-    """A template with several masks and soft tokens, for a `PTRVerbalizer`."""
+    """Template with several masks and soft tokens, for a `PTRVerbalizer`."""
 
 
 class PrefixTuningTemplate(MixedTemplate):
-    """A template with trained prefix keys and values in every attention layer.
+    """Template with trained prefix keys and values in every attention layer.
 
     Args:
         model, tokenizer, text: as `MixedTemplate`.

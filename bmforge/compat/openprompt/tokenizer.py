@@ -1,4 +1,4 @@
-"""Adapter from transformers' tokenizers to bmforge's interface."""
+"""Adapter that gives transformers' tokenizers bmforge's interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROLES = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
 
 
 class TheirTokenizer(Tokenizer):
-    """A transformers tokenizer with bmforge's interface.
+    """Transformers tokenizer with bmforge's interface.
 
     Args:
         theirs: the transformers tokenizer.
@@ -26,7 +26,7 @@ class TheirTokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Raise: transformers opens its own tokenizers."""
+        """Raise an error, since transformers opens its own tokenizers."""
         raise ConfigError("open it with transformers, or take bmforge.tokenizers.AutoTokenizer.")
 
     def _files(self) -> dict[str, bytes]:
@@ -37,19 +37,19 @@ class TheirTokenizer(Tokenizer):
         return {role: token for role, token in tokens.items() if token is not None}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         return list(self.theirs.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids."""
+        """Decode token ids to text."""
         return str(self.theirs.decode(list(ids)))
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of one token of the vocabulary, or None."""
+        """Return the id of a token, or None if the vocabulary lacks the token."""
         return self.get_vocab().get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return ids by token."""
+        """Return the whole vocabulary, as ids by token."""
         return dict(self.theirs.get_vocab())
 
     @property
@@ -59,5 +59,5 @@ class TheirTokenizer(Tokenizer):
 
 
 def as_ours(tokenizer: Any) -> Any:
-    """Return a tokenizer with bmforge's interface."""
+    """Wrap a tokenizer in bmforge's interface if it does not have it."""
     return tokenizer if isinstance(tokenizer, Tokenizer) else TheirTokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""OpenPrompt's runners: train, validate and test a prompted model from a configuration object.
+"""OpenPrompt's runners, which train, validate and test a prompted model from a config.
 
 The configuration is any object with the attributes of OpenPrompt's `CfgNode`; `bmforge migrate`
 converts its YAML files to runs of `bmforge train`, which also checkpoint, resume and shard.
@@ -53,15 +53,15 @@ class BaseRunner:
         raise NotImplementedError
 
     def inference_step(self, batch: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-        """Return the predictions of a batch and the right answers."""
+        """Return the predictions for a batch and the correct answers."""
         raise NotImplementedError
 
     def score(self, predictions: list[Any], answers: list[Any]) -> dict[str, float]:
-        """Return the configured metrics, the one that selects checkpoints first."""
+        """Compute the configured metrics; the first one selects checkpoints."""
         raise NotImplementedError
 
     def checkpoint_path(self, name: str) -> Path:
-        """Return the path of a checkpoint."""
+        """Return the file path of a checkpoint."""
         return Path(self.config.logging.path) / "checkpoints" / f"{name}.ckpt"
 
     def load_checkpoint(self, name: str) -> None:
@@ -104,7 +104,7 @@ class BaseRunner:
 
     @torch.no_grad()
     def inference_epoch(self, split: str) -> float:
-        """Return the first metric of the "validation" or "test" split."""
+        """Evaluate the "validation" or "test" split; return the first metric."""
         self.model.eval()
         predictions, answers = [], []
         for batch in self.loaders[split]:
@@ -114,7 +114,7 @@ class BaseRunner:
         return next(iter(self.score(predictions, answers).values()))
 
     def test(self, ckpt: str | None = None) -> float:
-        """Return the score of the test split, of a checkpoint or of the present weights."""
+        """Return the test score of a checkpoint, or of the current weights."""
         if ckpt:
             self.load_checkpoint(ckpt)
         return self.inference_epoch("test")
@@ -125,7 +125,7 @@ class BaseRunner:
         return self.test("best")
 
     def _length(self) -> tuple[int, int]:
-        """Return the number of steps and an upper bound of the number of epochs."""
+        """Return the number of training steps, and an upper bound on the number of epochs."""
         train = self.config.train
         per_epoch = max(1, len(self.train_dataloader) // train.gradient_accumulation_steps)
         steps, epochs = getattr(train, "num_training_steps", None), train.num_epochs
@@ -225,7 +225,7 @@ class ClassificationRunner(BaseRunner):
         return self.model(batch).argmax(-1).tolist(), batch["label"].tolist()
 
     def score(self, predictions: list[Any], answers: list[Any]) -> dict[str, float]:
-        """Return the metrics of `config.classification.metric`."""
+        """Compute the metrics in `config.classification.metric`."""
         separator = getattr(getattr(self.config, "dataset", None), "label_path_sep", None) or "-"
         return {
             name: classification_metrics(predictions, answers, name, self.id2label, separator)
@@ -242,12 +242,12 @@ class GenerationRunner(BaseRunner):
         return loss
 
     def inference_step(self, batch: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-        """Return the generated and the right texts."""
+        """Return the generated and the correct texts."""
         options = {k: v for k, v in vars(self.config.generation).items() if k != "metric"}
         return self.model.generate(batch, **options)[1], list(batch["tgt_text"])
 
     def score(self, predictions: list[Any], answers: list[Any]) -> dict[str, float]:
-        """Return the metrics of `config.generation.metric`."""
+        """Compute the metrics in `config.generation.metric`."""
         names = self.config.generation.metric
         return {name: generation_metric(predictions, answers, name) for name in names}
 
@@ -259,7 +259,7 @@ def _warmup_of(options: Any) -> int | None:
 
 
 def _linear_rate(warmup: int, total: int, step: int) -> float:
-    """Return the factor of the learning rate: linear warm-up, then linear decay to 0."""
+    """Return the learning rate factor: linear warm-up, then linear decay to 0."""
     if step < warmup:
         return step / warmup
     return max(0.0, (total - step) / max(1, total - warmup))

@@ -1,4 +1,4 @@
-"""OpenPrompt's `utils`; its modules are in `helping`."""
+"""OpenPrompt's module `utils`; its submodules are in `helping`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""OpenPrompt's verbalizers over bmforge's, built once the words are known."""
+"""OpenPrompt's verbalizers, each of which wraps a bmforge verbalizer.
+
+The bmforge verbalizer is built once the label words are known.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ __all__ = [
 
 
 class ManualVerbalizer(nn.Module):
-    """A verbalizer with given label words.
+    """Verbalizer with given label words.
 
     Args:
         tokenizer: tokenizer of bmforge or transformers.
@@ -35,7 +38,7 @@ class ManualVerbalizer(nn.Module):
         label_words: words per class, as a list or by class name; None waits for `from_file`.
         prefix: text before a word: " " or "".
         multi_token_handler: first, max, mean, or joint (bmforge's own).
-        post_log_softmax: return log-probabilities.
+        post_log_softmax: True to return log-probabilities.
         options: options of subclasses.
 
     Attributes:
@@ -101,11 +104,11 @@ class ManualVerbalizer(nn.Module):
         return self.words_ids_mask.amax(-1)
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return bmforge's verbalizer of these words."""
+        """Build the bmforge verbalizer for label words."""
         return ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join, self.normalize)  # type: ignore[arg-type]
 
     def from_file(self, path: str, choice: int = 0) -> Self:
-        """Read the words from a file; return the verbalizer."""
+        """Read the label words from a file; return the verbalizer."""
         self.label_words = read_verbalizer(path, choice, self.classes or ())
         return self
 
@@ -115,25 +118,28 @@ class ManualVerbalizer(nn.Module):
         return self.core
 
     def register_calibrate_logits(self, logits: Tensor) -> None:
-        """Calibrate with the word scores of content-free texts."""
+        """Calibrate the verbalizer with the word scores of content-free texts."""
         logits = logits if logits.dim() > 1 else logits[None]
         self._need().calibrate_(logits)
 
     def process_logits(self, logits: Tensor, **options: Any) -> Tensor:
-        """Return class scores from the logits at the mask."""
+        """Convert the logits at the mask to class scores."""
         scores: Tensor = self._need()(logits)
         return scores
 
     def forward(self, logits: Tensor) -> Tensor:
-        """As `process_logits`."""
+        """Convert the logits at the mask to class scores."""
         return self.process_logits(logits)
 
 
 class KnowledgeableVerbalizer(ManualVerbalizer):
-    """Many words per class; max_token_split, candidate_frac and pred_temp as in the original."""
+    """Verbalizer with many words per class.
+
+    The options `max_token_split`, `candidate_frac` and `pred_temp` are those of the original.
+    """
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return bmforge's verbalizer of these words."""
+        """Build the bmforge verbalizer for label words."""
         options = self.options
         return ours.KnowledgeableVerbalizer(
             rows, as_ours(self.tokenizer), options.get("max_token_split", -1),
@@ -143,24 +149,24 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
 
 
 class One2oneVerbalizer(ManualVerbalizer):
-    """One word per class."""
+    """Verbalizer with one word per class."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return bmforge's verbalizer of these words."""
+        """Build the bmforge verbalizer for label words."""
         options: Any = {"join": self.join, "normalize": self.normalize}
         return ours.OneToOneVerbalizer(rows, as_ours(self.tokenizer), **options)
 
 
 class PTRVerbalizer(ManualVerbalizer):
-    """One word per class at each of several masks."""
+    """Verbalizer with one word per class at each of several masks."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return bmforge's verbalizer of these words."""
+        """Build the bmforge verbalizer for label words."""
         return ours.PTRVerbalizer(rows, as_ours(self.tokenizer), join=self.join)
 
     @property
     def label_words(self) -> list[list[str]]:
-        """Words per class, one for each mask."""
+        """Label words per class, one for each mask."""
         return self._rows
 
     @label_words.setter
@@ -170,7 +176,10 @@ class PTRVerbalizer(ManualVerbalizer):
 
 
 class AutomaticVerbalizer(ManualVerbalizer):
-    """Finds its words: call `register_buffer(logits, labels)`, then `optimize_to_initialize()`."""
+    """Verbalizer that chooses its label words from labeled examples.
+
+    Call `register_buffer(logits, labels)`, then `optimize_to_initialize()`.
+    """
 
     def __init__(
         self, tokenizer: Any = None, num_candidates: int = 1000, label_word_num_per_class: int = 1,
@@ -189,14 +198,14 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def register_buffer(self, *arguments: Any, **options: Any) -> None:
-        """Store logits at the masks of labeled examples; with a name, call `nn.Module`'s method."""
+        """Store the logits at the masks of labeled examples; with a name, call torch's method."""
         if arguments and isinstance(arguments[0], Tensor):
             self._seen.append((arguments[0].detach(), arguments[1]))
         else:
             super().register_buffer(*arguments, **options)
 
     def optimize_to_initialize(self) -> None:
-        """Choose the words from the stored logits."""
+        """Choose the label words from the stored logits."""
         if not self._seen:
             raise ConfigError("nothing was remembered: call register_buffer(logits, labels).")
         logits, labels = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
@@ -205,7 +214,10 @@ class AutomaticVerbalizer(ManualVerbalizer):
 
 
 class SoftVerbalizer(ManualVerbalizer):
-    """The model's head with a trained row per class; `model` (or `plm`) is the second argument."""
+    """Verbalizer with the model's head and a trained row per class.
+
+    `model` (or `plm`) is the second argument.
+    """
 
     def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
         self._plm = [model if model is not None else options.pop("plm", None)]
@@ -214,12 +226,12 @@ class SoftVerbalizer(ManualVerbalizer):
             self.core = ours.SoftVerbalizer(self.num_classes, as_ours(tokenizer), self._plm[0])
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return bmforge's verbalizer of these words."""
+        """Build the bmforge verbalizer for label words."""
         return ours.SoftVerbalizer(rows, as_ours(self.tokenizer), self._plm[0])
 
     @property
     def group_parameters_1(self) -> list[nn.Parameter]:
-        """Parameters of the head before its last layer."""
+        """Parameters of the head, except its last layer."""
         return list(self._need().head.parameters())
 
     @property
@@ -229,14 +241,17 @@ class SoftVerbalizer(ManualVerbalizer):
 
 
 class ProtoVerbalizer(ManualVerbalizer):
-    """Label words and trained class prototypes; `model` (or `plm`) is the second argument."""
+    """Verbalizer with label words and trained class prototypes.
+
+    `model` (or `plm`) is the second argument.
+    """
 
     def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
         self._plm = [model if model is not None else options.pop("plm", None)]
         super().__init__(tokenizer, *arguments, **options)
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return bmforge's verbalizer of these words."""
+        """Build the bmforge verbalizer for label words."""
         words = None
         if self.options.get("multi_verb", "multi") == "multi":
             words = ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join)  # type: ignore[arg-type]
@@ -244,7 +259,7 @@ class ProtoVerbalizer(ManualVerbalizer):
         return ours.PrototypeVerbalizer(len(rows), width, self.options.get("mid_dim", 64), words)
 
     def train_proto(self, model: Any, dataloader: Any, device: Any = None) -> None:
-        """Train the prototypes on a loader's labeled examples."""
+        """Train the class prototypes on a loader's labeled examples."""
         states, labels = [], []
         for batch in dataloader:
             answers = model.look(batch)
@@ -265,14 +280,14 @@ class ProtoVerbalizer(ManualVerbalizer):
 
 
 class GenerationVerbalizer(ManualVerbalizer):
-    """Generates a class's text: its label words, or a rule (`is_rule`)."""
+    """Verbalizer whose classes are texts to generate: label words, or a rule (`is_rule`)."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
-        """Return bmforge's verbalizer of these texts."""
+        """Build the bmforge verbalizer for class texts."""
         rule = bool(self.options.get("is_rule", False))
         return ours.GenerationVerbalizer(rows, as_ours(self.tokenizer), rule=rule)
 
     def wrap_one_example(self, example: Any) -> Any:
-        """Set an example's target to the text of its class; return the example."""
+        """Set the target of an example to the text of its class; return the example."""
         example.tgt_text = self._need().write(example, example.label)
         return example

@@ -47,16 +47,16 @@ class TokenizerWrapper:
 
     @property
     def truncate_rate(self) -> float:
-        """Share of the loader's examples that are cut; 0 without a loader."""
+        """Share of the loader's examples that are truncated; 0 without a loader."""
         truncated, total = self.count_truncated()
         return truncated / total if total else 0.0
 
     def tokenize_one_example(self, wrapped_example: Any, teacher_forcing: bool) -> InputFeatures:
-        """Return the ids of a wrapped example, without padding.
+        """Return the token ids of a wrapped example, without padding.
 
         Args:
             wrapped_example: result of `wrap_one_example`.
-            teacher_forcing: include the target text.
+            teacher_forcing: True to include the target text.
         """
         core = wrapped_example.template.bind(self.asking)
         answer: list[int] = []
@@ -87,7 +87,7 @@ class LMTokenizerWrapper(TokenizerWrapper):
 
 
 class T5TokenizerWrapper(TokenizerWrapper):
-    """Wrapper for models that fill sentinel tokens."""
+    """Wrapper for encoder-decoders that fill in sentinel tokens."""
 
     asking = "spans"
 

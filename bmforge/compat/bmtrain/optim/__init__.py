@@ -1,4 +1,4 @@
-"""BMTrain's optimizers (`adam.py`), training step (`optim_manager.py`) and states (`state.py`)."""
+"""BMTrain's optimizers (`adam.py`), training step (`optim_manager.py`), states (`state.py`)."""
 
 from bmforge.compat.bmtrain.names import NAMES
 from bmforge.compat.bmtrain.optim import optim_manager

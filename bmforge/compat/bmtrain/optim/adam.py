@@ -1,4 +1,4 @@
-"""Adam with fp32 states for parameters of any dtype, on the device or on the host."""
+"""Adam optimizers with fp32 states for parameters of any dtype, on the device or the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AdamOffloadOptimizer", "AdamOptimizer"]
 
 
 class AdamOptimizer(torch.optim.Optimizer):
-    """AdamW in torch's formula, with an fp32 copy of half-precision parameters.
+    """AdamW optimizer with torch's formula, and an fp32 copy of half-precision parameters.
 
     Args:
         params: parameters or parameter groups.
@@ -56,7 +56,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return self._scale
 
     def loss_scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale, divided by the number of processes, for backward."""
+        """Return the scaled loss for backward, divided by the number of processes."""
         self._pending = self._scale
         return loss * (self._scale / config["world_size"])
 
@@ -144,11 +144,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         return state
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Return plain tensors: this process's shards, or with `gather` the full states."""
+        """Return the state as plain tensors: local shards, or with `gather` full tensors."""
         return {**pack_state(self, gather), "scale": self._scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`.
+        """Restore the optimizer from a state.
 
         Raises:
             CheckpointError: the parameters differ or, for shards, the processes.
@@ -169,14 +169,15 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """`AdamOptimizer` with its states on the host; without an accelerator the numbers are equal.
+    """Adam optimizer with its states on the host; otherwise like `AdamOptimizer`.
 
-    Gradients and updated weights are copied while other parameters are updated. `step` returns when
-    all parameters are updated, and the device waits for the last copy.
+    Without an accelerator the results are equal. Gradients and updated weights are copied while
+    other parameters are updated. `step` returns when all parameters are updated, and the device
+    waits for the last copy.
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps, scale: see `AdamOptimizer`.
-        record_delta: record mean and variance of the last update.
+        record_delta: True to record mean and variance of the last update.
     """
 
     state_device = torch.device("cpu")
@@ -207,7 +208,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta += torch.cat((torch.tensor([float(delta.numel())]), sums))
 
     def _update_away(self, group: dict[str, Any], params: list[Tensor], scale: float) -> None:
-        """Update one parameter while the next gradient and the previous weight are copied."""
+        """Update parameters on the host; updates overlap with copies."""
         if self._engine is None:
             self._engine = make_copy_engine(local_tensor(params[0]).device, "bmtrain-offload")
         engine, coming, going = self._engine, [], []

@@ -1,4 +1,4 @@
-"""BMTrain's training step: scaled backward, clipping, overflow skipping, schedules."""
+"""BMTrain's training step: scaled backward, clipping, overflow handling, and schedules."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ class OptimManager:
         norm_type: float | str = 2,
         eps: float = 1e-6,
     ) -> Tensor:
-        """Clip gradients to a norm of at most `max_norm`; return the unscaled norm before clipping.
+        """Clip gradients to a norm of `max_norm`; return the unscaled norm before clipping.
 
         Comm: one all-reduce of a number.
         """
         return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
 
     def step(self) -> None:
-        """Step optimizers and schedules, or none of them if a gradient is not finite.
+        """Step optimizers and schedules; skip the step if a gradient is not finite.
 
         Comm: one all-reduce of a number.
         """
@@ -151,7 +151,7 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`.
+        """Restore the optimizers and schedules from a state.
 
         Raises:
             CheckpointError: the optimizers or parameters differ.
@@ -174,7 +174,7 @@ class OptimManager:
 
 
 def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters that have a gradient, with the local or nonzero values of it."""
+    """Return parameters that have a gradient, with local (or nonzero sparse) gradient values."""
     grads = []
     for param in (param for group in groups for param in group["params"]):
         if param.grad is not None and param.grad.is_sparse:
@@ -187,7 +187,7 @@ def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def _is_finite(groups: Groups) -> bool:
-    """Return True if all gradients are finite, the same result on every process."""
+    """Return True if the gradients of all processes are finite; equal on every process."""
     bad = torch.zeros((), dtype=torch.float32, device=config.device)
     for _, grad in _grads(groups):
         if grad.numel():
@@ -197,7 +197,7 @@ def _is_finite(groups: Groups) -> bool:
 
 
 def check_overflow(param_groups: Groups) -> None:
-    """Check all gradients of all processes for values that are not finite.
+    """Raise an error if a gradient on any process is not finite.
 
     Raises:
         OverflowError: a gradient is not finite.
@@ -224,14 +224,14 @@ def clip_grad_norm(
     norm_type: float | str = 2,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Clip gradients to a norm of at most `max_norm`; return the norm before clipping.
+    """Clip gradients to a norm of `max_norm`; return the norm before clipping.
 
     Args:
         param_groups: parameter groups of an optimizer.
         max_norm: largest norm of the gradients divided by `scale`.
         scale: loss scale of the gradients.
         norm_type: p of the norm; infinity or "inf" is the largest absolute value.
-        eps: added to the norm before dividing.
+        eps: number added to the norm before dividing.
 
     Comm: one all-reduce of a number.
     """
@@ -259,7 +259,7 @@ def _wide(grad: Tensor) -> torch.dtype:
 
 
 def _counts_here(param: Tensor) -> bool:
-    """Return True if this process counts its local gradient, so that replicated ones count once."""
+    """Return True if this process counts its local gradient; replicated ones count only once."""
     origin = origin_of(param)
     if origin is None:
         return bool(config["rank"] == 0)
@@ -271,7 +271,7 @@ def _counts_here(param: Tensor) -> bool:
 
 
 def optim_step(optim: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | None = None) -> None:
-    """Step as the older loop does: on a non-finite gradient skip the step and halve `optim.scale`.
+    """Step like BMTrain's older loop: on a non-finite gradient, skip and halve `optim.scale`.
 
     The factor and the number of steps after which the scale grows are those of `init_distributed`.
     """

@@ -1,4 +1,7 @@
-"""Optimizer states as plain tensors: local shards, or full tensors for any number of processes."""
+"""Converts optimizer states to plain tensors: local shards, or full tensors.
+
+A full state can be loaded on any number of processes.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ State = dict[str, Any]
 
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters in the order in which its state numbers them."""
+    """Return an optimizer's parameters in the order of their numbers in its state."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def pack_state(optimizer: torch.optim.Optimizer, gather: bool) -> State:
-    """Return a `state_dict` of plain tensors: this process's shards, or with `gather` full tensors.
+    """Return a `state_dict` of plain tensors: local shards, or with `gather` full tensors.
 
     Raises:
         ConfigError: `gather` with a pipeline.
@@ -51,12 +54,12 @@ def _pack(param: Tensor, value: Any, gather: bool) -> Any:
 
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
-    """Return a local tensor as a DTensor sharded like `param`."""
+    """Convert a local tensor to a DTensor that is sharded like `param`."""
     return value if isinstance(value, DTensor) else laid_out_like(value, param)
 
 
 def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> State:
-    """Return the state of `pack_state` as shards; a full state fits any number of processes.
+    """Convert a packed state to shards; a full state fits any number of processes.
 
     Raises:
         CheckpointError: the number of parameters or a shape differs.

@@ -1,8 +1,8 @@
-"""Steps of torch's optimizers on sharded parameters.
+"""Steps torch's optimizers on sharded parameters.
 
 Most optimizers are elementwise and run on DTensors. `Rprop` is elementwise too, but uses an
 operation without a DTensor rule, so it steps the local tensors. `Adafactor` needs rows and columns:
-it steps full parameters, one at a time, and keeps its small states full.
+it steps full parameters, one at a time, and keeps its small states unsharded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["check_optimizer", "keeps_whole", "step_shares"]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Check that a manager can step an optimizer.
+    """Check that `OptimManager` supports an optimizer.
 
     Raises:
-        ConfigError: it cannot; the message names alternatives.
+        ConfigError: it does not; the message names alternatives.
     """
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
@@ -43,7 +43,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def keeps_whole(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's states are full tensors on every process."""
+    """Return True if an optimizer's states are unsharded on every process."""
     return isinstance(optimizer, Adafactor) and bool(config["world_size"] > 1)
 
 
@@ -72,7 +72,7 @@ def step_shares(optimizer: Optimizer) -> None:
 
 
 def _here(param: Tensor) -> Tensor:
-    """Return the local tensor of a parameter, with its local gradient."""
+    """Return the local shard of a parameter, with its local gradient."""
     stand_in = local_tensor(param.detach())
     stand_in.grad = None if param.grad is None else local_tensor(param.grad)
     return stand_in
@@ -80,7 +80,7 @@ def _here(param: Tensor) -> Tensor:
 
 @contextmanager
 def _in_place_of(optimizer: Optimizer, groups: list[list[tuple[Tensor, Tensor]]]) -> Iterator[None]:
-    """Context manager: temporarily replace an optimizer's parameters by other tensors."""
+    """Context manager: temporarily replace an optimizer's parameters with other tensors."""
     before = [group["params"] for group in optimizer.param_groups]
     pairs = [pair for group in groups for pair in group]
     states: dict[Any, Any] = optimizer.state
@@ -101,5 +101,5 @@ def _in_place_of(optimizer: Optimizer, groups: list[list[tuple[Tensor, Tensor]]]
 
 
 def _plain(value: Any) -> Any:
-    """Return the local tensor of a state; loaded states are DTensors."""
+    """Return the local tensor of an optimizer state, which is a DTensor after loading."""
     return local_tensor(value) if isinstance(value, DTensor) else value

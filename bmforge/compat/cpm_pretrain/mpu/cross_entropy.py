@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are sharded over the vocabulary."""
+"""Cross-entropy loss for logits that are sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["vocab_parallel_cross_entropy"]
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
-    """Return every token's loss, the same on all processes, without changing the logits in place.
+    """Return the loss of every token, equal on all processes; the logits are not modified.
 
     Args:
         vocab_parallel_logits: logits of this process's part of the vocabulary.

@@ -25,7 +25,7 @@ __all__ = ["broadcast_data"]
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the tensors of the group's first process, on this process's device.
+    """Broadcast tensors from the first process of the tensor-parallel group to this device.
 
     Args:
         keys: names of the tensors.
@@ -56,7 +56,7 @@ def broadcast_data(
 def _describe(
     keys: Sequence[str], data: Mapping[str, Tensor], datatype: torch.dtype
 ) -> tuple[list[tuple[int, ...]], str]:
-    """Return the shapes, or an error message."""
+    """Return the shapes of the tensors, and an error message if a tensor is not valid."""
     missing = [key for key in keys if key not in data]
     if missing:
         return [], f"broadcast_data: the batch has no {', '.join(missing)}; it has {list(data)}."

@@ -22,7 +22,7 @@ __all__ = ["clip_grad_norm"]
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
 ) -> float:
-    """Clip gradients to a norm, in place; return the norm before, over the full model.
+    """Clip gradients to a norm, in place; return the full model's norm before clipping.
 
     Args:
         parameters: parameters; those with `model_parallel` set are sharded, the others are

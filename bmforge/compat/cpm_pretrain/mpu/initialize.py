@@ -1,4 +1,4 @@
-"""Process groups along the axes of a layout's mesh, under mpu's names.
+"""Process groups along the axes of a layout's mesh, under the names of mpu.
 
 Tensor-parallel ranks vary fastest, then replicas, then pipeline stages, as in the engine's meshes.
 `groups` is the only state.
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Groups:
-    """The process groups that `initialize_model_parallel` creates.
+    """Process groups that `initialize_model_parallel` creates.
 
     Attributes:
         mesh: mesh of all axes; None before.
@@ -68,18 +68,18 @@ class Groups:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the groups exist and their process group is alive."""
+        """True if the groups exist and their process group is alive."""
         joined = dist.is_initialized() and self._world is dist.group.WORLD
         return self.mesh is not None and joined
 
     def take(self, mesh: DeviceMesh, device: torch.device, topology: Any) -> None:
-        """Take over a mesh."""
+        """Adopt the groups of a mesh."""
         self.mesh, self.device, self.topology = mesh, device, topology
         self._world = dist.group.WORLD
         self.io = _io_group(mesh)
 
     def of(self, axis: str) -> dist.ProcessGroup:
-        """Return the processes that differ from this one along an axis: tp, pp or data.
+        """Return the process group along an axis of the mesh: "tp", "pp" or "data".
 
         Raises:
             DistributedError: `initialize_model_parallel` was not called.
@@ -98,14 +98,14 @@ groups = Groups()
 
 
 def _io_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of the first processes of the first and the last stage."""
+    """Create the group of the first processes of the first and the last stage."""
     ends = mesh.mesh.flatten(1, -2)[[0, -1], :, 0].flatten().unique().tolist()
     group = new_group(ends)
     return group if dist.get_rank() in ends else None
 
 
 def join_layout(layout: Layout, topology: Any = None) -> DeviceMesh:
-    """Initialise the process group and take the groups of a layout's mesh; return the mesh."""
+    """Initialize the process group and adopt the groups of a layout's mesh; return the mesh."""
     world = init_distributed()
     mesh = build_mesh(layout, world.device)
     groups.take(mesh, world.device, topology)
@@ -113,7 +113,7 @@ def join_layout(layout: Layout, topology: Any = None) -> DeviceMesh:
 
 
 def initialize_model_parallel(model_parallel_size_: int, topology: Any = None) -> None:
-    """Create the groups.
+    """Create the process groups.
 
     Args:
         model_parallel_size_: tensor-parallel size; at most the number of processes.
@@ -134,22 +134,22 @@ def initialize_model_parallel(model_parallel_size_: int, topology: Any = None) -
 
 
 def destroy_model_parallel() -> None:
-    """Remove the groups."""
+    """Remove the process groups."""
     groups.forget()
 
 
 def is_unitialized() -> bool:
-    """Return True if there are no groups."""
+    """Return True if the process groups do not exist."""
     return not groups.is_ready
 
 
 def model_parallel_is_initialized() -> bool:
-    """Return True if the groups exist."""
+    """Return True if the process groups exist."""
     return groups.is_ready
 
 
 def get_topology() -> Any:
-    """Return the topology that was passed; None without a pipeline."""
+    """Return the topology given at initialization; None without a pipeline."""
     return groups.topology
 
 
@@ -184,17 +184,17 @@ def get_io_parallel_group() -> dist.ProcessGroup:
 
 
 def set_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the tensor-parallel size; None restores the group's."""
+    """Override the tensor-parallel size; None restores that of the group."""
     groups.size = world_size
 
 
 def set_model_parallel_rank(rank: int | None) -> None:
-    """Override the tensor-parallel rank; None restores the group's."""
+    """Override the tensor-parallel rank; None restores that of the group."""
     groups.rank = rank
 
 
 def get_model_parallel_world_size() -> int:
-    """Return the tensor-parallel size."""
+    """Return the number of processes in the tensor-parallel group."""
     return get_model_parallel_group().size() if groups.size is None else groups.size
 
 
@@ -209,7 +209,7 @@ def get_model_parallel_src_rank() -> int:
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of replicas."""
+    """Return the number of data-parallel replicas."""
     return get_data_parallel_group().size()
 
 

@@ -1,6 +1,6 @@
-"""Tensor-parallel layers that programs place by hand.
+"""Tensor-parallel layers for programs that parallelize their models by hand.
 
-`weight` and `bias` are this process's part. The full weight is initialised everywhere and split, so
+`weight` and `bias` are this process's part. The full weight is initialized everywhere and split, so
 its values do not depend on the number of processes. `pretrain` parallelizes such a model.
 """
 
@@ -41,7 +41,7 @@ Init = Callable[[Tensor], Any]
 
 
 class PartParameter(nn.Parameter):
-    """A parameter that is this process's part of a full one, with Megatron's attributes.
+    """Parameter that is this process's part of a full one, with Megatron's attributes.
 
     Args:
         data: this process's part.
@@ -67,7 +67,7 @@ class PartParameter(nn.Parameter):
     partition_stride: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartParameter:
-        """Copy the values and the attributes."""
+        """Copy the values and the attributes of the parameter."""
         if id(self) not in memo:
             data = self.detach().clone()
             memo[id(self)] = PartParameter(
@@ -79,12 +79,12 @@ class PartParameter(nn.Parameter):
 def _draw_part(
     rows: int, columns: int, dim: int, init_method: Init, stride: int
 ) -> tuple[nn.Parameter, Tensor]:
-    """Initialise a full matrix; return this process's part and the full matrix.
+    """Initialize a full matrix; return this process's part and the full matrix.
 
     Args:
         rows, columns: full size.
         dim: sharded dim.
-        init_method: in-place initialisation.
+        init_method: in-place initialization.
         stride: number of stacked matrices, of each of which the process has a part.
     """
     full = torch.empty(rows, columns, device=groups.device)
@@ -95,7 +95,7 @@ def _draw_part(
 
 
 class _PartLinear(nn.Module):
-    """Base of the tensor-parallel linear layers: `weight` and its sizes."""
+    """Base class of the tensor-parallel linear layers, with `weight` and the sizes."""
 
     def __init__(
         self,
@@ -116,16 +116,16 @@ class _PartLinear(nn.Module):
 
 
 class ColumnParallelLinear(_PartLinear):
-    """A linear layer whose outputs are sharded.
+    """Linear layer whose outputs are sharded.
 
     Args:
         input_size, output_size: sizes of the full layer.
-        bias: add a bias, which begins at 0.
-        gather_output: return all outputs instead of this process's.
-        init_method: in-place initialisation of the full weight.
+        bias: True to add a bias, which begins at 0.
+        gather_output: True to return all outputs instead of this process's.
+        init_method: in-place initialization of the full weight.
         stride: number of matrices stacked in the weight (3 for queries, keys and values).
-        keep_master_weight_for_test: keep the full weight as `master_weight`.
-        skip_bias_add: return the bias instead of adding it.
+        keep_master_weight_for_test: True to keep the full weight as `master_weight`.
+        skip_bias_add: True to return the bias instead of adding it.
     """
 
     def __init__(
@@ -157,16 +157,16 @@ class ColumnParallelLinear(_PartLinear):
 
 
 class RowParallelLinear(_PartLinear):
-    """A linear layer whose inputs are sharded.
+    """Linear layer whose inputs are sharded.
 
     Args:
         input_size, output_size: sizes of the full layer.
-        bias: add a bias, which begins at 0 and is replicated.
-        input_is_parallel: whether the input has this process's columns only.
-        init_method: in-place initialisation of the full weight.
+        bias: True to add a bias, which begins at 0 and is replicated.
+        input_is_parallel: True if the input has only this process's columns.
+        init_method: in-place initialization of the full weight.
         stride: number of matrices stacked in the weight.
-        keep_master_weight_for_test: keep the full weight as `master_weight`.
-        skip_bias_add: return the bias instead of adding it.
+        keep_master_weight_for_test: True to keep the full weight as `master_weight`.
+        skip_bias_add: True to return the bias instead of adding it.
     """
 
     def __init__(
@@ -197,12 +197,12 @@ class RowParallelLinear(_PartLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose vocabulary is sharded.
+    """Embedding whose vocabulary is sharded.
 
     Args:
         num_embeddings: size of the full vocabulary.
         embedding_dim: embedding size.
-        init_method: in-place initialisation of the full table.
+        init_method: in-place initialization of the full table.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""mpu's names of the collectives at the borders of tensor-parallel regions."""
+"""Collectives at the borders of tensor-parallel regions, under the names of mpu."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = [
 
 
 def copy_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """Identity in forward; backward all-reduces the gradient."""
+    """Return the input unchanged; backward all-reduces the gradient."""
     return sum_backward(input_, get_model_parallel_group())
 
 
 def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
-    """All-reduce in forward; identity in backward."""
+    """All-reduce the input; backward leaves the gradient unchanged."""
     return sum_forward(input_, get_model_parallel_group())
 
 

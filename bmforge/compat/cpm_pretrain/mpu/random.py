@@ -1,4 +1,4 @@
-"""Random generators that are shared or separate within a tensor-parallel group, and recomputation.
+"""Random generators for tensor-parallel groups, and activation recomputation.
 
 Recomputation in backward restores both kinds of generators.
 """
@@ -34,7 +34,7 @@ States = dict[str, dict[str, Tensor]]
 
 
 class CudaRNGStatesTracker:
-    """Named random generators of the accelerator, or of the CPU without one."""
+    """Named random generators of the accelerator, or of the CPU if there is none."""
 
     def __init__(self) -> None:
         self.reset()
@@ -53,7 +53,7 @@ class CudaRNGStatesTracker:
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Add a generator.
+        """Add a named generator.
 
         Raises:
             ConfigError: the name or the seed is taken.
@@ -70,7 +70,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _OWN) -> Iterator[None]:
-        """Context manager: use a named generator inside, and leave the default one unchanged.
+        """Context manager: use a named generator instead of the default one.
 
         Raises:
             ConfigError: there is no generator of that name.
@@ -92,19 +92,19 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """Return the tracker of this process."""
+    """Return the generators of this process."""
     return _tracker
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the generator shared by the tensor-parallel group, and add one that differs per rank."""
+    """Seed the generator shared by the tensor-parallel group, and add a separate one per rank."""
     _tracker.reset()
     torch.manual_seed(seed)
     _tracker.add(_OWN, seed + _APART + get_model_parallel_rank())
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function without keeping its activations; backward calls it again."""
+    """Call a function without keeping its activations, which backward recomputes."""
     before = _tracker.get_states()
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -115,7 +115,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def _with_states(states: States | None) -> Iterator[None]:
-    """Context manager: restore the tracker's states inside, and the current ones afterwards."""
+    """Context manager: use the given generator states inside, and the current ones afterwards."""
     if states is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Classification tasks for encoders: one text or a pair of texts, and a class."""
+"""Classification tasks for encoders, with one text or a pair of texts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ __all__ = ["DATASET", "BertRows"]
 
 
 class BertRows(TaskRows):
-    """A split of a task for an encoder.
+    """One split of a task, encoded for an encoder.
 
     A sample has `input_ids`, `attention_mask`, `labels`, and `token_type_ids` if the tokenizer
-    makes
-    them; with choices, the first three have a row per choice. In a pair that is too long the first
-    text
-    is cut, so that the second, the question, is always complete.
+    makes them; with choices, the first three have a row per choice. In a pair that is too long the
+    first text is cut, so that the second, the question, is always complete.
 
     Attributes:
         fields: names of the one or two texts; with "{...}" they are templates.
-        balances: whether training repeats rare classes.
+        balances: True if training repeats rare classes.
     """
 
     length_names = ("max_encoder_length",)
@@ -33,7 +31,7 @@ class BertRows(TaskRows):
     balances: ClassVar[bool] = False
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Repeat each class by the rounded-down ratio of the largest class to it."""
+        """Repeat the examples of rare classes, by the rounded-down ratio to the largest class."""
         if not self.balances or self.split != "train":
             return examples
         counts = Counter(example.label for example in examples)
@@ -41,7 +39,7 @@ class BertRows(TaskRows):
         return [e for e in examples for _ in range(most // counts[e.label])]
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of a sample.
+        """Encode an example as tensors.
 
         Shape:
             input_ids, attention_mask, token_type_ids: (max_encoder_length,); labels: scalar

@@ -1,4 +1,4 @@
-"""Samples of CPM-1's pretraining from a corpus of pieces."""
+"""Pretraining samples of CPM-1, from a corpus of text pieces."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ _SEPARATOR = 4  # <sep>: a piece that ends with it is predicted to its end
 
 
 class CPM1_Dataset(Dataset[Any]):  # noqa: N801
-    """Pieces and their targets, padded to one length.
+    """Text pieces and their targets, padded to one length.
+
+    An index returns `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; a slice returns
+    them stacked for all its pieces.
 
     Args:
         ctx: pieces of token ids.
         tgt: targets, as long as their pieces.
         max_length: padded length; slices skip longer pieces.
-
-    An index returns `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; a slice returns
-    them
-    stacked for all its pieces.
     """
 
     def __init__(self, ctx: Any, tgt: Any, max_length: int = 1024) -> None:
@@ -53,19 +52,16 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
 
 
 class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
-    """Pieces whose middle is predicted, with the rest as context that all tokens attend to.
+    """Text pieces whose middle is predicted; all tokens attend to the rest, as context.
 
     Python's `random` selects the middle: it begins in the second eighth and ends in the last
-    quarter, or
-    at the end of a piece that ends with `<sep>`.
+    quarter, or at the end of a piece that ends with `<sep>`. An index returns the piece, the target
+    of each position (-100: none), its length, and the context mask; four times None for a skipped
+    piece.
 
     Args:
         ctx: pieces of token ids.
         max_length: longest piece; longer ones give None.
-
-    An index returns the piece, the target of each position (-100: none), its length, and the
-    context mask;
-    four times None for a skipped piece.
     """
 
     def __init__(self, ctx: Any, max_length: int = 1024) -> None:
@@ -75,7 +71,7 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
         return len(self.ctx)
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any, Any]:
-        """Return the sample of one piece."""
+        """Return the sample for one piece."""
         ctx = self.ctx[index]
         length = len(ctx)
         if length > self.max_length:
@@ -98,7 +94,7 @@ def _fill(ids: Any, width: int, filling: int) -> torch.Tensor:
 
 
 def stack_rows(rows: Any) -> dict[str, Any]:
-    """Stack the samples that are not None into a batch; lengths become a tensor."""
+    """Stack all samples that are not None into a batch; lengths become a tensor."""
     complete = [row for row in rows if row is not None]
     names = complete[0] if complete else ()
     return {

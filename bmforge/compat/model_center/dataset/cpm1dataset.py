@@ -1,4 +1,4 @@
-"""LCQMC (do two questions mean the same?) for CPM-1."""
+"""LCQMC (question paraphrase detection) for CPM-1."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ _START = 1
 
 
 class CPM1Rows(TaskRows):
-    """A split of a task for CPM-1.
+    """One split of a task, encoded for CPM-1.
 
     A sample has `input_tokens`, their number `input_length`, `input_context` (all False: attention
-    is
-    causal), `input_span`, `index` (1 where the answer is predicted) and the label `targets`.
+    is causal), `input_span`, `index` (1 where the answer is predicted) and the label `targets`.
     """
 
     length_names = ("max_length",)
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of each label's word."""
+        """Return the first token of the answer word for each label."""
         return first_tokens(cls.task, tokenizer)
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of a sample.
+        """Encode an example as tensors.
 
         Shape:
             input_tokens, input_context, input_span, index: (max_length,); the others: scalars
@@ -57,7 +56,7 @@ class CPM1Rows(TaskRows):
 
 
 def first_tokens(task: str, tokenizer: Any) -> list[int]:
-    """Return the first token of each label's word.
+    """Return the first token of the answer word for each label.
 
     Raises:
         DataError: the words of two labels begin with the same token.
@@ -72,7 +71,7 @@ def first_tokens(task: str, tokenizer: Any) -> list[int]:
 
 
 def fitting(ids: list[int], width: int, example: TaskExample, name: str) -> list[int]:
-    """Return the ids if they fit the width.
+    """Return the ids, after checking that they fit the width.
 
     Raises:
         DataError: there are too many.

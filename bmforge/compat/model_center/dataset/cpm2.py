@@ -1,4 +1,4 @@
-"""Samples of CPM-2's pretraining from a corpus of sources and targets."""
+"""Pretraining samples of CPM-2, from a corpus of sources and targets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _VOCABULARY, _BLANKS = 26240, 190
 
 
 class CPM2_Dataset(Dataset[Any]):  # noqa: N801
-    """Sources and targets, padded to their lengths.
+    """Pairs of sources and targets, padded to their maximum lengths.
+
+    An index returns `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for a skipped
+    pair;
+    a slice returns them stacked.
 
     Args:
         ctx: sources.
         tgt: targets; one that is a token too long is cut, a longer one is skipped with its source.
         max_source_length: padded length of sources; pairs with a longer source are skipped.
         max_target_length: padded length of targets, which have one more position.
-
-    An index returns `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for a skipped
-    pair;
-    a slice returns them stacked.
     """
 
     def __init__(

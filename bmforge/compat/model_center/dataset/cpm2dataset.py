@@ -1,4 +1,4 @@
-"""LCQMC (do two questions mean the same?) for CPM-2."""
+"""LCQMC (question paraphrase detection) for CPM-2."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["CPM2_Dataset", "DATASET", "CPM2Rows"]
 
 
 class CPM2Rows(TaskRows):
-    """A split of a task for CPM-2; samples are as in `t5dataset`, with CPM-2's sentinel token."""
+    """One split of a task, encoded for CPM-2; as in `t5dataset`, with CPM-2's sentinel token."""
 
     length_names = ("max_encoder_length", "max_decoder_length")
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of each label's word."""
+        """Return the first token of the answer word for each label."""
         return first_tokens(cls.task, tokenizer)
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of a sample.
+        """Encode an example as tensors.
 
         Shape:
             enc_input: (max_encoder_length,); dec_input, index: (max_decoder_length,); the others:

@@ -1,4 +1,4 @@
-"""ModelCenter's block datasets: written in blocks, and read by several processes.
+"""ModelCenter's block datasets, which are written in blocks and read by several processes.
 
 It reads ModelCenter's and CPM-Live's files and writes CPM-Live's form. Records are plain values and
 arrays of numbers; nothing in a file is executed.
@@ -35,7 +35,7 @@ _NEVER = 0x7FFFFFFF  # times that a block was read which is not read here
 
 
 class DistributedDataset:
-    """Endless reader of a dataset; each process reads its own blocks.
+    """Endless reader of a dataset, in which each process reads its own blocks.
 
     Files that are added to the dataset while it is read are read too.
 
@@ -71,7 +71,7 @@ class DistributedDataset:
         self._times = torch.cat((self._times, fresh))
 
     def _next_block(self) -> int:
-        """Return the block of this process that was read least often."""
+        """Return the block of this process that has been read least often."""
         self._update()
         times = torch.full_like(self._times, _NEVER)
         times[self._rank :: self._world_size] = self._times[self._rank :: self._world_size]
@@ -86,14 +86,14 @@ class DistributedDataset:
         return int(times.argmin())
 
     def _open_block(self, block: int, offset: int) -> None:
-        """Continue in a block at an offset; block -1 is none."""
+        """Continue reading in a block at an offset; block -1 means none."""
         self._block, self._offset = block, offset
         self._left: Iterator[tuple[int, Any]] = iter(())
         if block >= 0:
             self._left = (r for r in self._data.read_block(block) if r[0] > offset)
 
     def read(self) -> Any:
-        """Return the next record; after the last comes the first again.
+        """Return the next record; after the last record, start again with the first.
 
         Raises:
             DataError: this process has no block, or a file is damaged.
@@ -119,11 +119,12 @@ class DistributedDataset:
         return {"states": states, "block": bmt.gather_result(position)}
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
-        """Continue from a state.
+        """Continue from a saved position.
 
         Args:
             state: result of `state_dict` on any process.
-            strict: refuse another number of processes, for which partly read blocks start over.
+            strict: True to refuse another number of processes, for which partly read blocks
+                start over.
 
         Raises:
             ConfigError: another number of processes, or the state of another dataset.
@@ -148,7 +149,7 @@ class DistributedDataset:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records."""
+        """Total size of all records in bytes."""
         return sum(file.nbytes for file in self._data.files)
 
 
@@ -176,7 +177,7 @@ class SimpleDataset(DistributedDataset):
 
 
 class DatasetWriter:
-    """Writes records into blocks.
+    """Writes records into the blocks of a data file.
 
     Args:
         file: file that is open for writing.
@@ -265,7 +266,7 @@ class DatasetBuilder:
 
 
 def build_dataset(path: str, dbname: str, block_size: int = BLOCK_BYTES) -> DatasetBuilder:
-    """Return a `DatasetBuilder`."""
+    """Return a context manager that writes a new file of a dataset."""
     return DatasetBuilder(path, dbname, block_size)
 
 

@@ -1,4 +1,4 @@
-"""Tasks for decoders: a prompt, and the word that answers it."""
+"""Tasks for decoders: a prompt, and the word that answers the prompt."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ __all__ = ["DATASET", "GPT2Rows"]
 
 
 class GPT2Rows(TaskRows):
-    """A split of a task for a decoder.
+    """One split of a task, encoded for a decoder.
 
     A sample has `input_ids`, their number `input_length`, `targets` (the next tokens, then the
-    answer),
-    `index` (1 where the answer is predicted) and `labels`. A text that is too long loses its
-    beginning.
+    answer), `index` (1 where the answer is predicted) and `labels`. A text that is too long loses
+    its beginning.
 
     Attributes:
-        adds_answer: whether the answer's token is a target.
+        adds_answer: True if the answer's token is a target.
         place: position of a word's first token in the tokenizer's encoding.
         space: text before a word.
     """
@@ -35,7 +34,7 @@ class GPT2Rows(TaskRows):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of each label's word."""
+        """Return the first token of the answer word for each label."""
         words = PROMPTS[cls.task].words
         return [tokenizer.encode(cls.space + word)[cls.place] for word in words]
 
@@ -44,7 +43,7 @@ class GPT2Rows(TaskRows):
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of a sample.
+        """Encode an example as tensors.
 
         Shape:
             input_ids, targets, index: (max_decoder_length,); input_length, labels: scalars

@@ -14,7 +14,7 @@ __all__ = ["DistributedMMapIndexedDataset", "MMapIndexedDataset"]
 
 
 class MMapIndexedDataset(TokenStore):
-    """The sequences of one corpus as arrays of tokens; see `TokenStore`.
+    """Sequences of one corpus as token arrays; see `TokenStore`.
 
     Args:
         path: path of the corpus without `.bin` or `.idx`.
@@ -22,12 +22,12 @@ class MMapIndexedDataset(TokenStore):
 
     @staticmethod
     def exists(path: str) -> bool:
-        """Return True if both files exist."""
+        """Return True if both files of a corpus exist."""
         return all(file.is_file() for file in store_paths(path))
 
 
 class DistributedMMapIndexedDataset:
-    """One process's part of a corpus in several files `NAME_0`, `NAME_1` and so on.
+    """One process's part of a corpus that consists of several files `NAME_0`, `NAME_1`, ...
 
     Each process has a contiguous part of every file.
 

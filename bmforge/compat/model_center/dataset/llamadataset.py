@@ -1,4 +1,4 @@
-"""Tasks for Llama: as `gpt2dataset`, but a word's encoding begins with the start token."""
+"""Tasks for Llama, as in `gpt2dataset`, for a tokenizer that puts a start token first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["DATASET", "LlamaRows"]
 
 
 class LlamaRows(GPT2Rows):
-    """A split of a task for Llama; the answer is no target."""
+    """One split of a task, encoded for Llama; the answer is not a target."""
 
     adds_answer = False
     place = 1

@@ -17,17 +17,15 @@ __all__ = ["DistributedDataLoader", "share_batches"]
 
 
 class DistributedDataLoader:
-    """Batches of a process's part of a dataset; every process has the same number of batches.
+    """Batches of a process's part of a dataset; all processes have the same number of batches.
 
     With `shuffle` each epoch has another order, and processes have the same number of samples, for
-    which
-    a few are repeated. Without, as in evaluation, every sample comes exactly once, and the last
-    batches
-    may differ in size.
+    which a few are repeated. Without, as in evaluation, every sample occurs exactly once, and the
+    last batches may differ in size.
 
     Args:
         dataset: dataset with a length and samples of tensors.
-        shuffle: use another order in every epoch.
+        shuffle: True to use another order in every epoch.
         seed: random seed of the order.
         options: arguments of torch's DataLoader (`batch_size`, `num_workers`, `collate_fn`, ...).
 
@@ -75,14 +73,14 @@ class DistributedDataLoader:
 def share_batches(
     count: int, batch_size: int, rank: int, world: int, drop_last: bool = False
 ) -> list[list[int]]:
-    """Return the sample indices of every batch of one process, without repetition.
+    """Return the sample indices of every batch of one process; no sample is repeated.
 
     Args:
         count: number of samples.
         batch_size: largest batch size.
         rank: rank of the process, which takes every `world`-th sample.
         world: number of processes.
-        drop_last: drop samples that do not fill a batch on every process.
+        drop_last: True to drop samples that do not fill a batch on every process.
     """
     own_indices = list(range(rank, count, world))
     if drop_last:
@@ -99,7 +97,7 @@ def share_batches(
 
 
 class _Batches(Sampler[list[int]]):
-    """Sampler of precomputed batches; an empty batch yields one sample to build it from."""
+    """Sampler of precomputed batches; for an empty batch it yields one sample as a template."""
 
     def __init__(self, batches: list[list[int]]) -> None:
         self.batches = batches
@@ -113,7 +111,7 @@ class _Batches(Sampler[list[int]]):
 
 
 class _Nothing(Dataset[Any]):
-    """An empty dataset, for a split whose labels are not public."""
+    """Empty dataset, for a split whose labels are not public."""
 
     def __len__(self) -> int:
         return 0
@@ -123,7 +121,7 @@ class _Nothing(Dataset[Any]):
 
 
 def _place(batch: Any) -> Any:
-    """Move tensors to this process's device."""
+    """Move the tensors of a batch to this process's device."""
     if isinstance(batch, Tensor):
         return batch.to(config.device)
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""Base class and prompts of the task datasets of all model kinds.
+"""Base class and prompts of the task datasets for all kinds of models.
 
 A dataset reads a task and encodes a sample when it is indexed. Every process has all samples;
 `DistributedDataLoader` splits them.
@@ -21,7 +21,7 @@ __all__ = ["PROMPTS", "Prompt", "TaskRows", "make_datasets", "pad_ids", "unroll"
 
 
 class TaskRows(Dataset[dict[str, Tensor]]):
-    """A split of a task.
+    """One split of a task as a dataset.
 
     Args:
         path: folder of the benchmark or the task.
@@ -63,11 +63,11 @@ class TaskRows(Dataset[dict[str, Tensor]]):
         ]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Return the samples in the form in which they are trained on."""
+        """Rearrange the examples for training, for example by repeating some."""
         return examples
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of a sample."""
+        """Encode an example as tensors; subclasses define this method."""
         raise TypeError(f"{type(self).__name__} does not say how an example is encoded")
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class TaskRows(Dataset[dict[str, Tensor]]):
 
 
 def _read_labelled(task: str, path: str, split: str) -> list[TaskExample]:
-    """Read a split; of a test split only the labeled samples, possibly none."""
+    """Read a split; of a test split, only the labeled samples, possibly none."""
     if split != "test":
         return read_task(task, path, split)
     if "test" not in TASKS[task].files:
@@ -151,10 +151,10 @@ PROMPTS: Mapping[str, Prompt] = {
 
 
 def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[TaskExample]:
-    """Return one sample per choice for the tasks that `PROMPTS` asks so, with choices as fields.
+    """Convert examples with choices to one example per choice, for tasks that are prompted so.
 
-    COPA is also asked with swapped choices in training. ReCoRD asks for every entity whether it
-    fits; its samples are grouped by all but the last number of `idx`.
+    COPA also gets swapped choices in training. ReCoRD has one example for every entity; its samples
+    are grouped by all but the last number of `idx`.
     """
     out = []
     for example in examples:
@@ -180,7 +180,7 @@ def unroll(task: str, examples: list[TaskExample], is_training: bool) -> list[Ta
 
 
 def pad_ids(ids: list[int], width: int, filling: int = 0) -> Tensor:
-    """Return ids padded at the end.
+    """Pad token ids at the end.
 
     Shape:
         returns (width,)
@@ -189,7 +189,7 @@ def pad_ids(ids: list[int], width: int, filling: int = 0) -> Tensor:
 
 
 def make_datasets(kind: type[TaskRows], tasks: Mapping[str, Any]) -> dict[str, type[TaskRows]]:
-    """Return one dataset class per task, under its old name (`BoolQ_Dataset`)."""
+    """Create one dataset class per task, under its old name (such as `BoolQ_Dataset`)."""
     return {
         name: type(f"{name}_Dataset", (kind,), {"task": name, "__doc__": f"{name}.", **values})
         for name, values in tasks.items()

@@ -1,4 +1,4 @@
-"""Tasks for T5: a text with a sentinel token at its end, and the word that fills it; and SQuAD."""
+"""Tasks for T5: a text that ends with a sentinel token, and the word that fills it; SQuAD."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLANK = "<extra_id_0>"
 
 
 class T5Rows(TaskRows):
-    """A split of a task for T5.
+    """One split of a task, encoded for T5.
 
     A sample has `enc_input` with `enc_length`, `dec_input` (start and sentinel tokens) with
     `dec_length`, `index` (1 where the answer is predicted) and the label `targets`. A text that is
@@ -35,7 +35,7 @@ class T5Rows(TaskRows):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Any) -> list[int]:
-        """Return the first token of each label's word."""
+        """Return the first token of the answer word for each label."""
         return [tokenizer.encode(word)[0] for word in PROMPTS[cls.task].words]
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
@@ -43,7 +43,7 @@ class T5Rows(TaskRows):
         return unroll(self.task, examples, self.split == "train")
 
     def encode(self, example: TaskExample) -> dict[str, Tensor]:
-        """Return the tensors of a sample.
+        """Encode an example as tensors.
 
         Shape:
             enc_input: (max_encoder_length,); dec_input, index: (max_decoder_length,); enc_length,
@@ -70,8 +70,7 @@ class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
 
     In training a sample has the tensors `input_ids`, `attention_mask`, `decoder_input_ids`,
     `decoder_attention_mask` and `targets` (one accepted answer). In evaluation it has the text
-    `inputs`
-    and the set `targets` of accepted answers.
+    `inputs` and the set `targets` of accepted answers.
 
     Args:
         path: folder with `train-v1.1.json` and `dev-v1.1.json`.
@@ -100,7 +99,7 @@ class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
         return len(self.examples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one sample; see the class."""
+        """Return one sample; the fields are described in the class."""
         example = self.examples[index]
         question, context = (example.fields[n].lstrip() for n in ("question", "context"))
         text = f"Question: {question} Answer: {_BLANK} Context: {context}"

@@ -1,6 +1,6 @@
 """Text generation with Llama and T5 under ModelCenter's names.
 
-Start at `search.py`; `llama.py` and `t5.py` have the names.
+Start at `search.py`; `llama.py` and `t5.py` define the names.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ __all__ = ["BeamSearch", "Generation", "RandomSampling"]
 
 
 class Generation:
-    """Generates continuations of texts.
+    """Base class that generates continuations of texts.
 
     Args:
         model: model of `bmforge.compat.model_center.model` with a language-model head; later
@@ -32,9 +32,7 @@ class Generation:
         self.zoo: Any = model.to_zoo()
 
     def generate(self, text_list: list[str], **options: Any) -> list[str]:
-        """Return the continuation of each text; see `BeamSearch` and `RandomSampling` for the
-        options.
-        """
+        """Generate a continuation of each text; options are those of the subclass."""
         window = options.pop("repetition_window", None)
         if window is not None:
             raise ConfigError(
@@ -52,7 +50,7 @@ class Generation:
         return [self.finish(row[length:].tolist(), config) for row in rows]
 
     def configure(self, **options: Any) -> GenerationConfig:
-        """Return the generation config for the options."""
+        """Build the generation config from the options."""
         return GenerationConfig(
             max_new_tokens=options.pop("max_length", 100) + 1,
             min_new_tokens=1,
@@ -62,17 +60,17 @@ class Generation:
         )
 
     def finish(self, ids: list[int], config: GenerationConfig) -> str:
-        """Decode the ids before the first end token."""
+        """Decode the generated ids before the first end token."""
         ends = [at for at, token in enumerate(ids) if token in config.eos_tokens]
         answer = ids[: ends[0]] if ends else ids[: config.max_new_tokens - 1]
         return str(self.tokenizer.decode(answer))
 
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the end tokens."""
+        """Return the tokens that end generation."""
         return (self.tokenizer.eos_token_id,)
 
     def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        """Return ids and attention mask, padded on the left.
+        """Encode texts as ids and attention mask, padded on the left.
 
         Shape:
             returns two (B, T)
@@ -85,27 +83,27 @@ class Generation:
         return ids, torch.tensor(mask, device=device)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text."""
+        """Return the token ids of one text."""
         return list(self.tokenizer.encode(text))
 
     def begin(self, start: Tensor) -> Tensor:
-        """Return the decoder's first tokens."""
+        """Return the tokens with which the decoder begins."""
         return start
 
 
 class BeamSearch(Generation):
-    """Beam search.
+    """Text generation by beam search.
 
     Options of `generate`: `beam_size`, `max_length` (tokens), `repetition_penalty`.
     """
 
     def configure(self, beam_size: int = 3, **options: Any) -> GenerationConfig:
-        """Return the generation config for the options."""
+        """Build the generation config from the options."""
         return super().configure(num_beams=beam_size, **options)
 
 
 class RandomSampling(Generation):
-    """Random sampling.
+    """Text generation by random sampling.
 
     Options of `generate`: `top_k` (0: all), `top_p`, `temperature`, `max_length` (tokens),
     `repetition_penalty`.
@@ -114,6 +112,6 @@ class RandomSampling(Generation):
     def configure(
         self, top_k: int = 0, top_p: float = 0.9, temperature: float = 0.9, **options: Any
     ) -> GenerationConfig:
-        """Return the generation config for the options."""
+        """Build the generation config from the options."""
         chosen = {"top_k": top_k, "top_p": top_p, "temperature": temperature}
         return super().configure(do_sample=True, **chosen, **options)

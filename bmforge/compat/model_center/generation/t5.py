@@ -1,4 +1,4 @@
-"""Text generation with T5, which fills a sentinel token."""
+"""Text generation with T5, which fills in a sentinel token."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __getattr__ = missing_names("model_center", NAMES, __all__, "generation.t5")
 
 
 class _T5(Generation):
-    """Fills the first sentinel token; a text without one gets it at its end."""
+    """Fills in the first sentinel token, which is appended to a text that has none."""
 
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the next sentinel token and the end token."""
+        """Return the next sentinel token and the EOS token."""
         return (self._blank(1), self.tokenizer.eos_token_id)
 
     def _blank(self, number: int) -> int:
         return int(self.tokenizer.convert_tokens_to_ids(f"<extra_id_{number}>"))
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text with a sentinel and an end token."""
+        """Return the token ids of one text with a sentinel and an EOS token."""
         ids = [i for i in self.tokenizer.encode(text) if i != self.tokenizer.eos_token_id]
         blank = [] if self._blank(0) in ids else [self._blank(0)]
         return [*ids, *blank, self.tokenizer.eos_token_id]
 
     def begin(self, start: Tensor) -> Tensor:
-        """Return the start token and the sentinel token."""
+        """Return the decoder's start token and the sentinel token."""
         return torch.cat((start, torch.full_like(start[:, :1], self._blank(0))), 1)
 
 

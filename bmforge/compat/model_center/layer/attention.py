@@ -223,13 +223,13 @@ class DenseGatedACT(DistributedModule):
         self.act = _activation(activate_fn)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply both layers, the activation and the product."""
+        """Apply both linear layers and the activation, and multiply the results."""
         out: Tensor = self.act(self.w_0(x)) * self.w_1(x)
         return out
 
 
 class FeedForward(DistributedModule):
-    """A plain or gated MLP.
+    """Plain or gated MLP.
 
     Args:
         dim_in: features of x.
@@ -237,9 +237,9 @@ class FeedForward(DistributedModule):
         dim_out: output features (default: dim_in).
         dtype: parameter dtype (default: torch's).
         int8: must be False.
-        init_mean: mean of the weight initialisation.
-        init_std: standard deviation of the weight initialisation.
-        bias: add biases.
+        init_mean: mean of the weight initialization.
+        init_std: standard deviation of the weight initialization.
+        bias: True to add biases.
         activate_fn: relu, gelu, gelu_new or silu, with prefix "gated_" for a gated MLP.
         others: `length_scale` and `dropout_p`.
 
@@ -271,7 +271,7 @@ class FeedForward(DistributedModule):
         self.w_out = Linear(dim_ff, dim_out or dim_in, length_scale_before=True, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply both layers."""
+        """Apply both linear layers of the MLP."""
         x = self.w_in(x)
         x = F.dropout(x, self.dropout_p, self.training) if self.dropout_p else x
         out: Tensor = self.w_out(x)

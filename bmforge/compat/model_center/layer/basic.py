@@ -21,7 +21,7 @@ __all__ = ["Conv2d", "Embedding", "LayerNorm", "Linear", "PatchEmbedding"]
 
 
 def _normal(shape: tuple[int, ...], dtype: torch.dtype | None, mean: float, std: float) -> Any:
-    """Return a parameter with normal initialisation."""
+    """Create a parameter with normal initialization."""
     method = ParameterInitializer(torch.nn.init.normal_, mean=mean, std=std)
     return DistributedParameter(torch.empty(shape, dtype=dtype), init_method=method)
 
@@ -74,7 +74,7 @@ class Linear(DistributedModule):
         self.bias = _constant(dim_out, dtype, 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
+        """Apply the linear layer."""
         scale = 1 / math.sqrt(self.dim_in) if self.length_scale else 1.0
         if self.length_scale and self.length_scale_before:
             x, scale = x * scale, 1.0

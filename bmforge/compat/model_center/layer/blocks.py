@@ -1,4 +1,4 @@
-"""Attention and feed-forward blocks with norm and residual connection, and a transformer layer."""
+"""Attention and feed-forward blocks with norm and residual, and a transformer layer."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ class BlockOptions:
     attention_window: int = 512
 
     def window(self) -> dict[str, int]:
-        """Arguments of the window."""
+        """Keyword arguments for sliding-window attention."""
         return {"attention_window": self.attention_window}
 
     def norm(self, width: int) -> LayerNorm:
-        """Return a norm layer."""
+        """Build a norm layer."""
         return LayerNorm(width, self.dtype, self.norm_bias, self.norm_eps, self.norm_init_var)
 
 
 class _Part(DistributedModule):
-    """Norm, sublayer, dropout and residual connection."""
+    """Base class of blocks: norm, sublayer, dropout, and residual connection."""
 
     def _around(
         self, hidden: Tensor, normed: Tensor, added: Tensor, options: BlockOptions
@@ -97,7 +97,7 @@ class _Part(DistributedModule):
 
 
 class SelfAttentionBlock(_Part):
-    """Norm and self-attention.
+    """Block of norm, self-attention and residual connection.
 
     Args:
         dim_model: hidden size.
@@ -134,7 +134,7 @@ class SelfAttentionBlock(_Part):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether attention has a sliding window."""
+        """True if attention has a sliding window."""
         return self.options.sparse_attention
 
     def forward(
@@ -145,7 +145,7 @@ class SelfAttentionBlock(_Part):
         use_cache: bool = False,
         past_key_value: Cache = None,
     ) -> Any:
-        """Attend; with `use_cache` also return the keys and values so far."""
+        """Apply self-attention; with `use_cache`, also return the keys and values so far."""
         x = self.layernorm_before_attention(hidden_states)
         read = (x,) if self.is_sparse else (x, x)
         more = (position_bias, use_cache, past_key_value)
@@ -156,7 +156,7 @@ class SelfAttentionBlock(_Part):
 
 
 class CrossAttentionBlock(SelfAttentionBlock):
-    """Norm and cross-attention; arguments as `SelfAttentionBlock`.
+    """Block of norm, cross-attention and residual connection; arguments as `SelfAttentionBlock`.
 
     Shape:
         key_value_states: (B, S, dim_model)
@@ -171,14 +171,14 @@ class CrossAttentionBlock(SelfAttentionBlock):
         attention_mask: Tensor,
         position_bias: Any = None,
     ) -> Tensor:
-        """Attend to the encoder's output."""
+        """Apply cross-attention to the encoder's output."""
         x = self.layernorm_before_attention(hidden_states)
         added = self.self_attention(x, key_value_states, attention_mask, position_bias)
         return self._around(hidden_states, x, added, self.options)
 
 
 class FFNBlock(_Part):
-    """Norm and MLP.
+    """Block of norm, MLP and residual connection.
 
     Args:
         dim_model: hidden size.
@@ -212,14 +212,14 @@ class FFNBlock(_Part):
 
 
 class TransformerBlock(DistributedModule):
-    """A transformer layer: self-attention, in decoders cross-attention, and MLP.
+    """Transformer layer: self-attention, in decoders cross-attention, and MLP.
 
     Args:
         dim_model: hidden size.
         dim_ff: intermediate size.
         num_heads: number of heads N.
         dim_head: head size.
-        is_decoder: add cross-attention.
+        is_decoder: True to add cross-attention.
         options: fields of `BlockOptions`.
     """
 

@@ -1,4 +1,4 @@
-"""Position embeddings with ModelCenter's arguments: relative buckets, segments, rotary."""
+"""Position embeddings with ModelCenter's arguments: relative, segment, and rotary."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RelativePositionEmbedding(DistributedModule):
         )
 
     def forward(self, query: int | Tensor, key: int | Tensor) -> Tensor:
-        """Return the bias.
+        """Return the position bias of attention scores.
 
         Args:
             query: number of queries, or their positions.
@@ -108,7 +108,7 @@ class SegmentPositionEmbedding(DistributedModule):
     def forward(
         self, key_pos: Tensor, query_pos: Tensor, key_segment: Tensor, query_segment: Tensor
     ) -> Tensor:
-        """Return the bias.
+        """Return the position bias of attention scores.
 
         Shape:
             key_pos, key_segment: (B, S); query_pos, query_segment: (B, T); returns (B, N, T, S)
@@ -123,7 +123,7 @@ class SegmentPositionEmbedding(DistributedModule):
 
 
 class _Rotary(nn.Module):
-    """Rotates queries and keys by position; queries are at the last positions of the keys."""
+    """Rotary embedding of queries and keys; queries are at the last positions of the keys."""
 
     distance_scale: int | float = 1
 
@@ -132,7 +132,7 @@ class _Rotary(nn.Module):
         self.spec = spec
 
     def forward(self, h_q: Tensor, h_k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate by position.
+        """Rotate queries and keys by their positions.
 
         Shape:
             h_q: (B, N, T, H); h_k: (B, K, S, H); returns the same

@@ -1,4 +1,4 @@
-"""ModelCenter's Encoder and Decoder: sharded and recomputed layers, and a final norm."""
+"""ModelCenter's Encoder and Decoder: sharded, recomputed layers, and a final norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Decoder", "Encoder"]
 
 
 class _Stack(nn.Module):
-    """Layers and a final norm; see `Encoder`."""
+    """Base class of `Encoder` and `Decoder`: layers and a final norm."""
 
     is_decoder = False
     masked: tuple[str, ...] = ("mask_att", "mask_ffn")
@@ -86,7 +86,7 @@ class _Stack(nn.Module):
 
 
 class Encoder(_Stack):
-    """Self-attention layers and a final norm.
+    """Encoder: self-attention layers and a final norm.
 
     Args:
         num_layers: number of layers.
@@ -121,7 +121,7 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """Layers with self- and cross-attention, and a final norm; arguments as `Encoder`.
+    """Decoder: layers with self- and cross-attention, and a final norm; arguments as `Encoder`.
 
     `mask_modules` are triples (self-attention, cross-attention, MLP) per layer.
     """

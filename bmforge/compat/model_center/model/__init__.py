@@ -1,4 +1,4 @@
-"""ModelCenter's model classes, each over bmforge's model of the same family.
+"""ModelCenter's model classes, each of which wraps bmforge's model of the same family.
 
 Start at `base.py` (loading, building, heads), then `config` (field names). The classes are in
 `encoders`, `decoders`, `openbmb` and `seq2seqs`, their results in `outputs`.

@@ -1,4 +1,4 @@
-"""Base of the model classes: loading, building, heads.
+"""Base class of ModelCenter's models: loading, building, and output heads.
 
 Each wraps a bmforge model without head (`model`) and keeps the head separately, so that logits are
 computed only when they are read, and a program's own head costs no second one.
@@ -44,7 +44,7 @@ _HEADS = ("lm_head", "mlm_head")
 
 
 class TextInputs(NamedTuple):
-    """Inputs of a forward call.
+    """Text inputs of a forward call.
 
     Attributes:
         ids, embeds: token ids or embeddings; one of them is None.
@@ -61,15 +61,15 @@ class TextInputs(NamedTuple):
 
 
 class BaseModel(nn.Module):
-    """Base class of the models.
+    """Base class of ModelCenter's models.
 
     Args:
-        config: config of the model; random initialisation follows torch's seed.
+        config: config of the model; random initialization follows torch's seed.
 
     Attributes:
         model: bmforge model that ends in hidden states.
         head: language-model head; None if the checkpoint has none.
-        cls_projection: token classifier with `cls_head` classes, if the config asks for it; it
+        cls_projection: token classifier with `cls_head` classes, if the config requests it; it
             replaces the language-model head.
     """
 
@@ -85,22 +85,22 @@ class BaseModel(nn.Module):
             self._distribute()
 
     def _distribute(self) -> None:
-        """Shard the parameters, keep ties, and make every layer a block."""
+        """Shard the parameters, keeping ties, and convert every layer to a block."""
         parts = nn.ModuleDict(dict(self.named_children()))
         BMTrainModelWrapper(parts)
 
     @property
     def input_embedding(self) -> InputEmbedding:
-        """The embedding under ModelCenter's name."""
+        """Token embedding, with ModelCenter's interface."""
         return InputEmbedding(self.model.embed)
 
     @classmethod
     def _draw(cls, config: Config) -> Model:
-        """Return a randomly initialised bmforge model."""
+        """Create a randomly initialized bmforge model."""
         return draw_model(config, config.native())
 
     def _take_head(self) -> nn.Module | None:
-        """Remove the language-model head from the model and return it."""
+        """Detach the language-model head from the model, and return the head."""
         name = next((name for name in _HEADS if name in self.model._modules), None)
         head = None if name is None else self.model._modules.pop(name)
         self.model._modules.pop("classifier", None)
@@ -108,7 +108,7 @@ class BaseModel(nn.Module):
         return head
 
     def _take_classifier(self) -> nn.Linear:
-        """Remove the token classifier from the model and return it, or initialise one."""
+        """Detach the token classifier from the model and return it, or create a new one."""
         count, classifier = self.config.cls_head, self.model._modules.pop("classifier", None)
         if isinstance(classifier, nn.Linear) and classifier.out_features == count:
             return classifier
@@ -157,7 +157,7 @@ class BaseModel(nn.Module):
 
     @classmethod
     def from_json_file(cls, json_file: str | Path, **fields: Any) -> Self:
-        """Build a randomly initialised model from a config file."""
+        """Build a randomly initialized model from a config file."""
         return cls(cls._CONFIG_TYPE.from_json_file(json_file, **fields))
 
     def answer(
@@ -169,8 +169,7 @@ class BaseModel(nn.Module):
         return_logits: bool,
         return_dict: bool,
     ) -> Any:
-        """Return the result of a forward call: an output, its values as a tuple, or only the
-        logits.
+        """Build the result of a forward call: an output, its values as a tuple, or only the logits.
 
         Args:
             hidden: last hidden states.
@@ -190,7 +189,7 @@ class BaseModel(nn.Module):
         return out if return_dict else tuple(out)
 
     def answer_text(self, outputs: Any, cache: KVCache | None, **options: Any) -> Any:
-        """Return the `answer` of a model with one text input."""
+        """Build the result of a model with one text input; see `answer`."""
         last, layers = outputs.last_hidden_state, outputs.hidden_states
         return self.answer(
             last, lambda logits: BaseModelOutput(last, cache, logits, layers), **options
@@ -220,15 +219,15 @@ class BaseModel(nn.Module):
     def save_pretrained(
         self, directory: str | Path, *, head: str | None = None, overwrite: bool = False
     ) -> None:
-        """Save in Hugging Face's form; see `to_zoo` and `Model.save_pretrained`."""
+        """Save the model in Hugging Face's format; see `to_zoo` and `Model.save_pretrained`."""
         self.to_zoo(head).save_pretrained(directory, overwrite=overwrite)
 
     def published_modules(self) -> dict[str, list[str]]:
-        """Return module names here by ModelCenter's module names, for adapter targets."""
+        """Return the module names in this model by ModelCenter's names, for adapter targets."""
         return module_names(self.model, self.config.family, "model.")
 
     def to_zoo(self, head: str | None = None) -> Model:
-        """Return a bmforge model with the same weights; on one process it shares them.
+        """Convert to a bmforge model; on one process it shares the weights.
 
         Args:
             head: head name of the family (default: the language-model head if there is one). With
@@ -254,7 +253,7 @@ class BaseModel(nn.Module):
     def _take_text(
         self, ids: Tensor | None, embeds: Tensor | None, past: KVCache | None, use_cache: bool
     ) -> TextInputs:
-        """Return the inputs of a call: ids, or the embeddings that precede them.
+        """Return the text inputs of a call; embeddings have precedence over ids.
 
         Raises:
             ShapeError: neither is given.
@@ -267,7 +266,7 @@ class BaseModel(nn.Module):
     def _read(
         self, text: TextInputs, mask: Tensor | None, hidden_states: bool | None, **inputs: Any
     ) -> Any:
-        """Run the bmforge model; `hidden_states` returns those of all layers."""
+        """Run the bmforge model; with `hidden_states` it returns those of all layers."""
         return self.model(
             text.ids,
             mask,
@@ -278,7 +277,7 @@ class BaseModel(nn.Module):
         )
 
     def _open_cache(self, past: KVCache | None, use_cache: bool, length: int) -> KVCache | None:
-        """Return the cache to extend; a new one has room for the longest context."""
+        """Return the KV cache to extend; a new one has space for the longest context."""
         if past is not None or not use_cache:
             return past
         room = max(self.model.config.max_seq_len, length)
@@ -286,7 +285,7 @@ class BaseModel(nn.Module):
 
 
 class InputEmbedding:
-    """Wraps the embedding with the attributes that programs use of `input_embedding`.
+    """Wraps the token embedding with the interface of `input_embedding`.
 
     Args:
         embed: embedding of the bmforge model.
@@ -311,7 +310,7 @@ class InputEmbedding:
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters by name; sharded ones as full copies."""
+    """Return the parameters of a module by name, unsharded."""
     state = module.state_dict(keep_vars=True)
     return module.state_dict() if any(isinstance(v, DTensor) for v in state.values()) else state
 
@@ -326,7 +325,7 @@ def lengths_to_mask(length: Tensor, width: int) -> Tensor:
 
 
 def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
-    """Return a pairwise mask in bmforge's form; a fully masked query attends to everything.
+    """Convert a pairwise mask to bmforge's form; fully masked queries attend to all keys.
 
     Shape:
         attention_mask: (B, T or past + T, past + T); returns (B, 1, T, past + T)
@@ -336,14 +335,14 @@ def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
 
 
 def refuse_unused(inputs: dict[str, Any]) -> None:
-    """Raise `TypeError` for an argument that no ModelCenter model had; unused ones are ignored."""
+    """Raise `TypeError` for an unknown argument; those that ModelCenter ignored are accepted."""
     unknown = [name for name in inputs if name not in _UNUSED]
     if unknown:
         raise TypeError(f"forward() got an unexpected keyword argument {unknown[0]!r}")
 
 
 def one_of(ids: Tensor | None, embeds: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return ids and embeddings with at most one of them; embeddings take precedence."""
+    """Return ids and embeddings, at most one of them; embeddings have precedence."""
     return (ids, None) if embeds is None else (None, embeds)
 
 
@@ -355,13 +354,13 @@ _UNUSED = (
 
 
 def draw_model(config: Config, native: ModelConfig) -> Model:
-    """Return a bmforge model initialised with torch's seed."""
+    """Create a bmforge model, initialized with torch's seed."""
     seed = torch.initial_seed() % (1 << 63)
     return config.kind().from_config(native, dtype=config.dtype, seed=seed)
 
 
 def _with_dropout(model: Model, config: Config) -> Model:
-    """Return the model with the dropouts of a config."""
+    """Set the dropout probabilities of a model to those of a config."""
     expected, own = config.native(), model.config
     names = [n for n in ("dropout", "attn_dropout", "embed_dropout") if hasattr(own, n)]
     changes = {n: getattr(expected, n) for n in names if getattr(expected, n) != getattr(own, n)}

@@ -1,4 +1,4 @@
-"""ModelCenter's decoders GPT2, GPTj, OPT and Llama, and newer families."""
+"""ModelCenter's decoders (GPT2, GPTj, OPT, Llama), and newer families."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class DecoderModel(BaseModel):
-    """A causal decoder."""
+    """Base class of causal decoders."""
 
     def forward(
         self,
@@ -60,9 +60,8 @@ class DecoderModel(BaseModel):
         Args:
             input_ids: token ids.
             length: number of tokens per sequence, before padding.
-            attention_mask: 1 for tokens, 0 for padding, instead of `length`; both include
-                cached tokens. Or
-                a pairwise mask, which replaces the causal mask.
+            attention_mask: 1 for tokens, 0 for padding, instead of `length`; both include cached
+                tokens. Or a pairwise mask, which replaces the causal mask.
             token_type_ids: accepted and ignored.
             position_ids: positions (default: counted).
             use_cache: return a KV cache.
@@ -94,19 +93,19 @@ class DecoderModel(BaseModel):
 
 
 class GPT2(DecoderModel):
-    """GPT-2."""
+    """GPT-2 model."""
 
     _CONFIG_TYPE = GPT2Config
 
 
 class GPTj(DecoderModel):
-    """GPT-J."""
+    """GPT-J model."""
 
     _CONFIG_TYPE = GPTjConfig
 
 
 class OPT(DecoderModel):
-    """OPT."""
+    """OPT model."""
 
     _CONFIG_TYPE = OPTConfig
 
@@ -115,24 +114,24 @@ class OPT(DecoderModel):
 
 
 class Llama(DecoderModel):
-    """Llama."""
+    """Llama model."""
 
     _CONFIG_TYPE = LlamaConfig
 
 
 class Qwen(DecoderModel):
-    """Qwen (not in ModelCenter)."""
+    """Qwen model, which ModelCenter does not have."""
 
     _CONFIG_TYPE = QwenConfig
 
 
 class MiniCPM(DecoderModel):
-    """MiniCPM (not in ModelCenter)."""
+    """MiniCPM model, which ModelCenter does not have."""
 
     _CONFIG_TYPE = MiniCPMConfig
 
 
 class Mixtral(DecoderModel):
-    """Mixtral (not in ModelCenter)."""
+    """Mixtral model, which ModelCenter does not have."""
 
     _CONFIG_TYPE = MixtralConfig

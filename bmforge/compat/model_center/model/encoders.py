@@ -39,7 +39,7 @@ __all__ = [
 
 
 class EncoderModel(BaseModel):
-    """An encoder with pooler, and with a masked-LM head if the checkpoint has one."""
+    """Base class of encoders with pooler, and masked-LM head if the checkpoint has one."""
 
     @classmethod
     def _draw(cls, config: Config) -> Model:
@@ -97,15 +97,13 @@ class EncoderModel(BaseModel):
         past_key_values: KVCache | None = None,
         **others: Any,
     ) -> Any:
-        """Run the model on a text, or on further tokens with a cache, which cached tokens do not
-        attend to.
+        """Run the model on a text, or on further tokens to which cached tokens do not attend.
 
         Args:
             input_ids: token ids.
             length: number of tokens per sequence, before padding.
             attention_mask: 1 for tokens, 0 for padding, instead of `length`, cached tokens
-                included; or a
-                pairwise mask.
+                included; or a pairwise mask.
             token_type_ids: segment ids (default: 0).
             position_ids: positions (default: counted).
             output_logits: compute logits now (True), never (False) or when they are read (None).
@@ -151,7 +149,7 @@ class EncoderModel(BaseModel):
 
 
 def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None:
-    """Return a mask in bmforge's form; with a cache a pairwise one."""
+    """Return the attention mask in bmforge's form; with a cache it is a pairwise one."""
     mask, inputs = attention_mask, text.given
     if text.cache is not None:
         if mask is None:
@@ -162,7 +160,7 @@ def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None
 
 
 def _add_head(bare: Model, words: Any) -> Model:
-    """Move the masked-LM head of one model to another and tie it again."""
+    """Move the masked-LM head from one model to another, and tie it there again."""
     head = words.mlm_head
     if words.config.tie_word_embeddings:
         head.decoder.weight = bare.embed.weight
@@ -172,19 +170,19 @@ def _add_head(bare: Model, words: Any) -> Model:
 
 
 class Bert(EncoderModel):
-    """BERT."""
+    """BERT model."""
 
     _CONFIG_TYPE = BertConfig
 
 
 class Roberta(EncoderModel):
-    """RoBERTa."""
+    """RoBERTa model."""
 
     _CONFIG_TYPE = RobertaConfig
 
 
 class Longformer(EncoderModel):
-    """Longformer."""
+    """Longformer model."""
 
     _CONFIG_TYPE = LongformerConfig
 
@@ -208,7 +206,7 @@ class Longformer(EncoderModel):
 
 
 class ViT(BaseModel):
-    """ViT with a classifier."""
+    """ViT model with a classifier."""
 
     _CONFIG_TYPE = ViTConfig
 

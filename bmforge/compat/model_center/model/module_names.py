@@ -1,4 +1,4 @@
-"""ModelCenter's module names of a bmforge model."""
+"""Maps ModelCenter's module names to those of a bmforge model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSIDE = re.compile(r"(.*\.(?:self_att|cross_att|ffn))\.(self_attention|ffn)\..
 
 
 def module_names(model: Model, family: str, before: str = "") -> dict[str, list[str]]:
-    """Return module names of a bmforge model by ModelCenter's names.
+    """Return the module names in a bmforge model, by ModelCenter's names.
 
     ModelCenter's ``self_att`` (with norm) maps to the attention module, ``ffn`` to the MLP.
 

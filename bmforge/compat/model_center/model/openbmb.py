@@ -1,4 +1,4 @@
-"""ModelCenter's CPM1, CPM3 and GLM.
+"""ModelCenter's models CPM1, CPM3 and GLM.
 
 Before version 1.0, forward of CPM1 and CPM3 had other argument names and returned the logits.
 ModelCenter's examples still use that form; both are supported. Start at `CPM1.forward`.
@@ -35,7 +35,7 @@ _NEW = ("output_logits", "output_hidden_states", "return_dict", "use_cache", "pa
 
 
 class GLM(DecoderModel):
-    """GLM; missing positions and the length of part A are derived from the ids."""
+    """GLM model, which derives missing positions and the length of part A from the ids."""
 
     _CONFIG_TYPE = GLMConfig
 
@@ -59,9 +59,8 @@ class GLM(DecoderModel):
             sep: length of part A per sequence, which all tokens attend to.
             length: number of tokens per sequence, before padding.
             attention_mask: 1 for tokens, 0 for padding; or a length like `sep`.
-            options: options of `DecoderModel`; with an option that selects outputs, the result
-                is an output
-                with names.
+            options: options of `DecoderModel`; with an option that selects outputs, the result is
+                an output with names.
 
         Shape:
             input_ids, position_ids, block_position_ids: (B, T); sep, length: (B,)
@@ -102,7 +101,7 @@ class GLM(DecoderModel):
     def _show_part_a(
         self, input_ids: Tensor | None, sep: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
-        """Return the length of part A per sequence or, with padding, the pairwise mask."""
+        """Return the length of part A per sequence; with padding, the pairwise mask instead."""
         if attention_mask is None or input_ids is None:
             return sep
         shape = (input_ids.shape[0], input_ids.shape[1])
@@ -117,7 +116,7 @@ class GLM(DecoderModel):
 
 
 class _OldCall(BaseModel):
-    """A model with two calling forms; see the module."""
+    """Base class of models whose forward has an old and a new form; see the module docstring."""
 
     def _see(
         self,
@@ -149,7 +148,7 @@ class _OldCall(BaseModel):
 
 
 class CPM1(_OldCall):
-    """CPM-1: ModelCenter's own or the published GPT-2 model; see `CPM1Config`."""
+    """CPM-1 model, either ModelCenter's own or the published GPT-2 model; see `CPM1Config`."""
 
     _CONFIG_TYPE = CPM1Config
 
@@ -216,7 +215,7 @@ class CPM1(_OldCall):
         )
 
     def _check_context(self, context: Tensor | None) -> Tensor | None:
-        """Return the context mask; None for the published model, which has none."""
+        """Return the context mask; None for the published model, which supports none."""
         if isinstance(self.model, RelativeCPM1):
             return context
         if context is not None and bool(context.any()):
@@ -228,7 +227,7 @@ class CPM1(_OldCall):
 
 
 class CPM3(_OldCall):
-    """CPM-3, whose architecture was published as CPM-Ant."""
+    """CPM-3 model, whose architecture was published as CPM-Ant."""
 
     _CONFIG_TYPE = CPM3Config
 

@@ -1,4 +1,4 @@
-"""Results of the models, readable by position and by name."""
+"""Outputs of ModelCenter's models, readable by position and by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Later:
-    """A value that is computed when it is first read, with the gradient mode of the call.
+    """Lazy value, computed on first access with the gradient mode of the original call.
 
     Args:
         make: function that computes it, or raises an error with the reason.
@@ -29,13 +29,13 @@ class Later:
         self.make, self.can_be, self.has_gradients = make, can_be, torch.is_grad_enabled()
 
     def __call__(self) -> Tensor:
-        """Return the value."""
+        """Compute and return the value."""
         with torch.set_grad_enabled(self.has_gradients):
             return self.make()
 
 
 class ModelOutput:
-    """Base of the results: values by attribute, by `out["name"]`, and by position.
+    """Base class of outputs: values by attribute, by `out["name"]`, and by position.
 
     Positions count fields that are None; fields that were not requested are None.
     """
@@ -91,7 +91,7 @@ class ModelOutput:
 
 
 class BaseModelOutput(ModelOutput):
-    """Result of a decoder.
+    """Output of a decoder.
 
     Shape:
         last_hidden_state: (B, T, D)
@@ -103,7 +103,7 @@ class BaseModelOutput(ModelOutput):
 
 
 class BaseModelOutputWithPooling(ModelOutput):
-    """Result of an encoder; as `BaseModelOutput`.
+    """Output of an encoder, with the fields of `BaseModelOutput` and a pooler output.
 
     Shape:
         pooler_output: (B, D)
@@ -116,7 +116,7 @@ class BaseModelOutputWithPooling(ModelOutput):
 
 
 class Seq2SeqModelOutput(ModelOutput):
-    """Result of an encoder-decoder; as `BaseModelOutput`.
+    """Output of an encoder-decoder: the fields of `BaseModelOutput` and the encoder's states.
 
     Shape:
         encoder_last_hidden_state: (B, S, D)

@@ -55,12 +55,12 @@ class RelativeCPM1Config(ModelConfig):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """True, as the MLP has a gate."""
         return True
 
 
 class RelativeCPM1(CausalLM):
-    """ModelCenter's CPM-1 with an untied language-model head."""
+    """ModelCenter's own CPM-1 model, with an untied language-model head."""
 
     config_class = RelativeCPM1Config
     family_traits = Traits("left", "next token", "relative")
@@ -119,7 +119,7 @@ class RelativeCPM1(CausalLM):
         return ModelOutput(last_hidden_state=x, hidden_states=layer_states)
 
     def weight_rules(self) -> list[WeightRule]:
-        """Raise: no other project has this model.
+        """Raise an error, since no other project has checkpoints of this model.
 
         Raises:
             ConfigError: always.

@@ -1,4 +1,4 @@
-"""ModelCenter's encoder-decoders T5 and CPM2."""
+"""ModelCenter's encoder-decoders: T5 and CPM2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CPM2", "EVA", "T5"]
 
 
 class Seq2SeqModel(BaseModel):
-    """An encoder-decoder."""
+    """Base class of encoder-decoders."""
 
     def forward(
         self,
@@ -105,13 +105,13 @@ class Seq2SeqModel(BaseModel):
 
 
 class T5(Seq2SeqModel):
-    """T5 in all its versions."""
+    """T5 model, in all versions."""
 
     _CONFIG_TYPE = T5Config
 
 
 class CPM2(Seq2SeqModel):
-    """CPM-2."""
+    """CPM-2 model."""
 
     _CONFIG_TYPE: ClassVar[type[Config]] = CPM2Config
 
@@ -126,8 +126,7 @@ class CPM2(Seq2SeqModel):
         """Run the model on source and target.
 
         Before version 1.0, and in ModelCenter's examples, forward returned the logits; so does a
-        call by
-        position or with the names here. A call with `input_ids` returns an output.
+        call by position or with the names here. A call with `input_ids` returns an output.
 
         Args:
             enc_input: token ids of the source.
@@ -147,6 +146,6 @@ class CPM2(Seq2SeqModel):
 
 
 class EVA(CPM2):
-    """EVA (not in ModelCenter), called like CPM2."""
+    """EVA model, which ModelCenter does not have; called like CPM2."""
 
     _CONFIG_TYPE = EVAConfig

@@ -57,7 +57,7 @@ def data_file_path(prefix_path: str) -> str:
 
 
 def dataset_exists(path: str, impl: str = "mmap") -> bool:
-    """Return True if both files of a store exist."""
+    """Return True if both files of a token store exist."""
     _check(impl)
     return MMapIndexedDataset.exists(path)
 
@@ -74,7 +74,7 @@ def infer_dataset_impl(path: str) -> str | None:
 
 
 def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> MMapIndexedDataset:
-    """Open a store.
+    """Open a token store.
 
     Args:
         path: path without `.bin` or `.idx`.
@@ -95,7 +95,7 @@ def make_dataset(path: str, impl: str = "infer", skip_warmup: bool = False) -> M
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes a store item by item.
+    """Writes a token store item by item.
 
     Args:
         out_file: path of the `.bin` file.
@@ -121,11 +121,11 @@ class MMapIndexedDatasetBuilder:
         self._writer.end_document()
 
     def merge_file_(self, another_file: str) -> None:
-        """Append all sequences of another store."""
+        """Append all sequences of another token store."""
         self._writer.add_store(TokenStore(another_file))
 
     def finalize(self, index_file: str | os.PathLike[str]) -> None:
-        """Write the index.
+        """Write the index of the token store.
 
         Raises:
             ConfigError: its path is not that of the tokens with `.idx`.

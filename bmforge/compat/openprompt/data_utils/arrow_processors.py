@@ -44,7 +44,7 @@ def _read_rows(folder: Path) -> Iterator[Row]:
 def _fields(
     labels: Sequence[str], text_a: str, text_b: str = "", meta: Sequence[str] = ()
 ) -> Reader:
-    """Return a reader of rows with two texts, further fields and a class index (-1: unknown)."""
+    """Return a reader for rows with two texts, further fields and a class index (-1: unknown)."""
 
     def read(path: Path, split: str) -> Iterator[Row]:
         for row in _read_rows(path):
@@ -62,7 +62,7 @@ def _fields(
 
 
 def _read_wsc(path: Path, split: str) -> Iterator[Row]:
-    """Yield texts in which both spans are between asterisks."""
+    """Yield WSC texts in which both spans are between asterisks."""
     labels = _LABELS["wsc"]
     for row in _read_rows(path):
         words = row["text"].split()
@@ -74,7 +74,7 @@ def _read_wsc(path: Path, split: str) -> Iterator[Row]:
 
 
 def _read_record(path: Path, split: str) -> Iterator[Row]:
-    """Yield questions with their entities and the first answer."""
+    """Yield ReCoRD questions with their entities and the first answer."""
     for row in _read_rows(path):
         meta = {
             "passage": row["passage"].replace("\n", " "),

@@ -1,4 +1,4 @@
-"""OpenPrompt's base class of dataset readers, and the factory of the readers in `processors.py`."""
+"""OpenPrompt's base class of dataset readers, and a factory for the readers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DataProcessor:
 
     @property
     def label_mapping(self) -> dict[Any, int]:
-        """Index of each label."""
+        """Index of each label, by label."""
         return {label: index for index, label in enumerate(self.labels)}
 
     @label_mapping.setter
@@ -57,15 +57,15 @@ class DataProcessor:
 
     @property
     def id2label(self) -> dict[int, Any]:
-        """Label of each index."""
+        """Label of each index, by index."""
         return dict(enumerate(self.labels))
 
     def get_label_id(self, label: Any) -> int | None:
-        """Return the index of a label; None for None."""
+        """Return the index of a label; None if the label is None."""
         return None if label is None else self.label_mapping[label]
 
     def get_labels(self) -> list[Any]:
-        """Return the labels."""
+        """Return the labels of the dataset."""
         return self.labels
 
     def get_num_labels(self) -> int:
@@ -148,7 +148,7 @@ def define_processor(
     read: Reader,
     splits: Mapping[str, str] | None = None,
 ) -> type[DataProcessor]:
-    """Return a subclass of `FileProcessor` with these class attributes."""
+    """Create a subclass of `FileProcessor` with the given class attributes."""
     attributes = {
         "LABELS": labels,
         "FILE": file,

@@ -1,4 +1,4 @@
-"""OpenPrompt's readers that take more than a folder and a split: LAMA's facts and UltraChat."""
+"""OpenPrompt's readers of LAMA's facts and of UltraChat, which have special arguments."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class LAMAProcessor(DataProcessor):
         return lists[name]
 
     def get_manual_template(self) -> str:
-        """Return the relation's sentence as a template."""
+        """Return the sentence of the relation as a template."""
         return self.manual_template
 
     def get_examples(self, data_dir: str | Path, split: str) -> list[InputExample]:
-        """Return the relation's facts; facts whose object is not one allowed token are left out."""
+        """Return the facts of the relation whose object is one allowed token."""
         folder = Path(data_dir) / "fact-retrieval" / "original" / self.relation_id
         allowed, examples = set(self.allowed_vocab_ids), []
         for number, row in enumerate(read_records(folder / f"{split}.jsonl")):
@@ -79,10 +79,10 @@ class LAMAProcessor(DataProcessor):
 
 
 class UltraChatProcessor(DataProcessor):
-    """Reads UltraChat's conversations: one example for each answer."""
+    """Reads UltraChat's conversations, with one example for each answer."""
 
     def get_examples(self, data_dir: str | Path, split: str = "") -> list[InputExample]:
-        """Return the answers with the turns before each as `meta["context"]`.
+        """Return one example per answer, with the earlier turns as `meta["context"]`.
 
         Args:
             data_dir: the JSON lines file.

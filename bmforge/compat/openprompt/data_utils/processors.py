@@ -40,7 +40,7 @@ def _cells_error(path: Path, number: int, cells: Sequence[str], wanted: int) -> 
 
 
 def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
-    """Return a reader of CSV rows: class from 1, then texts; all but the last are joined."""
+    """Return a reader for CSV rows: a class from 1, then texts; all but the last are joined."""
 
     def read(path: Path, split: str) -> Iterator[Values]:
         for number, cells in enumerate(csv.reader(io.StringIO(read_text(path))), 1):
@@ -61,11 +61,11 @@ def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
 
 
 def _labeled_lines(labels: Sequence[str], titled: bool = False) -> Reader:
-    """Return a reader of one text a line, with the classes from 0 in `SPLIT_labels.txt`.
+    """Return a reader for one text per line, with the classes in `SPLIT_labels.txt` (from 0).
 
     Args:
         labels: label of each class.
-        titled: the first sentence of a line is the title, `text_a`.
+        titled: True if the first sentence of a line is the title, `text_a`.
     """
 
     def read(path: Path, split: str) -> Iterator[Values]:
@@ -82,7 +82,7 @@ def _labeled_lines(labels: Sequence[str], titled: bool = False) -> Reader:
 
 
 def _tsv_columns(label: int, *texts: int) -> Reader:
-    """Return a reader of tab-separated columns, by their numbers, below a header line."""
+    """Return a reader for tab-separated columns, selected by number, below a header line."""
 
     def read(path: Path, split: str) -> Iterator[Values]:
         for number, line in enumerate(read_lines(path)[1:]):
@@ -98,7 +98,7 @@ def _tsv_columns(label: int, *texts: int) -> Reader:
 def _json_lines(
     text_a: str, text_b: str = "", meta: Sequence[str] = (), label: str = "label"
 ) -> Reader:
-    """Return a reader of JSON objects with the given fields."""
+    """Return a reader for JSON objects with the given fields."""
 
     def read(path: Path, split: str) -> Iterator[Values]:
         for number, row in enumerate(read_records(path)):
@@ -113,7 +113,7 @@ def _json_lines(
 
 
 def _read_copa(path: Path, split: str) -> Iterator[Values]:
-    """Yield COPA's examples; with their mirror images for training."""
+    """Yield COPA's examples; for training also with swapped choices."""
     rows = list(_json_lines("premise", meta=("choice1", "choice2", "question"))(path, split))
     yield from rows
     if split in ("train", "unlabeled"):
@@ -125,7 +125,7 @@ def _read_copa(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_wsc(path: Path, split: str) -> Iterator[Values]:
-    """Yield WSC's examples with corrected word positions; for training, true ones only."""
+    """Yield WSC's examples with corrected word positions; for training, only the true ones."""
     for number, row in enumerate(read_records(path)):
         if split == "train" and row.values.get("label") is not True:
             continue
@@ -140,9 +140,9 @@ def _read_wsc(path: Path, split: str) -> Iterator[Values]:
 
 
 def _find_span(words: list[str], text: str, index: int) -> int:
-    """Return the word index of a text at or next to `index`; a suffix is split off in place.
+    """Return the word index of a text, at or next to `index`; a suffix is split off in place.
 
-    A text that is not there keeps its index, with a warning, as in the original.
+    A text that does not occur there keeps its index, with a warning, as in the original.
     """
     span_words = text.lower().split()
     for shift in (0, -1, 1):
@@ -157,7 +157,7 @@ def _find_span(words: list[str], text: str, index: int) -> int:
 
 
 def _read_multirc(path: Path, split: str) -> Iterator[Values]:
-    """Yield an example for each answer of each question."""
+    """Yield one MultiRC example for each answer of each question."""
     for row in read_records(path):
         passage, p = row.part("passage"), row.values["idx"]
         for question in passage.parts("questions"):
@@ -193,7 +193,7 @@ def _read_record(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_tacred(path: Path, split: str) -> Iterator[Values]:
-    """Yield sentences with their subject and object."""
+    """Yield TACRED's sentences with their subject and object."""
     for number, values in enumerate(read_json(path)):
         row = TaskRecord(f"{str(path)!r}, entry {number + 1}", values)
         words = row.texts("token")
@@ -208,7 +208,7 @@ def _read_tacred(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_semeval(path: Path, split: str) -> Iterator[Values]:
-    """Yield sentences with the names of both entities."""
+    """Yield SemEval's sentences with the names of both entities."""
     for row in read_records(path):
         meta = {"head": row.part("h").text("name"), "tail": row.part("t").text("name")}
         label = row.text("relation")
@@ -216,7 +216,7 @@ def _read_semeval(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_few_nerd(path: Path, split: str) -> Iterator[Values]:
-    """Yield one example for each entity."""
+    """Yield one Few-NERD example for each entity."""
     for example in read_few_nerd(path):
         fields = example.fields
         label = FEW_NERD_TYPES[int(example.label or 0)]
@@ -226,7 +226,7 @@ def _read_few_nerd(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_webnlg(path: Path, split: str) -> Iterator[Values]:
-    """Yield triples with a reference text each for training, else with all of them."""
+    """Yield WebNLG's triples; for training with one reference text each, else with all."""
     for number, entry in enumerate(TaskRecord(repr(str(path)), read_json(path)).parts("entries")):
         triple_set = entry.part(str(number + 1))
         triples = [
@@ -253,7 +253,7 @@ def _read_csqa(path: Path, split: str) -> Iterator[Values]:
 
 
 def _read_sentiment(path: Path, split: str) -> Iterator[Values]:
-    """Yield reviews with the names of both classes."""
+    """Yield sentiment reviews with the names of both classes."""
     for row in read_records(path):
         meta = {"context": row.text("text_a"), "options": list(_SENTIMENTS)}
         yield {"text_a": "", "meta": meta, "label": row.text("label")}

@@ -1,7 +1,7 @@
-"""OpenPrompt's metrics: of classes, of generated sentences, and CrossFit's of generated answers.
+"""OpenPrompt's metrics for classes and generated sentences, and CrossFit's for answers.
 
-CrossFit's `evaluate` (Ye et al. 2021) scores the text that a model wrote for any task. ROUGE-L is
-the only one of its metrics that is missing.
+CrossFit's `evaluate` (Ye et al. 2021) scores the text that a model generated for any task. ROUGE-L
+is the only one of its metrics that is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def classification_metrics(
     id2label: Mapping[int, str] | None = None,
     label_path_sep: str = "-",
 ) -> float:
-    """Return a metric of predicted classes, from 0 to 1.
+    """Return one metric of predicted classes, from 0 to 1.
 
     Args:
         preds: predicted class of each example.
@@ -87,7 +87,7 @@ def generation_metric(
 
 
 def _sentence_bleu(words: list[str], references: list[list[str]]) -> float:
-    """Return BLEU of one text with smoothing method 4 of Chen and Cherry (2014)."""
+    """Return the BLEU of one text, with smoothing method 4 of Chen and Cherry (2014)."""
     if not words:
         return 0.0
     total, misses = 0.0, 0
@@ -112,7 +112,7 @@ def _sentence_bleu(words: list[str], references: list[list[str]]) -> float:
 
 
 def evaluate(predictions: Sequence[str], data: Sequence[Any], metric: str, **kwargs: Any) -> float:
-    """Return CrossFit's score of generated answers.
+    """Return CrossFit's score for generated answers.
 
     Args:
         predictions: generated text of each example.

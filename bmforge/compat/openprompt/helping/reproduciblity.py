@@ -1,4 +1,4 @@
-"""OpenPrompt's module path of `set_seed`, with its spelling."""
+"""Alias module with OpenPrompt's (misspelled) module path of `set_seed`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["set_seed"]
 
 
 def set_seed(seed: int | None) -> None:
-    """Seed Python's, NumPy's and torch's generators; None seeds none."""
+    """Seed the generators of Python, NumPy and torch; None leaves them unchanged."""
     if seed is None:
         return
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""`load_plm`, and the tokenizer wrappers of each kind of model."""
+"""`load_plm`, and the tokenizer wrappers for each kind of model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ModelClass(NamedTuple):
-    """Classes of a kind of model that a program registers in `_MODEL_CLASSES`.
+    """Classes for a kind of model that a program registers in `_MODEL_CLASSES`.
 
     Attributes:
         config: configuration class; without effect, the model class reads its own.

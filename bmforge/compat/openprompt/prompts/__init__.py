@@ -1,4 +1,4 @@
-"""OpenPrompt's names of templates and verbalizers, from `templates` and `verbalizers`."""
+"""Alias package with OpenPrompt's names of templates and verbalizers."""
 
 from bmforge.compat.names import missing_names
 from bmforge.compat.openprompt.names import NAMES

@@ -1,4 +1,4 @@
-"""OpenPrompt's module path of `PrefixTuningTemplate`."""
+"""Alias module with OpenPrompt's module path of `PrefixTuningTemplate`."""
 
 from bmforge.compat.openprompt.templates import PrefixTuningTemplate
 

@@ -1,4 +1,4 @@
-"""OpenPrompt's search of templates and label words (LM-BFF), implemented with bmforge's.
+"""OpenPrompt's search for templates and label words (LM-BFF), implemented with bmforge's.
 
 Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021).
 """
@@ -33,7 +33,7 @@ _LABEL_WORD = re.compile(r'\{\s*"meta"\s*:\s*"labelword"\s*\}')
 
 
 class LMBFFTemplateGenerationTemplate(ManualTemplate):
-    """A template whose masks are generated around the label word, `{"meta":"labelword"}`.
+    """Template whose masks are generated around the label word, `{"meta":"labelword"}`.
 
     Args:
         tokenizer: tokenizer of the model that generates.
@@ -49,14 +49,14 @@ class LMBFFTemplateGenerationTemplate(ManualTemplate):
         self.verbalizer = verbalizer
 
     def fill(self, example: Any) -> Any:
-        """Set an example's label word; return the example."""
+        """Set the label word of an example; return the example."""
         word = self.verbalizer.label_words[example.label][0]
         example.meta["labelword"] = word.removeprefix("<!>").strip()
         return example
 
 
 class TemplateGenerator:
-    """Searches the most probable texts of two masks over all registered examples.
+    """Searches for the most probable texts at two masks, over all registered examples.
 
     Args:
         model: encoder-decoder trained on span corruption.
@@ -88,7 +88,7 @@ class TemplateGenerator:
         self._examples: list[Any] = []
 
     def _register_buffer(self, batch: Mapping[str, Any]) -> None:
-        """Add the examples of a batch."""
+        """Register the examples of a batch for the search."""
         self._examples += batch["examples"]
 
     def _get_templates(self) -> list[tuple[str, str]]:
@@ -108,7 +108,7 @@ class TemplateGenerator:
         return [(part[0].strip(), part[-1].strip()) for part in parts]
 
     def convert_template(self, generated: tuple[str, str], original: str) -> str:
-        """Return the original template with generated texts as masks, and a mask as label word."""
+        """Insert generated texts at the masks of a template, and a mask at the label word."""
         texts = iter(generated)
         filled = _MASK.sub(lambda _: next(texts), original, count=2)
         return _LABEL_WORD.sub('{"mask"}', filled)
@@ -123,7 +123,7 @@ class T5TemplateGenerator(TemplateGenerator):
 
 
 class VerbalizerGenerator:
-    """Searches sets of one label word per class with the best zero-shot accuracy.
+    """Searches for sets of one label word per class with the best zero-shot accuracy.
 
     Args:
         model: masked language model.
@@ -147,18 +147,18 @@ class VerbalizerGenerator:
 
     @torch.no_grad()
     def register_buffer(self, batch: Any) -> None:
-        """Add the logits at the masks of a batch of labeled examples."""
+        """Register the logits at the masks of a batch of labeled examples."""
         with evaluating(self.model):
             answers = PromptModel(self.model, torch.nn.Identity()).look(batch, hidden=False)
         self._logits.append(answers.logits[:, 0])
         self._labels.append(batch["label"])
 
     def is_label_word(self, token: str) -> bool:
-        """Return True if a token of the vocabulary can be a label word."""
+        """Return True if a vocabulary token can be a label word."""
         return True
 
     def generate(self) -> list[list[str]]:
-        """Return the sets of label words, the most accurate first."""
+        """Return sets of label words, the most accurate first."""
         vocabulary = as_ours(self.tokenizer).get_vocab()
         logits = torch.cat(self._logits).float()
         allowed = [id for token, id in vocabulary.items() if self.is_label_word(token)]
@@ -180,8 +180,8 @@ class VerbalizerGenerator:
 
 
 class RobertaVerbalizerGenerator(VerbalizerGenerator):
-    """`VerbalizerGenerator` for byte-level vocabularies: words begin with a blank."""
+    """`VerbalizerGenerator` for byte-level vocabularies, whose words begin with a space."""
 
     def is_label_word(self, token: str) -> bool:
-        """Return True if a token begins with a blank, which byte-level BPE writes as `\u0120`."""
+        """Return True if a token begins with a space, which byte-level BPE writes as `Ġ`."""
         return token.startswith("\u0120")

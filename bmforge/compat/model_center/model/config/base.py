@@ -1,6 +1,6 @@
-"""Configs with ModelCenter's field names, over the bmforge config of the family.
+"""Configs with ModelCenter's field names, which wrap bmforge's configs.
 
-A field can be read and set by its ModelCenter name (`dim_model`) or by ours (`hidden_size`).
+A field can be read and set by its ModelCenter name (`dim_model`) or by bmforge's (`hidden_size`).
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Config:
         self.native()  # what does not fit is told now
 
     def kind(self) -> type[Model]:
-        """Return the model class of this config."""
+        """Return the bmforge model class for this config."""
         return FAMILIES[self.family]
 
     def needed(self) -> Mapping[str, Any]:
-        """Return the fields that must have a fixed value."""
+        """Return the fields that must have a fixed value, by name."""
         old = OLD_FAMILIES.get(self.family)
         return {**(old.needed if old else {}), **self.fixed}
 
@@ -101,12 +101,12 @@ class Config:
 
     @classmethod
     def from_json_file(cls, json_file: str | Path, **fields: Any) -> Self:
-        """Read a file with ModelCenter's fields; `fields` replace some."""
+        """Read a file with ModelCenter's fields; `fields` override some of them."""
         return cls(**{**cls._dict_from_json_file(json_file), **fields})
 
     @classmethod
     def over(cls, native: ModelConfig, **fields: Any) -> Self:
-        """Wrap a bmforge config, with some fields changed."""
+        """Wrap a bmforge config, changing some fields."""
         config = cls.__new__(cls)
         config._start({}, native)
         for name, value in fields.items():
@@ -122,7 +122,7 @@ class Config:
         return dict(values)
 
     def native(self) -> ModelConfig:
-        """Return the bmforge config of the current fields, without a head."""
+        """Return the bmforge config with the current field values, without a head."""
         if self._native is None:
             self.__dict__["_native"] = self._make()
         config: ModelConfig = self._native
@@ -146,7 +146,7 @@ class Config:
         return name in OLD_NAMES or name in _KEPT or name in self.needed()
 
     def _translate(self, field_names: set[str], values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields under bmforge's names, as far as the family has them."""
+        """Rename fields to bmforge's names; fields that the family lacks are omitted."""
         changes: dict[str, Any] = {}
         for name, value in values.items():
             own_name = OLD_NAMES.get(name, name)
@@ -214,7 +214,7 @@ class Config:
         raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ModelCenter's fields that the family has, as JSON values."""
+        """Return the family's fields under ModelCenter's names, as JSON values."""
         field_names = {f.name for f in fields(self.kind().config_class)}
         of_images = {"img_size", "channels_in", "num_classes", "mlp_size", "drop"}
         left_out = {"dim_ff", "dropout_p"} if self.family == "ViT" else of_images
@@ -233,7 +233,7 @@ class Config:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def to_json_file(self, json_file_path: str | Path) -> None:
-        """Write `to_dict` into a file that `from_json_file` reads."""
+        """Write the fields to a file that `from_json_file` reads."""
         Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
 
     def __repr__(self) -> str:
@@ -241,5 +241,5 @@ class Config:
 
 
 def _count_rest(native: ModelConfig) -> int:
-    """Return the number of rows of the position table that are not positions."""
+    """Return the number of extra rows in the position table, which are not positions."""
     return 1 if native.family == "glm" else int(getattr(native, "position_offset", 0))

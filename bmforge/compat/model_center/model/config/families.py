@@ -1,4 +1,4 @@
-"""The config classes of all families; see `base.Config`."""
+"""Config classes of all families; see `base.Config`."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ __all__ = [
 
 
 class BertConfig(Config):
-    """BERT config."""
+    """Config of a BERT model."""
 
     family = "Bert"
 
 
 class RobertaConfig(Config):
-    """RoBERTa config."""
+    """Config of a RoBERTa model."""
 
     family = "Roberta"
 
 
 class LongformerConfig(Config):
-    """Longformer config."""
+    """Config of a Longformer model."""
 
     family = "Longformer"
 
 
 class ViTConfig(Config):
-    """ViT config."""
+    """Config of a ViT model."""
 
     family = "ViT"
 
@@ -61,59 +61,58 @@ VitConfig = ViTConfig  # its name in ModelCenter
 
 
 class GPT2Config(Config):
-    """GPT-2 config."""
+    """Config of a GPT-2 model."""
 
     family = "GPT2"
 
 
 class GPTjConfig(Config):
-    """GPT-J config."""
+    """Config of a GPT-J model."""
 
     family = "GPTJ"
 
 
 class OPTConfig(Config):
-    """OPT config."""
+    """Config of an OPT model."""
 
     family = "OPT"
 
 
 class LlamaConfig(Config):
-    """Llama config."""
+    """Config of a Llama model."""
 
     family = "Llama"
 
 
 class QwenConfig(Config):
-    """Qwen config."""
+    """Config of a Qwen model."""
 
     family = "Qwen"
 
 
 class MiniCPMConfig(Config):
-    """MiniCPM config."""
+    """Config of a MiniCPM model."""
 
     family = "MiniCPM"
 
 
 class MixtralConfig(Config):
-    """Mixtral config."""
+    """Config of a Mixtral model."""
 
     family = "Mixtral"
 
 
 class GLMConfig(Config):
-    """GLM config."""
+    """Config of a GLM model."""
 
     family = "GLM"
 
 
 class CPM1Config(Config):
-    """CPM-1 config.
+    """Config of a CPM-1 model.
 
     `pos_bias_type` selects the model: "relative" (default) is ModelCenter's own, "none" the
-    published
-    GPT-2 model, which `from_pretrained` also detects.
+    published GPT-2 model, which `from_pretrained` also detects.
     """
 
     family = "CPM1"
@@ -134,15 +133,15 @@ class CPM1Config(Config):
 
     @property
     def is_relative(self) -> bool:
-        """Whether this is ModelCenter's own model."""
+        """True for ModelCenter's own model, with relative positions."""
         return self._base is None and self._given.get("pos_bias_type", "relative") == "relative"
 
     def kind(self) -> type[Model]:
-        """Return the model class of this config."""
+        """Return the bmforge model class for this config."""
         return RelativeCPM1 if self.is_relative else FAMILIES["CPM1"]
 
     def needed(self) -> Mapping[str, Any]:
-        """Return the fields that must have a fixed value."""
+        """Return the fields that must have a fixed value, by name."""
         fixed = self._RELATIVE if self.is_relative else self._PUBLISHED
         return {"pos_bias_type": "relative" if self.is_relative else "none", **fixed}
 
@@ -157,7 +156,7 @@ class CPM1Config(Config):
 
 
 class CPM3Config(Config):
-    """CPM-3 config; the architecture is CPM-Ant's."""
+    """Config of a CPM-3 model, whose architecture is CPM-Ant's."""
 
     family = "CPMAnt"
     fixed: ClassVar[Mapping[str, Any]] = {
@@ -175,12 +174,12 @@ class T5Config(Config):
 
 
 class CPM2Config(Config):
-    """CPM-2 config."""
+    """Config of a CPM-2 model."""
 
     family = "CPM2"
 
 
 class EVAConfig(Config):
-    """EVA config."""
+    """Config of an EVA model."""
 
     family = "EVA"
